@@ -1,4 +1,4 @@
-"""Sharded checkpoints with torch.distributed.checkpoint: written in the background, verified by sha256, committed by rename.
+"""Sharded checkpoints with torch.distributed.checkpoint: written in the background, verified by sha256, committed by a rename.
 
 torch.distributed.checkpoint (DCP) has no checksums, and it unpickles the file .metadata. A checkpoint is therefore read only
 after the checksums in its manifest are verified. A checkpoint holds the weights, the optimizer state and the step. It needs
@@ -50,7 +50,10 @@ class BestValidation(Frozen):
 
 
 class CheckpointManifest(Manifest):
-    """A checkpoint after `step` steps. Its folder also holds job.json and plan.json of the training."""
+    """A checkpoint after `step` steps. Its folder also holds job.json and plan.json of the training.
+
+    best: the best validation up to this step; None before the first validation.
+    """
 
     stage: ClassVar[str] = "checkpoint"
     step: int
@@ -70,8 +73,8 @@ class Checkpointer:
         attempt_number: part of the temporary folder's name, so that two attempts never share a temporary folder.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         text_by_extra_file: files that are added to each checkpoint, text by file name.
-        heartbeat: heartbeats of the training. The checkpointer touches the file while it hashes a checkpoint, because after the
-            last step nothing else touches the file.
+        heartbeat: heartbeats of the training. The checkpointer touches the heartbeat file while it hashes a checkpoint,
+            because after the last step nothing else touches the file.
 
     Raises InputError if `folder` is a link, because old checkpoints are removed from it.
     """
@@ -225,7 +228,9 @@ def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest |
 
 
 def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, checkpoint: Path) -> None:
-    """Collective. Load weights and optimizer state into this rank's shards, also after a change of the ranks or the sharding.
+    """Collective. Load weights and optimizer state into this rank's shards.
+
+    The number of ranks and the sharding may have changed since the checkpoint was saved.
 
     Row-wise Adagrad has one accumulator per row and column shard. If a table is now split into another number of column shards,
     each shard gets the accumulator of the whole row: the mean over the saved column shards, weighted by their widths.

@@ -30,7 +30,7 @@ class KnownNegativeScores(NamedTuple):
 
     Attributes:
         is_padding_BK: columns that are no known negative.
-        weight: number of sampled negatives as which a known negative counts, see `loss.explicit_negative_weight`.
+        weight: number of sampled negatives for which a known negative counts, see `loss.explicit_negative_weight`.
     """
 
     score_BK: Tensor

@@ -38,8 +38,7 @@ class EmbeddingTables(nn.ModuleDict):
                 self[collection] = EmbeddingCollection(tables=table_configs, device=device)
             else:
                 # For mean pooling, `table_outputs` divides the sum. TorchRec's own mean is wrong under grid_shard: TorchRec 1.9
-                # divides by the number of values on each rank. The same fault of row_wise (meta-pytorch/torchrec#2362) is
-                # fixed.
+                # divides by the number of values on each rank. row_wise no longer has this fault (meta-pytorch/torchrec#2362).
                 table_configs = [
                     EmbeddingBagConfig(**_table_arguments(name, table), pooling=PoolingType.SUM)
                     for name, table in table_by_name.items()

@@ -2,7 +2,8 @@
 
 The launching process appends the block after the ranks have written the trained vectors.
 
-Shapes: I items, B queries, T width of a trained vector, M width of the block, C = T + M concatenated, D width of the result.
+Shapes: I items, B queries, T width of a trained vector, M width of the block, C = T + M concatenated, D width of the result, R
+rows of a file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +42,7 @@ def append_block(
     store: EventStore,
     validation: ValidationConfig | None,
     folder: Path,
-    train_log: EventStore | None = None,
+    train_store: EventStore | None = None,
 ) -> float:
     """Append the block to the item and query vectors of the export in `folder`, write the block's files, and return its weight.
 
@@ -49,15 +50,15 @@ def append_block(
     are used only in the histories of queries. All item vectors are in memory, query vectors only in chunks.
 
     Args:
-        train_log: store with the training events from which the block is computed, with the user and item rows of `store`; None
-            means `store`.
+        train_store: store with the training events from which the block is computed, and with the user and item rows of
+            `store`; None means `store`.
 
     Raises:
         InputError: there are several weights and no validation events, or too few training events for the block.
     """
     block, trained_dim = spec.config.spectral_block, spec.config.trained_dim
     assert block is not None
-    matrix_UI = log_matrix(train_log or store, before="validation", max_events=block.max_events)
+    matrix_UI = log_matrix(train_store or store, before="validation", max_events=block.max_events)
     history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=block.dim, item_exponent=block.item_exponent)
     save_npy(folder / BLOCK_HISTORY_FILE, history_factor_IM)
     item_vector_IC = np.concatenate([memory_map(folder / "item_vectors.npy"), candidate_factor_IM], axis=1)
@@ -69,9 +70,9 @@ def append_block(
     )
     num_queries = sum(len(query_file.user_B) for query_file in query_file_by_split.values())
     trained_columns = slice(trained_dim)
-    trained_moments = query_moments_CC[trained_columns, trained_columns]
-    mean_variance = (trained_moments * covariance(item_vector_IC[:, trained_columns])).sum() / max(1, num_queries)
-    score_std = float(np.sqrt(mean_variance)) if num_queries else 1.0
+    trained_moments_TT = query_moments_CC[trained_columns, trained_columns]
+    mean_score_variance = (trained_moments_TT * covariance(item_vector_IC[:, trained_columns])).sum() / max(1, num_queries)
+    score_std = float(np.sqrt(mean_score_variance)) if num_queries else 1.0
     weight = best_weight(
         block.weights,
         lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * score_std),
@@ -87,14 +88,14 @@ def append_block(
     item_moments_CC = _with_ridge(item_moments_CC)
     if block.output_dim is not None:
         weighted_moments_CC = _with_ridge(weight_C[:, None] * query_moments_CC * weight_C)
-        query_map, item_map = reduction(weighted_moments_CC, item_moments_CC, dim=block.output_dim)
+        query_map, item_map = reduction_maps(weighted_moments_CC, item_moments_CC, dim=block.output_dim)
         query_map = weight_C[:, None] * query_map
     for query_file in query_file_by_split.values():
         _write_product(query_file.path, query_file.chunks(), map_CD=query_map, num_rows=len(query_file.user_B))
     _write_product(folder / "item_vectors.npy", row_chunks(item_vector_IC), map_CD=item_map, num_rows=len(item_vector_IC))
-    maps = {"query_map": query_map, "item_map": np.ascontiguousarray(item_map)}
-    maps["similar_map"] = similar_map(query_map, item_map, item_moments_CC, trained_dim=trained_dim)
-    save_file(maps, folder / BLOCK_MAPS_FILE)
+    map_by_name = {"query_map": query_map, "item_map": np.ascontiguousarray(item_map)}
+    map_by_name["similar_map"] = similar_map(query_map, item_map, item_moments_CC, trained_dim=trained_dim)
+    save_file(map_by_name, folder / BLOCK_MAPS_FILE)
     return weight
 
 
@@ -119,7 +120,7 @@ class QueryFile:
         return memory_map(self.folder / f"query_users_{self.split}.npy")
 
     def chunks(self) -> Iterator[Floats32]:
-        """Yield the vectors [B, C] of all users in order."""
+        """Yield the vectors of all users, [B, C] for each chunk of users in order."""
         for chunk in chunk_slices(len(self.user_B), length=CHUNK_ROWS):
             yield self.vectors_of(self.user_B[chunk])
 
@@ -135,7 +136,7 @@ class QueryFile:
         return np.concatenate([query_BT, normalize(totals_BM, dim=1).numpy()], axis=1)
 
 
-def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, dim: int) -> tuple[Floats32, Floats32]:
+def reduction_maps(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, dim: int) -> tuple[Floats32, Floats32]:
     """Return matrices [C, D] that reduce queries and items to `dim` columns with the least squared error of the scores.
 
     With the Cholesky factors Q'Q = Lq Lq' and P'P = Lp Lp' of the moments of the queries Q and the items P, the score matrix
@@ -143,7 +144,7 @@ def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, 
 
     >>> rng = np.random.default_rng(0)
     >>> query, item = rng.normal(size=(9, 4)), rng.normal(size=(7, 4)) * [3, 2, 1, 0.01]
-    >>> query_map, item_map = reduction(query.T @ query, item.T @ item, dim=3)
+    >>> query_map, item_map = reduction_maps(query.T @ query, item.T @ item, dim=3)
     >>> bool(np.abs(query @ query_map @ (item @ item_map).T - query @ item.T).max() < 0.1)
     True
     """
@@ -158,7 +159,7 @@ def similar_map(query_map: Floats32, item_map: Floats32, item_moments_CC: NDArra
     """Return the matrix [D, D] that turns an item vector into a query for items with similar trained vectors.
 
     The candidate blocks of two items have no meaningful inner product, because their norms grow with the popularity. The
-    trained vector is estimated from the exported one by least squares; without a reduction, the estimate is exact.
+    trained vector is estimated from the exported vector by least squares. Without a reduction, the estimate is exact.
     """
     exported_moments_DD = item_map.T @ item_moments_CC @ item_map
     estimate_DC = np.linalg.solve(exported_moments_DD, item_map.T @ item_moments_CC)

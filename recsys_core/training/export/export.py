@@ -98,7 +98,7 @@ def export_vectors(
             store = EventStore.open(dataset.interactions)
             train_store = None if train_log is None else EventStore.open(train_log)
             block_weight = append_block(
-                model, store=store, validation=config.validation, folder=output_folder, train_log=train_store
+                model, store=store, validation=config.validation, folder=output_folder, train_store=train_store
             )
         if validates_popularity:
             store = EventStore.open(dataset.interactions)
@@ -177,8 +177,8 @@ def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter)
         history_item_BD, item_BD = encoder.encode_items(rows)
         return history_item_BD, item_BD, item_BD
 
-    with ExitStack() as stack:
-        parts = [stack.enter_context(writer.part(path)) for path in dim_by_path]
+    with ExitStack() as exit_stack:
+        parts = [exit_stack.enter_context(writer.part(path)) for path in dim_by_path]
         writer.write([*parts, share], num_rows=num_items, encode=encode, array_name="item_vectors.npy")
     for path, dim in dim_by_path.items():
         writer.build(path, shape=(num_items, dim))

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from recsys_core.launching.rank import Process
 
 EXCHANGE_ROWS = 8_192
-"""Rows of each rank that are exchanged at once, which bounds the memory of the copies."""
+"""Number of rows that each rank sends at once. It bounds the memory of the copies."""
 
 
 def rows_of_rank(num_rows: int, process: Process) -> slice:
@@ -26,8 +26,8 @@ def rows_of_rank(num_rows: int, process: Process) -> slice:
     >>> [rows_of_rank(7, Process(rank, 3, torch.device("cpu"))) for rank in range(3)]
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
     """
-    num_per_rank, num_longer = divmod(num_rows, process.world_size)
-    start, stop = (rank * num_per_rank + min(rank, num_longer) for rank in (process.rank, process.rank + 1))
+    min_num_rows, num_longer_ranges = divmod(num_rows, process.world_size)
+    start, stop = (rank * min_num_rows + min(rank, num_longer_ranges) for rank in (process.rank, process.rank + 1))
     return slice(start, stop)
 
 
@@ -59,16 +59,16 @@ class TravellingColumns:
     """
 
     def __init__(self, items: Share, *, item_row_C: NDArray[np.int64], block_columns: int, process: Process) -> None:
-        """Collective: the ranks exchange their vectors."""
+        """Collective. Exchange the vectors, so that this rank has the vectors of its columns."""
         self._num_columns, self._block_columns, self._process = len(item_row_C), block_columns, process
         num_blocks = -(-self._num_columns // block_columns)
         blocks_by_rank = np.array_split(np.arange(num_blocks), process.world_size)
         self._owner_by_block = np.repeat(np.arange(process.world_size), [len(blocks) for blocks in blocks_by_rank])
         first_block = int(np.searchsorted(self._owner_by_block, process.rank))
         self._first_owned_column = first_block * block_columns
-        num_owned = min(self._num_columns - self._first_owned_column, len(blocks_by_rank[process.rank]) * block_columns)
+        num_owned_columns = min(self._num_columns - self._first_owned_column, len(blocks_by_rank[process.rank]) * block_columns)
         vector_RD = items.vector_RD
-        self._owned_CD = vector_RD.new_empty((max(0, num_owned), vector_RD.shape[1]))
+        self._owned_CD = vector_RD.new_empty((max(0, num_owned_columns), vector_RD.shape[1]))
 
         is_encoded_C = (item_row_C >= items.rows.start) & (item_row_C < items.rows.stop)
         encoded_column_R = np.flatnonzero(is_encoded_C)
@@ -76,8 +76,8 @@ class TravellingColumns:
         # Every rank takes part in every exchange, even after it has sent all its rows.
         num_exchanges = int(gather_counts(len(encoded_row_R), process=process).max() + EXCHANGE_ROWS - 1) // EXCHANGE_ROWS
         for exchange_index in range(num_exchanges):
-            exchanged = slice(exchange_index * EXCHANGE_ROWS, (exchange_index + 1) * EXCHANGE_ROWS)
-            self._exchange(encoded_column_R[exchanged], vector_RD[torch.from_numpy(encoded_row_R[exchanged])])
+            exchange_range = slice(exchange_index * EXCHANGE_ROWS, (exchange_index + 1) * EXCHANGE_ROWS)
+            self._exchange(encoded_column_R[exchange_range], vector_RD[torch.from_numpy(encoded_row_R[exchange_range])])
 
     def _exchange(self, column_R: NDArray[np.int64], vector_RD: Tensor) -> None:
         """Collective. Send each vector to the owner of its column. The columns are ascending, and so are their owners."""
@@ -95,7 +95,7 @@ class TravellingColumns:
         self._owned_CD[received_column_R - self._first_owned_column] = received_RD
 
     @property
-    def num_own_columns(self) -> int:
+    def num_owned_columns(self) -> int:
         """Number of columns whose vectors are in the memory of this rank."""
         return len(self._owned_CD)
 

@@ -73,7 +73,7 @@ def rank_on_ranks(
     grid, row_C = Grid.of(len(candidate_rows), k=k, top_only=top_only), tie_order(len(candidate_rows))
     columns = TravellingColumns(items, item_row_C=candidate_rows[row_C], block_columns=grid.block_columns, process=process)
     query_count_W, chunk_queries = gather_counts(len(queries.targets), process=process), grid.chunk_queries(on_gpu=on_gpu)
-    padded_queries, query_range = _in_whole_chunks(
+    padded_queries, query_range = _pad_to_whole_chunks(
         queries, query_count_W=query_count_W, rank=process.rank, chunk_queries=chunk_queries
     )
     with nullcontext() if on_gpu else worker_threads(min(grid.num_held_columns, grid.block_columns)) as pool:
@@ -87,9 +87,9 @@ def rank_on_ranks(
                 chunk_class(grid, padded_queries.query_BD[chunk], seen=seen, targets=targets)
                 for chunk, seen, targets in zip(chunks, seen_by_chunk, targets_by_chunk, strict=True)
             ]
-            for step in (chunk_class.add,) if top_only else (chunk_class.find_target_scores, chunk_class.add):
+            for chunk_method in (chunk_class.add,) if top_only else (chunk_class.find_target_scores, chunk_class.add):
                 for first_column, block_CD in columns.travel():
-                    process_block = partial(step, first_column=first_column, block_CD=block_CD)
+                    process_block = partial(chunk_method, first_column=first_column, block_CD=block_CD)
                     for _ in map_chunks(process_block, ranked_chunks):
                         on_block()
             return [ranked_chunk.result() for ranked_chunk in ranked_chunks]
@@ -99,7 +99,9 @@ def rank_on_ranks(
     return PartOfRanking(ranking.top_BK[query_range], ranking.position_T, query_count_W, target_count_W)
 
 
-def _in_whole_chunks(queries: Queries, *, query_count_W: Int64Array, rank: int, chunk_queries: int) -> tuple[Queries, slice]:
+def _pad_to_whole_chunks(
+    queries: Queries, *, query_count_W: Int64Array, rank: int, chunk_queries: int
+) -> tuple[Queries, slice]:
     """Return the queries padded to whole chunks, and the range of this rank's queries among them.
 
     The other queries of the first and the last chunk are on other ranks. Copies of this rank's first query take their places,
@@ -109,21 +111,21 @@ def _in_whole_chunks(queries: Queries, *, query_count_W: Int64Array, rank: int, 
     if num_queries == 0:
         return queries, slice(0, 0)
     query_end = first_query + num_queries
-    num_before = first_query % chunk_queries
-    num_after = min(int(query_count_W.sum()), -(-query_end // chunk_queries) * chunk_queries) - query_end
-    query_index_B = np.pad(np.arange(num_queries), (num_before, num_after))
+    num_padding_before = first_query % chunk_queries
+    num_padding_after = min(int(query_count_W.sum()), -(-query_end // chunk_queries) * chunk_queries) - query_end
+    query_index_B = np.pad(np.arange(num_queries), (num_padding_before, num_padding_after))
     padded_queries = Queries(
         query_BD=queries.query_BD[torch.from_numpy(query_index_B)],
         is_known_B=queries.is_known_B[query_index_B],
-        seen=_pad(queries.seen, num_before, num_after),
-        targets=_pad(queries.targets, num_before, num_after),
+        seen=_pad(queries.seen, num_padding_before, num_padding_after),
+        targets=_pad(queries.targets, num_padding_before, num_padding_after),
     )
-    return padded_queries, slice(num_before, num_before + num_queries)
+    return padded_queries, slice(num_padding_before, num_padding_before + num_queries)
 
 
-def _pad(lists: JaggedArray, num_before: int, num_after: int) -> JaggedArray:
-    """Return the lists with empty lists before and after them."""
-    return JaggedArray(np.pad(lists.offset, (num_before, num_after), mode="edge"), lists.values_L)
+def _pad(lists: JaggedArray, num_padding_before: int, num_padding_after: int) -> JaggedArray:
+    """Return the lists with the given numbers of empty lists before and after them."""
+    return JaggedArray(np.pad(lists.offset, (num_padding_before, num_padding_after), mode="edge"), lists.values_L)
 
 
 def write_rankings(
@@ -142,8 +144,8 @@ def write_rankings(
     """
     store, process, num_items = encoder.store, encoder.process, encoder.spec.num_items
     user_row_U = store.users_with_targets(split)
-    evaluated_users = sampled_users(len(user_row_U), max_users=settings.max_users)
-    user_index_B = evaluated_users[(evaluated_users >= queries.rows.start) & (evaluated_users < queries.rows.stop)]
+    evaluated_index_U = sampled_users(len(user_row_U), max_users=settings.max_users)
+    user_index_B = evaluated_index_U[(evaluated_index_U >= queries.rows.start) & (evaluated_index_U < queries.rows.stop)]
     rank_queries, _ = queries_of(
         user_row_U[user_index_B],
         queries.vector_RD[torch.from_numpy(user_index_B - queries.rows.start)],
@@ -159,12 +161,12 @@ def write_rankings(
     cold_row_C = cold_rows(store, split)
     known_cold_queries = cold_queries(rank_queries, cold_row_C, num_items=num_items).known()
     cold_ranking = rank_candidates(known_cold_queries, candidate_rows=cold_row_C, k=0, top_only=False)
-    for content, part_array, count_W, dtype in (
+    for content, rank_array, count_W, dtype in (
         ("top", ranking.top_BK, ranking.query_count_W, np.int32),
         ("positions", ranking.position_T, ranking.target_count_W, np.int64),
         ("cold_positions", cold_ranking.position_T, cold_ranking.target_count_W, np.int64),
     ):
         path, first_row = folder / ranking_file(split, content), int(count_W[: process.rank].sum())
         with writer.part(path) as part:
-            part.add(first_row, 0, torch.from_numpy(part_array if part_array.ndim == 2 else part_array[:, None]))
-        writer.build(path, shape=(int(count_W.sum()), *part_array.shape[1:]), dtype=dtype)
+            part.add(first_row, 0, torch.from_numpy(rank_array if rank_array.ndim == 2 else rank_array[:, None]))
+        writer.build(path, shape=(int(count_W.sum()), *rank_array.shape[1:]), dtype=dtype)

@@ -37,8 +37,8 @@ def best_weight(
 ) -> float:
     """Return the weight with the best metric of `validation` on the validation users; the smallest of equally good weights.
 
-    A single weight is returned without a ranking. All items are ranked, also with `candidates: cold`: a cold item has neither a
-    block nor a popularity, so a weight does not change the order of the cold items.
+    A single weight is returned without a ranking. All items are ranked, even with `candidates: cold`, because a cold item has
+    neither a block nor a popularity, so that a weight does not change the order of the cold items.
 
     Args:
         apply_weight: function of query vectors and a weight that returns the query vectors with this weight.
@@ -70,7 +70,7 @@ def best_weight(
 
 
 def choose_popularity(spec: ModelSpec, *, store: EventStore, validation: ValidationConfig | None, folder: Path) -> float:
-    """Choose the weight of a popularity term, write it into the query vectors of the export in `folder`, and return it.
+    """Choose the weight of a popularity term, write the weight into the query vectors of the export in `folder`, and return it.
 
     Raises:
         InputError: there are several weights and no validation events.

@@ -74,7 +74,7 @@ def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, f
 
 
 def _cause(rank_report: RankReport) -> str:
-    return next(cause for cause, applies in PREDICATE_BY_CAUSE.items() if applies(rank_report))
+    return next(cause for cause, is_cause_of in PREDICATE_BY_CAUSE.items() if is_cause_of(rank_report))
 
 
 def _line_around(match: re.Match[str]) -> str:

@@ -84,19 +84,19 @@ class HeartbeatWriter:
 
 
 @contextmanager
-def heartbeat(beat: Callable[[], object], *, interval_s: float) -> Iterator[None]:
-    """Call `beat` now and every `interval_s` seconds in a daemon thread until the block ends.
+def heartbeat(send_heartbeat: Callable[[], object], *, interval_s: float) -> Iterator[None]:
+    """Call `send_heartbeat` now and every `interval_s` seconds in a daemon thread until the block ends.
 
     A thread makes the calls, because the block may wait for a slow disk for longer than the timeout of the heartbeat.
     """
     stop_event = threading.Event()
 
-    def beat_until_stop() -> None:
-        beat()
+    def send_until_stop() -> None:
+        send_heartbeat()
         while not stop_event.wait(interval_s):
-            beat()
+            send_heartbeat()
 
-    thread = threading.Thread(target=beat_until_stop, name="heartbeat", daemon=True)
+    thread = threading.Thread(target=send_until_stop, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield

@@ -217,8 +217,8 @@ def running_versions() -> dict[str, str]:
     >>> sorted(running_versions())
     ['nightjar', 'torch', 'torchrec']
     """
-    library_versions = {library: metadata.version(library).partition("+")[0] for library in ("torch", "torchrec")}
-    return {"nightjar": recsys_core.__version__, **library_versions}
+    version_by_library = {library: metadata.version(library).partition("+")[0] for library in ("torch", "torchrec")}
+    return {"nightjar": recsys_core.__version__, **version_by_library}
 
 
 def last_lines(path: Path) -> str:

@@ -46,7 +46,7 @@ class Monitor:
         self._spec, self._layout, self._folder, self._heartbeat = spec, spec.layout, folder, heartbeat
         self._last_heartbeat_state = heartbeat.mtime_and_size()  # the file of an earlier attempt may exist
         self._phase: Phase = "queue"
-        self._phase_start = time.monotonic()
+        self._phase_start_time = time.monotonic()
 
     def wait(self, group: HostGroup, *, poll: Callable[[], None]) -> None:
         """Return when all ranks exited with code 0; raise the errors that `launch` documents. poll: called every 0.2 s."""
@@ -64,7 +64,7 @@ class Monitor:
             if self._phase == "rendezvous":
                 self._raise_printed_error(group)
             limit_s, setting = self._time_limit()
-            if time.monotonic() - self._phase_start > limit_s:
+            if time.monotonic() - self._phase_start_time > limit_s:
                 raise self._timeout_error(group, limit_s=limit_s, setting=setting)
             time.sleep(POLL_S)
         wait_until(lambda: group.state() == "ended", timeout_s=EXIT_TIMEOUT_S)
@@ -94,9 +94,9 @@ class Monitor:
             next_phase = "start"
         heartbeat_state = self._heartbeat.mtime_and_size()
         if heartbeat_state != self._last_heartbeat_state:
-            self._last_heartbeat_state, self._phase_start, next_phase = heartbeat_state, time.monotonic(), "work"
+            self._last_heartbeat_state, self._phase_start_time, next_phase = heartbeat_state, time.monotonic(), "work"
         if next_phase != self._phase:
-            self._phase, self._phase_start = next_phase, time.monotonic()
+            self._phase, self._phase_start_time = next_phase, time.monotonic()
 
     def _raise_printed_error(self, group: HostGroup) -> None:
         """Raise InputError if a missing host printed an error that its agent could not write into the folder."""
@@ -156,11 +156,11 @@ class Monitor:
                 f"{', '.join(f'host {host}' for host in missing_hosts)}; {group.exit_summary()}; raise {setting} if the hosts "
                 f"need more time to start{self._quote_logs(group, missing_hosts)}"
             )
-        late_ranks = sorted(set(range(self._layout.world_size)) - self._folder.started_ranks().keys())
+        missing_ranks = sorted(set(range(self._layout.world_size)) - self._folder.started_ranks().keys())
         return LaunchError(
-            f"{start_summary} ({host_names}), but after {limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not run: the "
-            f"hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need more time "
-            f"to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
+            f"{start_summary} ({host_names}), but after {limit_s:g} s ranks {', '.join(map(str, missing_ranks))} do not run: "
+            f"the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need more "
+            f"time to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
             f"{self._quote_logs(group, range(self._layout.num_hosts))}"
         )
 

@@ -176,9 +176,9 @@ class StaticRendezvous(StaticTCPRendezvous):
         return 0
 
 
-def _handler_from(parameters: RendezvousParameters) -> RendezvousHandler:
+def _rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     handler: RendezvousHandler = parameters.config["handler"]
     return handler
 
 
-rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _handler_from)
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _rendezvous_handler)

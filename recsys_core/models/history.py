@@ -139,9 +139,9 @@ class SelfAttentionEncoder(HistoryEncoder):
     def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor) -> Tensor:
         """Return one vector per history [B, D]; see HistoryEncoder.forward."""
         if self.training and self.item_dropout:
-            is_left_H = torch.rand(len(history_H), device=history_H.device) >= self.item_dropout
-            num_left_before = nn.functional.pad(is_left_H.cumsum(dim=0), (1, 0))
-            history_H, offset = history_H[is_left_H], num_left_before[offset]
+            is_retained_H = torch.rand(len(history_H), device=history_H.device) >= self.item_dropout
+            num_retained_before = nn.functional.pad(is_retained_H.cumsum(dim=0), (1, 0))
+            history_H, offset = history_H[is_retained_H], num_retained_before[offset]
         length_B = offset.diff()
         if not len(history_H) or not len(length_B):
             return self.start.expand(len(length_B), -1)

@@ -54,11 +54,11 @@ class MLP(nn.Module):
         """Return one vector [B, D] per row of the features."""
         inputs = [self.input_dropout(feature) for feature in features]
         if self.layers is None:
-            return self._sum(inputs)
+            return self._sum_features(inputs)
         output_BD: Tensor = self.layers(torch.cat(inputs, dim=1) if len(inputs) > 1 else inputs[0])
-        return output_BD + self._sum(inputs) if self.adds_sum else output_BD
+        return output_BD + self._sum_features(inputs) if self.adds_sum else output_BD
 
-    def _sum(self, inputs: list[Tensor]) -> Tensor:
+    def _sum_features(self, inputs: list[Tensor]) -> Tensor:
         summands = [projection(feature) for projection, feature in zip(self.projections, inputs, strict=True)]
         return torch.stack(summands).sum(dim=0)
 

@@ -184,11 +184,11 @@ def num_distinct_items(num_items: int, *, num_draws: float, num_negatives: int, 
     >>> round(num_distinct_items(2, num_draws=2, num_negatives=0, exponent=0.0), 6)  # 2 (1 - (1/2)^2)
     1.5
     """
-    head_ranks = np.arange(1, min(num_items, 1000) + 1, dtype=np.float64)
+    head_popularity_ranks = np.arange(1, min(num_items, 1000) + 1, dtype=np.float64)
     interval_bounds = np.geomspace(1000.5, num_items + 0.5, 4001) if num_items > 1000 else np.empty(0)
     interval_middles = np.sqrt(interval_bounds[1:] * interval_bounds[:-1])
-    popularity_rank = np.concatenate([head_ranks, interval_middles])
-    num_items_of_interval = np.concatenate([np.ones_like(head_ranks), np.diff(interval_bounds)])
+    popularity_rank = np.concatenate([head_popularity_ranks, interval_middles])
+    num_items_of_interval = np.concatenate([np.ones_like(head_popularity_ranks), np.diff(interval_bounds)])
     draw_probability = popularity_rank**-exponent
     draw_probability /= (draw_probability * num_items_of_interval).sum()
     with np.errstate(divide="ignore"):  # log1p(-1) is -inf for the only item

@@ -228,12 +228,12 @@ class _BestPlanRecorder(Stats):  # type: ignore[misc]  # TorchRec has no types
 def _silence_torchrec() -> Iterator[None]:
     """Silence TorchRec, which logs a warning for every layout that does not fit."""
     logger = logging.getLogger("torchrec")
-    level = logger.level
+    log_level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(log_level)
 
 
 def sharders(quantized_comms: QuantizedCommsConfig) -> list[ModuleSharder[nn.Module]]:

@@ -95,9 +95,9 @@ def _shardable_modules(query_tower: AnyQueryTower, candidate_tower: AnyCandidate
     """
     modules: list[nn.Module] = []
     members = zip(query_towers(query_tower), candidate_towers(candidate_tower), strict=True)
-    for query_member, candidate_member in members:
-        modules += query_member.pooling.shardable_modules() if query_member.pooling is not None else []
-        modules += [query_member.tower, candidate_member.tower, candidate_member.projection]
+    for member_query_tower, member_candidate_tower in members:
+        modules += member_query_tower.pooling.shardable_modules() if member_query_tower.pooling is not None else []
+        modules += [member_query_tower.tower, member_candidate_tower.tower, member_candidate_tower.projection]
     return [module for module in modules if next(module.parameters(), None) is not None]
 
 

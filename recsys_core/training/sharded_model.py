@@ -183,11 +183,11 @@ def fill_pretrained(
             norm = random_norm(table_settings.init_std, dim) if table_settings.rescale else None
             num_copies = table.dim // dim
             vector_row = pretrained_vectors.vector_row
-            num_missing = table.num_rows - sum(len(chunk) for chunk in present_vector_rows(vector_row))
+            num_rows_without_vector = table.num_rows - sum(len(chunk) for chunk in present_vector_rows(vector_row))
             logger.info(
                 "table %s: %d of %d rows have no vector; their initial values: %s",
                 table_name,
-                num_missing,
+                num_rows_without_vector,
                 table.num_rows,
                 table_settings.missing_vector_init,
             )

@@ -76,7 +76,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        num_gathered, dim = gradient.shape
-        gradient_CD = gradient.new_empty(num_gathered // ctx.group.size(), dim)
+        num_all_candidates, dim = gradient.shape
+        gradient_CD = gradient.new_empty(num_all_candidates // ctx.group.size(), dim)
         distributed.reduce_scatter_single(gradient_CD, gradient.contiguous(), group=ctx.group)
         return gradient_CD, None

@@ -238,14 +238,14 @@ def _negative_loss(
 
     A known negative counts `known_negatives.weight` times.
     """
-    mean_B = _mean_over_negatives(loss_of(negative_score_BN), is_masked_BN)
+    mean_loss_B = _mean_over_negatives(loss_of(negative_score_BN), is_masked_BN)
     if known_negatives is None:
-        return mean_B
-    known_mean_B = _mean_over_negatives(loss_of(known_negatives.score_BK), known_negatives.is_padding_BK)
+        return mean_loss_B
+    known_mean_loss_B = _mean_over_negatives(loss_of(known_negatives.score_BK), known_negatives.is_padding_BK)
     num_negatives_B = negative_score_BN.shape[1] - (0 if is_masked_BN is None else is_masked_BN.sum(dim=1))
     known_weight_B = known_negatives.weight * (~known_negatives.is_padding_BK).sum(dim=1)
     total_weight_B = (num_negatives_B + known_weight_B).clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.lerp(mean_B, known_mean_B, known_weight_B / total_weight_B)
+    return torch.lerp(mean_loss_B, known_mean_loss_B, known_weight_B / total_weight_B)
 
 
 def _mean_over_negatives(value_BN: Tensor, is_masked_BN: Tensor | None) -> Tensor:

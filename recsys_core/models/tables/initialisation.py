@@ -64,12 +64,12 @@ def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], 
 
     Every rank computes the same mean.
     """
-    sum_D, num_vectors = torch.zeros(vectors.shape[1], dtype=torch.float64), 0
+    total_D, num_vectors = torch.zeros(vectors.shape[1], dtype=torch.float64), 0
     for vector_row_R in present_vector_rows(vector_row):
         chunk_RD = torch.from_numpy(vectors[vector_row_R])
-        sum_D += (chunk_RD if norm is None else scale_to_norm(chunk_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
+        total_D += (chunk_RD if norm is None else scale_to_norm(chunk_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
         num_vectors += len(vector_row_R)
-    return (sum_D / max(num_vectors, 1)).float()
+    return (total_D / max(num_vectors, 1)).float()
 
 
 def present_vector_rows(vector_row: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:

@@ -127,13 +127,13 @@ class QueryFile:
     def vectors_of(self, user_B: NDArray[np.int64]) -> Floats32:
         """Return the vectors of these users, [B, C]. The block of an empty history is zero."""
         history = self.store.items_before(user_B, self.split, max_items=self.block.history_length)
-        totals_BM = history_totals(
+        total_BM = history_totals(
             torch.from_numpy(self.history_factor_IM),
             torch.from_numpy(history.values_L.astype(np.int64)),
             torch.from_numpy(history.offset),
         )
         query_BT = memory_map(self.path)[np.searchsorted(self.user_B, user_B)]
-        return np.concatenate([query_BT, normalize(totals_BM, dim=1).numpy()], axis=1)
+        return np.concatenate([query_BT, normalize(total_BM, dim=1).numpy()], axis=1)
 
 
 def reduction_maps(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, dim: int) -> tuple[Floats32, Floats32]:

@@ -123,8 +123,8 @@ def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.in
     counts_text = f"{(~is_new).sum():,} of {len(champion_row):,} rows from the champion, {is_new.sum():,} new"
     if not is_new.any():
         return counts_text
-    num_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
-    return f"{counts_text} ({num_with_vector:,} from their vector, {is_new.sum() - num_with_vector:,} {initialisation})"
+    num_new_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
+    return f"{counts_text} ({num_new_with_vector:,} from their vector, {is_new.sum() - num_new_with_vector:,} {initialisation})"
 
 
 def load_champion_weights(model: DistributedModelParallel, *, warm_start: WarmStart) -> None:

@@ -1,4 +1,4 @@
-"""One launch of distributed ranks: start all ranks, monitor them until they end, and always end all of them.
+"""One launch of distributed ranks, which starts all ranks, monitors them, and leaves none of them running.
 
 A failed launch is not restarted in place, because torchrun's own restart is unreliable (pytorch/pytorch#135712, #167288). The
 caller starts a new launch from the last verified checkpoint.

@@ -182,15 +182,15 @@ class LaunchFolder:
         return lease if lease.startswith(token) else None
 
     def ready_hosts(self) -> dict[int, HostReport]:
-        """Return the hosts that are ready, by index."""
+        """Return the reports of the hosts that are ready, by index of the host."""
         return {report.host.index: report for report in self._read_messages("ready-*.json", HostReport)}
 
     def ended_hosts(self) -> list[HostReport]:
-        """Return the hosts that have reported their end, sorted by index."""
+        """Return the reports of the hosts that have ended, sorted by index of the host."""
         return sorted(self._read_messages("end-*.json", HostReport), key=lambda report: report.host.index)
 
     def started_ranks(self) -> dict[int, RankReport]:
-        """Return the ranks that have started, by rank."""
+        """Return the reports of the ranks that have started, by rank."""
         return {report.rank: report for report in self._read_messages("rank-*.json", RankReport)}
 
     def _read_messages(self, pattern: str, message_type: type[Message]) -> Iterator[Message]:

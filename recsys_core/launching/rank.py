@@ -38,7 +38,7 @@ def register_rank() -> None:
 
 
 def request_stacks(folder: LaunchFolder, *, host: Host) -> None:
-    """Send the stack signal to the ranks of this host that have started. It would end a rank that has no handler for it yet."""
+    """Send the stack signal to the ranks of this host that have started. It would end a rank without its handler."""
     for rank_report in folder.started_ranks().values():
         if rank_report.host.index == host.index and psutil.pid_exists(rank_report.pid):
             os.kill(rank_report.pid, STACK_SIGNAL)
@@ -64,7 +64,7 @@ def use_batch_scheduling() -> None:
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return  # not Linux, or the user has set a policy for this process
-    with suppress(OSError):  # a sandbox may forbid it; the rank is then slower, with the same results
+    with suppress(OSError):  # a sandbox may forbid the policy; the rank is then slower, with the same results
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -53,7 +53,7 @@ STACKS_POLL_S = 0.5
 
 
 def run_local_agent(spec_path: Path) -> int:
-    """Run the ranks of a launch on this host only; return the exit code of the agent."""
+    """Run all ranks of a launch, which are on this host; return the exit code of the agent."""
     spec, folder = LaunchSpec.model_validate_json(spec_path.read_bytes()), LaunchFolder(spec_path.parent)
     host = Host(index=0, name=platform.node())
     folder.report_ready(HostReport(host=host, pid=os.getpid()))
@@ -155,7 +155,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._host_store = PrefixStore(spec.token, store)
 
     def get_backend(self) -> str:
-        """Return the name in torchrun's registry."""
+        """Return the name of this rendezvous in torchrun's registry."""
         return RENDEZVOUS_BACKEND
 
     @property

@@ -63,7 +63,7 @@ class CandidateModel(nn.Module):
         """Return the model of an export.
 
         Args:
-            tables: name -> [R, D], the tables of the item features. Arrays may be memory maps.
+            tables: tables of the item features by name, [R, D] each. They may be memory maps.
             dense: weights of the trained layers by name, of which the names with the prefix `item.` are used.
             item_map: for a model with a spectral block, the matrix by which the concatenation of an item's trained vector and
                 block is multiplied.

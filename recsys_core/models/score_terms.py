@@ -51,7 +51,10 @@ class PopularityWeight(nn.Module):
                 self.served_weight = 0.0  # until the export has chosen the weight
 
     def forward(self, query_BD: Tensor) -> Tensor:
-        """Append the trained weight, or 0 without one; outside training, the served weight if it is set. Return [B, D + 1]."""
+        """Return the vectors with the weight appended, [B, D + 1].
+
+        The weight is the served weight outside training if it is set, otherwise the trained weight, or 0 without one.
+        """
         weight: Tensor | float = 0.0 if self.training or self.served_weight is None else self.served_weight
         if self.weight is not None and (self.training or self.served_weight is None):
             weight = self.weight

@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         Args:
             item_BHD: item vectors, oldest first.
             is_item_BH: False for padding, which may be anywhere and have any value.
-            position_BH: number of items after each entry, at most the length of the history less 1.
+            position_BH: number of items after each entry, at most the length of the history minus 1.
         """
         state_BHD = self.dropout(self.input_norm(item_BHD + self.position(position_BH)))
         # Padding attends to every entry, so that no row of the mask is empty. No result reads the states of padding.
@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 
 def groups_of_similar_length(length_B: Tensor, *, max_length: int) -> list[tuple[Tensor, int]]:
-    """Return groups of histories that are padded together: the indices of the histories, and the length of the longest.
+    """Return groups of histories that are padded together: the indices of the histories, and the length of the longest one.
 
     On a CPU, the longest history of a group is at most 1.5 times as long as the shortest, apart from rounding, so that little
     time is spent on padding. Empty histories are in a group of length 0. On a GPU, all histories are one group of `max_length`,

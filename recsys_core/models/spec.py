@@ -237,7 +237,7 @@ class ModelSpec(Frozen):
 
     @property
     def row_norm(self) -> float:
-        """Expected norm of a random row of table item. `unit_vectors` limits the gradients of vectors below this norm."""
+        """Expected norm of a random row of table `item`. `unit_vectors` limits the gradients of vectors below this norm."""
         return random_norm(self.tables["item"].settings.init_std, self.config.embedding_dim)
 
     @property

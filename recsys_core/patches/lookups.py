@@ -24,7 +24,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingType
 
 ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
-"""Fused parameter that `fused_lookup` requires: all features of a kernel then read shards of the same table."""
+"""Fused parameters with which all features of a kernel read shards of the same table, as `fused_lookup` requires."""
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchRec has no types

@@ -69,7 +69,7 @@ def _has_plan(planner: TorchrecPlanner) -> bool:
 
 
 def _describe_shortage(planner: TorchrecPlanner, layout_by_table: Mapping[str, ShardingOption]) -> str:
-    """Return a message with the number of missing bytes, of one rank if a shard does not fit, otherwise of all ranks together.
+    """Return a message with the number of missing bytes: on one rank if a shard does not fit, otherwise on all ranks together.
 
     If the memory of all ranks together is enough, the message says that no layout was found. layout_by_table: the smallest
     layout of each table.

@@ -22,7 +22,7 @@ CHUNK_ROWS = 1 << 22
 class LookupStats(Frozen):
     """Expected lookups of one rank in one batch.
 
-    values_per_query: by table, the number of values that a rank looks up divided by the number of queries in its batch. A rank
+    values_per_query: by table, the number of values that a rank looks up, divided by the number of queries in its batch. A rank
         looks up each distinct item of its batch once, whether it is a candidate, a negative or a history item. For a list
         feature, the values of all its lists are counted.
     hot_row_curve: by table, the share of the lookups that go to the most frequent 1 %, 2 %, ... 100 % of the rows. A

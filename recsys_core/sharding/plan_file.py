@@ -31,7 +31,7 @@ RankMeasure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
 
 
 class ShardPlan(Frozen):
-    """The part of a table on one rank. offset: its first row and column. size: its number of rows and columns."""
+    """The part of a table on one rank. offset: first row and first column. size: number of rows and number of columns."""
 
     rank: int
     offset: tuple[int, int]

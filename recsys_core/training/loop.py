@@ -129,7 +129,7 @@ class Trainer:
         # TorchRec's prefetching pipeline for cached tables is not used: it locks cache lines, so it fails after detach().
         self.pipeline = TrainPipelineSparseDist(model, self.optimizer, process.device)
         self.dropout_generator = default_generator(process.device)
-        # torch.profiler writes its trace between two steps, which may take longer than the steps before.
+        # torch.profiler writes its trace between two steps, which may take longer than the previous steps.
         min_timeout_s = MIN_TIMEOUT_S if self.config.profile is None else UNMEASURED_TIMEOUT_S
         self.heartbeat = HeartbeatWriter(job.heartbeat_path, is_main=process.is_main, min_timeout_s=min_timeout_s)
         self.step, self.best_validation = load_state(job, model=model, optimizer=self.optimizer)

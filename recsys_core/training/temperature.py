@@ -14,7 +14,7 @@ from recsys_core.training.warm.starting_model import Champion
 
 logger = logging.getLogger(__name__)
 CANDIDATE_TEMPERATURES = (0.07, 0.1, 0.15, 0.2)
-"""Higher temperatures are left out: the model learns faster in the first epoch, but is worse after the last epoch."""
+"""Higher temperatures are no candidates: they make the model better after the first epoch, but worse after the last epoch."""
 TRIALS_FILE, TRIALS_FOLDER = "temperature.json", "temperature"
 
 

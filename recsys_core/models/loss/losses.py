@@ -29,7 +29,7 @@ class KnownNegativeScores(NamedTuple):
     """Scores of each query with its known negatives, [B, K].
 
     Attributes:
-        is_padding_BK: columns that are no known negative.
+        is_padding_BK: columns that hold no known negative.
         weight: number of sampled negatives for which a known negative counts, see `loss.explicit_negative_weight`.
     """
 

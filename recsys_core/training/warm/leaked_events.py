@@ -1,4 +1,4 @@
-"""Leaked events: held-out events of this run that the champion was trained on.
+"""Leaked events: held-out events of this run on which the champion was trained.
 
 Events leak if the split moves back: the log ends earlier, more days are held out, or the kind of split has changed.
 

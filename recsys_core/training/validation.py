@@ -76,9 +76,9 @@ class Validator:
         task.eval()
         item_vector_ID = self._encode_items()
         totals = torch.zeros(1 + len(METRIC_BY_NAME), dtype=torch.float64)  # number of users, then the total of each metric
-        for user_index_B, keep_vectors in self._writer.batches(len(self._users)):
+        for user_index_B, is_in_range in self._writer.batches(len(self._users)):
             query_BD = self._encoder.encode_queries(self._users[user_index_B], split="validation").cpu()
-            if not keep_vectors:
+            if not is_in_range:
                 continue
             positions = self._target_positions(user_index_B, query_BD=query_BD, item_vector_ID=item_vector_ID)
             totals[0] += positions.num_users

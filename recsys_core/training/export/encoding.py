@@ -103,10 +103,10 @@ class RankWriter:
         dist.barrier()
 
     def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield (row numbers, whether to keep their vectors) for each batch of this rank's range.
+        """Yield (row numbers, whether the rows are in this rank's range) for each batch of this rank.
 
         Encoding is collective, so every rank needs the same number of batches. A rank with too few rows for this number gets
-        the batch ([0], False): the caller encodes row 0 and discards the vector.
+        the batch ([0], False), of which the caller encodes row 0 and discards the vector.
         """
         if num_rows == 0:
             return
@@ -132,14 +132,14 @@ class RankWriter:
 
         Raises StageError if a vector is not finite.
         """
-        for rows, keep_vectors in self.batches(num_rows):
+        for rows, is_in_range in self.batches(num_rows):
             for part, vectors in zip(parts, encode(rows), strict=True):
                 if not vectors.isfinite().all():
                     raise StageError(
                         f"{array_name}: vectors of the trained model are not finite (near row {rows[0]}); lower the learning "
                         "rates of training.table_optimizer or training.dense_optimizer"
                     )
-                if keep_vectors:
+                if is_in_range:
                     part.add(int(rows[0]), 0, vectors)
             self.touch_heartbeat()
 

@@ -37,7 +37,7 @@ def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, f
     """Return the error for the most likely cause of the failed launch.
 
     If several failures are equally likely causes, the earliest one is chosen. An InputError or StageError of a rank keeps its
-    class and message.
+    class and message. failed_hosts: reports of the hosts that failed.
     """
     failed_hosts = list(failed_hosts)
     rejected_hosts = [host_report for host_report in failed_hosts if host_report.reason]

@@ -136,21 +136,20 @@ def local_rendezvous(spec: LaunchSpec) -> Iterator["StaticRendezvous"]:
     with tempfile.TemporaryDirectory(prefix="nightjar-") as private_folder:  # has mode 0700
         os.environ[STORE_VARIABLE] = str(Path(private_folder) / "store")
         os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK_INTERFACE))
-        yield StaticRendezvous(spec, host=0, store=HashStore(), endpoint=None)
+        yield StaticRendezvous(spec, host_index=0, store=HashStore(), endpoint=None)
 
 
 class StaticRendezvous(StaticTCPRendezvous):
     """torchrun's rendezvous for a fixed number of hosts, changed to use `store` and to wait for all hosts.
 
     Args:
-        host: index of this host.
         endpoint: (address, port) of `store`, to which the ranks connect too; None if the ranks use a FileStore.
     """
 
-    def __init__(self, spec: LaunchSpec, *, host: int, store: Store, endpoint: tuple[str, int] | None) -> None:
+    def __init__(self, spec: LaunchSpec, *, host_index: int, store: Store, endpoint: tuple[str, int] | None) -> None:
         address, port = endpoint or (LOOPBACK_ADDRESS, 0)
         timeout_s: Any = spec.launcher.rendezvous_timeout_s  # torch annotates it as int, but a float works too
-        super().__init__(address, port, rank=host, world_size=spec.layout.num_hosts, run_id=spec.token, timeout=timeout_s)
+        super().__init__(address, port, rank=host_index, world_size=spec.layout.num_hosts, run_id=spec.token, timeout=timeout_s)
         self._endpoint = endpoint
         self._host_store = PrefixStore(spec.token, store)
 

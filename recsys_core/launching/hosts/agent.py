@@ -132,7 +132,7 @@ def _check_and_run(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, host_0
                 os.environ[variable] = os.environ.get(variable) or network.interface
             endpoint = host_0.address, host_0.port
             store = connect_store(endpoint, listener=listener, timeout_s=launcher.rendezvous_timeout_s)
-            rendezvous_context = nullcontext(StaticRendezvous(spec, host=host.index, store=store, endpoint=endpoint))
+            rendezvous_context = nullcontext(StaticRendezvous(spec, host_index=host.index, store=store, endpoint=endpoint))
         with rendezvous_context as rendezvous:
             return run_ranks(spec, folder=folder, host=host, rendezvous=rendezvous, address=address)
     except DistError as error:

@@ -86,6 +86,6 @@ def test_the_store_of_the_first_host_opens_no_socket_except_the_given_listener()
 
     before = listening_addresses()
     store = connect_store(endpoint, listener=listener, timeout_s=5.0)
-    handler = StaticRendezvous(spec, host=0, store=store, endpoint=endpoint)
+    handler = StaticRendezvous(spec, host_index=0, store=store, endpoint=endpoint)
     assert handler.next_rendezvous().world_size == 1
     assert listening_addresses() == before and endpoint in before

@@ -1,6 +1,6 @@
 """Entry point of an agent, which runs the ranks of one host: `python -m recsys_core.launching LAUNCH_JSON`.
 
-TorchX adds the arguments TOKEN HOST HEAD_VARIABLE, see `hosts.agent.run_agent`.
+TorchX adds the arguments TOKEN HOST HOST_0_VARIABLE, which `hosts.agent.run_agent` documents.
 """
 
 import sys

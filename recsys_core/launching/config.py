@@ -14,6 +14,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 LOCAL_SCHEDULERS = ("local_cwd",)
 """TorchX schedulers that start the agents as child processes on this host."""
 CONTAINER_SCHEDULERS = ("kubernetes", "kubernetes_mcad", "aws_batch", "aws_sagemaker", "gcp_batch", "local_docker")
+"""TorchX schedulers that start the agents in containers."""
 
 SECRET_NAME_PATTERN = re.compile(r"(^|_)(PASSWORD|PASSWD|SECRET|TOKEN|KEY|AUTH)(_|$)", re.IGNORECASE)
 """Names of environment variables that hold a secret, such as AWS_SECRET_ACCESS_KEY."""
@@ -25,14 +26,14 @@ SchedulerSetting = Text | Number | bool
 
 
 class LocalLauncher(Settings):
-    """One torchrun on this host."""
+    """One torchrun on this host, which starts all ranks."""
 
     kind: Literal["local"] = Field("local", description="PyTorch's launcher torchrun starts all ranks on this host")
     rendezvous_timeout_s: float = Field(
         120.0, gt=0, le=WEEK_S, description="Longest time in seconds from the start of torchrun until all ranks run"
     )
 
-    queue_timeout_s: ClassVar[float] = 0.0
+    queue_timeout_s: ClassVar[float] = 0.0  # a local launch is never queued
 
 
 class MountConfig(Settings):
@@ -51,7 +52,7 @@ class MountConfig(Settings):
 
 
 class TorchxLauncher(Settings):
-    """One torchrun per host, submitted through TorchX. All hosts must mount workspace and data at the same paths."""
+    """One torchrun per host, submitted through TorchX. All hosts must mount the workspace and the data at the same paths."""
 
     kind: Literal["torchx"] = Field(
         "torchx", description="A TorchX scheduler, such as Slurm or Kubernetes, starts torchrun on each host"

@@ -13,7 +13,7 @@ OUT_OF_MEMORY_PATTERN = re.compile(r"^\S*(?:OutOfMemoryError: .*|.*can't allocat
 PEER_LOST_PATTERN = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError"
 )
-CAUSES: dict[str, Callable[[RankReport], object]] = {
+PREDICATE_BY_CAUSE: dict[str, Callable[[RankReport], object]] = {
     "nightjar error": lambda rank_report: NIGHTJAR_ERROR_PATTERN.search(rank_report.traceback),
     "signal": lambda rank_report: not rank_report.traceback and rank_report.signal not in (None, "SIGTERM"),
     "exception": lambda rank_report: (
@@ -22,12 +22,13 @@ CAUSES: dict[str, Callable[[RankReport], object]] = {
     "lost peer": lambda rank_report: rank_report.traceback,
     "terminated": lambda rank_report: True,
 }
-"""Cause -> whether it applies to a failed rank, the most likely cause first.
+"""For each cause, a function that returns whether the cause applies to a failed rank. The most likely cause is first.
 
-The last two are consequences of the failure of another rank: this rank lost its connection, or torchrun sent it SIGTERM.
+The last two causes are consequences of the failure of another rank: this rank lost its connection, or torchrun sent it
+SIGTERM.
 """
-CONSEQUENCES = ("lost peer", "terminated")
-NUM_SHOWN_CALLS = 6
+CONSEQUENTIAL_CAUSES = ("lost peer", "terminated")
+MAX_SHOWN_CALLS = 6
 OUTERMOST_FUNCTIONS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"}
 """Functions at the bottom of every rank's stack, which are not reported."""
 
@@ -36,17 +37,19 @@ def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, f
     """Return the error for the most likely cause of the failed launch.
 
     If several failures are equally likely causes, the earliest one is chosen. An InputError or StageError of a rank keeps its
-    class and message.
+    class and message. failed_hosts: reports of the hosts that failed.
     """
     failed_hosts = list(failed_hosts)
     rejected_hosts = [host_report for host_report in failed_hosts if host_report.reason]
-    failed_ranks = [(rank_report, host_report) for host_report in failed_hosts for rank_report in host_report.failed_ranks]
-    if rejected_hosts and all(_cause(rank_report) in CONSEQUENCES for rank_report, _ in failed_ranks):
-        error_type = LaunchError if all(host_report.retryable for host_report in rejected_hosts) else InputError
+    rank_and_host_reports = [
+        (rank_report, host_report) for host_report in failed_hosts for rank_report in host_report.failed_ranks
+    ]
+    if rejected_hosts and all(_cause(rank_report) in CONSEQUENTIAL_CAUSES for rank_report, _ in rank_and_host_reports):
+        error_type = LaunchError if all(host_report.is_retryable for host_report in rejected_hosts) else InputError
         return error_type("\n".join(host_report.reason for host_report in rejected_hosts))
-    causes = list(CAUSES)
+    causes = list(PREDICATE_BY_CAUSE)
     rank_report, host_report = min(
-        failed_ranks, key=lambda pair: (causes.index(_cause(pair[0])), pair[0].timestamp, pair[0].rank)
+        rank_and_host_reports, key=lambda reports: (causes.index(_cause(reports[0])), reports[0].timestamp, reports[0].rank)
     )
     nightjar_error_match = NIGHTJAR_ERROR_PATTERN.search(rank_report.traceback)
     if nightjar_error_match:
@@ -54,7 +57,7 @@ def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, f
     rank_name = f"rank {rank_report.rank}" + (f" on host {rank_report.host.name}" if num_hosts > 1 else "")
     disk_full_match = DISK_FULL_PATTERN.search(f"{rank_report.traceback}\n{rank_report.last_lines}")
     if disk_full_match or free_bytes(folder.path) < MIN_STAGE_BYTES:
-        # Quote the line that names the full disk: the folder may be on another one.
+        # Quote the line that names the full disk, because the launch folder may be on another disk.
         quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""
         return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{quote}")
     end_description = f"signal {rank_report.signal}" if rank_report.signal else f"exit code {rank_report.exit_code}"
@@ -71,23 +74,23 @@ def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, f
 
 
 def _cause(rank_report: RankReport) -> str:
-    return next(cause for cause, applies in CAUSES.items() if applies(rank_report))
+    return next(cause for cause, is_cause_of in PREDICATE_BY_CAUSE.items() if is_cause_of(rank_report))
 
 
 def _line_around(match: re.Match[str]) -> str:
-    """Return the line of the text that contains the match."""
+    """Return the line that contains the match, without the characters after the first 300."""
     line_start, line_end = match.string.rfind("\n", 0, match.start()) + 1, match.string.find("\n", match.end())
     return match.string[line_start : None if line_end < 0 else line_end].strip()[:300]
 
 
 def _memory_hint(rank_report: RankReport, host_report: HostReport) -> str:
-    """Describe the memory limit of a rank that was killed or raised an out-of-memory error; empty for other failures."""
+    """Return a hint about the memory of a rank that was killed or raised an out-of-memory error; empty for other failures."""
     memory_limit = format_gib(host_report.memory_bytes or 0)
     advice = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
     if rank_report.signal == "SIGKILL":
-        if host_report.oom_kills:
+        if host_report.num_oom_kills:
             return (
-                f"; the kernel's out-of-memory killer ended {host_report.oom_kills} of the host's processes at a limit of "
+                f"; the kernel's out-of-memory killer ended {host_report.num_oom_kills} of the host's processes at a limit of "
                 f"{memory_limit}: {advice}"
             )
         return (
@@ -99,7 +102,7 @@ def _memory_hint(rank_report: RankReport, host_report: HostReport) -> str:
 
 
 def format_stacks(folder: LaunchFolder, *, world_size: int) -> str:
-    """Return one line per rank with its innermost functions."""
+    """Return one line per rank with the innermost functions of its stack dump."""
     started_ranks = folder.started_ranks()
     lines = []
     for rank in range(world_size):
@@ -128,5 +131,5 @@ def _innermost_calls(stack_dump: str) -> str:
         return "did not respond"
     calls = [call for call in calls_by_thread[-1] if call[2] not in OUTERMOST_FUNCTIONS]  # the main thread is the last one
     return " <- ".join(
-        f"{function} ({file_path.rsplit('/', 1)[-1]}:{line})" for file_path, line, function in calls[:NUM_SHOWN_CALLS]
+        f"{function} ({file_path.rsplit('/', 1)[-1]}:{line})" for file_path, line, function in calls[:MAX_SHOWN_CALLS]
     )

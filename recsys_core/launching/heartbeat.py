@@ -13,15 +13,17 @@ TIMEOUT_FACTOR = 10
 """Factor between the longest duration of an activity and its timeout."""
 
 Activity = Literal["steps", "validation", "checkpoint"]
-"""steps: the steps between two lines of the log. checkpoint: from the copy of the state to the commit in the background."""
+"""steps: the steps between two lines of metrics.jsonl. checkpoint: from the copy of the state to the commit in the background.
+"""
 
 
 @dataclass(frozen=True)
 class HeartbeatFile:
     """A file that the ranks touch or write while they work. Each change of the file is a heartbeat.
 
-    start_timeout_s: longest time from the start of all ranks to the first heartbeat. timeout_s: longest time between two
-    heartbeats; None: the number of seconds in the file.
+    Attributes:
+        start_timeout_s: longest time from the start of all ranks to the first heartbeat.
+        timeout_s: longest time between two heartbeats. If it is None, the file contains this time.
     """
 
     path: Path
@@ -29,7 +31,7 @@ class HeartbeatFile:
     timeout_s: float | None
 
     def current_timeout_s(self) -> float:
-        """Return the longest time until the next heartbeat; without a number in the file, the timeout of unmeasured work."""
+        """Return `timeout_s` or the number in the file; 600 s if there is neither."""
         if self.timeout_s is not None:
             return self.timeout_s
         try:
@@ -50,7 +52,7 @@ class HeartbeatFile:
 
 
 class HeartbeatWriter:
-    """Writes the timeout of the next activity of the ranks as a heartbeat. Only rank 0 writes.
+    """Sends a heartbeat when an activity begins, by writing the timeout of the activity to the file. Only rank 0 writes.
 
     The timeout is ten times the longest duration of the activity so far, but at least `min_timeout_s`. Until the activity has
     ended once, the timeout is 600 s.
@@ -59,7 +61,7 @@ class HeartbeatWriter:
     def __init__(self, path: Path, *, is_main: bool, min_timeout_s: float = MIN_TIMEOUT_S) -> None:
         self.path = path
         self._is_main, self._min_timeout_s = is_main, min_timeout_s
-        self._longest_s_by_activity: dict[Activity, float] = {}
+        self._max_duration_s_by_activity: dict[Activity, float] = {}
 
     def begin(self, activity: Activity) -> float:
         """Write the timeout of `activity`; return the start time for `end`."""
@@ -68,33 +70,33 @@ class HeartbeatWriter:
         return time.perf_counter()
 
     def end(self, activity: Activity, *, start_time: float) -> None:
-        """Measure an activity that started at `start_time`."""
+        """Record the duration of an activity that started at `start_time`."""
         self.record(activity, time.perf_counter() - start_time)
 
-    def record(self, activity: Activity, seconds: float) -> None:
+    def record(self, activity: Activity, duration_s: float) -> None:
         """Record a measured duration of `activity`."""
-        self._longest_s_by_activity[activity] = max(seconds, self._longest_s_by_activity.get(activity, 0.0))
+        self._max_duration_s_by_activity[activity] = max(duration_s, self._max_duration_s_by_activity.get(activity, 0.0))
 
     def timeout_s(self, activity: Activity) -> float:
         """Return the longest time from the start of `activity` to the next heartbeat."""
-        longest_s = self._longest_s_by_activity.get(activity)
-        return UNMEASURED_TIMEOUT_S if longest_s is None else max(self._min_timeout_s, TIMEOUT_FACTOR * longest_s)
+        max_duration_s = self._max_duration_s_by_activity.get(activity)
+        return UNMEASURED_TIMEOUT_S if max_duration_s is None else max(self._min_timeout_s, TIMEOUT_FACTOR * max_duration_s)
 
 
 @contextmanager
-def heartbeat(beat: Callable[[], object], *, interval_s: float) -> Iterator[None]:
-    """Call `beat` now and every `interval_s` seconds in a daemon thread until the block ends.
+def heartbeat(send_heartbeat: Callable[[], object], *, interval_s: float) -> Iterator[None]:
+    """Call `send_heartbeat` now and every `interval_s` seconds in a daemon thread until the block ends.
 
     A thread makes the calls, because the block may wait for a slow disk for longer than the timeout of the heartbeat.
     """
     stop_event = threading.Event()
 
-    def beat_until_stop() -> None:
-        beat()
+    def send_until_stop() -> None:
+        send_heartbeat()
         while not stop_event.wait(interval_s):
-            beat()
+            send_heartbeat()
 
-    thread = threading.Thread(target=beat_until_stop, name="heartbeat", daemon=True)
+    thread = threading.Thread(target=send_until_stop, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""One launch of distributed ranks: start all ranks, monitor them until they end, and always end all of them.
+"""One launch of distributed ranks, which starts all ranks, monitors them, and leaves none of them running.
 
 A failed launch is not restarted in place, because torchrun's own restart is unreliable (pytorch/pytorch#135712, #167288). The
 caller starts a new launch from the last verified checkpoint.
@@ -35,7 +35,7 @@ def launch(
     folder: Path,
     heartbeat_file: HeartbeatFile,
     poll: Callable[[], None] = lambda: None,
-    launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
+    launcher: Launcher = LocalLauncher(),  # noqa: B008  the default is frozen
     module: str = "recsys_core.training",
 ) -> None:
     """Run `python -m <module> <job_path>` as the ranks of `layout`; return when all of them have exited with code 0.
@@ -44,10 +44,10 @@ def launch(
 
     Args:
         job_path: JSON of a TrainJob or ExportJob.
-        layout: number of ranks, and their devices.
+        layout: number of hosts and ranks, and the device of the ranks.
         folder: new folder for the messages and logs of hosts and ranks. This folder, the job file and the heartbeat file must
             have the same paths on all hosts.
-        heartbeat_file: the file that the ranks touch while they work.
+        heartbeat_file: the file that the ranks change while they work.
         poll: called about five times a second.
         launcher: starts the ranks on this host, or on many hosts through TorchX.
 
@@ -67,7 +67,7 @@ def launch(
         token=secrets.token_hex(8),
         versions=running_versions(),
         module=module,
-        job=job_path.absolute(),
+        job_path=job_path.absolute(),
         layout=layout,
         launcher=launcher,
     )
@@ -139,7 +139,7 @@ class LocalHost:
             return f"torchrun ended with signal {-exit_code} ({signal.Signals(-exit_code).name})"
         return f"torchrun ended with exit code {exit_code}"
 
-    def last_log_lines(self, host: int) -> str:
+    def last_log_lines(self, host_index: int) -> str:
         """Return the last lines of agent.log."""
         return last_lines(self._log_path)
 

@@ -25,11 +25,11 @@ from recsys_core.launching.config import Launcher
 
 AGENT_MODULE = "recsys_core.launching"
 FOLDER_VARIABLE = "NIGHTJAR_LAUNCH"
-"""Environment variable with the path of the folder, for the ranks."""
+"""Environment variable with the path of the launch folder. The ranks read it."""
 STORE_VARIABLE = "NIGHTJAR_STORE"
-"""Environment variable with the path of the ranks' FileStore. It is set only if all ranks are on one host."""
+"""Environment variable with the path of the FileStore of the ranks. It is set only if all ranks are on one host."""
 STDERR_PREFIX = "nightjar agent:"
-"""Prefix of a line on stderr by which an agent reports an error that it cannot write into the folder."""
+"""Prefix of a line on stderr by which an agent reports an error if it cannot write the error into the folder."""
 NUM_LAST_LINES = 12
 POLL_S = 0.2
 Message = TypeVar("Message", bound=Frozen)
@@ -51,14 +51,16 @@ class RankLayout(Frozen):
 class LaunchSpec(Frozen):
     """The settings of a launch, for its hosts.
 
-    token: identifies this launch. versions: package -> version in the launching process. module: the ranks run
-    `python -m <module> <job>`.
+    Attributes:
+        token: identifies this launch.
+        versions: version of each package in the launching process.
+        module: the ranks run `python -m <module> <job_path>`.
     """
 
     token: str
     versions: dict[str, str]
     module: str
-    job: Path
+    job_path: Path
     layout: RankLayout
     launcher: Launcher
 
@@ -78,10 +80,15 @@ class Host(Frozen):
 
 
 class RankReport(Frozen):
-    """A rank that has started and, if it failed, how it ended.
+    """Report of a rank that has started; if the rank failed, also of its end.
 
-    The fields from `exit_code` on are set only if the rank failed. signal: a name such as SIGKILL. traceback: empty if a signal
-    ended the rank before it wrote one. timestamp: seconds since 1970.
+    The fields from `exit_code` on are set only if the rank failed.
+
+    Attributes:
+        signal: name of the signal that ended the rank, such as SIGKILL.
+        traceback: empty if a signal ended the rank before it wrote a traceback.
+        last_lines: last lines of the rank's stderr.
+        timestamp: time of the failure in seconds since 1970.
     """
 
     rank: int
@@ -99,9 +106,14 @@ class HostReport(Frozen):
 
     If `reason` and `failed_ranks` are empty in the second report, all ranks of the host exited with code 0.
 
-    port: the port on which host 0 listens; 0 on the other hosts. reason: the failed check of the agent. retryable: whether
-    another attempt may succeed. oom_kills: number of processes of this host's container that the kernel's out-of-memory killer
-    ended during the launch; None if the kernel does not count them. memory_bytes: memory limit of the host or container.
+    Attributes:
+        address: address of the host, empty in the second report.
+        port: port on which host 0 listens; 0 on the other hosts.
+        reason: why the agent rejected its host; empty if it did not.
+        is_retryable: whether another attempt may succeed.
+        num_oom_kills: number of processes of this host's container that the kernel's out-of-memory killer ended during the
+            launch; None if the kernel does not count them.
+        memory_bytes: memory limit of the host or container.
     """
 
     host: Host
@@ -109,9 +121,9 @@ class HostReport(Frozen):
     address: str = ""
     port: int = 0
     reason: str = ""
-    retryable: bool = True
+    is_retryable: bool = True
     failed_ranks: tuple[RankReport, ...] = ()
-    oom_kills: int | None = None
+    num_oom_kills: int | None = None
     memory_bytes: int | None = None
 
     @property
@@ -128,9 +140,9 @@ class LaunchFolder:
         self.spec_path = path / "launch.json"
         self.stacks_request_path = path / "stacks"
 
-    def log_folder(self, host: int) -> Path:
+    def log_folder(self, host_index: int) -> Path:
         """Return the folder with the logs of the ranks of a host."""
-        return self.path / f"host-{host}"
+        return self.path / f"host-{host_index}"
 
     def stack_path(self, rank: int) -> Path:
         """Return the path of the stack dump of a rank."""
@@ -157,9 +169,9 @@ class LaunchFolder:
         with (self.path / file_name).open("x") as message_file:
             message_file.write(message.model_dump_json())
 
-    def renew_lease(self, token: str, count: int) -> None:
+    def renew_lease(self, token: str, counter: int) -> None:
         """Set the counter of the launch `token`; a host ends its ranks when the counter stops changing."""
-        write_text(self.path / "lease", f"{token} {count}")
+        write_text(self.path / "lease", f"{token} {counter}")
 
     def read_lease(self, token: str) -> str | None:
         """Return the content of `lease`; None if the file is missing or belongs to another launch."""
@@ -170,15 +182,15 @@ class LaunchFolder:
         return lease if lease.startswith(token) else None
 
     def ready_hosts(self) -> dict[int, HostReport]:
-        """Return the hosts that are ready, by index."""
+        """Return the reports of the hosts that are ready, by index of the host."""
         return {report.host.index: report for report in self._read_messages("ready-*.json", HostReport)}
 
     def ended_hosts(self) -> list[HostReport]:
-        """Return the hosts that have reported their end, sorted by index."""
+        """Return the reports of the hosts that have ended, sorted by index of the host."""
         return sorted(self._read_messages("end-*.json", HostReport), key=lambda report: report.host.index)
 
     def started_ranks(self) -> dict[int, RankReport]:
-        """Return the ranks that have started, by rank."""
+        """Return the reports of the ranks that have started, by rank."""
         return {report.rank: report for report in self._read_messages("rank-*.json", RankReport)}
 
     def _read_messages(self, pattern: str, message_type: type[Message]) -> Iterator[Message]:
@@ -190,7 +202,7 @@ class LaunchFolder:
 
 
 def wait_until(condition: Callable[[], object], *, timeout_s: float) -> bool:
-    """Call `condition` five times a second until its result is true; return False if it is still false after the timeout."""
+    """Call `condition` five times a second until it returns a true value; return False if it does not within the timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -205,10 +217,10 @@ def running_versions() -> dict[str, str]:
     >>> sorted(running_versions())
     ['nightjar', 'torch', 'torchrec']
     """
-    library_versions = {library: metadata.version(library).partition("+")[0] for library in ("torch", "torchrec")}
-    return {"nightjar": recsys_core.__version__, **library_versions}
+    version_by_library = {library: metadata.version(library).partition("+")[0] for library in ("torch", "torchrec")}
+    return {"nightjar": recsys_core.__version__, **version_by_library}
 
 
 def last_lines(path: Path) -> str:
-    """Return the last lines of a log."""
+    """Return the last NUM_LAST_LINES lines of a log."""
     return "\n".join(path.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:])

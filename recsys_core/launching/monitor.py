@@ -1,4 +1,4 @@
-"""Monitoring of a launch: a limit for each phase, an error that explains why a launch failed, and the output of rank 0."""
+"""Monitoring of a launch: a time limit for each phase, an error that explains why a launch failed, and the output of rank 0."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ GroupState = Literal["queued", "running", "ended"]
 
 
 class HostGroup(Protocol):
-    """The agents of one launch, under the control of the launcher that started them."""
+    """Interface to the agents of one launch, which are on this host or were submitted to a scheduler."""
 
     def state(self) -> GroupState:
         """Return the state of the agents: queued until the scheduler has assigned the hosts."""
@@ -32,7 +32,7 @@ class HostGroup(Protocol):
     def exit_summary(self) -> str:
         """Describe how the agents ended: with an exit code, or in a state that the scheduler reports."""
 
-    def last_log_lines(self, host: int) -> str:
+    def last_log_lines(self, host_index: int) -> str:
         """Return the last lines that the agent of a host printed; empty while they cannot be read."""
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class Monitor:
         self._spec, self._layout, self._folder, self._heartbeat = spec, spec.layout, folder, heartbeat
         self._last_heartbeat_state = heartbeat.mtime_and_size()  # the file of an earlier attempt may exist
         self._phase: Phase = "queue"
-        self._phase_start = time.monotonic()
+        self._phase_start_time = time.monotonic()
 
     def wait(self, group: HostGroup, *, poll: Callable[[], None]) -> None:
         """Return when all ranks exited with code 0; raise the errors that `launch` documents. poll: called every 0.2 s."""
@@ -54,17 +54,17 @@ class Monitor:
             poll()
             group_state = group.state()
             if group_state == "ended" or any(report.has_failed for report in self._folder.ended_hosts()):
-                # One failure ends all hosts, and the failed host may report last.
+                # One failure ends the agents of all hosts, and the agent of the failed host may be the last to report.
                 wait_until(lambda: len(self._folder.ended_hosts()) == self._layout.num_hosts, timeout_s=REPORTS_TIMEOUT_S)
                 if self._has_succeeded:
                     break
                 group.end()
                 raise self._failure_error(group)
-            self._update_phase(running=group_state == "running")
+            self._update_phase(is_running=group_state == "running")
             if self._phase == "rendezvous":
                 self._raise_printed_error(group)
-            limit_s, setting = self._limit()
-            if time.monotonic() - self._phase_start > limit_s:
+            limit_s, setting = self._time_limit()
+            if time.monotonic() - self._phase_start_time > limit_s:
                 raise self._timeout_error(group, limit_s=limit_s, setting=setting)
             time.sleep(POLL_S)
         wait_until(lambda: group.state() == "ended", timeout_s=EXIT_TIMEOUT_S)
@@ -74,34 +74,34 @@ class Monitor:
         ended_hosts = self._folder.ended_hosts()
         return len(ended_hosts) == self._layout.num_hosts and not any(report.has_failed for report in ended_hosts)
 
-    def _limit(self) -> tuple[float, str]:
+    def _time_limit(self) -> tuple[float, str]:
         """Return the longest duration of the phase in seconds, and the setting that limits it."""
         launcher, heartbeat = self._spec.launcher, self._heartbeat
-        limit_by_phase: dict[Phase, tuple[float, str]] = {
+        limit_and_setting_by_phase: dict[Phase, tuple[float, str]] = {
             "queue": (launcher.queue_timeout_s, "launcher.queue_timeout_s"),
             "rendezvous": (launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
             "start": (heartbeat.start_timeout_s, "training.start_timeout_s"),
             "work": (heartbeat.current_timeout_s(), "training.heartbeat_timeout_s"),
         }
-        return limit_by_phase[self._phase]
+        return limit_and_setting_by_phase[self._phase]
 
-    def _update_phase(self, *, running: bool) -> None:
+    def _update_phase(self, *, is_running: bool) -> None:
         """Move to the next phase if its condition holds. Each heartbeat restarts the phase `work`."""
         next_phase = self._phase
-        if next_phase == "queue" and (running or self._folder.ready_hosts()):
+        if next_phase == "queue" and (is_running or self._folder.ready_hosts()):
             next_phase = "rendezvous"
         if next_phase == "rendezvous" and len(self._folder.started_ranks()) == self._layout.world_size:
             next_phase = "start"
         heartbeat_state = self._heartbeat.mtime_and_size()
         if heartbeat_state != self._last_heartbeat_state:
-            self._last_heartbeat_state, self._phase_start, next_phase = heartbeat_state, time.monotonic(), "work"
+            self._last_heartbeat_state, self._phase_start_time, next_phase = heartbeat_state, time.monotonic(), "work"
         if next_phase != self._phase:
-            self._phase, self._phase_start = next_phase, time.monotonic()
+            self._phase, self._phase_start_time = next_phase, time.monotonic()
 
     def _raise_printed_error(self, group: HostGroup) -> None:
         """Raise InputError if a missing host printed an error that its agent could not write into the folder."""
-        for host in self._missing_hosts:
-            error_lines = [line for line in group.last_log_lines(host).splitlines() if line.startswith(STDERR_PREFIX)]
+        for host_index in self._missing_hosts:
+            error_lines = [line for line in group.last_log_lines(host_index).splitlines() if line.startswith(STDERR_PREFIX)]
             if error_lines:
                 raise InputError(error_lines[-1].removeprefix(STDERR_PREFIX).strip())
 
@@ -118,22 +118,23 @@ class Monitor:
             return disk_full_error(self._folder.path, reason="the output of hosts and ranks does not fit")
         return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._layout.num_hosts))}")
 
-    def _quote_logs(self, group: HostGroup, hosts: Iterable[int]) -> str:
-        lines_by_host = {host: group.last_log_lines(host) for host in hosts}
+    def _quote_logs(self, group: HostGroup, host_indices: Iterable[int]) -> str:
+        lines_by_host = {host_index: group.last_log_lines(host_index) for host_index in host_indices}
         return "".join(f"\nlast lines of host {host}:\n{log_lines}" for host, log_lines in lines_by_host.items() if log_lines)
 
     def _timeout_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:
         if self._phase in ("queue", "rendezvous"):
             return self._rendezvous_error(group, limit_s=limit_s, setting=setting)
         timeout_text = "did not start within" if self._phase == "start" else "sent no heartbeat for"
-        stack_dumps = self._dump_stacks()
+        formatted_stacks = self._dump_stacks()
         group.end()
         return LaunchError(
             f"the ranks {timeout_text} {limit_s:g} s; raise {setting} if this is normal for the model. "
-            f"Innermost functions of each rank:\n{stack_dumps}"
+            f"Innermost functions of each rank:\n{formatted_stacks}"
         )
 
     def _dump_stacks(self) -> str:
+        """Request the stack dumps, wait for them, and return them formatted."""
         self._folder.stacks_request_path.touch()
         stack_paths = [self._folder.stack_path(rank) for rank in self._folder.started_ranks()]
         wait_until(
@@ -146,29 +147,29 @@ class Monitor:
     def _rendezvous_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:
         group.end()  # first, because some schedulers provide logs only for hosts that have ended
         ready_hosts, missing_hosts = self._folder.ready_hosts(), self._missing_hosts
-        hosts_started = f"{len(ready_hosts)} of {self._layout.num_hosts} hosts started"
+        start_summary = f"{len(ready_hosts)} of {self._layout.num_hosts} hosts started"
         host_names = ", ".join(str(report.host) for _, report in sorted(ready_hosts.items())) or "none"
         if missing_hosts:
             self._raise_printed_error(group)
             return LaunchError(
-                f"{hosts_started} within {limit_s:g} s: {host_names}; missing: "
+                f"{start_summary} within {limit_s:g} s: {host_names}; missing: "
                 f"{', '.join(f'host {host}' for host in missing_hosts)}; {group.exit_summary()}; raise {setting} if the hosts "
                 f"need more time to start{self._quote_logs(group, missing_hosts)}"
             )
-        late_ranks = sorted(set(range(self._layout.world_size)) - self._folder.started_ranks().keys())
+        missing_ranks = sorted(set(range(self._layout.world_size)) - self._folder.started_ranks().keys())
         return LaunchError(
-            f"{hosts_started} ({host_names}), but after {limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not run: the "
-            f"hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need more time "
-            f"to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
+            f"{start_summary} ({host_names}), but after {limit_s:g} s ranks {', '.join(map(str, missing_ranks))} do not run: "
+            f"the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need more "
+            f"time to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
             f"{self._quote_logs(group, range(self._layout.num_hosts))}"
         )
 
 
 class RankOutput:
-    """Logs stdout and stderr of rank 0. Prefect shows the log of this process as the log of the run.
+    """Logs stdout and stderr of rank 0, because Prefect shows the log of this process as the log of the run.
 
-    Each line becomes a log record with the attribute `rank`. Only the first 1,000 lines are logged: a rank that prints in every
-    step would fill the log of the run.
+    Each line becomes a log record with the attribute `rank`. Only the first 1,000 lines are logged, because a rank that
+    prints in every step would fill the log of the run.
 
     Args:
         log_folder: folder with the logs of the ranks of host 0.
@@ -176,7 +177,7 @@ class RankOutput:
 
     def __init__(self, log_folder: Path) -> None:
         self._log_folder = log_folder
-        self._offset_by_path: dict[Path, int] = {}
+        self._offset_bytes_by_path: dict[Path, int] = {}
         self._num_read_lines = 0
 
     def relay(self) -> None:
@@ -184,14 +185,14 @@ class RankOutput:
         if self._num_read_lines > MAX_LOGGED_LINES:
             return
         for log_path in self._log_folder.glob("*/attempt_*/0/std*.log"):
-            offset = self._offset_by_path.setdefault(log_path, 0)
-            if log_path.stat().st_size == offset:
+            offset_bytes = self._offset_bytes_by_path.setdefault(log_path, 0)
+            if log_path.stat().st_size == offset_bytes:
                 continue
             with log_path.open("rb") as log_file:
-                log_file.seek(offset)
+                log_file.seek(offset_bytes)
                 unread_bytes = log_file.read()
             complete_lines = unread_bytes[: unread_bytes.rfind(b"\n") + 1]
-            self._offset_by_path[log_path] = offset + len(complete_lines)
+            self._offset_bytes_by_path[log_path] = offset_bytes + len(complete_lines)
             for line in complete_lines.decode(errors="replace").splitlines():
                 self._log_line(line, log_path=log_path)
 

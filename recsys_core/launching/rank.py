@@ -1,4 +1,4 @@
-"""Setup of a rank's process: it ends with its agent, runs on its share of the cores, and joins the job's process group.
+"""Setup of a rank's process: the kernel kills it when its agent dies, and it joins the process group of all ranks.
 
 torch is imported in the last function only, because `register_rank` runs before the import of torch, which takes seconds.
 """
@@ -28,7 +28,7 @@ COLLECTIVE_TIMEOUT_S = 3600.0
 
 
 def register_rank() -> None:
-    """Tie this rank to its agent, install the stack dump, and report that the rank has started."""
+    """Make the kernel kill this rank when its agent dies, install the stack dump, and report that the rank has started."""
     die_with_parent()
     folder, rank = LaunchFolder(Path(os.environ[FOLDER_VARIABLE])), int(os.environ["RANK"])
     # A C signal handler writes the dump, so it works while Python waits in a collective. The file must stay open.
@@ -38,7 +38,7 @@ def register_rank() -> None:
 
 
 def request_stacks(folder: LaunchFolder, *, host: Host) -> None:
-    """Signal the ranks of this host that have started. The signal would end a rank that has not installed its handler yet."""
+    """Send the stack signal to the ranks of this host that have started. It would end a rank without its handler."""
     for rank_report in folder.started_ranks().values():
         if rank_report.host.index == host.index and psutil.pid_exists(rank_report.pid):
             os.kill(rank_report.pid, STACK_SIGNAL)
@@ -47,8 +47,8 @@ def request_stacks(folder: LaunchFolder, *, host: Host) -> None:
 def pin_to_core_share(*, local_rank: int, num_local_ranks: int) -> None:
     """Pin this process to its share of the host's cores, if there is at least one core per rank.
 
-    In each step a rank waits for the other ranks many times. After a wait the kernel may move the rank to another core, where
-    the caches do not contain its data.
+    In each step a rank waits for the other ranks many times. After a wait the kernel may move the rank to another core, whose
+    caches do not contain the data of the rank.
     """
     cores = sorted(os.sched_getaffinity(0))
     cores_per_rank = len(cores) // num_local_ranks
@@ -64,7 +64,7 @@ def use_batch_scheduling() -> None:
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return  # not Linux, or the user has set a policy for this process
-    with suppress(OSError):  # a sandbox may forbid it; the rank is then slower, with the same results
+    with suppress(OSError):  # a sandbox may forbid the policy; the rank is then slower, with the same results
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -49,11 +49,11 @@ from recsys_core.preflight import cgroup_limits, oom_kills
 
 RENDEZVOUS_BACKEND = "nightjar"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-POLL_S = 0.5
+STACKS_POLL_S = 0.5
 
 
 def run_local_agent(spec_path: Path) -> int:
-    """Run the ranks of a launch on this host only; return the exit code of the agent."""
+    """Run all ranks of a launch, which are on this host; return the exit code of the agent."""
     spec, folder = LaunchSpec.model_validate_json(spec_path.read_bytes()), LaunchFolder(spec_path.parent)
     host = Host(index=0, name=platform.node())
     folder.report_ready(HostReport(host=host, pid=os.getpid()))
@@ -64,14 +64,14 @@ def run_local_agent(spec_path: Path) -> int:
 def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, rendezvous: RendezvousHandler, address: str) -> int:
     """Run the ranks of this host until all of them have ended, and report how they ended; return the exit code of the agent.
 
-    Raises DistError if this host cannot connect to the others, or loses the connection.
+    Raises DistError if this host cannot connect to the other hosts, or loses the connection.
     """
     num_cores = len(psutil.Process().cpu_affinity() or [1])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // spec.layout.ranks_per_host)))
     os.environ.update(parent_environment() | {FOLDER_VARIABLE: str(folder.path), "PYTHONUNBUFFERED": "1"})
     ram_bytes = psutil.virtual_memory().total
     memory_bytes = min(cgroup_limits().memory_bytes or ram_bytes, ram_bytes)
-    log_folder, oom_kills_before = folder.log_folder(host.index), oom_kills()
+    log_folder, num_oom_kills_before = folder.log_folder(host.index), oom_kills()
     failed_ranks: tuple[RankReport, ...] = ()
     log_folder.mkdir()
     threading.Thread(target=_forward_stack_request, args=(folder, host), daemon=True).start()
@@ -87,21 +87,23 @@ def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, rendezvous:
         logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=Std.ALL),
     )
     try:
-        elastic_launch(launch_config, sys.executable)("-u", "-m", spec.module, str(spec.job))
+        elastic_launch(launch_config, sys.executable)("-u", "-m", spec.module, str(spec.job_path))
     except ChildFailedError as error:
         failed_ranks = tuple(
-            _failed_rank(rank, failure, host=host, log_folder=log_folder) for rank, failure in error.failures.items()
+            _report_failed_rank(rank, failure, host=host, log_folder=log_folder) for rank, failure in error.failures.items()
         )
-    oom_kills_after = oom_kills()
-    num_kills = None if oom_kills_after is None or oom_kills_before is None else oom_kills_after - oom_kills_before
+    num_oom_kills_after = oom_kills()
+    num_oom_kills = None
+    if num_oom_kills_before is not None and num_oom_kills_after is not None:
+        num_oom_kills = num_oom_kills_after - num_oom_kills_before
     host_report = HostReport(
-        host=host, pid=os.getpid(), failed_ranks=failed_ranks, oom_kills=num_kills, memory_bytes=memory_bytes
+        host=host, pid=os.getpid(), failed_ranks=failed_ranks, num_oom_kills=num_oom_kills, memory_bytes=memory_bytes
     )
     folder.report_end(host_report)
     return 1 if failed_ranks else 0
 
 
-def _failed_rank(rank: int, failure: ProcessFailure, *, host: Host, log_folder: Path) -> RankReport:
+def _report_failed_rank(rank: int, failure: ProcessFailure, *, host: Host, log_folder: Path) -> RankReport:
     stderr_path = next(iter(sorted(log_folder.glob(f"**/{failure.local_rank}/stderr.log"))), None)
     return RankReport(
         rank=rank,
@@ -124,34 +126,35 @@ def _traceback(error_report: Mapping[str, Any]) -> str:
 def _forward_stack_request(folder: LaunchFolder, host: Host) -> None:
     """Wait until the launching process requests stack dumps, and forward the request to the ranks."""
     while not folder.stacks_request_path.exists():
-        time.sleep(POLL_S)
+        time.sleep(STACKS_POLL_S)
     request_stacks(folder, host=host)
 
 
 @contextmanager
 def local_rendezvous(spec: LaunchSpec) -> Iterator["StaticRendezvous"]:
     """Yield the rendezvous of a single host. Set the environment variables with which the ranks connect to each other."""
-    with tempfile.TemporaryDirectory(prefix="nightjar-") as private_folder:  # of mode 0700
+    with tempfile.TemporaryDirectory(prefix="nightjar-") as private_folder:  # has mode 0700
         os.environ[STORE_VARIABLE] = str(Path(private_folder) / "store")
         os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK_INTERFACE))
-        yield StaticRendezvous(spec, host=0, store=HashStore(), endpoint=None)
+        yield StaticRendezvous(spec, host_index=0, store=HashStore(), endpoint=None)
 
 
 class StaticRendezvous(StaticTCPRendezvous):
-    """torchrun's rendezvous for a fixed number of hosts. This class replaces its store and waits for all hosts.
+    """torchrun's rendezvous for a fixed number of hosts, changed to use `store` and to wait for all hosts.
 
-    endpoint: (address, port) of `store`. The ranks connect to it too. None: the ranks use a FileStore.
+    Args:
+        endpoint: (address, port) of `store`, to which the ranks connect too; None if the ranks use a FileStore.
     """
 
-    def __init__(self, spec: LaunchSpec, *, host: int, store: Store, endpoint: tuple[str, int] | None) -> None:
+    def __init__(self, spec: LaunchSpec, *, host_index: int, store: Store, endpoint: tuple[str, int] | None) -> None:
         address, port = endpoint or (LOOPBACK_ADDRESS, 0)
-        timeout_s: Any = spec.launcher.rendezvous_timeout_s  # annotated as int, but a float works too
-        super().__init__(address, port, rank=host, world_size=spec.layout.num_hosts, run_id=spec.token, timeout=timeout_s)
+        timeout_s: Any = spec.launcher.rendezvous_timeout_s  # torch annotates it as int, but a float works too
+        super().__init__(address, port, rank=host_index, world_size=spec.layout.num_hosts, run_id=spec.token, timeout=timeout_s)
         self._endpoint = endpoint
         self._host_store = PrefixStore(spec.token, store)
 
     def get_backend(self) -> str:
-        """Return the name in torchrun's registry."""
+        """Return the name of this rendezvous in torchrun's registry."""
         return RENDEZVOUS_BACKEND
 
     @property
@@ -160,21 +163,21 @@ class StaticRendezvous(StaticTCPRendezvous):
         return self._endpoint is not None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all hosts. Raises DistStoreError if one is missing after the timeout."""
+        """Wait for all hosts. Raises DistStoreError if a host is missing after the timeout."""
         self._host_store.set(f"host-{self.rank}", "")
         self._host_store.wait([f"host-{host}" for host in range(self.world_size)], self.timeout)
         store_info = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(self._host_store, self.rank, self.world_size, store_info)
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: no host joins later. Raises DistError once host 0 is gone; torchrun calls this at every poll."""
+        """Return 0, because no host joins later. torchrun polls this method, which raises DistError once host 0 is gone."""
         self._host_store.check([f"host-{self.rank}"])
         return 0
 
 
-def _handler_from(parameters: RendezvousParameters) -> RendezvousHandler:
+def _rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     handler: RendezvousHandler = parameters.config["handler"]
     return handler
 
 
-rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _handler_from)
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _rendezvous_handler)

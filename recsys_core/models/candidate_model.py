@@ -1,4 +1,4 @@
-"""The candidate tower with the embedding tables of the item features in plain torch, which embeds items without events.
+"""A model in plain torch that embeds items without events: the candidate tower and the tables of the item features.
 
 Shapes: R rows of a table, V items, D width of a vector.
 """
@@ -21,15 +21,15 @@ from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.initialisation import scale_to_norm
 from recsys_core.models.tables.table_config import random_norm
 
-BATCH_ITEMS = 8_192
+NUM_ITEMS_PER_BATCH = 8_192
 
 
 class CandidateModel(nn.Module):
     """The trained part of the model that computes the vectors of items, without the rows of the items themselves.
 
     An item that the training has not seen gets the row with which the training would begin: its pretrained vector, scaled like
-    all others. Without pretrained vectors, that row would be random, and its expected value is used: zero. The offset of an
-    unseen item is zero too.
+    all pretrained vectors. Without pretrained vectors, this row would be random, so it gets the expected value, zero. The
+    offset of an unseen item is zero too.
     """
 
     trained_map: Tensor
@@ -37,17 +37,17 @@ class CandidateModel(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        shapes = {name: (spec.tables[name].num_rows, spec.tables[name].dim) for name in spec.features("item")}
-        # A new nn.Embedding is initialised, which imports torch._dynamo on the meta device.
+        shape_by_table = {name: (spec.tables[name].num_rows, spec.tables[name].dim) for name in spec.features("item")}
+        # nn.Embedding() would fill the weights, which imports torch._dynamo on the meta device.
         self.tables = nn.ModuleDict(
             {
-                module_name(name): nn.Embedding.from_pretrained(torch.empty(shape))  # type: ignore[no-untyped-call]
-                for name, shape in shapes.items()
+                module_name(table_name): nn.Embedding.from_pretrained(torch.empty(shape))  # type: ignore[no-untyped-call]
+                for table_name, shape in shape_by_table.items()
             }
         )
         self.tower = make_candidate_tower(spec)
         if spec.config.spectral_block is not None:
-            # The block of an unseen item is zero.
+            # The spectral block of an unseen item is zero, so only the rows of the map for trained vectors are used.
             self.register_buffer("trained_map", torch.empty(spec.config.trained_dim, spec.config.output_dim))
         self.eval()
 
@@ -63,9 +63,10 @@ class CandidateModel(nn.Module):
         """Return the model of an export.
 
         Args:
-            tables: name -> [R, D], the tables of the item features. Arrays may be memory maps.
-            dense: state of the trained dense layers; names with the prefix `item.` are used.
-            item_map: matrix by which concatenated trained vectors and spectral blocks are multiplied, for a model with a block.
+            tables: tables of the item features by name, [R, D] each. They may be memory maps.
+            dense: weights of the trained layers by name, of which the names with the prefix `item.` are used.
+            item_map: for a model with a spectral block, the matrix by which the concatenation of an item's trained vector and
+                block is multiplied.
         """
         state = {f"tower.{name.removeprefix('item.')}": tensor for name, tensor in dense.items() if name.startswith("item.")}
         state |= {
@@ -78,7 +79,7 @@ class CandidateModel(nn.Module):
 
     @classmethod
     def load(cls, path: Path, spec: ModelSpec) -> Self:
-        """Read a file of `save`."""
+        """Read a file that `save` has written."""
         return cls._with_state(spec, load_file(path))
 
     @classmethod
@@ -100,36 +101,38 @@ class CandidateModel(nn.Module):
 
         Args:
             vector_VD: pretrained vectors; None if the model has none.
-            features: features of items, by item.<name>.
+            features: feature values of the items.
             owner_V: index of each item in the arrays of the features.
         """
-        batches = list(self._encode_batches(vector_VD, features, owner_V))
+        encoded_batches = list(self._encode_batches(vector_VD, features, owner_V))
         config = self.spec.config
-        if not batches:
+        if not encoded_batches:
             return np.zeros((0, config.history_dim), np.float32), np.zeros((0, config.output_dim), np.float32)
-        history_VD, candidate_VD = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+        history_VD, candidate_VD = (np.concatenate(batch_vectors) for batch_vectors in zip(*encoded_batches, strict=True))
         return history_VD, candidate_VD
 
     def _encode_batches(
         self, vector_VD: NDArray[np.float32] | None, features: FeatureStore, owner_V: NDArray[np.int64]
     ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        for start in range(0, len(owner_V), BATCH_ITEMS):
-            batch = slice(start, start + BATCH_ITEMS)
-            owners = owner_V[batch]
-            item_VD = self.tower.embed({"item": self._rows(None if vector_VD is None else vector_VD[batch], len(owners))})
-            candidate_VD = self.tower(
-                item_VD, features={name: self._feature_vectors(name, features, owners) for name in self.spec.features("item")}
-            )
-            uses_tower = self.spec.config.history.item_representation == "candidate_tower"
-            history_VD = candidate_VD if uses_tower else item_VD
+        for start in range(0, len(owner_V), NUM_ITEMS_PER_BATCH):
+            batch = slice(start, start + NUM_ITEMS_PER_BATCH)
+            batch_owner_V = owner_V[batch]
+            row_VD = self._initial_rows(None if vector_VD is None else vector_VD[batch], num_items=len(batch_owner_V))
+            item_VD = self.tower.embed({"item": row_VD})
+            feature_by_name = {
+                name: self._feature_vectors(name, features, batch_owner_V) for name in self.spec.features("item")
+            }
+            candidate_VD = self.tower(item_VD, features=feature_by_name)
+            histories_use_tower = self.spec.config.history.item_representation == "candidate_tower"
+            history_VD = candidate_VD if histories_use_tower else item_VD
             if self.spec.config.has_popularity:
                 candidate_VD = append_popularity(candidate_VD, torch.full_like(candidate_VD[:, 0], UNSEEN_POPULARITY))
             if self.spec.config.spectral_block is not None:
                 candidate_VD = candidate_VD @ self.trained_map
             yield history_VD.numpy(), candidate_VD.numpy()
 
-    def _rows(self, vector_VD: NDArray[np.float32] | None, num_items: int) -> Tensor:
-        """Return the rows of unseen items in the table of the items."""
+    def _initial_rows(self, vector_VD: NDArray[np.float32] | None, *, num_items: int) -> Tensor:
+        """Return the rows that unseen items have in table `item`, [V, D]."""
         table = self.spec.tables["item"]
         if vector_VD is None:
             return torch.zeros(num_items, table.dim)

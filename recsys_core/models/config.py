@@ -1,4 +1,4 @@
-"""Settings of the two towers and their scores, and of the query tower in the package."""
+"""Settings of the two towers and their scores, and of the packaged model."""
 
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
@@ -142,11 +142,11 @@ class TwoTowerConfig(Settings):
     def _check_heads(self) -> Self:
         history = self.history
         if isinstance(history, SelfAttentionHistory) and self.member_history_dim % history.num_heads:
-            width = "candidate.layers" if self.member_history_dim != self.embedding_dim else "embedding_dim"
-            divisors = [count for count in range(1, 65) if self.member_history_dim % count == 0]
+            width_setting = "candidate.layers" if self.member_history_dim != self.embedding_dim else "embedding_dim"
+            divisors = [num_heads for num_heads in range(1, 65) if self.member_history_dim % num_heads == 0]
             raise ValueError(
                 f"history.num_heads is {history.num_heads}, which does not divide the width of an item's vector in a history, "
-                f"{self.member_history_dim} ({width}); set num_heads to one of {', '.join(map(str, divisors))}"
+                f"{self.member_history_dim} ({width_setting}); set num_heads to one of {', '.join(map(str, divisors))}"
             )
         return self
 
@@ -177,17 +177,17 @@ class TwoTowerConfig(Settings):
 
     @property
     def has_popularity(self) -> bool:
-        """Whether the last number of the query and candidate vectors is the popularity term."""
+        """Whether query and candidate vectors have one more number, for the popularity term."""
         return not isinstance(self.popularity, NoPopularity)
 
     @property
     def trained_dim(self) -> int:
-        """Width of the trained vectors: the sum over the members, plus 1 with a popularity term."""
+        """Width of the trained vectors: the widths of all members, plus 1 with a popularity term."""
         return self.num_members * self.tower_dim + self.has_popularity
 
     @property
     def output_dim(self) -> int:
-        """Width of the exported query and candidate vectors, which have the spectral block if there is one."""
+        """Width of the exported query and candidate vectors, which include the spectral block if there is one."""
         block = self.spectral_block
         return self.trained_dim if block is None else block.output_dim or self.trained_dim + block.dim
 

@@ -1,7 +1,7 @@
 """Towers of a model with several members, whose vectors are concatenated.
 
-A row of a table has the vectors of all members, one after the other, and so have the results of the towers. The results are
-divided by the root of the number of members. The inner product of two results is then the mean of the members' inner
+A row of a table has the vectors of all members, one after the other. So have the results of the towers, which are also
+divided by the square root of the number of members. The inner product of two results is then the mean of the members' inner
 products, and unit vectors stay unit vectors.
 
 Shapes: B queries, V items, D width of a vector of all members.
@@ -21,20 +21,20 @@ from recsys_core.models.towers import CandidateTower, QueryTower
 def split_members(vector_BD: Tensor, num_members: int) -> Sequence[Tensor]:
     """Return the vector of each member, as its tower computed it, from concatenated results of the towers.
 
-    >>> [part.tolist() for part in split_members(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), 4)]
+    >>> [vector.tolist() for vector in split_members(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), 4)]
     [[[2.0]], [[4.0]], [[6.0]], [[8.0]]]
     """
     return [vector_BD] if num_members == 1 else (vector_BD * math.sqrt(num_members)).chunk(num_members, dim=-1)
 
 
 def join_members(vectors: Sequence[Tensor]) -> Tensor:
-    """Concatenate the results of the members' towers, and divide them by the root of the number of members."""
+    """Concatenate the results of the members' towers, and divide them by the square root of the number of members."""
     return torch.cat(list(vectors), dim=1) / math.sqrt(len(vectors))
 
 
-def _parts(vector_by_table: Mapping[str, Tensor], num_members: int) -> list[dict[str, Tensor]]:
-    """Return the members' parts of the rows of tables."""
-    parts_by_table = {table: vector_BD.chunk(num_members, dim=1) for table, vector_BD in vector_by_table.items()}
+def _split_features(feature_by_table: Mapping[str, Tensor], num_members: int) -> list[dict[str, Tensor]]:
+    """Return the features that each member reads: a part of the columns of each feature."""
+    parts_by_table = {table: feature_BD.chunk(num_members, dim=1) for table, feature_BD in feature_by_table.items()}
     return [{table: parts[member] for table, parts in parts_by_table.items()} for member in range(num_members)]
 
 
@@ -53,13 +53,18 @@ class QueryEnsemble(nn.Module):
         return [member for member in self.members if isinstance(member, QueryTower)]
 
     def split_items(self, item_VD: Tensor) -> Sequence[Tensor]:
-        """Return what each member's histories are made of: parts of embeddings, or results of its candidate tower."""
+        """Return the item vectors in each member's histories: parts of the embeddings, or results of its candidate tower."""
         num_members = len(self.members)
         return split_members(item_VD, num_members) if self.histories_use_tower else item_VD.chunk(num_members, dim=-1)
 
     def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
         """Return query vectors [B, D]; see QueryTower.forward."""
-        return encode_in_parts(self, item_VD, features, lambda tower, item, part: tower(item, history_H, offset, features=part))
+        return encode_by_member(
+            self,
+            item_VD,
+            features,
+            lambda tower, member_item_VD, member_features: tower(member_item_VD, history_H, offset, features=member_features),
+        )
 
 
 class CandidateEnsemble(nn.Module):
@@ -78,15 +83,18 @@ class CandidateEnsemble(nn.Module):
     def embed(self, output_by_table: Mapping[str, Tensor]) -> Tensor:
         """Return the concatenated item embeddings [V, D]; see CandidateTower.embed."""
         tables = [table for table in ("item", OFFSET_TABLE) if table in output_by_table]
-        parts = _parts({table: output_by_table[table] for table in tables}, len(self.members))
-        return torch.cat([tower.embed(part) for tower, part in zip(self.candidate_towers, parts, strict=True)], dim=1)
+        outputs_of_members = _split_features({table: output_by_table[table] for table in tables}, len(self.members))
+        members = zip(self.candidate_towers, outputs_of_members, strict=True)
+        return torch.cat([tower.embed(member_output_by_table) for tower, member_output_by_table in members], dim=1)
 
     def forward(self, item_VD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
         """Return candidate vectors [V, D]; see CandidateTower.forward. item_VD: result of `embed`."""
         num_members = len(self.members)
-        parts = zip(item_VD.chunk(num_members, dim=1), _parts(features, num_members), strict=True)
+        members = zip(
+            self.candidate_towers, item_VD.chunk(num_members, dim=1), _split_features(features, num_members), strict=True
+        )
         return join_members(
-            [tower(item, features=part) for tower, (item, part) in zip(self.candidate_towers, parts, strict=True)]
+            [tower(member_item_VD, features=member_features) for tower, member_item_VD, member_features in members]
         )
 
 
@@ -95,7 +103,7 @@ AnyCandidateTower = CandidateTower | CandidateEnsemble
 
 
 def make_query_tower(spec: ModelSpec) -> AnyQueryTower:
-    """Return the query tower of a model. A model with one member has the parameters of its tower, without a prefix."""
+    """Return the query tower of a model. With one member, the names of its parameters have no prefix for the member."""
     return QueryTower(spec) if spec.config.num_members == 1 else QueryEnsemble(spec)
 
 
@@ -104,19 +112,19 @@ def make_candidate_tower(spec: ModelSpec) -> AnyCandidateTower:
     return CandidateTower(spec) if spec.config.num_members == 1 else CandidateEnsemble(spec)
 
 
-def encode_in_parts(
+def encode_by_member(
     tower: AnyQueryTower,
     item_VD: Tensor | None,
     features: Mapping[str, Tensor],
     encode: Callable[[QueryTower, Tensor | None, dict[str, Tensor]], Tensor],
 ) -> Tensor:
-    """Return the joined results [B, D] of `encode` with the tower of each member and its parts of the inputs."""
+    """Call `encode` with the tower of each member and its parts of the inputs; return the joined results [B, D]."""
     if isinstance(tower, QueryTower):
         return encode(tower, item_VD, dict(features))
     num_members = len(tower.members)
-    items = [None] * num_members if item_VD is None else tower.split_items(item_VD)
-    parts = _parts(features, num_members)
-    return join_members([encode(*arguments) for arguments in zip(tower.query_towers, items, parts, strict=True)])
+    items_of_members = [None] * num_members if item_VD is None else tower.split_items(item_VD)
+    arguments_of_members = zip(tower.query_towers, items_of_members, _split_features(features, num_members), strict=True)
+    return join_members([encode(*arguments) for arguments in arguments_of_members])
 
 
 def query_towers(tower: AnyQueryTower) -> list[QueryTower]:

@@ -19,10 +19,10 @@ from recsys_core.models.self_attention import SelfAttention, groups_of_similar_l
 
 
 class HistoryEncoder(nn.Module):
-    """Weighted sum of the item vectors of each history; the methods of an encoder.
+    """Base class of the encoders: a weighted sum of the item vectors of each history.
 
-    The weights are divided by their sum over the history, unless `is_normalised` is false. An empty history gives the learned
-    vector `start`. An encoder that is no weighted sum overrides `forward`.
+    The weights are divided by their sum over the history, unless `is_normalised` is false. The result for an empty history
+    is the learned vector `start`. An encoder that is not a weighted sum overrides `forward`.
 
     Args:
         dim: width of an item vector, and of the result.
@@ -48,7 +48,7 @@ class HistoryEncoder(nn.Module):
             offset: int64 [B + 1], the bounds of each history in `history_H`.
         """
         length_B = offset.diff()
-        # For each history entry, the index of the query to which it belongs.
+        # The index of the query to which each history entry belongs.
         query_H = torch.repeat_interleave(
             torch.arange(len(length_B), device=offset.device), length_B, output_size=len(history_H)
         )
@@ -66,15 +66,15 @@ class HistoryEncoder(nn.Module):
         return torch.where(total_weight_B[:, None] > 0, pooled_BD, self.start.to(pooled_BD.dtype))
 
     def _weights(self, item_VD: Tensor, history_H: Tensor, *, query_H: Tensor, offset: Tensor) -> Tensor:
-        """Return the weight of each history entry before normalisation, [H]. query_H: the query of each entry."""
+        """Return the weight of each history entry before normalisation, [H]. query_H: index of the query of each entry."""
         return torch.ones(len(history_H), device=history_H.device)
 
-    def min_norm(self, row_norm: float) -> float:
+    def expected_norm(self, row_norm: float) -> float:
         """Return the expected norm of an encoded history of random rows: the norm of their mean. row_norm: norm of a row."""
         return row_norm / math.sqrt(self.length)
 
     def shardable_modules(self) -> list[nn.Module]:
-        """Return the submodules that FSDP may shard. `forward` must call them and not read their parameters."""
+        """Return the submodules that FSDP may shard. `forward` must call these modules, not read their parameters."""
         return []
 
 
@@ -89,7 +89,7 @@ class SumEncoder(HistoryEncoder):
 
 
 class RecencyEncoder(HistoryEncoder):
-    """Weights exp(a[p]) for position p from the end, with a learned vector a.
+    """Weighted mean of the item vectors, with the weight exp(a[p]) for position p from the end and a learned vector a.
 
     The vector starts at zero, so that training starts from the mean.
     """
@@ -105,7 +105,7 @@ class RecencyEncoder(HistoryEncoder):
 
 
 class AttentionEncoder(HistoryEncoder):
-    """Weights exp(q . x / sqrt(D)) for item vector x, with a learned query q.
+    """Weighted mean of the item vectors, with the weight exp(q . x / sqrt(D)) for item vector x and a learned query q.
 
     The query starts at zero, so that training starts from the mean. This is one head of Yang et al., "Hierarchical Attention
     Networks", NAACL 2016.
@@ -126,7 +126,7 @@ class AttentionEncoder(HistoryEncoder):
 class SelfAttentionEncoder(HistoryEncoder):
     """The state of the last item after blocks of self-attention. Histories of similar length are padded together.
 
-    With `recency_residual`, the result is the sum of the state and of the weighted mean of RecencyEncoder. The state starts at
+    With `recency_residual`, the result is the sum of the state and the weighted mean of RecencyEncoder. The state starts at
     zero, so that training starts from the mean.
     """
 
@@ -139,25 +139,29 @@ class SelfAttentionEncoder(HistoryEncoder):
     def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor) -> Tensor:
         """Return one vector per history [B, D]; see HistoryEncoder.forward."""
         if self.training and self.item_dropout:
-            is_left_H = torch.rand(len(history_H), device=history_H.device) >= self.item_dropout
-            num_left_before = nn.functional.pad(is_left_H.cumsum(dim=0), (1, 0))
-            history_H, offset = history_H[is_left_H], num_left_before[offset]
+            is_retained_H = torch.rand(len(history_H), device=history_H.device) >= self.item_dropout
+            num_retained_before = nn.functional.pad(is_retained_H.cumsum(dim=0), (1, 0))
+            history_H, offset = history_H[is_retained_H], num_retained_before[offset]
         length_B = offset.diff()
         if not len(history_H) or not len(length_B):
             return self.start.expand(len(length_B), -1)
         vectors_by_group, indices_by_group = [], []
-        for index_B, longest in groups_of_similar_length(length_B, max_length=self.length):
-            vectors_by_group.append(self._encode_group(item_VD, history_H, offset[index_B], length_B[index_B], longest=longest))
+        for index_B, padded_length in groups_of_similar_length(length_B, max_length=self.length):
+            vectors_by_group.append(
+                self._encode_group(item_VD, history_H, offset[index_B], length_B[index_B], padded_length=padded_length)
+            )
             indices_by_group.append(index_B)
-        order = torch.cat(indices_by_group).argsort()
-        vector_BD = torch.cat(vectors_by_group)[order]
+        original_order_B = torch.cat(indices_by_group).argsort()
+        vector_BD = torch.cat(vectors_by_group)[original_order_B]
         return torch.where(length_B[:, None] > 0, vector_BD, self.start.to(vector_BD.dtype))
 
-    def _encode_group(self, item_VD: Tensor, history_H: Tensor, start_B: Tensor, length_B: Tensor, *, longest: int) -> Tensor:
-        """Return the vectors of histories that start at `start_B` in `history_H`, [B, D]."""
-        if not longest:
+    def _encode_group(
+        self, item_VD: Tensor, history_H: Tensor, start_B: Tensor, length_B: Tensor, *, padded_length: int
+    ) -> Tensor:
+        """Return the vectors of histories that start at `start_B` in `history_H` and are padded to `padded_length`, [B, D]."""
+        if not padded_length:
             return self.start.expand(len(length_B), -1)
-        column = torch.arange(longest, device=history_H.device)
+        column = torch.arange(padded_length, device=history_H.device)
         is_item_BH = column < length_B[:, None]
         entry_BH = torch.where(is_item_BH, start_B[:, None] + column, 0)
         position_BH = (length_B[:, None] - 1 - column).clamp(min=0)
@@ -173,12 +177,12 @@ class SelfAttentionEncoder(HistoryEncoder):
         weight_BH = score_BH.masked_fill(~is_item_BH, torch.finfo(score_BH.dtype).min).softmax(dim=1)
         return vector_BD + (weight_BH[:, None, :].to(item_BHD.dtype) @ item_BHD).squeeze(1)
 
-    def min_norm(self, row_norm: float) -> float:
-        """Return the expected norm of an encoded history: the norm of one item, with which the last layer norm starts.
+    def expected_norm(self, row_norm: float) -> float:
+        """Return the expected norm of an encoded history: the norm of one item, because the last layer norm starts with it.
 
-        With `recency_residual`, it is the norm of the mean.
+        With `recency_residual`, it is the norm of the mean of random rows.
         """
-        return row_norm if self.recency is None else super().min_norm(row_norm)
+        return row_norm if self.recency is None else super().expected_norm(row_norm)
 
 
 _ENCODER_BY_CONFIG: dict[type[HistorySettings], type[HistoryEncoder]] = {
@@ -214,7 +218,7 @@ def pool_lists(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, is_
 
     Args:
         offset: [B + 1], the bounds of each list in `value_LD`.
-        weight_L: weights of the vectors; None: 1.
+        weight_L: weights of the vectors; None for weights of 1.
     """
     offset = offset.long()
     weight_L = torch.ones_like(value_LD[:, 0]) if weight_L is None else weight_L

@@ -12,12 +12,14 @@ ItemRepresentation = Literal["embedding", "candidate_tower"]
 class HistorySettings(Settings):
     """The history feature of the query tower: the user's last items, which an encoder converts to one vector.
 
-    A new encoder is a subclass with a value of `pooling`, a member of HistoryConfig, and a class in models/history.py.
+    To add an encoder, add a subclass with its own value of `pooling`, list it in HistoryConfig, and add a class to
+    models/history.py.
 
     Attributes:
         needs_order: whether the encoder reads the order of the items.
-        has_padded_form: whether recsys_core/serving/exports has the encoder for padded histories.
-        architecture_settings: settings that must be equal in two models, so that one can start from the weights of the other.
+        has_padded_form: whether recsys_core/serving/exports implements the encoder for padded histories.
+        architecture_settings: names of the settings that must be equal in two models, so that one model can start from the
+            weights of the other.
     """
 
     needs_order: ClassVar[bool] = False
@@ -144,3 +146,4 @@ ORDER_FREE_POOLINGS = tuple(
     for history_class in get_args(get_args(HistoryConfig)[0])
     if not history_class.needs_order
 )
+"""Values of `pooling` that do not depend on the order of the items."""

@@ -18,7 +18,7 @@ class NoPopularity(Settings):
 
 
 class FixedPopularity(Settings):
-    """A popularity term that is added to the scores of the trained model. The training does not see it."""
+    """A popularity term that is added to the scores of the trained model, but not in the training."""
 
     kind: Literal["fixed"] = Field(
         "fixed",

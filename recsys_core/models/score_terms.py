@@ -1,8 +1,9 @@
 """Terms that are added to the similarity of query and item: the popularity, and the spectral block.
 
-The popularity term is a weight times a popularity, the last numbers of the query vector and of the item vector. The spectral
-block is a sum over the history, appended to the trained query vector. The score stays one inner product, so indexes, packages
-and vector stores need no change. With a popularity term, the norms are above 1 under cosine similarity.
+The popularity term is the product of a weight, the last number of the query vector, and a popularity, the last number of the
+item vector. The spectral block is a sum over the history, appended to the trained query vector. The score stays one inner
+product, so indexes, packages and vector stores need no change. With a popularity term, the vectors have norms above 1 under
+cosine similarity.
 
 Shapes: B queries, V items, I items of the catalogue, D width of a vector, M width of the block, T width of a trained vector, H
 entries of all histories.
@@ -24,7 +25,7 @@ UNSEEN_POPULARITY = 0.0
 
 
 def item_popularity(item_count_I: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return log(1 + number of training events) of each item, divided by its largest value.
+    """Return log(1 + number of training events) of each item, divided by the largest such value.
 
     >>> item_popularity(np.array([0, 1, 3])).tolist()
     [0.0, 0.5, 1.0]
@@ -47,19 +48,22 @@ class PopularityWeight(nn.Module):
             case FixedPopularity():
                 self.served_weight = config.weight
             case ValidatedPopularity():
-                self.served_weight = 0.0  # until the export has chosen it
+                self.served_weight = 0.0  # until the export has chosen the weight
 
     def forward(self, query_BD: Tensor) -> Tensor:
-        """Append the trained weight, or 0 without one; outside training, the served weight if it is set. Return [B, D + 1]."""
+        """Return the vectors with the weight appended, [B, D + 1].
+
+        The weight is the served weight outside training if it is set, otherwise the trained weight, or 0 without one.
+        """
         weight: Tensor | float = 0.0 if self.training or self.served_weight is None else self.served_weight
         if self.weight is not None and (self.training or self.served_weight is None):
             weight = self.weight
-        # An expansion to len(query_BD) would be a constant in a torch.export program.
+        # torch.export would turn the size in `expand(len(query_BD), 1)` into a constant, so multiply by ones.
         return torch.cat([query_BD, torch.ones_like(query_BD[:, :1]) * weight], dim=1)
 
 
 def append_popularity(candidate_VD: Tensor, popularity_V: Tensor) -> Tensor:
-    """Append the popularity of each item to its vector. Returns [V, D + 1]."""
+    """Return the vectors with the popularity of each item appended, [V, D + 1]."""
     return torch.cat([candidate_VD, popularity_V[:, None].to(candidate_VD.dtype)], dim=1)
 
 

@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         Args:
             item_BHD: item vectors, oldest first.
             is_item_BH: False for padding, which may be anywhere and have any value.
-            position_BH: number of items after each entry, at most the length of the history less 1.
+            position_BH: number of items after each entry, at most the length of the history minus 1.
         """
         state_BHD = self.dropout(self.input_norm(item_BHD + self.position(position_BH)))
         # Padding attends to every entry, so that no row of the mask is empty. No result reads the states of padding.
@@ -69,11 +69,11 @@ class Dropout(nn.Module):
         self.rate = rate
 
     def forward(self, value: Tensor) -> Tensor:
-        """Return the values, of which a random part is zero while training."""
+        """Return the values. While training, a random part of the values is zero, and the other values are scaled up."""
         if not self.training or not self.rate:
             return value
-        is_kept = torch.rand_like(value, dtype=torch.float32) >= self.rate
-        return value * is_kept * (1 / (1 - self.rate))
+        mask = torch.rand_like(value, dtype=torch.float32) >= self.rate
+        return value * mask * (1 / (1 - self.rate))
 
 
 class Block(nn.Module):
@@ -107,11 +107,11 @@ class Block(nn.Module):
 
 
 def groups_of_similar_length(length_B: Tensor, *, max_length: int) -> list[tuple[Tensor, int]]:
-    """Return groups of histories that are padded together: the indices of the histories, and the length of the longest.
+    """Return groups of histories that are padded together: the indices of the histories, and the length of the longest one.
 
     On a CPU, the longest history of a group is at most 1.5 times as long as the shortest, apart from rounding, so that little
-    time is spent on padding. On a GPU, all histories are one group of `max_length`: reading the lengths would wait for the
-    device. Empty histories are in a group of length 0.
+    time is spent on padding. Empty histories are in a group of length 0. On a GPU, all histories are one group of `max_length`,
+    because reading the lengths would wait for the device.
 
     >>> groups = groups_of_similar_length(torch.tensor([7, 0, 8, 2, 40]), max_length=50)
     >>> [(index_B.tolist(), longest) for index_B, longest in groups]
@@ -120,12 +120,12 @@ def groups_of_similar_length(length_B: Tensor, *, max_length: int) -> list[tuple
     if length_B.device.type != "cpu":
         return [(torch.arange(len(length_B), device=length_B.device), max_length)]
     sorted_length_B, sorted_index_B = length_B.sort(stable=True)
-    bounds = [0]  # 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
-    while bounds[-1] < max_length:
-        bounds.append(bounds[-1] + max(1, 1 << max(0, bounds[-1].bit_length() - 2)))
-    ends = torch.searchsorted(sorted_length_B, torch.tensor(bounds), right=True).tolist()
+    max_lengths = [0]  # 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+    while max_lengths[-1] < max_length:
+        max_lengths.append(max_lengths[-1] + max(1, 1 << max(0, max_lengths[-1].bit_length() - 2)))
+    group_ends = torch.searchsorted(sorted_length_B, torch.tensor(max_lengths), right=True).tolist()
     return [
         (sorted_index_B[start:end], int(sorted_length_B[end - 1]))
-        for start, end in zip([0, *ends], ends, strict=False)
+        for start, end in zip([0, *group_ends], group_ends, strict=False)
         if end > start
     ]

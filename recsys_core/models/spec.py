@@ -1,4 +1,4 @@
-"""ModelSpec: the model config together with the sizes of the data; input of the towers, the planner and serving."""
+"""ModelSpec, from which towers, planner and serving are built: the model config together with the sizes of the data."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from recsys_core.models.tables.table_config import (
 )
 
 Side = Literal["query", "item"]
-"""The query tower, or the candidate tower, which reads the tables of the items."""
+"""The tower that reads a table: `query` for the query tower, `item` for the candidate tower."""
 
 
 class TableSpec(Frozen):
@@ -47,7 +47,7 @@ class TableSpec(Frozen):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the table is never trained: it then has no optimizer, and no gradient is computed."""
+        """Whether the table is never trained. A frozen table has no optimizer, and its gradient is not computed."""
         return self.settings.transfer in ("frozen", "residual")
 
     @property
@@ -104,6 +104,7 @@ class ModelSpec(Frozen):
 
         Args:
             tables: settings by table.
+            loss: the loss, which adds the table of the teacher if it has a distillation term.
             optimizer: optimizer of the tables without an `optimizer` setting.
 
         Raises:
@@ -164,7 +165,7 @@ class ModelSpec(Frozen):
             settings_by_table[OFFSET_TABLE] = _offset_settings(offset_settings, dim=config.embedding_dim)
         if has_distillation:
             dim = vector_dim_by_table[TEACHER_TABLE] = vector_dim_by_table["item"]
-            # The pretrained vectors, unscaled; the row of an item without a vector is zero.
+            # The table holds the pretrained vectors, unscaled. The row of an item without a vector is zero.
             settings_by_table[TEACHER_TABLE] = TableConfig(
                 transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero"
             )
@@ -196,14 +197,14 @@ class ModelSpec(Frozen):
         block_weight: float | None = None,
         popularity_weight: float | None = None,
     ) -> Self:
-        """Return the model with the settings that a run has chosen on its validation events; None: no choice was made."""
+        """Return the model with the settings that a run has chosen on its validation events; None: the setting is unchanged."""
         spec, block = self if temperature is None else self.with_temperature(temperature), self.config.spectral_block
-        update: dict[str, Any] = {}
+        config_update: dict[str, Any] = {}
         if block is not None and block_weight is not None:
-            update["spectral_block"] = block.model_copy(update={"weights": (block_weight,)})
+            config_update["spectral_block"] = block.model_copy(update={"weights": (block_weight,)})
         if popularity_weight is not None:
-            update["popularity"] = FixedPopularity(weight=popularity_weight)
-        return spec.model_copy(update={"config": spec.config.model_copy(update=update)}) if update else spec
+            config_update["popularity"] = FixedPopularity(weight=popularity_weight)
+        return spec.model_copy(update={"config": spec.config.model_copy(update=config_update)}) if config_update else spec
 
     def with_temperature(self, temperature: float) -> Self:
         """Return the model with another temperature of the loss."""
@@ -236,7 +237,7 @@ class ModelSpec(Frozen):
 
     @property
     def row_norm(self) -> float:
-        """Expected norm of a random row of table item. `unit_vectors` limits the gradients of vectors below this norm."""
+        """Expected norm of a random row of table `item`. `unit_vectors` limits the gradients of vectors below this norm."""
         return random_norm(self.tables["item"].settings.init_std, self.config.embedding_dim)
 
     @property
@@ -278,7 +279,7 @@ class ModelSpec(Frozen):
 
 
 def module_name(table: str) -> str:
-    """Return the name of a table as a submodule, which must not contain a dot."""
+    """Return the name of a table's submodule. Names of submodules must not contain a dot."""
     return table.replace(".", "__")
 
 

@@ -27,7 +27,7 @@ class RetrievalHead(nn.Module):
     """The dense part of the model: everything after the embedding lookups.
 
     The head is separate from RetrievalTask, which holds the embedding tables, because the train pipeline traces the code of
-    RetrievalTask. It does not trace the code of the head.
+    RetrievalTask, but not the code of the head.
 
     Args:
         item_count_I: number of training events per item.
@@ -68,7 +68,7 @@ class RetrievalHead(nn.Module):
         self.histories_use_tower = spec.config.history.item_representation == "candidate_tower"
 
     def set_epoch(self, epoch: int) -> dict[str, float]:
-        """Unfreeze rows of tables with transfer `gradual` for `epoch` (from 1); return the share of unfrozen rows by table."""
+        """Unfreeze rows of tables with transfer `gradual` for `epoch` (1-based); return the share of trained rows by table."""
         trained_share_by_table = {
             table_name: self.spec.tables[table_name].settings.trained_share(epoch) for table_name in self.num_trained_rows
         }
@@ -95,7 +95,7 @@ class RetrievalHead(nn.Module):
             query_BD, query_outputs = self.encode_queries(embeddings, batch, history_item_VD=history_item_VD)
             teacher_CD = item_outputs[TEACHER_TABLE][candidate_C] if TEACHER_TABLE in item_outputs else None
             loss: Tensor = self.objective(query_BD, candidate_CD, batch=batch, teacher_CD=teacher_CD)
-            # FBGEMM's CPU kernels silently ignore weight decay. As a part of the loss it works on every device.
+            # FBGEMM's CPU kernels silently ignore weight decay. As a part of the loss, weight decay works on every device.
             output_by_table = item_outputs | query_outputs
             for table_name, strength in self.weight_decay.items():
                 loss = loss + strength * self._l2_penalty(table_name, output_by_table[table_name], batch=batch)
@@ -103,12 +103,12 @@ class RetrievalHead(nn.Module):
 
     def _l2_penalty(self, table_name: str, value_VD: Tensor, *, batch: Batch) -> Tensor:
         if table_name == "user":
-            return l2_penalty(value_VD, self._user_row(batch), max_rows=batch.batch_size, group=self.group)
+            return l2_penalty(value_VD, self._user_rows(batch), max_rows=batch.batch_size, group=self.group)
         num_history_entries = batch.batch_size * self.spec.history_length
         max_rows = min(len(batch.candidate_index_C) + num_history_entries, self.spec.num_items)
         return l2_penalty(value_VD, batch.item_row_V, max_rows=max_rows, group=self.group)
 
-    def _user_row(self, batch: Batch) -> Tensor:
+    def _user_rows(self, batch: Batch) -> Tensor:
         row_B: Tensor = batch.sparse[self.spec.tables["user"].batch_key]["user"].values()
         return row_B
 
@@ -128,7 +128,7 @@ class RetrievalHead(nn.Module):
         return history_item_VD
 
     def with_popularity(self, candidate_VD: Tensor, item_row_V: Tensor) -> Tensor:
-        """Return candidate vectors with the popularity of the items behind, if the model has a popularity term."""
+        """Return candidate vectors, with the popularity of the items appended if the model has a popularity term."""
         if self.item_popularity_I is None:
             return candidate_VD
         return append_popularity(candidate_VD, self.item_popularity_I[item_row_V])
@@ -142,7 +142,7 @@ class RetrievalHead(nn.Module):
         """
         output_by_table = table_outputs(self.spec, embeddings, batch, side="query")
         if "user" in self.num_trained_rows:
-            output_by_table["user"] = self._mask_frozen_gradients("user", output_by_table["user"], row_V=self._user_row(batch))
+            output_by_table["user"] = self._mask_frozen_gradients("user", output_by_table["user"], row_V=self._user_rows(batch))
         return self.query(
             history_item_VD, batch.history_index_H, batch.history_offset, features=output_by_table
         ), output_by_table
@@ -166,7 +166,7 @@ class RetrievalTask(nn.Module):
         super().__init__()
         # The tables are created on the meta device, without memory. Sharding later allocates only each rank's shards.
         self.embedding_tables = EmbeddingTables(head.spec, device=torch.device("meta"))
-        self._batch_key = {table.collection: table.batch_key for table in head.spec.tables.values()}
+        self._batch_key_by_collection = {table.collection: table.batch_key for table in head.spec.tables.values()}
         self._item_collections = sorted({table.collection for table in head.spec.on_side("item").values()})
         self.head = head.to(device)
 
@@ -177,12 +177,12 @@ class RetrievalTask(nn.Module):
     def _look_up(self, batch: Batch, collection_names: list[str]) -> CollectionOutputs:
         embeddings: CollectionOutputs = {}
         for collection_name in collection_names:
-            table_rows = batch.sparse[self._batch_key[collection_name]]
+            lookups = batch.sparse[self._batch_key_by_collection[collection_name]]
             if collection_name.endswith("_frozen"):
                 with torch.no_grad():
-                    embeddings[collection_name] = self.embedding_tables[collection_name](table_rows)
+                    embeddings[collection_name] = self.embedding_tables[collection_name](lookups)
             else:
-                embeddings[collection_name] = self.embedding_tables[collection_name](table_rows)
+                embeddings[collection_name] = self.embedding_tables[collection_name](lookups)
         return embeddings
 
     def encode_items(self, batch: Batch) -> tuple[Tensor, Tensor]:

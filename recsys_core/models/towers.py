@@ -17,13 +17,13 @@ from recsys_core.models.tables.table_config import OFFSET_TABLE
 
 
 class MLP(nn.Module):
-    """Combine the features of one tower, each [B, D] with its own width, into one vector per row.
+    """Layers that combine the features of one tower, each [B, D] with its own width, into one vector per row.
 
     Without layers: the sum of the features. With layers: the layers applied to the concatenated features, plus the sum of the
-    features if there is a skip connection. For the sum, a feature of another width than `dim` is projected to `dim`.
+    features if there is a skip connection. A feature whose width is not `dim` is projected to `dim` for the sum.
 
-    The last layer has no activation, so that its outputs can be negative. With a skip connection, its weights start at zero:
-    training starts from the sum of the features (Zhang et al., "Fixup initialization", ICLR 2019).
+    The last layer has no activation, so that its outputs can be negative. With a skip connection, its weights start at zero,
+    so that training starts from the sum of the features (Zhang et al., "Fixup initialization", ICLR 2019).
 
     Args:
         layers: widths of the layers.
@@ -54,11 +54,11 @@ class MLP(nn.Module):
         """Return one vector [B, D] per row of the features."""
         inputs = [self.input_dropout(feature) for feature in features]
         if self.layers is None:
-            return self._sum(inputs)
+            return self._sum_features(inputs)
         output_BD: Tensor = self.layers(torch.cat(inputs, dim=1) if len(inputs) > 1 else inputs[0])
-        return output_BD + self._sum(inputs) if self.adds_sum else output_BD
+        return output_BD + self._sum_features(inputs) if self.adds_sum else output_BD
 
-    def _sum(self, inputs: list[Tensor]) -> Tensor:
+    def _sum_features(self, inputs: list[Tensor]) -> Tensor:
         summands = [projection(feature) for projection, feature in zip(self.projections, inputs, strict=True)]
         return torch.stack(summands).sum(dim=0)
 
@@ -75,7 +75,7 @@ def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig, 
 
 
 class QueryTower(nn.Module):
-    """The query tower: encoder of the history, and the layers. It is the only dense part of the model that is served."""
+    """The query tower: the encoder of the history, and layers. No other layers of the model are served."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class QueryTower(nn.Module):
         self.min_norm = spec.row_norm
         if spec.history_length:
             self.pooling = make_encoder(config.history, dim=config.member_history_dim, std=spec.history_std)
-            self.min_norm = self.pooling.min_norm(spec.row_norm)
+            self.min_norm = self.pooling.expected_norm(spec.row_norm)
             feature_dims = [config.member_history_dim] * len(config.history.input_names) + feature_dims
         # A bias next to the skip connection moves all queries in one direction. On Amazon Beauty, the bias does not change the
         # validation metric, but it lowers NDCG@10 of the later test events by 2 %.
@@ -117,7 +117,7 @@ class QueryTower(nn.Module):
 
 
 class CandidateTower(nn.Module):
-    """The candidate tower: projection of the item embedding to `embedding_dim`, learned offsets, and the layers."""
+    """The candidate tower: the projection of the item embedding to `embedding_dim`, learned offsets, and layers."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class CandidateTower(nn.Module):
             return item_VD
         offset_VD = output_by_table[OFFSET_TABLE]
         if self.training and self.id_dropout:
-            # Drop whole rows, without rescaling: the towers must also work for items without an offset.
+            # Drop whole rows without rescaling, because the towers must also work for items without an offset.
             offset_VD = offset_VD * (torch.rand(len(offset_VD), 1, device=offset_VD.device) >= self.id_dropout)
         return item_VD + offset_VD
 
@@ -150,7 +150,7 @@ class CandidateTower(nn.Module):
 
 
 def unit_vectors(vector_BD: Tensor, *, min_norm: float) -> Tensor:
-    """Divide each vector by its norm; a zero vector stays zero.
+    """Return each vector divided by its norm; a zero vector stays zero.
 
     The gradient of x / |x| grows without limit as |x| goes to 0. Here, a vector shorter than `min_norm` has the gradient of a
     vector of norm `min_norm` in the same direction. A zero vector has the incoming gradient divided by `min_norm`, so it is

@@ -1,7 +1,7 @@
-"""Workarounds for torch, TorchRec and FBGEMM. Versions: torch 2.14.1, TorchRec 1.9.2, FBGEMM 1.9.0.
+"""Workarounds for torch 2.14.1, TorchRec 1.9.2 and FBGEMM 1.9.0.
 
 Each workaround has a test in tests/recsys_core/patches that fails when the installed version no longer needs it.
-`python -m benchmarks.train --parts patches` measures the effect of each.
+`python -m benchmarks.train --parts patches` measures the effect of each workaround.
 
 | workaround | upstream issue | test |
 |---|---|---|

@@ -19,5 +19,5 @@ def libc10_path() -> Path:
 
 
 def share_cpu_features() -> None:
-    """Load libc10.so with global symbols, so that all libraries use its copy. Call before torch is imported."""
+    """Load libc10.so with global symbols, so that all libraries use its copy. Call this before torch is imported."""
     ctypes.CDLL(str(libc10_path()), mode=ctypes.RTLD_GLOBAL)

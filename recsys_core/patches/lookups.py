@@ -4,7 +4,7 @@ The unpooled fused kernel is slow on CPUs: a backward pass of 27,740 rows x 64 t
 Unpooled tables therefore use the pooled kernel with one row per bag. The dense kernel of replicated tables ignores its
 pooling_mode and pools the rows, so its results are wrong for a collection with several tables. torch's `embedding` replaces it.
 
-Shapes: F features of a kernel, L lookups, D width of a row.
+Shapes: L lookups of all features of a kernel, D width of a row.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingType
 
 ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
-"""Fused parameter that `fused_lookup` requires: all features of a kernel then read shards of the same table."""
+"""Fused parameters with which all features of a kernel read shards of the same table, as `fused_lookup` requires."""
 
 
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
@@ -34,11 +34,11 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchR
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the names of all sharding types, regardless of the device."""
+        """Return the names of all sharding types, whatever the device."""
         return [sharding_type.value for sharding_type in ShardingType]
 
 
-class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
+class UnpooledSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
     """EmbeddingCollectionSharder with correct and fast CPU kernels."""
 
     def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingCollection:
@@ -64,17 +64,17 @@ def fused_lookup(
 ) -> Tensor:
     """Look up unpooled rows with the pooled kernel, one row per bag: [L, D], all rows of the first feature first.
 
-    All features have the same number of lookups. kernel_forward: the kernel's own forward method.
+    All features must have the same number of lookups. kernel_forward: the original forward method of the kernel.
     """
     num_features = len(kernel.embedding_specs)
-    num_lookups = len(indices) // num_features
+    num_lookups_per_feature = len(indices) // num_features
     if not kernel.weights_host.numel():
-        # This rank has no row, because the table has fewer rows than there are ranks. The result requires a gradient, because
-        # the rank still takes part in the backward pass.
+        # This rank has no row, because the table has fewer rows than there are ranks. The rank still takes part in the
+        # backward pass, so the result requires a gradient.
         return torch.zeros(0, kernel.embedding_specs[0][1], requires_grad=True)
-    pooled: Tensor = kernel_forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
-    dim = pooled.shape[1] // num_features  # explicit, because view cannot infer -1 without lookups
-    return pooled.view(num_lookups, num_features, dim).transpose(0, 1).reshape(len(indices), dim)
+    pooled_rows: Tensor = kernel_forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
+    dim = pooled_rows.shape[1] // num_features  # view cannot infer -1 if there are no lookups
+    return pooled_rows.view(num_lookups_per_feature, num_features, dim).transpose(0, 1).reshape(len(indices), dim)
 
 
 def dense_lookup(

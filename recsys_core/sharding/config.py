@@ -102,15 +102,15 @@ class QuantizedCommsConfig(Settings):
 
     @field_validator("backward", mode="before")
     @classmethod
-    def _reject_lossy_precision(cls, value: object) -> object:
+    def _reject_lossy_precision(cls, precision: object) -> object:
         # TorchRec's loss scale does not help, because its codec divides the fp16 gradients by the scale before it casts them.
-        if value in ("fp16", "int8"):
-            lost_range = "below 6e-8" if value == "fp16" else "below 1/255 of the largest gradient of their row"
+        if precision in ("fp16", "int8"):
+            lost_range = "below 6e-8" if precision == "fp16" else "below 1/255 of the largest gradient of their row"
             raise ValueError(
-                f"backward is {value}: gradients {lost_range} would become 0, also with a loss scale; "
+                f"backward is {precision}: gradients {lost_range} would become 0, even with a loss scale; "
                 "set backward to bf16, which has the range of fp32, or to fp32"
             )
-        return value
+        return precision
 
 
 class ShardingConfig(Settings):

@@ -14,13 +14,16 @@ SSD_CACHE_MB = 1024
 MIN_COLUMN_SHARD_DIM = 128
 """Width of TorchRec's column shards; column_wise does not split a narrower table."""
 OFFLOADING_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching", "key_value")
+"""Kernels that store rows outside of GPU memory."""
 INT8_DIM_MULTIPLE = 32
 INT8_POOLED_TYPES: tuple[ShardingType, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 """Sharding types that can send the rows of pooled tables in int8, because each row comes from one rank."""
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
+"""Optimizers that the kernel key_value supports."""
 UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 """Sharding types that TorchRec supports for unpooled lookups (EmbeddingCollection). All other types pool the rows."""
 WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
+"""Sharding types that split a table, or each column shard of a table, over the ranks of one host."""
 Rule = tuple[bool, str]
 """Whether the table violates the rule, and the message of the error."""
 
@@ -41,7 +44,7 @@ def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str) 
 
 def _int8_rules(table_name: str, table: TableSpec, constraint: TableConstraint) -> list[Rule]:
     """Return the rules for embeddings that ranks send in int8."""
-    is_row_wise = not set(constraint.sharding_types or WITHIN_HOST_TYPES) <= set(INT8_POOLED_TYPES)
+    may_be_row_wise = constraint.sharding_types is None or not set(constraint.sharding_types) <= set(INT8_POOLED_TYPES)
     return [
         (
             table.dim % INT8_DIM_MULTIPLE > 0,
@@ -49,9 +52,9 @@ def _int8_rules(table_name: str, table: TableSpec, constraint: TableConstraint) 
             f"has {table.dim}; choose fp16 or bf16, or change tables.{table_name}.dim",
         ),
         (
-            not table.is_unpooled and is_row_wise,
+            not table.is_unpooled and may_be_row_wise,
             "sharding.quantized_comms: int8 cannot represent the partial sums that ranks exchange with row-wise types, but "
-            f"sharding.tables.{table_name}.sharding_types is {_shown_types(constraint)}; choose from "
+            f"sharding.tables.{table_name}.sharding_types is {_format_types(constraint)}; choose from "
             f"{list(INT8_POOLED_TYPES)}, or set fp16 or bf16",
         ),
     ]
@@ -59,11 +62,11 @@ def _int8_rules(table_name: str, table: TableSpec, constraint: TableConstraint) 
 
 def _sharding_type_rules(table_name: str, table: TableSpec, constraint: TableConstraint, *, device: str) -> list[Rule]:
     """Return the rules for the sharding types and the optimizer of a table."""
-    types, optimizer_kind = constraint.sharding_types or (), table.optimizer_kind
-    unsupported_types = sorted(set(types) - set(UNPOOLED_SHARDING_TYPES))
+    sharding_types, optimizer_kind = constraint.sharding_types or (), table.optimizer_kind
+    unsupported_types = sorted(set(sharding_types) - set(UNPOOLED_SHARDING_TYPES))
     pooled_advice = ", or set tables.user.lookup to pooled" if table_name == "user" else ""
-    replicas_advice = f", or replicate it: sharding.tables.{table_name}.sharding_types: [data_parallel]"
-    is_replicated_adam = optimizer_kind == "adam" and types == ("data_parallel",)
+    replication_advice = f", or replicate it: sharding.tables.{table_name}.sharding_types: [data_parallel]"
+    is_replicated_adam = optimizer_kind == "adam" and sharding_types == ("data_parallel",)
     return [
         (
             table.is_unpooled and bool(unsupported_types),
@@ -71,14 +74,14 @@ def _sharding_type_rules(table_name: str, table: TableSpec, constraint: TableCon
             f"this table is unpooled; choose from {list(UNPOOLED_SHARDING_TYPES)}{pooled_advice}",
         ),
         (
-            optimizer_kind == "partial_rowwise_adam" and "data_parallel" in types,
+            optimizer_kind == "partial_rowwise_adam" and "data_parallel" in sharding_types,
             f"sharding.tables.{table_name}: data_parallel does not support optimizer partial_rowwise_adam, which has a fused "
             "kernel only; choose adam, or another sharding type",
         ),
         (
             device == "cpu" and optimizer_kind in GPU_ONLY_OPTIMIZERS and not is_replicated_adam,
             f"tables.{table_name}: optimizer {optimizer_kind} has no fused kernel on a CPU; set rowwise_adagrad, adagrad or "
-            f"sgd{replicas_advice if optimizer_kind == 'adam' else ''}",
+            f"sgd{replication_advice if optimizer_kind == 'adam' else ''}",
         ),
     ]
 
@@ -87,12 +90,8 @@ def _kernel_rules(
     table_name: str, table: TableSpec, constraint: TableConstraint, *, cluster: ClusterConfig, device: str
 ) -> list[Rule]:
     """Return the rules for the compute kernels of a table."""
-    kernels, types, cache_load_factor = (
-        constraint.compute_kernels or (),
-        constraint.sharding_types,
-        constraint.cache_load_factor,
-    )
-    setting_name, is_replicated = f"sharding.tables.{table_name}.compute_kernels", "data_parallel" in (types or ())
+    kernels, sharding_types = constraint.compute_kernels or (), constraint.sharding_types or ()
+    setting_name, is_replicated = f"sharding.tables.{table_name}.compute_kernels", "data_parallel" in sharding_types
     offloading_kernels = [kernel for kernel in kernels if kernel in OFFLOADING_KERNELS]
     return [
         (
@@ -101,9 +100,9 @@ def _kernel_rules(
             "where all rows are in main memory; choose fused, or set sharding.cluster.device to cuda",
         ),
         (
-            device == "cpu" and cache_load_factor is not None,
-            f"sharding.tables.{table_name}.cache_load_factor is {cache_load_factor}, but the device is cpu, which has no "
-            "cache; remove it, or set sharding.cluster.device to cuda",
+            device == "cpu" and constraint.cache_load_factor is not None,
+            f"sharding.tables.{table_name}.cache_load_factor is {constraint.cache_load_factor}, but the device is cpu, which "
+            "has no cache; remove the setting, or set sharding.cluster.device to cuda",
         ),
         (
             "key_value" in kernels and (cluster.ssd_path is None or cluster.ssd_gb == 0),
@@ -121,14 +120,14 @@ def _kernel_rules(
             "dense, or remove data_parallel",
         ),
         (
-            "dense" in kernels and (not is_replicated or (kernels == ("dense",) and types != ("data_parallel",))),
-            f"{setting_name}: dense is the kernel of data_parallel only, but sharding_types are {_shown_types(constraint)}; "
+            "dense" in kernels and (not is_replicated or (kernels == ("dense",) and sharding_types != ("data_parallel",))),
+            f"{setting_name}: dense is the kernel of data_parallel only, but sharding_types are {_format_types(constraint)}; "
             "choose fused for the other types, or set sharding_types to [data_parallel]",
         ),
     ]
 
 
-def _shown_types(constraint: TableConstraint) -> str:
+def _format_types(constraint: TableConstraint) -> str:
     return str(list(constraint.sharding_types)) if constraint.sharding_types else "left to the planner"
 
 
@@ -171,5 +170,5 @@ def offered_kernels(constraint: TableConstraint, *, device: str) -> tuple[Comput
 
 
 def ssd_parameters(ssd_path: str) -> KeyValueParams:
-    """Return parameters of the kernel key_value. It stores rows in RocksDB below `ssd_path`, and caches rows in GPU memory."""
+    """Return the parameters of key_value, a kernel that stores rows in RocksDB below `ssd_path` and caches rows on the GPU."""
     return KeyValueParams(ssd_storage_directory=ssd_path, max_l1_cache_size=SSD_CACHE_MB)

@@ -22,22 +22,23 @@ Change = tuple[str, TorchrecPlanner]
 
 
 def infeasible_error(planner: TorchrecPlanner) -> InputError:
-    """Build the error with the missing bytes and the changes that make a plan feasible."""
+    """Return the error with the missing bytes and the changes that make a plan feasible."""
     shown_size_by_table = {
         table_name: f"{table.num_rows:,} x {table.dim}" for table_name, table in planner.model.tables.items()
     }
     smallest_layout_by_table = {
-        table_name: min(_resident(layouts), key=_shard_and_total_bytes) for table_name, layouts in planner.layouts().items()
+        table_name: min(_without_offloading(layouts), key=_shard_and_total_bytes)
+        for table_name, layouts in planner.layouts().items()
     }
     total_bytes = sum(_shard_and_total_bytes(layout)[1] for layout in smallest_layout_by_table.values())
-    changes = [
-        next((setting for setting, changed_planner in alternatives if _fits(changed_planner)), None)
+    feasible_settings = [
+        next((setting for setting, changed_planner in alternatives if _has_plan(changed_planner)), None)
         for alternatives in _changes(planner, total_bytes=total_bytes)
     ]
-    advice = "; or with ".join(change for change in changes if change is not None)
+    shown_settings = "; or with ".join(setting for setting in feasible_settings if setting is not None)
     advice = (
-        f"a plan exists with {advice}"
-        if advice
+        f"a plan exists with {shown_settings}"
+        if shown_settings
         else f"no larger cluster has a plan either (tried up to {MAX_RANKS} ranks, {MAX_DDR_GB:,.0f} GB per host); use fewer "
         "or narrower rows"
     )
@@ -48,18 +49,18 @@ def infeasible_error(planner: TorchrecPlanner) -> InputError:
     )
 
 
-def _resident(layouts: list[ShardingOption]) -> list[ShardingOption]:
+def _without_offloading(layouts: list[ShardingOption]) -> list[ShardingOption]:
     """Return the layouts without offloading, or all of them if every layout offloads rows."""
     return [layout for layout in layouts if layout.compute_kernel in ("fused", "dense")] or layouts
 
 
 def _shard_and_total_bytes(layout: ShardingOption) -> tuple[int, int]:
-    """Return (bytes of the largest shard, bytes of all shards). Layouts with lower values are preferred."""
+    """Return (bytes of the largest shard, bytes of all shards), by which layouts are compared."""
     shard_bytes = [shard.storage.hbm + shard.storage.ddr for shard in layout.shards]
     return max(shard_bytes), sum(shard_bytes)
 
 
-def _fits(planner: TorchrecPlanner) -> bool:
+def _has_plan(planner: TorchrecPlanner) -> bool:
     try:
         planner.best_layouts()
     except PlannerError:
@@ -68,43 +69,41 @@ def _fits(planner: TorchrecPlanner) -> bool:
 
 
 def _describe_shortage(planner: TorchrecPlanner, layout_by_table: Mapping[str, ShardingOption]) -> str:
-    """Return a message with the number of missing bytes.
+    """Return a message with the number of missing bytes: on one rank if a shard does not fit, otherwise on all ranks together.
 
-    They are missing on one rank if the largest shard of a table does not fit, otherwise in total. layout_by_table: one layout
-    per table.
+    If the memory of all ranks together is enough, the message says that no layout was found. layout_by_table: the smallest
+    layout of each table.
     """
     name_by_tier = {"hbm": "HBM", "ddr": "main memory"} if planner.device == "cuda" else {"ddr": "main memory"}
-    notes = []
+    no_layout_messages = []
     for tier, tier_name in name_by_tier.items():
         usable_bytes: int = getattr(planner.usable_memory, tier)
         shard_bytes_by_table = {
             name: [getattr(shard.storage, tier) for shard in layout.shards] for name, layout in layout_by_table.items()
         }
-        shard_bytes, table_name = max((max(shard_bytes), name) for name, shard_bytes in shard_bytes_by_table.items())
-        if shard_bytes > usable_bytes:
+        max_shard_bytes, table_name = max((max(shard_bytes), name) for name, shard_bytes in shard_bytes_by_table.items())
+        if max_shard_bytes > usable_bytes:
             return (
-                f"table {table_name} needs {shard_bytes:,} bytes of {tier_name} on one rank "
+                f"table {table_name} needs {max_shard_bytes:,} bytes of {tier_name} on one rank "
                 f"({layout_by_table[table_name].sharding_type}), but {usable_bytes:,} are usable: "
-                f"{shard_bytes - usable_bytes:,} bytes short per rank"
+                f"{max_shard_bytes - usable_bytes:,} bytes short per rank"
             )
         total_bytes = sum(map(sum, shard_bytes_by_table.values()))
-        table_bytes, table_name = max((sum(shard_bytes), name) for name, shard_bytes in shard_bytes_by_table.items())
-        largest_table = f"table {table_name} is the largest, with {table_bytes:,} of {total_bytes:,} bytes of {tier_name}"
+        max_table_bytes, table_name = max((sum(shard_bytes), name) for name, shard_bytes in shard_bytes_by_table.items())
+        needed_memory = f"all tables need {total_bytes:,} bytes of {tier_name}"
+        largest_table = f"table {table_name} is the largest, with {max_table_bytes:,} bytes"
         missing_bytes = total_bytes - usable_bytes * planner.world_size
         if missing_bytes > 0:
-            return (
-                f"{largest_table} that all tables need on {planner.world_size} ranks together: "
-                f"{missing_bytes:,} bytes short in total"
-            )
-        notes.append(
-            f"{largest_table}; all ranks together have enough memory, but no layout was found in which each rank needs at most "
-            f"{usable_bytes:,} bytes"
+            return f"{needed_memory}, {missing_bytes:,} more than {planner.world_size} ranks have; {largest_table}"
+        no_layout_messages.append(
+            f"{needed_memory}, which the ranks have together, but no layout was found in which each rank needs at most "
+            f"{usable_bytes:,} bytes; {largest_table}"
         )
-    return notes[0]
+    return no_layout_messages[0]
 
 
 def _changes(planner: TorchrecPlanner, *, total_bytes: int) -> Iterator[list[Change]]:
-    """Yield config changes that may make a plan feasible, the cheapest first. Of each list, one change is enough."""
+    """Yield lists of alternative config changes that may make a plan feasible, the cheapest change first in each list."""
     for table_name, constraint in planner.config.tables.items():
         if constraint.sharding_types is not None:
             changed_planner = planner.with_constraint(table_name, sharding_types=None)
@@ -119,7 +118,7 @@ def _changes(planner: TorchrecPlanner, *, total_bytes: int) -> Iterator[list[Cha
 
 
 def _memory_changes(planner: TorchrecPlanner, *, total_bytes: int) -> list[Change]:
-    """Return increasing sizes of the main memory. On GPUs, the main memory stores the offloaded rows."""
+    """Return increasing sizes of the main memory, in multiples of 16 GB. With GPUs, the main memory stores offloaded rows."""
     needed_gb = total_bytes / planner.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
     note = "" if planner.device == "cpu" else " (the kernels fused_uvm_caching and fused_uvm store rows in main memory)"
     sizes_gb = [float(math.ceil(max(factor * needed_gb, planner.ddr_gb) / 16) * 16) for factor in (1, 1.25, 2, 4)]
@@ -131,7 +130,7 @@ def _memory_changes(planner: TorchrecPlanner, *, total_bytes: int) -> list[Chang
 
 
 def _rank_changes(planner: TorchrecPlanner, *, total_bytes: int) -> list[Change]:
-    """Return increasing numbers of GPUs of a single host, then increasing numbers of hosts.
+    """Return increasing numbers of GPUs for a single host, then increasing numbers of hosts.
 
     The numbers start near the number of ranks whose total memory is large enough for all tables.
     """

@@ -22,7 +22,7 @@ CHUNK_ROWS = 1 << 22
 class LookupStats(Frozen):
     """Expected lookups of one rank in one batch.
 
-    values_per_query: by table, the number of values that a rank looks up divided by the number of queries in its batch. A rank
+    values_per_query: by table, the number of values that a rank looks up, divided by the number of queries in its batch. A rank
         looks up each distinct item of its batch once, whether it is a candidate, a negative or a history item. For a list
         feature, the values of all its lists are counted.
     hot_row_curve: by table, the share of the lookups that go to the most frequent 1 %, 2 %, ... 100 % of the rows. A
@@ -39,8 +39,7 @@ def measure_lookups(
     """Return the mean lookups over the batches of an epoch. batch_size: queries per rank and step.
 
     The calculation assumes that positives, negatives and history items are drawn independently, and that history items and
-    known negatives are as frequent as positives. With negatives `all`, it is the number for one rank, which looks up all items
-    that have an event.
+    known negatives are as frequent as positives. With negatives `all`, a rank looks up all items that have a training event.
     """
     num_train_events_U = store.train_count_U
     probability_I = (
@@ -54,13 +53,13 @@ def measure_lookups(
             alpha=loss.negative_sampling_alpha,
         )
     )
-    num_distinct_items = max(1.0, float(probability_I.sum()))
-    list_features = features.feature_by_key if features is not None else {}
+    num_items_per_batch = max(1.0, float(probability_I.sum()))
+    feature_by_key = features.feature_by_key if features is not None else {}
     values_per_query: dict[str, float] = {}
     for table_name, table in model.tables.items():
-        offset = list_features[table_name].offset if table_name in list_features else None
+        offset = feature_by_key[table_name].offset if table_name in feature_by_key else None  # None without lists
         if table.side == "item":
-            num_values = num_distinct_items if offset is None else _weighted_total_length(offset, probability_I)
+            num_values = num_items_per_batch if offset is None else _weighted_total_length(offset, probability_I)
             values_per_query[table_name] = num_values / batch_size
         elif offset is None:
             values_per_query[table_name] = 1.0
@@ -75,7 +74,7 @@ def measure_lookups(
         curve_by_table["user"] = hot_row_curve(num_train_events_U.astype(np.float64))
     # The plan's fingerprint contains these numbers. They are rounded, because machines differ in the last digits.
     return LookupStats(
-        values_per_query={table_name: float(f"{num_values:.6g}") for table_name, num_values in values_per_query.items()},
+        values_per_query={table_name: float(f"{num_per_query:.6g}") for table_name, num_per_query in values_per_query.items()},
         hot_row_curve=curve_by_table,
     )
 
@@ -94,8 +93,9 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
     num_events_U, max_length = num_train_events_U.astype(np.float64), model.history_length
     if is_ordered:
         # The first max_length events of a user have histories of 0, 1, 2, ... items. All later histories are full.
-        num_shorter_U = np.minimum(num_events_U, max_length)
-        total_length_U = num_shorter_U * (num_shorter_U - 1) / 2 + (num_events_U - num_shorter_U) * max_length
+        num_short_histories_U = np.minimum(num_events_U, max_length)
+        num_full_histories_U = num_events_U - num_short_histories_U
+        total_length_U = num_short_histories_U * (num_short_histories_U - 1) / 2 + num_full_histories_U * max_length
     else:
         num_other_events_U = num_events_U if model.config.history.include_target else np.maximum(num_events_U - 1, 0)
         total_length_U = num_events_U * np.minimum(num_other_events_U, max_length)
@@ -103,12 +103,15 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
 
 
 def num_known_negatives(store: EventStore, *, batch_size: int, max_items: int) -> float:
-    """Return the expected number of known negatives of the users in a batch, as if they were equal for all events of a user."""
+    """Return the expected number of known negatives in a batch, as if all events of a user had the same known negatives.
+
+    max_items: largest number of known negatives of an event.
+    """
     if not max_items or store.known_negatives is None:
         return 0.0
     with np.errstate(divide="ignore"):  # log1p(-1) is -inf for the only user of a log
-        user_probability_U = -np.expm1(batch_size * np.log1p(-store.train_count_U / max(1, store.num_train_events)))
-    return float(np.minimum(store.known_negatives.num_train_negatives_U, max_items) @ user_probability_U)
+        in_batch_probability_U = -np.expm1(batch_size * np.log1p(-store.train_count_U / max(1, store.num_train_events)))
+    return float(np.minimum(store.known_negatives.num_train_negatives_U, max_items) @ in_batch_probability_U)
 
 
 def lookup_probability(count_I: NDArray[np.int64], *, num_draws: float, num_negatives: int, alpha: float) -> Floats:
@@ -156,8 +159,8 @@ def hot_row_curve(weight_R: Floats) -> tuple[float, ...]:
     cumulative_share = np.concatenate([[0.0], np.cumsum(np.sort(weight_R)[::-1])]) / total_weight
     num_hot_rows = np.arange(1, NUM_CURVE_POINTS + 1) * len(weight_R) / NUM_CURVE_POINTS
     num_full_rows = np.minimum(num_hot_rows.astype(np.int64), len(weight_R) - 1)
-    share_of_last_row = cumulative_share[num_full_rows + 1] - cumulative_share[num_full_rows]
-    shares: Floats = cumulative_share[num_full_rows] + (num_hot_rows - num_full_rows) * share_of_last_row
+    share_of_partial_row = cumulative_share[num_full_rows + 1] - cumulative_share[num_full_rows]
+    shares: Floats = cumulative_share[num_full_rows] + (num_hot_rows - num_full_rows) * share_of_partial_row
     return tuple(round(min(1.0, share), 6) for share in shares.tolist())
 
 
@@ -172,21 +175,20 @@ def _weighted_total_length(offset: NDArray[np.int64], weight: NDArray[np.int64] 
 def num_distinct_items(num_items: int, *, num_draws: float, num_negatives: int, exponent: float) -> float:
     """Return the expected number of distinct items in a batch of a future log, whose popularity follows Zipf's law.
 
-    The batch has `num_draws` draws from Zipf's law and `num_negatives` uniform draws.
-
-    The probabilities of the 1,000 most popular items are added up one by one. The probabilities of the other items
-    are integrated over 4,000 intervals of the popularity rank, so a catalogue of 10^9 items needs no array of that size.
+    The batch has `num_draws` draws from Zipf's law with `exponent`, and `num_negatives` uniform draws. The probabilities of the
+    1,000 most popular items are added up one by one. The probabilities of the other items are integrated over 4,000 intervals
+    of the popularity rank, so a catalogue of 10^9 items needs no array of that size.
 
     >>> num_distinct_items(1, num_draws=5, num_negatives=0, exponent=1.0)
     1.0
     >>> round(num_distinct_items(2, num_draws=2, num_negatives=0, exponent=0.0), 6)  # 2 (1 - (1/2)^2)
     1.5
     """
-    head_ranks = np.arange(1, min(num_items, 1000) + 1, dtype=np.float64)
+    head_popularity_ranks = np.arange(1, min(num_items, 1000) + 1, dtype=np.float64)
     interval_bounds = np.geomspace(1000.5, num_items + 0.5, 4001) if num_items > 1000 else np.empty(0)
     interval_middles = np.sqrt(interval_bounds[1:] * interval_bounds[:-1])
-    popularity_rank = np.concatenate([head_ranks, interval_middles])
-    num_items_of_interval = np.concatenate([np.ones_like(head_ranks), np.diff(interval_bounds)])
+    popularity_rank = np.concatenate([head_popularity_ranks, interval_middles])
+    num_items_of_interval = np.concatenate([np.ones_like(head_popularity_ranks), np.diff(interval_bounds)])
     draw_probability = popularity_rank**-exponent
     draw_probability /= (draw_probability * num_items_of_interval).sum()
     with np.errstate(divide="ignore"):  # log1p(-1) is -inf for the only item

@@ -1,4 +1,4 @@
-"""plan.json and plan.html: the sharding plan as a file and as a page, and its conversion to TorchRec's plan."""
+"""The sharding plan as a file (plan.json), as a page (plan.html) and as a plan of TorchRec."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedC
 from recsys_core.sharding.constraints import OFFLOADING_KERNELS, ssd_parameters
 from recsys_core.units import MIB, format_bytes, format_milliseconds
 
-_PAGE_TEMPLATE = Path(__file__).with_name("plan.html")
+_PAGE_TEMPLATE_PATH = Path(__file__).with_name("plan.html")
 TIME_FIELDS = (
     ("forward_compute_ms", "forward compute"),
     ("forward_comms_ms", "forward comms"),
@@ -26,12 +26,12 @@ TIME_FIELDS = (
     ("backward_comms_ms", "backward comms"),
     ("prefetch_ms", "prefetch"),
 )
-"""Fields of RankEstimate with times, and their names on the page."""
+"""Fields of RankEstimate that are times, with their names on the page."""
 RankMeasure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
 
 
 class ShardPlan(Frozen):
-    """The part of a table on one rank. offset: its first row and column. size: its number of rows and columns."""
+    """The part of a table on one rank. offset: first row and first column. size: number of rows and number of columns."""
 
     rank: int
     offset: tuple[int, int]
@@ -39,7 +39,12 @@ class ShardPlan(Frozen):
 
 
 class TablePlan(Frozen):
-    """The layout of one table. values_per_query: the lookups that the estimates assume, see LookupStats."""
+    """The layout of one table.
+
+    Attributes:
+        values_per_query: the lookups that the estimates assume, see LookupStats.
+        constraint: text of the configured constraint; None without a constraint.
+    """
 
     rows: int
     dim: int
@@ -106,7 +111,7 @@ class PlanFile(Frozen):
     @property
     def step_ms(self) -> float:
         """Milliseconds that the lookups of the slowest rank take per step."""
-        return max(rank.step_ms for rank in self.ranks)
+        return max(estimate.step_ms for estimate in self.ranks)
 
     @property
     def lookup_memory_field(self) -> RankMeasure:
@@ -115,7 +120,7 @@ class PlanFile(Frozen):
 
     def imbalance(self, measure: RankMeasure) -> float:
         """Return the maximum over the ranks divided by the mean over the ranks; 1 for equal values."""
-        measure_by_rank = [float(getattr(rank, measure)) for rank in self.ranks]
+        measure_by_rank = [float(getattr(estimate, measure)) for estimate in self.ranks]
         return max(measure_by_rank) * len(measure_by_rank) / sum(measure_by_rank) if sum(measure_by_rank) else 1.0
 
     @classmethod
@@ -151,7 +156,7 @@ class PlanFile(Frozen):
             )
 
     def to_torchrec(self, tables_path: str, *, spec: ModelSpec) -> ShardingPlan:
-        """Convert to TorchRec's plan. path: module path of the embedding tables in the model."""
+        """Convert to TorchRec's plan. tables_path: module path of the embedding tables in the model."""
         parameters_by_module: dict[str, dict[str, ParameterSharding]] = {}
         for table_name, table in self.tables.items():
             collection_path = f"{tables_path}.{spec.tables[table_name].collection}"
@@ -192,9 +197,9 @@ class PlanFile(Frozen):
         ]
         lines += ["", "| ranks | HBM | DDR | est. step |", "|---|---|---|---|"]
         lines += [
-            f"| {format_ranges(ranks)} | {rank.hbm_bytes / MIB:,.1f} MiB | {rank.ddr_bytes / MIB:,.1f} MiB | "
-            f"{rank.step_ms:.2f} ms |"
-            for ranks, rank in self.rank_groups()
+            f"| {format_ranges(ranks)} | {estimate.hbm_bytes / MIB:,.1f} MiB | {estimate.ddr_bytes / MIB:,.1f} MiB | "
+            f"{estimate.step_ms:.2f} ms |"
+            for ranks, estimate in self.rank_groups()
         ]
         return "\n".join(lines)
 
@@ -207,7 +212,7 @@ class PlanFile(Frozen):
 
 
 def layout_fingerprint(plan_by_table: dict[str, TablePlan], *, device: str, world_size: int) -> str:
-    """Return the sha256 of the settings that training executes: tables, optimizers, sharding types, kernels, shards, ranks."""
+    """Return the sha256 of the part of a plan that training executes: tables, optimizers, sharding types, kernels, shards."""
     explanatory_fields = {"values_per_query", "constraint"}
     layout_by_table = {
         table_name: table.model_dump(mode="json", exclude=explanatory_fields)
@@ -238,14 +243,14 @@ def to_html(plan: PlanFile) -> str:
     """Render plan.html, which explains the plan on one page."""
     memory_field = plan.lookup_memory_field
     return render_page(
-        _PAGE_TEMPLATE,
+        _PAGE_TEMPLATE_PATH,
         filters={"bytes": format_bytes, "ranges": format_ranges, "ms": format_milliseconds},
         plan=plan,
         groups=plan.rank_groups(),
         times=TIME_FIELDS,
         memory_name="HBM" if memory_field == "hbm_bytes" else "main memory",
         usable_bytes=plan.usable_hbm_bytes if memory_field == "hbm_bytes" else plan.usable_ddr_bytes,
-        fullest_rank_bytes=max(getattr(rank, memory_field) for rank in plan.ranks),
+        fullest_rank_bytes=max(getattr(estimate, memory_field) for estimate in plan.ranks),
         slowest_rank_ms=plan.step_ms,
         memory_imbalance=plan.imbalance(memory_field),
         time_imbalance=plan.imbalance("step_ms"),
@@ -253,9 +258,9 @@ def to_html(plan: PlanFile) -> str:
     )
 
 
-def _memory_parts(plan: PlanFile, rank: RankEstimate, table_name: str) -> list[tuple[str, int, bool]]:
+def _memory_parts(plan: PlanFile, estimate: RankEstimate, table_name: str) -> list[tuple[str, int, bool]]:
     """Return (name, bytes, whether the part is in the memory that lookups read) for each part of a table's memory on a rank."""
-    memory = rank.tables[table_name]
+    memory = estimate.tables[table_name]
     is_offloaded = plan.tables[table_name].compute_kernel in OFFLOADING_KERNELS
     memory_parts = [
         ("weights", memory.weights, not is_offloaded),
@@ -263,4 +268,4 @@ def _memory_parts(plan: PlanFile, rank: RankEstimate, table_name: str) -> list[t
         ("cache", memory.cache, True),
         ("buffers", memory.buffers, True),
     ]
-    return [memory_part for memory_part in memory_parts if memory_part[1]]
+    return [(name, num_bytes, is_fast) for name, num_bytes, is_fast in memory_parts if num_bytes]

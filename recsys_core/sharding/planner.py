@@ -1,4 +1,4 @@
-"""Stage `plan`: offline sharding plan for the configured cluster, by TorchRec's planner on meta tensors."""
+"""Stage `plan_sharding`: a sharding plan for the configured cluster, computed offline by TorchRec's planner on meta tensors."""
 
 import math
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ PAGE_NAME = "plan.html"
 DEFAULT_HBM_GB, DEFAULT_DDR_GB = 80.0, 16.0
 """Default memory per GPU and per host of a cluster other than this machine."""
 STATE_BYTES_PER_WEIGHT_BYTE = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
-"""TorchRec's estimate of the optimizer state, in bytes per byte of weights. rowwise_adagrad has one number per row instead."""
+"""TorchRec's estimate of the optimizer state. rowwise_adagrad is not listed, because its state is one number per row."""
 FP32_BYTES = 4
 
 
@@ -61,7 +61,7 @@ def plan_sharding(
 
     device, processes_per_node = resolve_cluster(config.cluster)
     cluster = with_default_memory(config.cluster)
-    # Another learning rate does not change the plan.
+    # The fingerprint contains only the kinds of the optimizers, because another learning rate does not change the plan.
     model_settings = model.model_dump(mode="json", exclude={"tables": {"__all__": {"optimizer"}}})
     optimizer_kinds = [table.optimizer_kind for table in model.tables.values()]
     fingerprint = fingerprint_of(
@@ -85,23 +85,23 @@ def write_plan(plan: PlanFile, folder: Path) -> tuple[Path, Path]:
 
 
 def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int]:
-    """Return (device, processes per node). Settings that are auto or empty are resolved for this machine."""
+    """Return (device, number of ranks per host). Settings that are auto or None get the values of this machine."""
     num_gpus = torch.cuda.device_count()
     device: Literal["cpu", "cuda"] = ("cuda" if num_gpus else "cpu") if cluster.device == "auto" else cluster.device
     return device, cluster.processes_per_node or (max(num_gpus, 1) if device == "cuda" else 2)
 
 
 def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
-    """Return `cluster` with values for empty hbm_gb and ddr_gb.
+    """Return `cluster` with values in place of hbm_gb and ddr_gb if they are None.
 
-    The values are the memory of this machine if the device is auto, and otherwise the defaults.
+    The values are the memory of this machine if the device is auto, otherwise DEFAULT_HBM_GB and DEFAULT_DDR_GB.
     """
     hbm_gb, ddr_gb = DEFAULT_HBM_GB, DEFAULT_DDR_GB
     if cluster.device == "auto":
         total_memory_bytes = psutil.virtual_memory().total
         ddr_gb = _whole_gb(min(cgroup_limits().memory_bytes or total_memory_bytes, total_memory_bytes))
-        gpu_bytes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
-        hbm_gb = _whole_gb(min(gpu_bytes, default=DEFAULT_HBM_GB * GIB))
+        bytes_by_gpu = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+        hbm_gb = _whole_gb(min(bytes_by_gpu, default=DEFAULT_HBM_GB * GIB))
     return cluster.model_copy(update={"hbm_gb": cluster.hbm_gb or hbm_gb, "ddr_gb": cluster.ddr_gb or ddr_gb})
 
 
@@ -124,12 +124,12 @@ def make_plan(
 
     Args:
         batch_size: queries per rank and step.
-        lookup_stats: measured lookups. None: the estimates assume that every query has a full history, and that no two queries
-            of a batch look up the same item.
+        lookup_stats: measured lookups. If it is None, the estimates assume that every query has a full history, and that no two
+            queries of a batch look up the same item.
 
     Raises:
         InputError: a table, its optimizer or the device does not support a constraint, or no plan fits the cluster. If no plan
-            fits, the message has the table, the missing bytes, and changes that make a plan feasible.
+            fits, the message names the table, the missing bytes, and changes that make a plan feasible.
     """
     device, processes_per_node = resolve_cluster(config.cluster)
     config = config.model_copy(update={"cluster": with_default_memory(config.cluster)})
@@ -213,30 +213,34 @@ def _rank_estimate(planner: TorchrecPlanner, layout_by_table: Mapping[str, Shard
 def _table_memory(planner: TorchrecPlanner, table_name: str, *, layout: ShardingOption, shards: list[Shard]) -> TableMemory:
     """Split the estimated memory of a table's shards on one rank into weights, optimizer state, cache and buffers."""
     table, kernel = planner.model.tables[table_name], layout.compute_kernel
-    state_per_weight = (
+    state_bytes_per_weight_byte = (
         1 / table.dim if table.optimizer_kind == "rowwise_adagrad" else STATE_BYTES_PER_WEIGHT_BYTE[table.optimizer_kind]
     )
     cache_load_factor = layout.cache_load_factor or CACHE_LOAD_FACTOR
-    weights = optimizer = cache = buffers = 0
+    total_weight_bytes = total_optimizer_bytes = total_cache_bytes = total_buffer_bytes = 0
     for shard in shards:
         num_rows, num_columns = shard.size
         weight_bytes, cache_bytes = num_rows * num_columns * FP32_BYTES, 0
-        optimizer_bytes = math.ceil(weight_bytes * state_per_weight)
+        optimizer_bytes = math.ceil(weight_bytes * state_bytes_per_weight_byte)
         if kernel == "fused_uvm_caching":
-            # The cache has the rows with their optimizer state. Its index needs 4 bytes per row and 16 bytes per cached row.
+            # The cache holds rows with their optimizer state. Its index needs 4 bytes per row and 16 bytes per cached row.
             index_bytes = num_rows * (4 + 16 * cache_load_factor)
-            cache_bytes = math.ceil(cache_load_factor * weight_bytes * (1 + state_per_weight) + index_bytes)
+            cache_bytes = math.ceil(cache_load_factor * weight_bytes * (1 + state_bytes_per_weight_byte) + index_bytes)
         elif kernel == "key_value":
             cache_bytes = min(SSD_CACHE_MB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * FP32_BYTES))
         fast_memory_bytes: int = shard.storage.hbm if planner.device == "cuda" else shard.storage.ddr
         resident_bytes = 0 if kernel in OFFLOADING_KERNELS else weight_bytes + optimizer_bytes
-        weights, optimizer, cache = weights + weight_bytes, optimizer + optimizer_bytes, cache + cache_bytes
-        buffers += max(0, fast_memory_bytes - resident_bytes - cache_bytes)
-    return TableMemory(weights=weights, optimizer=optimizer, cache=cache, buffers=buffers)
+        total_weight_bytes += weight_bytes
+        total_optimizer_bytes += optimizer_bytes
+        total_cache_bytes += cache_bytes
+        total_buffer_bytes += max(0, fast_memory_bytes - resident_bytes - cache_bytes)
+    return TableMemory(
+        weights=total_weight_bytes, optimizer=total_optimizer_bytes, cache=total_cache_bytes, buffers=total_buffer_bytes
+    )
 
 
 def _format_constraint(constraint: TableConstraint) -> str | None:
-    """Format the constraint of a table with the names of its settings; None if no setting is set."""
+    """Format the settings of a constraint that are set; return None if none is set."""
     value_by_setting = constraint.model_dump(mode="json", exclude_none=True)
     formatted_settings = [
         f"{setting}: {value if not isinstance(value, list) else ', '.join(value)}"

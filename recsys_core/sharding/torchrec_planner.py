@@ -1,4 +1,4 @@
-"""TorchRec's planner on meta tensors: no process group, no GPU and no memory for the tables."""
+"""TorchRec's planner on meta tensors, which needs no process group, no GPU and no memory for the tables."""
 
 import logging
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.task import TABLES_PATH
-from recsys_core.patches.lookups import ONE_TABLE_PER_KERNEL, BagSharder, RowSharder
+from recsys_core.patches.lookups import ONE_TABLE_PER_KERNEL, BagSharder, UnpooledSharder
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, offered_kernels, offered_sharding_types, ssd_parameters
 from recsys_core.sharding.lookup_stats import LookupStats
@@ -39,7 +39,7 @@ from recsys_core.units import GIB
 
 RESERVED_SHARE = 0.15
 """Share of each rank's memory that is reserved for activations, dense layers and input batches."""
-OPTIMIZER_CLASSES = {
+OPTIMIZER_CLASS_BY_KIND = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": Adagrad,
     "sgd": SGD,
@@ -47,7 +47,7 @@ OPTIMIZER_CLASSES = {
     "adam": Adam,
     "partial_rowwise_adam": PartialRowWiseAdam,
 }
-"""Optimizer kind -> class from which TorchRec derives the optimizer state. A frozen table has the kind none."""
+"""Class from which TorchRec derives the optimizer state, by the kind of the optimizer. A frozen table has the kind none."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class TorchrecPlanner:
     Attributes:
         config: the cluster must have memory sizes, see `with_default_memory`.
         batch_size: queries per rank and step.
-        device, processes_per_node: device and number of the ranks per host, as `resolve_cluster` returns them.
-        lookup_stats: measured lookups of the training data; None if the data is not known.
+        device, processes_per_node: device of the ranks and number of ranks per host, see `resolve_cluster`.
+        lookup_stats: measured lookups of the training data; None if the data is unknown.
     """
 
     config: ShardingConfig
@@ -76,13 +76,13 @@ class TorchrecPlanner:
     @property
     def hbm_gb(self) -> float:
         """Memory per GPU in GB."""
-        assert self.config.cluster.hbm_gb is not None  # with_default_memory
+        assert self.config.cluster.hbm_gb is not None  # set by with_default_memory
         return self.config.cluster.hbm_gb
 
     @property
     def ddr_gb(self) -> float:
         """Main memory per host in GB."""
-        assert self.config.cluster.ddr_gb is not None  # with_default_memory
+        assert self.config.cluster.ddr_gb is not None  # set by with_default_memory
         return self.config.cluster.ddr_gb
 
     @property
@@ -111,34 +111,34 @@ class TorchrecPlanner:
 
     def best_layouts(self) -> dict[str, ShardingOption]:
         """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits."""
-        recorder, constraints = _BestPlanRecorder(), self._constraints
+        best_plan_recorder, constraints = _BestPlanRecorder(), self._constraints
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self.batch_size,
             enumerator=EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=constraints),
             constraints=constraints,
-            stats=recorder,
+            stats=best_plan_recorder,
             debug=False,
             # TorchRec reserves this share of GPU memory only; `_usable_ddr_bytes` reserves the share of main memory.
             storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
         )
         with _silence_torchrec():
-            planner.plan(self._module, sharders(self.config.quantized_comms))
-        layout_by_module = {layout.name: layout for layout in recorder.layouts}
+            planner.plan(self._meta_module, sharders(self.config.quantized_comms))
+        layout_by_module = {layout.name: layout for layout in best_plan_recorder.layouts}
         return {table_name: layout_by_module[module_name(table_name)] for table_name in sorted(self.model.tables)}
 
     def layouts(self) -> dict[str, list[ShardingOption]]:
         """Return all layouts of each table with their estimates, including layouts that do not fit."""
         enumerator = EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=self._constraints)
         with _silence_torchrec():
-            layouts = enumerator.enumerate(self._module, sharders(self.config.quantized_comms))
+            layouts = enumerator.enumerate(self._meta_module, sharders(self.config.quantized_comms))
         return {
             table_name: [layout for layout in layouts if layout.name == module_name(table_name)]
             for table_name in sorted(self.model.tables)
         }
 
     def values_per_query(self, table_name: str) -> float:
-        """Return the number of values that a query looks up in a table: pooling_factor, the measured number, or the maximum."""
+        """Return how many values a query looks up in a table: pooling_factor, otherwise the measured number or the maximum."""
         pooling_factor = self.config.tables.get(table_name, TableConstraint()).pooling_factor
         if pooling_factor is not None:
             return pooling_factor
@@ -152,10 +152,10 @@ class TorchrecPlanner:
         constraint_by_module, cluster = {}, self.config.cluster
         for table_name, table in self.model.tables.items():
             constraint = self.config.tables.get(table_name, TableConstraint())
-            types = offered_sharding_types(table, constraint, num_nodes=cluster.num_nodes, world_size=self.world_size)
+            sharding_types = offered_sharding_types(table, constraint, num_nodes=cluster.num_nodes, world_size=self.world_size)
             is_gpu, load_factor = self.device == "cuda", constraint.cache_load_factor or CACHE_LOAD_FACTOR
             constraint_by_module[module_name(table_name)] = ParameterConstraints(
-                sharding_types=list(types),
+                sharding_types=list(sharding_types),
                 compute_kernels=list(offered_kernels(constraint, device=self.device)),
                 pooling_factors=[self.values_per_query(table_name)],
                 cache_params=CacheParams(load_factor=load_factor, stats=self._cache_stats(table_name)) if is_gpu else None,
@@ -181,12 +181,12 @@ class TorchrecPlanner:
         )
 
     @cached_property
-    def _module(self) -> nn.Module:
+    def _meta_module(self) -> nn.Module:
         embedding_tables = EmbeddingTables(self.model, device=torch.device("meta"))
         parameters = dict(embedding_tables.named_parameters())
         for table_name, table in self.model.tables.items():
             parameter = parameters[parameter_name(self.model, table_name)]
-            parameter._optimizer_classes = [OPTIMIZER_CLASSES[table.optimizer_kind]]  # type: ignore[attr-defined]
+            parameter._optimizer_classes = [OPTIMIZER_CLASS_BY_KIND[table.optimizer_kind]]  # type: ignore[attr-defined]
         return nn.ModuleDict({TABLES_PATH: embedding_tables})
 
     @cached_property
@@ -228,12 +228,12 @@ class _BestPlanRecorder(Stats):  # type: ignore[misc]  # TorchRec has no types
 def _silence_torchrec() -> Iterator[None]:
     """Silence TorchRec, which logs a warning for every layout that does not fit."""
     logger = logging.getLogger("torchrec")
-    level = logger.level
+    log_level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(log_level)
 
 
 def sharders(quantized_comms: QuantizedCommsConfig) -> list[ModuleSharder[nn.Module]]:
@@ -247,5 +247,5 @@ def sharders(quantized_comms: QuantizedCommsConfig) -> list[ModuleSharder[nn.Mod
         )
     return [
         BagSharder(qcomm_codecs_registry=codecs),
-        RowSharder(fused_params=dict(ONE_TABLE_PER_KERNEL), qcomm_codecs_registry=codecs),
+        UnpooledSharder(fused_params=dict(ONE_TABLE_PER_KERNEL), qcomm_codecs_registry=codecs),
     ]

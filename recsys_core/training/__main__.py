@@ -11,7 +11,7 @@ from recsys_core.patches.cpu_features import share_cpu_features
 if __name__ == "__main__":
     register_rank()
     share_cpu_features()
-    # torch is imported only now: share_cpu_features has to run before it.
+    # torch is imported only here, because share_cpu_features must run before the import.
     with fast_imports():
         from torch.distributed.elastic.multiprocessing.errors import record
 

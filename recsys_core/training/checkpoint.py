@@ -1,4 +1,4 @@
-"""Sharded checkpoints with torch.distributed.checkpoint: written in the background, verified by sha256, committed by rename.
+"""Sharded checkpoints with torch.distributed.checkpoint: written in the background, verified by sha256, committed by a rename.
 
 torch.distributed.checkpoint (DCP) has no checksums, and it unpickles the file .metadata. A checkpoint is therefore read only
 after the checksums in its manifest are verified. A checkpoint holds the weights, the optimizer state and the step. It needs
@@ -50,7 +50,10 @@ class BestValidation(Frozen):
 
 
 class CheckpointManifest(Manifest):
-    """A checkpoint after `step` steps. Its folder also holds job.json and plan.json of the training."""
+    """A checkpoint after `step` steps. Its folder also holds job.json and plan.json of the training.
+
+    best: the best validation up to this step; None before the first validation.
+    """
 
     stage: ClassVar[str] = "checkpoint"
     step: int
@@ -67,11 +70,11 @@ class Checkpointer:
     """Writes checkpoints to `<folder>/step-<step>`, one at a time, while training continues. Every method is collective.
 
     Args:
-        attempt_number: a part of the temporary folder's name: two attempts never share this folder.
+        attempt_number: part of the temporary folder's name, so that two attempts never share a temporary folder.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         text_by_extra_file: files that are added to each checkpoint, text by file name.
-        heartbeat: heartbeats of the training. The checkpointer touches the file while it hashes a checkpoint, because after the
-            last step no rank touches it.
+        heartbeat: heartbeats of the training. The checkpointer touches the heartbeat file while it hashes a checkpoint,
+            because after the last step nothing else touches the file.
 
     Raises InputError if `folder` is a link, because old checkpoints are removed from it.
     """
@@ -91,7 +94,7 @@ class Checkpointer:
         self._folder, self._fingerprint, self._attempt_number = folder, fingerprint, attempt_number
         self._keep_checkpoints, self._text_by_extra_file = keep_checkpoints, text_by_extra_file
         self._heartbeat, self._process = heartbeat, process
-        # A separate process group: in the default group, messages of the background thread and of the training would mix.
+        # In the default process group, messages of the background thread and of the training would mix.
         process_group = dist.new_group(backend="gloo")
         assert isinstance(process_group, dist.ProcessGroup)  # every rank is a member
         self._process_group = process_group
@@ -138,14 +141,14 @@ class Checkpointer:
         best: BestValidation | None,
         start_time: float,
     ) -> None:
-        write_future.result()  # on rank 0, it ends when all ranks have written their files and .metadata exists
+        write_future.result()  # on rank 0, the future completes when all ranks have written their files and .metadata exists
         with heartbeat_thread(self._heartbeat.path.touch, interval_s=HEARTBEAT_INTERVAL_S):
             records = self._gather_records(staging_folder)
         if not self._process.is_main:
             return
         for file_name, text in self._text_by_extra_file.items():
             (staging_folder / file_name).write_text(text)
-        # If this step already has a checkpoint, it is damaged or belongs to other settings, because training did not resume
+        # An existing checkpoint of this step is damaged or belongs to other settings: otherwise the training would have resumed
         # from it.
         shutil.rmtree(checkpoint_folder, ignore_errors=True)
         with heartbeat_thread(self._heartbeat.path.touch, interval_s=HEARTBEAT_INTERVAL_S):
@@ -168,25 +171,25 @@ class Checkpointer:
     def _gather_records(self, staging_folder: Path) -> dict[str, FileRecord]:
         """Collective. Hash and sync the files of this rank; return the records of all ranks on rank 0.
 
-        One host would take long to read the files of all hosts, and cannot sync them.
+        One host alone would take long to read the files of all hosts, and could not sync them.
         """
-        own_records = record_files(staging_folder.glob(f"__{self._process.rank}_*.distcp"), folder=staging_folder)
+        rank_record_by_name = record_files(staging_folder.glob(f"__{self._process.rank}_*.distcp"), folder=staging_folder)
         records_by_rank: list[dict[str, FileRecord]] = [{} for _ in range(self._process.world_size)]
-        dist.gather_object(own_records, records_by_rank if self._process.is_main else None, group=self._process_group)
-        records = {name: record for rank_records in records_by_rank for name, record in rank_records.items()}
-        for name, record in records.items() if self._process.is_main else ():
+        dist.gather_object(rank_record_by_name, records_by_rank if self._process.is_main else None, group=self._process_group)
+        record_by_name = {name: record for rank_records in records_by_rank for name, record in rank_records.items()}
+        for name, record in record_by_name.items() if self._process.is_main else ():
             path = staging_folder / name
             num_bytes = path.stat().st_size if path.is_file() else None
             if num_bytes != record.size_bytes:
                 raise StageError(
-                    f"{path}: another rank wrote {record.size_bytes:,} bytes, but here the file has "
-                    f"{'not been found' if num_bytes is None else f'{num_bytes:,}'}; mount the same storage under this path on "
-                    "all hosts"
+                    f"{path}: another rank wrote {record.size_bytes:,} bytes, but here the file "
+                    f"{'has not been found' if num_bytes is None else f'has {num_bytes:,} bytes'}; mount the same storage "
+                    "under this path on all hosts"
                 )
-        return records
+        return record_by_name
 
     def _require_free_space(self, state: dict[str, Any], *, staging_folder: Path) -> None:
-        """Raise InputError if the disk is too small; DCP's own error would be `inline_container unexpected pos`."""
+        """Raise InputError if the disk is too small. Without this check, DCP raises `inline_container unexpected pos`."""
         value_by_key, _ = flatten_state_dict(state)
         checkpoint_bytes = torch.tensor(sum(_local_bytes(value) for value in value_by_key.values()))
         dist.all_reduce(checkpoint_bytes, group=self._process_group)
@@ -225,7 +228,9 @@ def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest |
 
 
 def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, checkpoint: Path) -> None:
-    """Collective. Load weights and optimizer state into this rank's shards; the number of ranks and the sharding may differ.
+    """Collective. Load weights and optimizer state into this rank's shards.
+
+    The number of ranks and the sharding may have changed since the checkpoint was saved.
 
     Row-wise Adagrad has one accumulator per row and column shard. If a table is now split into another number of column shards,
     each shard gets the accumulator of the whole row: the mean over the saved column shards, weighted by their widths.
@@ -246,11 +251,9 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
     _require_same_entries(
         value_by_key, saved_metadata_by_key, resizable_keys=weight_key_by_accumulator.keys(), checkpoint=checkpoint
     )
-    resized_accumulators = [
-        key for key in weight_key_by_accumulator if value_by_key[key].size() != saved_metadata_by_key[key].size
-    ]
-    load({key: value for key, value in value_by_key.items() if key not in resized_accumulators}, checkpoint_id=checkpoint)
-    saved_accumulator_by_key = {key: torch.empty(saved_metadata_by_key[key].size) for key in resized_accumulators}
+    resized_keys = [key for key in weight_key_by_accumulator if value_by_key[key].size() != saved_metadata_by_key[key].size]
+    load({key: value for key, value in value_by_key.items() if key not in resized_keys}, checkpoint_id=checkpoint)
+    saved_accumulator_by_key = {key: torch.empty(saved_metadata_by_key[key].size) for key in resized_keys}
     load(dict(saved_accumulator_by_key), checkpoint_id=checkpoint)
     for key, saved_accumulator in saved_accumulator_by_key.items():
         weight_key = weight_key_by_accumulator[key]
@@ -261,7 +264,7 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
 
 
 def _weight_key(accumulator_key: str, value_by_key: Mapping[str, Any]) -> str:
-    """Return the key of the weight that an accumulator belongs to.
+    """Return the key of the weight to which an accumulator belongs.
 
     The accumulator optimizer.state.<weight>.<table>.momentum1 belongs to model.<weight>.
     """
@@ -304,8 +307,10 @@ def _require_same_entries(
             differences.append(f"{key} is {saved_shape} in the checkpoint, {shape_by_key[key]} in the model")
     if not differences:
         return
-    num_hidden = len(differences) - MAX_SHOWN_DIFFERENCES
-    difference_list = "; ".join(differences[:MAX_SHOWN_DIFFERENCES]) + (f"; and {num_hidden} more" if num_hidden > 0 else "")
+    num_hidden_differences = len(differences) - MAX_SHOWN_DIFFERENCES
+    difference_list = "; ".join(differences[:MAX_SHOWN_DIFFERENCES]) + (
+        f"; and {num_hidden_differences} more" if num_hidden_differences > 0 else ""
+    )
     raise StageError(
         f"{checkpoint}: the checkpoint belongs to another model or another kind of sharding: {difference_list}; "
         "remove the folder to train from scratch"

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 REPLICA_BYTES_PER_PARAMETER = 16
 """float32 weight, gradient and Adam's two moments."""
 MAX_REPLICA_BYTES = 2**30
-"""Largest replica that is not sharded if training.dense_parallel is `auto`: 67 million parameters, about two layers of
+"""Largest replica that stays replicated with training.dense_parallel `auto`: 67 million parameters, about two layers of
 5,800 x 5,800. Sharding a smaller replica would save about 1 % of a GPU's memory and cost two all-gathers per layer and step.
 """
 
@@ -38,7 +38,7 @@ def require_shardable_layers(mode: DenseParallel, *, spec: ModelSpec) -> None:
     if mode != "sharded":
         return
     with torch.device("meta"):
-        modules = _modules_with_parameters(make_query_tower(spec), make_candidate_tower(spec))
+        modules = _shardable_modules(make_query_tower(spec), make_candidate_tower(spec))
     if not modules:
         raise InputError(
             "training.dense_parallel is sharded, but there is no layer to shard: model.query.layers are "
@@ -69,7 +69,7 @@ def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.devi
     Returns:
         Names of the sharded parameters, which DDP has to ignore.
     """
-    modules = _modules_with_parameters(head.query, head.item)
+    modules = _shardable_modules(head.query, head.item)
     num_parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
     if not is_sharded(mode, num_parameters=num_parameters, world_size=dist.get_world_size()):
         return set()
@@ -87,17 +87,17 @@ def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.devi
     return {name for name, parameter in head.named_parameters() if isinstance(parameter, DTensor)}
 
 
-def _modules_with_parameters(query_tower: AnyQueryTower, candidate_tower: AnyCandidateTower) -> list[nn.Module]:
-    """Return the modules to shard.
+def _shardable_modules(query_tower: AnyQueryTower, candidate_tower: AnyCandidateTower) -> list[nn.Module]:
+    """Return the modules of the towers that have parameters to shard.
 
-    FSDP gathers the parameters of a module in a hook that runs when the module is called. The towers therefore have to call
-    these modules and must not use their parameters directly.
+    FSDP gathers the parameters of a module in a hook that runs when the module is called. The towers must therefore call these
+    modules, and must not use the parameters directly.
     """
     modules: list[nn.Module] = []
     members = zip(query_towers(query_tower), candidate_towers(candidate_tower), strict=True)
-    for query_member, candidate_member in members:
-        modules += query_member.pooling.shardable_modules() if query_member.pooling is not None else []
-        modules += [query_member.tower, candidate_member.tower, candidate_member.projection]
+    for member_query_tower, member_candidate_tower in members:
+        modules += member_query_tower.pooling.shardable_modules() if member_query_tower.pooling is not None else []
+        modules += [member_query_tower.tower, member_candidate_tower.tower, member_candidate_tower.projection]
     return [module for module in modules if next(module.parameters(), None) is not None]
 
 
@@ -113,7 +113,7 @@ def gather_tensors(tensor_by_name: Mapping[str, Tensor]) -> Iterator[tuple[str, 
 
 
 def copy_into(parameter: Tensor, tensor: Tensor) -> None:
-    """Copy `tensor` into `parameter`; only this rank's part if `parameter` is sharded. Every rank has the whole `tensor`."""
+    """Copy `tensor` into `parameter`, or only this rank's part if `parameter` is sharded. Every rank has the whole `tensor`."""
     if isinstance(parameter, DTensor):
         tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(tensor)

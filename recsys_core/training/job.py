@@ -23,10 +23,12 @@ class WarmStart(Frozen):
     Attributes:
         run_id: run of the champion.
         export_folder: stage folder with the champion's tables and Adagrad accumulators.
-        prepared_folder: folder with two kinds of files. dense.safetensors has the champion's layers, named as in this run's
-            model. Each table that is carried over has a file rows_<table>.npy. It is an int64 array with one entry per row of
-            this run's table. The entry is the champion's row for the same id, or -1 for a new id. log_vectors.npy has the item
-            vectors from the log, rotated onto the champion's item table, if there are such vectors of the same width.
+        prepared_folder: folder with these files:
+            dense.safetensors: the champion's layers, named as in this run's model.
+            rows_<table>.npy for each table that is carried over: int64, for each row of this run's table, the row with the same
+                id in the champion's table; -1 for a new id.
+            log_vectors.npy: item vectors from the log, rotated onto the champion's item table; only if there are such vectors
+                and they have the width of the table.
     """
 
     run_id: str
@@ -71,10 +73,10 @@ class TrainJob(JobSpec):
 
     Attributes:
         attempt: number of the attempt, from 1.
-        resume_folder: verified checkpoint to resume from. None: the training starts from the initial model or the champion.
+        resume_folder: folder of the verified checkpoint from which the attempt resumes; None without a checkpoint.
         num_planned_ranks: world size of the original plan, if this attempt has fewer ranks; otherwise None. The original world
             size still determines the batches and the length of an epoch.
-        warm_start: the champion to start from, if this is a warm start.
+        warm_start: the champion from which the training starts; None for a training from scratch.
     """
 
     kind: Literal["train"] = "train"

@@ -102,7 +102,7 @@ class Trainer:
 
     Attributes:
         step: number of completed steps.
-        saved_step: `step` of the newest checkpoint.
+        saved_step: value of `step` at the newest checkpoint.
         best_validation: the best validation so far; None before the first validation.
         trained_share_by_table: for each gradually unfrozen table, the share of its rows that the current epoch trains.
     """
@@ -126,10 +126,10 @@ class Trainer:
         self.trained_share_by_table: dict[str, float] = {}
         self.optimizer = make_optimizer(model, spec=job.spec, config=self.config)
         self.learning_rates = LearningRates(self.optimizer, spec=job.spec, config=self.config, total_steps=self.total_steps)
-        # TorchRec's prefetching pipeline is not used for cached tables: it locks cache lines, so it fails after detach().
+        # TorchRec's prefetching pipeline for cached tables is not used: it locks cache lines, so it fails after detach().
         self.pipeline = TrainPipelineSparseDist(model, self.optimizer, process.device)
         self.dropout_generator = default_generator(process.device)
-        # torch.profiler writes its trace between two steps, which may take longer than the steps before.
+        # torch.profiler writes its trace between two steps, which may take longer than the previous steps.
         min_timeout_s = MIN_TIMEOUT_S if self.config.profile is None else UNMEASURED_TIMEOUT_S
         self.heartbeat = HeartbeatWriter(job.heartbeat_path, is_main=process.is_main, min_timeout_s=min_timeout_s)
         self.step, self.best_validation = load_state(job, model=model, optimizer=self.optimizer)
@@ -148,7 +148,7 @@ class Trainer:
             spec=job.spec,
             process=process,
             total_steps=self.total_steps,
-            first_step=self.step,
+            num_completed_steps=self.step,
         )
         self.profiler = make_profiler(self.config.profile, folder=job.work_folder / PROFILE_FOLDER, process=process)
 
@@ -178,13 +178,13 @@ class Trainer:
         self.model.train()
         self.trained_share_by_table = self.head.set_epoch(epoch_index + 1)
         start_time = self.heartbeat.begin("steps")
-        batches = self.metrics_log.batches(self.loader.epoch(epoch_index, start_batch=first_batch_index))
+        batches = self.metrics_log.measured_batches(self.loader.epoch(epoch_index, start_batch=first_batch_index))
         for batch_index in range(first_batch_index, self.steps_per_epoch):
             self.learning_rates.set_step(self.step)
             # Dropout is a function of (seed, step, rank), so a resumed run draws the same masks. Only the device's generator is
             # seeded: torch.manual_seed also records its call stack, which takes a millisecond.
             self.dropout_generator.manual_seed(step_seed(config.seed, step=self.step, rank=self.process.rank))
-            with self.metrics_log.step(is_sampled=self.step % config.log_every_steps == 0):
+            with self.metrics_log.time_step(is_sampled=self.step % config.log_every_steps == 0):
                 loss = self.pipeline.progress(batches)
             if self.profiler is not None:
                 self.profiler.step()
@@ -195,13 +195,13 @@ class Trainer:
                 raise_if_not_finite(
                     loss, step=self.step, epoch=epoch_index + 1, model=self.model, spec=self.job.spec, rank=self.process.rank
                 )
-            self.metrics_log.add(loss, num_samples=self.loader.num_batch_queries(batch_index) * self.process.world_size)
+            self.metrics_log.add_step(loss, num_samples=self.loader.num_batch_queries(batch_index) * self.process.world_size)
             if batch_index + 1 == self.steps_per_epoch:
                 break
             # A line is also written before each checkpoint. The next line then averages over the steps after the checkpoint,
             # whether or not the training was interrupted and resumed from the checkpoint.
             if is_log_due or is_save_due:
-                self._log(epoch_index + 1)
+                self._write_log_line(epoch_index + 1)
                 self.heartbeat.end("steps", start_time=start_time)
                 if is_save_due:
                     self._save()
@@ -212,13 +212,13 @@ class Trainer:
         self.heartbeat.end("steps", start_time=start_time)
 
     def end_epoch(self) -> None:
-        """Collective. Validate if it is due, and write a log line.
+        """Collective. Validate if a validation is due, and write a log line.
 
         Save a checkpoint if the epoch is the best so far or the last, or if a checkpoint is due.
         """
         epoch = self.step // self.steps_per_epoch
         metrics = self._validate(epoch)
-        self._log(epoch, validation=metrics)
+        self._write_log_line(epoch, validation=metrics)
         is_best = self.best_validation is not None and self.best_validation.step == self.step
         if is_best or self.step == self.total_steps or self.step % self.config.checkpoint_every_steps == 0:
             self._save()
@@ -244,7 +244,7 @@ class Trainer:
             self.best_validation = BestValidation(step=self.step, metrics=metrics)
         return metrics
 
-    def _log(self, epoch: int, *, validation: dict[str, float] | None = None) -> None:
+    def _write_log_line(self, epoch: int, *, validation: dict[str, float] | None = None) -> None:
         table_optimizer = self.config.table_optimizer
         self.metrics_log.write_line(
             self.step,
@@ -277,7 +277,7 @@ class Trainer:
 def load_state(
     job: TrainJob, *, model: DistributedModelParallel, optimizer: CombinedOptimizer
 ) -> tuple[int, BestValidation | None]:
-    """Collective. Restore the checkpoint of `job`. Without a checkpoint, load the champion if the job has one.
+    """Collective. Restore the checkpoint of `job`; without a checkpoint, load the champion if the job has one.
 
     Returns:
         (number of completed steps, best validation so far).
@@ -293,7 +293,7 @@ def load_state(
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that dropout on `device` draws from."""
+    """Return the random generator from which dropout on `device` draws."""
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[device.index or 0]

@@ -37,25 +37,25 @@ class MetricsLog:
     On a CPU every step is timed. On a GPU only sampled steps are timed, because timing waits for the device.
 
     Args:
-        first_step: number of completed steps. Lines of later steps are removed, because this attempt repeats these steps.
+        num_completed_steps: lines of later steps are removed, because this attempt repeats these steps.
     """
 
-    def __init__(self, path: Path, *, spec: ModelSpec, process: Process, total_steps: int, first_step: int) -> None:
+    def __init__(self, path: Path, *, spec: ModelSpec, process: Process, total_steps: int, num_completed_steps: int) -> None:
         self._path, self._process, self._total_steps = path, process, total_steps
         self._tables, self._os_process = list(spec.tables.values()), psutil.Process()
         self._is_gpu, self._is_timing = process.device.type == "cuda", False
         self._loss_sum_and_steps = torch.zeros(2, dtype=torch.float64, device=process.device)
-        self._total_num_samples = 0
+        self._num_samples = 0
         self._start_time = time.perf_counter()
         self._start_line(self._start_time)
         self.last_loss = float("nan")
         if process.is_main:
-            self._remove_lines_after(first_step)
+            self._remove_lines_after(num_completed_steps)
 
     def _start_line(self, start_time: float) -> None:
-        """Reset the totals of a line; data_s is the part of step_s that was spent waiting for the loader."""
+        """Reset the totals of a line. `_loader_wait_s` is the part of `_step_s` that was spent waiting for the loader."""
         self._line_start_time, self._num_line_samples, self._embedding_bytes = start_time, 0, 0
-        self._num_timed_steps, self._step_s, self._data_s = 0, 0.0, 0.0
+        self._num_timed_steps, self._step_s, self._loader_wait_s = 0, 0.0, 0.0
         self._loss_sum_and_steps.zero_()
 
     def _remove_lines_after(self, step: int) -> None:
@@ -66,12 +66,12 @@ class MetricsLog:
         if lines:
             self.last_loss = Progress.model_validate_json(lines[-1]).loss
 
-    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches. Count the time to wait for each batch, and the bytes of embedding rows that it looks up."""
+    def measured_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches. Measure the wait for each batch, and the bytes of embedding rows that the batch looks up."""
         while True:
             start_time = time.perf_counter()
             batch = next(batches, None)
-            self._data_s += (time.perf_counter() - start_time) if self._is_timing else 0.0
+            self._loader_wait_s += (time.perf_counter() - start_time) if self._is_timing else 0.0
             if batch is None:
                 return
             self._embedding_bytes += self._lookup_bytes(batch)
@@ -80,14 +80,14 @@ class MetricsLog:
     def _lookup_bytes(self, batch: Batch) -> int:
         num_values_by_key: dict[tuple[str, str], int] = {
             (batch_key, feature): num_values
-            for batch_key, sparse in batch.sparse.items()
-            for feature, num_values in zip(sparse.keys(), sparse.length_per_key(), strict=True)
+            for batch_key, lookups in batch.sparse.items()
+            for feature, num_values in zip(lookups.keys(), lookups.length_per_key(), strict=True)
         }
         num_floats = sum(num_values_by_key.get((table.batch_key, table.feature), 0) * table.dim for table in self._tables)
         return num_floats * FLOAT32_BYTES
 
     @contextmanager
-    def step(self, *, is_sampled: bool) -> Iterator[None]:
+    def time_step(self, *, is_sampled: bool) -> Iterator[None]:
         """Time the block as one step. On a GPU the step is timed only if `is_sampled`."""
         self._is_timing = is_sampled or not self._is_gpu
         start_time = self._now()
@@ -102,8 +102,8 @@ class MetricsLog:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def add(self, loss: Tensor, *, num_samples: int) -> None:
-        """Count one step. num_samples: examples on all ranks."""
+    def add_step(self, loss: Tensor, *, num_samples: int) -> None:
+        """Add a step to the totals of the line. num_samples: number of examples on all ranks."""
         self._loss_sum_and_steps[0] += loss
         self._loss_sum_and_steps[1] += 1
         self._num_line_samples += num_samples
@@ -123,12 +123,12 @@ class MetricsLog:
             trained_share_by_table: for each gradually unfrozen table, the share of its rows that the epoch trains.
             validation: validation metrics; empty except after an epoch.
         """
-        ms_per_s = 1000 / max(self._num_timed_steps, 1)
-        ms_and_bytes = [self._step_s * ms_per_s, self._data_s * ms_per_s, self._embedding_bytes]
-        rank_totals = torch.tensor(ms_and_bytes, dtype=torch.float64, device=self._process.device)
-        totals = torch.cat([self._loss_sum_and_steps, rank_totals])
+        ms_per_step = 1000 * self._step_s / max(self._num_timed_steps, 1)
+        loader_wait_ms_per_step = 1000 * self._loader_wait_s / max(self._num_timed_steps, 1)
+        times_and_bytes = torch.tensor([ms_per_step, loader_wait_ms_per_step, self._embedding_bytes], dtype=torch.float64)
+        totals = torch.cat([self._loss_sum_and_steps, times_and_bytes.to(self._process.device)])
         dist.all_reduce(totals)
-        loss_sum, num_steps, total_step_ms, total_data_ms, total_embedding_bytes = totals.tolist()
+        loss_sum, num_steps, total_step_ms, total_loader_wait_ms, total_embedding_bytes = totals.tolist()
         peak_hbm_bytes = torch.cuda.max_memory_allocated(self._process.device) if self._is_gpu else 0
         memory_bytes = torch.tensor([self._os_process.memory_info().rss, peak_hbm_bytes])
         dist.all_reduce(memory_bytes, op=dist.ReduceOp.MAX)
@@ -143,7 +143,7 @@ class MetricsLog:
             loss=self.last_loss,
             learning_rate=learning_rate,
             samples_per_s=self._num_line_samples / elapsed_s,
-            ms_per_step={"step": total_step_ms / world_size, "data": total_data_ms / world_size},
+            ms_per_step={"step": total_step_ms / world_size, "data": total_loader_wait_ms / world_size},
             embedding_bytes_per_s=total_embedding_bytes / elapsed_s,
             memory_bytes={
                 name: int(num_bytes) for name, num_bytes in zip(("rss", "hbm"), memory_bytes, strict=True) if num_bytes
@@ -154,13 +154,13 @@ class MetricsLog:
         if self._process.is_main:
             with self._path.open("a") as file:
                 file.write(progress.model_dump_json() + "\n")
-        self._total_num_samples += self._num_line_samples
+        self._num_samples += self._num_line_samples
         self._start_line(end_time)
 
     @property
     def samples_per_s(self) -> float:
         """Mean throughput of this attempt; the time includes checkpoints and validation."""
-        return self._total_num_samples / (time.perf_counter() - self._start_time)
+        return self._num_samples / (time.perf_counter() - self._start_time)
 
 
 class MetricsTail:
@@ -222,7 +222,7 @@ def raise_if_not_finite(
                     f"table {table_name}: {len(non_finite_rows)} rows of this rank are not finite, the first is row {first_row}"
                 )
                 break
-    # Only this rank's part of each layer is checked: a collective gather would hang if another rank does not call it.
+    # Only this rank's part of each layer is checked: a collective gather would hang if another rank did not take part.
     layer_names = [
         parameter_name
         for parameter_name, parameter in model.named_parameters()

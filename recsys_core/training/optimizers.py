@@ -1,4 +1,4 @@
-"""Optimizers: fused for sharded tables, regular for the rest; learning-rate schedules; Adagrad accumulators of the tables.
+"""Optimizers of the tables and the layers, learning-rate schedules, and the Adagrad accumulators of the tables.
 
 Shapes: R rows and C columns of a shard; C is 1 for the accumulators of row-wise Adagrad.
 """
@@ -32,7 +32,7 @@ TABLE_OPTIMIZER_BY_KIND = {
 }
 ADAGRAD_KINDS = ("rowwise_adagrad", "adagrad")
 _ACCUMULATOR_KEYS = ("momentum1", "sum")
-"""Key of the accumulator in the optimizer state: first for sharded tables (FBGEMM), then for replicated tables (torch)."""
+"""Keys of the accumulator in the optimizer state of a sharded table (FBGEMM) and of a replicated table (torch)."""
 
 
 def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: TrainingConfig) -> CombinedOptimizer:
@@ -59,20 +59,20 @@ def table_name_of(parameter_name: str, spec: ModelSpec) -> str | None:
     )
     if collection_index is None:
         return None
-    # The part after the collection names the table. Other parts may be equal to the name of a table by coincidence.
+    # The part after the collection is the name of the table. Other parts may be equal to the name of a table by coincidence.
     return next(table_name for table_name in spec.tables if module_name(table_name) == name_parts[collection_index + 1])
 
 
 def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: TableOptimizer) -> KeyedOptimizer:
     eps_argument = {"eps": EPS} if optimizer_config.kind in ADAGRAD_KINDS else {}
 
-    def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    def build_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = TABLE_OPTIMIZER_BY_KIND[optimizer_config.kind](
             parameters, lr=optimizer_config.learning_rate, **eps_argument
         )
         return optimizer
 
-    optimizer = KeyedOptimizerWrapper({name: parameter}, build)
+    optimizer = KeyedOptimizerWrapper({name: parameter}, build_optimizer)
     if optimizer_config.gradient_clip_value is None:
         return optimizer
     return GradientClippingOptimizer(
@@ -81,9 +81,9 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: 
 
 
 def _dense_optimizer(dense_parameter_by_name: dict[str, Tensor], optimizer_config: DenseOptimizer) -> KeyedOptimizer:
-    def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    def build_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
         # No fused kernel accepts sharded and plain tensors in one group. Only Adam has a fused kernel for sharded tensors.
-        # Weight decay applies to matrices only: it does not help biases, scales of norms, pooling weights and the temperature.
+        # Weight decay applies to matrices only. It does not help biases, scales of norms, pooling weights or the temperature.
         parameter_groups = [
             {
                 "params": [
@@ -102,7 +102,7 @@ def _dense_optimizer(dense_parameter_by_name: dict[str, Tensor], optimizer_confi
         )
         return optimizer
 
-    optimizer = KeyedOptimizerWrapper(dense_parameter_by_name, build)
+    optimizer = KeyedOptimizerWrapper(dense_parameter_by_name, build_optimizer)
     if optimizer_config.gradient_clip_norm is None:
         return optimizer
     # torch needs the process groups of the sharded parameters. Without them, the norm covers only this rank's part.
@@ -146,8 +146,8 @@ class LearningRates:
 
 def _leaf_optimizers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
     if isinstance(optimizer, CombinedOptimizer):
-        for _, child in optimizer.optimizers:
-            yield from _leaf_optimizers(child)
+        for _, child_optimizer in optimizer.optimizers:
+            yield from _leaf_optimizers(child_optimizer)
     else:
         yield optimizer
 
@@ -157,7 +157,7 @@ class AccumulatorShard:
     """A view into the Adagrad accumulators of a rectangle of a table.
 
     Attributes:
-        row, column: position of the rectangle in the table.
+        row, column: first row and first column of the rectangle in the table.
         num_columns: width of the rectangle. values_RC has this many columns, or one if Adagrad is row-wise.
     """
 
@@ -167,7 +167,7 @@ class AccumulatorShard:
     values_RC: Tensor
 
     def table_contribution(self, *, is_rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
-        """Return (row, column, values). The caller adds `values` to the whole table's accumulators at this row and column.
+        """Return (row, column, values). The caller adds `values` to the accumulators of the whole table at this row and column.
 
         With one accumulator per row, the shard's accumulator is a mean over the shard's columns, and the table's accumulator is
         the mean over all columns. `values` is then the shard's accumulator times the shard's share of the columns, so that the

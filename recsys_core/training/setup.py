@@ -17,7 +17,7 @@ from recsys_core.sharding.planner import make_plan, plan_sharding
 from recsys_core.training.config import TrainingConfig
 
 FLOAT_BYTES = 4
-_NUM_STATE_VALUES: dict[TableOptimizerKind, tuple[int, int]] = {
+_NUM_STATE_VALUES_BY_OPTIMIZER: dict[TableOptimizerKind, tuple[int, int]] = {
     "rowwise_adagrad": (1, 0),
     "adagrad": (0, 1),
     "sgd": (0, 0),
@@ -32,7 +32,7 @@ class TrainingSetup:
     """The model of one dataset, and the settings of its training.
 
     Attributes:
-        sharding: settings of the sharding plan. A retry with fewer ranks makes a new plan from them.
+        sharding: settings of the sharding plan, from which an attempt with fewer ranks makes a new plan.
         launcher: where the ranks run.
     """
 
@@ -53,15 +53,15 @@ class TrainingSetup:
         return make_plan(self.sharding, model=model, batch_size=batch_size, lookup_stats=lookup_stats)
 
     def checkpoint_bytes(self, *, work_folder: Path, steps_per_epoch: int) -> int:
-        """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work_folder`."""
+        """Return the bytes that the checkpoints will need at their peak, minus the bytes already in `work_folder`."""
         config = self.training
         checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
         # A new checkpoint is complete before an old one is removed, and the best checkpoint is kept in addition.
-        max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
+        max_num_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
         num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs
         num_saves = max(1, config.epochs * steps_per_epoch // config.checkpoint_every_steps + num_validations)
         existing_bytes = sum(path.stat().st_size for path in work_folder.rglob("*") if path.is_file())
-        return max(0, min(max_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
+        return max(0, min(max_num_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
 
     def _lookup_stats(self, dataset: Dataset) -> LookupStats:
         features = None if dataset.features is None else FeatureStore.open(dataset.features)
@@ -70,7 +70,7 @@ class TrainingSetup:
 
 
 def export_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of the export's arrays. The largest array counts twice: it is on disk twice while it is built."""
+    """Return the bytes of the export's arrays. The largest array counts twice: while it is built, it is on disk twice."""
     block = spec.config.spectral_block
     dims = spec.config.history_dim, spec.config.output_dim, 0 if block is None else block.dim
     array_bytes = [spec.num_items * dim * FLOAT_BYTES for dim in dims]
@@ -88,5 +88,5 @@ def _weight_bytes(table: TableSpec) -> int:
 def _state_bytes(table: TableSpec) -> int:
     if table.is_frozen:
         return 0
-    num_per_row, num_per_value = _NUM_STATE_VALUES[table.optimizer.kind]
+    num_per_row, num_per_value = _NUM_STATE_VALUES_BY_OPTIMIZER[table.optimizer.kind]
     return table.num_rows * (num_per_row + num_per_value * table.dim) * FLOAT_BYTES

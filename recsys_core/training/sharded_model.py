@@ -27,12 +27,12 @@ from recsys_core.models.tables.initialisation import (
     fill_random,
     mean_vector,
     no_vectors,
-    rows_with_vector,
+    present_vector_rows,
 )
 from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.torchrec_planner import OPTIMIZER_CLASSES, sharders
+from recsys_core.sharding.torchrec_planner import OPTIMIZER_CLASS_BY_KIND, sharders
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import shard_layers
 from recsys_core.training.job import LOG_VECTORS_FILE, TrainJob
@@ -56,7 +56,7 @@ class PretrainedVectors:
 
     Attributes:
         vectors: float32 [vectors, D], memory-mapped.
-        vector_row: int64 [rows of the table], the row of `vectors` for each row of the table, -1 for none.
+        vector_row: int64 [rows of the table], for each row of the table, the row of its vector in `vectors`; -1 for none.
     """
 
     vectors: NDArray[np.float32]
@@ -112,19 +112,19 @@ def build_model(
         loss=loss,
         item_count_I=item_count_I,
         popularity_rank=popularity_rank_by_table,
-        weight_decay=decay_by_table(spec),
+        weight_decay=weight_decay_by_table(spec),
         group=dist.group.WORLD,
     )
     task = RetrievalTask(head, device=process.device)
     _assign_fused_optimizers(task.embedding_tables, spec, plan=plan)
-    sharded_names = shard_layers(head, mode=config.dense_parallel, device=process.device)
+    sharded_parameter_names = shard_layers(head, mode=config.dense_parallel, device=process.device)
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
         plan=plan.to_torchrec(TABLES_PATH, spec=spec),
         sharders=sharders(plan.quantized_comms),
-        data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=[f"head.{name}" for name in sharded_names]),
+        data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=[f"head.{name}" for name in sharded_parameter_names]),
     )
     tensor_by_name = model.state_dict()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def build_model(
     return model
 
 
-def decay_by_table(spec: ModelSpec) -> dict[str, float]:
+def weight_decay_by_table(spec: ModelSpec) -> dict[str, float]:
     """Return the strength of the L2 penalty by table, for the trained id and offset tables with a weight decay above zero."""
     strength_by_table = {
         table_name: table.optimizer.weight_decay
@@ -158,10 +158,10 @@ def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFi
         }
         if optimizer_config.gradient_clip_value is not None:
             fbgemm_arguments |= {"gradient_clipping": True, "max_gradient": optimizer_config.gradient_clip_value}
-        # These are the attributes that TorchRec's apply_optimizer_in_backward sets. The function itself cannot be used: it also
-        # builds a torch optimizer, which does not accept FBGEMM's arguments.
+        # These are the attributes that TorchRec's apply_optimizer_in_backward sets. The function itself cannot be used, because
+        # it also builds a torch optimizer, which does not accept FBGEMM's arguments.
         parameter = parameter_by_name[parameter_name(spec, table_name)]
-        parameter._optimizer_classes = [OPTIMIZER_CLASSES[table.optimizer_kind]]  # type: ignore[attr-defined]
+        parameter._optimizer_classes = [OPTIMIZER_CLASS_BY_KIND[table.optimizer_kind]]  # type: ignore[attr-defined]
         parameter._optimizer_kwargs = [fbgemm_arguments]  # type: ignore[attr-defined]
 
 
@@ -183,11 +183,11 @@ def fill_pretrained(
             norm = random_norm(table_settings.init_std, dim) if table_settings.rescale else None
             num_copies = table.dim // dim
             vector_row = pretrained_vectors.vector_row
-            num_missing = table.num_rows - sum(len(chunk) for chunk in rows_with_vector(vector_row))
+            num_rows_without_vector = table.num_rows - sum(len(chunk) for chunk in present_vector_rows(vector_row))
             logger.info(
                 "table %s: %d of %d rows have no vector; their initial values: %s",
                 table_name,
-                num_missing,
+                num_rows_without_vector,
                 table.num_rows,
                 table_settings.missing_vector_init,
             )
@@ -211,7 +211,7 @@ def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[n
 
 
 def popularity_ranks_by_table(spec: ModelSpec, *, store: EventStore) -> dict[str, NDArray[np.int64]]:
-    """Return the popularity ranks of the rows of each gradually unfrozen table. Rank 0 has the most training events."""
+    """Return the popularity rank of each row of each gradually unfrozen table. Rank 0 has the most training events."""
     return {
         table_name: store.popularity_rank_I if table_name == "item" else popularity_ranks(store.train_count_U)
         for table_name, table in spec.tables.items()

@@ -13,8 +13,8 @@ from recsys_core.training.job import RESULT_FILE, TrainJob, TrainResult
 from recsys_core.training.warm.starting_model import Champion
 
 logger = logging.getLogger(__name__)
-CANDIDATES = (0.07, 0.1, 0.15, 0.2)
-"""With a higher temperature, the model learns faster in the first epoch, but is worse after the last epoch."""
+CANDIDATE_TEMPERATURES = (0.07, 0.1, 0.15, 0.2)
+"""Higher temperatures are no candidates: they make the model better after the first epoch, but worse after the last epoch."""
 TRIALS_FILE, TRIALS_FOLDER = "temperature.json", "temperature"
 
 
@@ -39,7 +39,7 @@ class TemperatureTrials(Frozen):
     ) -> "TemperatureTrials":
         """Return the temperature of `job`. With `auto` and without a champion, train one epoch with each candidate.
 
-        Complete trials of an interrupted training are kept in its work folder.
+        The work folder keeps the complete trials of an interrupted training.
 
         Args:
             champion: model that the training starts from; its temperature is kept.
@@ -60,21 +60,23 @@ class TemperatureTrials(Frozen):
             )
         path = job.work_folder / TRIALS_FILE
         trials = cls.model_validate_json(path.read_bytes()) if path.is_file() else cls(temperature=config.start_temperature)
-        for temperature in CANDIDATES:
+        for temperature in CANDIDATE_TEMPERATURES:
             if f"{temperature:g}" not in trials.metric_by_temperature:
-                trials = trials.with_trial(temperature, metric=_first_epoch(job, temperature=temperature, train=train))
+                trials = trials.with_trial(
+                    temperature, metric=_metric_after_one_epoch(job, temperature=temperature, train=train)
+                )
                 write_text(path, trials.model_dump_json())
         return trials
 
     def with_trial(self, temperature: float, *, metric: float) -> "TemperatureTrials":
-        """Return the trials with one more, and the temperature with the best metric."""
+        """Return the trials with one more trial, and with the temperature that has the best metric."""
         metric_by_temperature = self.metric_by_temperature | {f"{temperature:g}": metric}
         best_temperature = max(metric_by_temperature, key=metric_by_temperature.__getitem__)
         return TemperatureTrials(temperature=float(best_temperature), metric_by_temperature=metric_by_temperature)
 
 
-def _first_epoch(job: TrainJob, *, temperature: float, train: Callable[[TrainJob], object]) -> float:
-    """Train one epoch in a folder of its own; return the validation metric."""
+def _metric_after_one_epoch(job: TrainJob, *, temperature: float, train: Callable[[TrainJob], object]) -> float:
+    """Train one epoch in a separate folder; return the validation metric."""
     validation = job.training.validation
     assert validation is not None
     folder = job.work_folder / TRIALS_FOLDER / f"{temperature:g}"

@@ -1,4 +1,4 @@
-"""Stage `train`: attempts to train in launched ranks, each from the last verified checkpoint, until one succeeds."""
+"""Stage `train`: attempts, each of which starts the ranks from the last verified checkpoint, until one attempt succeeds."""
 
 import json
 import logging
@@ -56,9 +56,9 @@ def train(
     """Train in `<folder>.work` and commit the best checkpoint to `folder`; an interrupted run resumes in the work folder.
 
     Args:
-        plan: the sharding plan to train with. A retry with fewer ranks (training.min_processes) makes a new plan.
+        plan: the sharding plan. An attempt with fewer ranks (training.min_processes) makes a new plan.
         on_progress: called with each new line of metrics.jsonl.
-        champion: the training starts from this model, unless `choose_start` rejects it.
+        champion: model from which the training starts, unless `choose_start` rejects it.
 
     Raises:
         InputError: the settings do not fit the data, or the champion is not compatible with the settings.
@@ -95,7 +95,7 @@ def train(
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
         _clear_work_folder(work_folder, fingerprint=fingerprint)
-        # This comes before the creation of the work folder, so that a rejected champion leaves no folder behind.
+        # The warm start is prepared before the work folder is created, so that a rejected champion leaves no folder behind.
         warm_start = None
         if start_champion is not None:
             warm_start = prepare_warm_start(start_champion, spec=model, dataset=dataset, folder=work_folder / "warm")
@@ -103,13 +103,13 @@ def train(
         job = _make_job(
             setup, dataset=dataset, plan=plan, work_folder=work_folder, fingerprint=fingerprint, warm_start=warm_start
         )
-        # A resumed training keeps the trials only if the work folder names its fingerprint.
+        # A resumed training keeps the trials only if the job file in the work folder has its fingerprint.
         write_text(work_folder / JOB_FILE, job.model_dump_json(indent=2))
         trials = TemperatureTrials.run(
             job,
             champion=start_champion,
             num_validation_events=interactions.num_validation_events,
-            train=lambda pilot: run_attempts(pilot, setup=setup, poll=lambda: None),
+            train=lambda trial_job: run_attempts(trial_job, setup=setup, poll=lambda: None),
         )
         job = job.model_copy(update={"spec": model.with_temperature(trials.temperature)})
         job = run_attempts(job, setup=setup, poll=MetricsTail(work_folder / METRICS_FILE, on_progress).relay)

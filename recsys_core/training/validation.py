@@ -1,4 +1,4 @@
-"""Validation during training: exact metrics of the validation split over all items, computed by all ranks together.
+"""Validation during training: exact metrics on the validation split, which all ranks compute together.
 
 Shapes: I items, B queries of a batch, D width of an output vector.
 """
@@ -61,7 +61,7 @@ class Validator:
 
     @property
     def has_users(self) -> bool:
-        """Whether any user has a validation event of an item that the user has not seen before."""
+        """Whether any user has a validation event with an item that the user has not seen before."""
         return len(self._users) > 0
 
     @property
@@ -76,9 +76,9 @@ class Validator:
         task.eval()
         item_vector_ID = self._encode_items()
         totals = torch.zeros(1 + len(METRIC_BY_NAME), dtype=torch.float64)  # number of users, then the total of each metric
-        for user_index_B, keep_vectors in self._writer.batches(len(self._users)):
+        for user_index_B, is_in_range in self._writer.batches(len(self._users)):
             query_BD = self._encoder.encode_queries(self._users[user_index_B], split="validation").cpu()
-            if not keep_vectors:
+            if not is_in_range:
                 continue
             positions = self._target_positions(user_index_B, query_BD=query_BD, item_vector_ID=item_vector_ID)
             totals[0] += positions.num_users
@@ -109,7 +109,7 @@ class Validator:
         return torch.from_numpy(item_vector_ID)
 
     def _target_positions(self, user_index_B: Int64Array, *, query_BD: Tensor, item_vector_ID: Tensor) -> TargetPositions:
-        """Rank the candidates for the users `self._users[user_index_B]`."""
+        """Return the positions of the targets in the rankings for the users `self._users[user_index_B]`."""
         users = self._users[user_index_B]
         seen_items, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
         queries = Queries(query_BD, is_known_B=self._is_known_U[user_index_B], seen=seen_items, targets=targets)

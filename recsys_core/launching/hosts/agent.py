@@ -1,6 +1,6 @@
-"""The agent of one of many hosts, started by TorchX: `python -m recsys_core.launching LAUNCH_JSON TOKEN HOST HEAD_VARIABLE`.
+"""The agent of one of many hosts, started by TorchX: `python -m recsys_core.launching LAUNCH_JSON TOKEN HOST HOST_0_VARIABLE`.
 
-It checks that this host can take part in the launch, meets the other hosts, and runs the ranks of this host.
+The agent checks that its host can take part in the launch, connects to the other hosts, and runs the ranks of its host.
 """
 
 import json
@@ -43,27 +43,28 @@ CONNECT_TIMEOUT_S = 60.0
 EXIT_REJECTED = 3
 TERM_GRACE_S = 8.0
 MAX_POLLS_WITHOUT_LEASE = 10
-"""A slow file system may hide the lease for some polls. If the lease of this launch is still missing after so many polls, the
+"""A slow file system may hide the lease for some polls. If the lease of this launch is still missing after this many polls, the
 launching process is assumed to have ended."""
 
 
 class _FolderError(Exception):
-    """The launch folder is missing, is a different one, or is not writable, so this host cannot report through it."""
+    """The launch folder is missing, is not shared with the launching process, or is not writable: it cannot hold a report."""
 
 
-def run_agent(spec_path: Path, token: str, host_index: str, head_variable: str) -> int:
-    """Run the agent; return its exit code, 0 if all ranks of this host exited with code 0.
+def run_agent(spec_path: Path, token: str, host_index: str, host_0_variable: str) -> int:
+    """Run the agent; return its exit code, which is 0 if all ranks of this host exited with code 0.
 
-    head_variable: environment variable in which the scheduler stores the name of host 0.
+    host_0_variable: environment variable in which the scheduler stores the name of host 0.
     """
     host, folder = Host(index=int(host_index), name=platform.node()), LaunchFolder(spec_path.parent)
     try:
         spec = _read_spec(spec_path, token=token, host=host)
-        return _run_checked(spec, folder=folder, host=host, head_name=os.environ.get(head_variable, "").split(",")[0].strip())
+        host_0_name = os.environ.get(host_0_variable, "").split(",")[0].strip()
+        return _check_and_run(spec, folder=folder, host=host, host_0_name=host_0_name)
     except _FolderError as error:
         sys.stderr.write(f"{STDERR_PREFIX} {error}\n")
     except HostRejected as error:
-        host_report = HostReport(host=host, pid=os.getpid(), reason=str(error), retryable=error.retryable)
+        host_report = HostReport(host=host, pid=os.getpid(), reason=str(error), is_retryable=error.is_retryable)
         try:
             folder.report_end(host_report)
         except OSError:  # this host has already reported its end, or cannot write into the folder
@@ -97,29 +98,29 @@ def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
     return LaunchSpec.model_validate(spec_fields)
 
 
-def _run_checked(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_name: str) -> int:
-    """Check this host, report that it is ready, meet the other hosts, and run the ranks. Raises HostRejected."""
-    launcher, num_ranks = spec.launcher, spec.layout.ranks_per_host
+def _check_and_run(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, host_0_name: str) -> int:
+    """Check this host, report that it is ready, connect to the other hosts, and run the ranks. Raises HostRejected."""
+    launcher, num_local_ranks = spec.launcher, spec.layout.ranks_per_host
     assert isinstance(launcher, TorchxLauncher)
-    if not spec.job.is_file():
-        raise HostRejected(f"{host} does not see {spec.job}; the workspace must have the same path on all hosts")
-    if spec.layout.device == "cuda" and cuda.device_count() < num_ranks:
+    if not spec.job_path.is_file():
+        raise HostRejected(f"{host} does not see {spec.job_path}; the workspace must have the same path on all hosts")
+    if spec.layout.device == "cuda" and cuda.device_count() < num_local_ranks:
         raise HostRejected(
-            f"{host}: the sharding plan needs {num_ranks} GPUs per host, but this host has {cuda.device_count()}; "
+            f"{host}: the sharding plan needs {num_local_ranks} GPUs per host, but this host has {cuda.device_count()}; "
             "set sharding.cluster.processes_per_node, or request more GPUs from the scheduler"
         )
     network, listener = None, None
     if spec.layout.num_hosts > 1:
-        network = find_network(launcher, host=host, head_name=head_name)
+        network = find_network(launcher, host=host, host_0_name=host_0_name)
         listener = listen(launcher, network, host=host) if host.index == 0 else None
     address, port = network.address if network else LOOPBACK_ADDRESS, listener.getsockname()[1] if listener else 0
     _report_ready(folder, HostReport(host=host, pid=os.getpid(), address=address, port=port))
     # The scheduler may start this host long after the launching process has ended, so wait until the lease is renewed.
     initial_lease = folder.read_lease(spec.token)
     if not wait_until(lambda: folder.read_lease(spec.token) not in (initial_lease, None), timeout_s=launcher.lease_timeout_s):
-        raise HostRejected(f"{host} started after the launching process had ended", retryable=True)
+        raise HostRejected(f"{host} started after the launching process had ended", is_retryable=True)
     if not wait_until(lambda: 0 in folder.ready_hosts(), timeout_s=launcher.rendezvous_timeout_s):
-        raise HostRejected(f"{host} waited {launcher.rendezvous_timeout_s:g} s, but host 0 did not start", retryable=True)
+        raise HostRejected(f"{host} waited {launcher.rendezvous_timeout_s:g} s, but host 0 did not start", is_retryable=True)
     host_0 = folder.ready_hosts()[0]
     threading.Thread(target=_watch_lease, args=(spec, folder, launcher.lease_timeout_s), daemon=True).start()
     try:
@@ -131,7 +132,7 @@ def _run_checked(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_nam
                 os.environ[variable] = os.environ.get(variable) or network.interface
             endpoint = host_0.address, host_0.port
             store = connect_store(endpoint, listener=listener, timeout_s=launcher.rendezvous_timeout_s)
-            rendezvous_context = nullcontext(StaticRendezvous(spec, host=host.index, store=store, endpoint=endpoint))
+            rendezvous_context = nullcontext(StaticRendezvous(spec, host_index=host.index, store=store, endpoint=endpoint))
         with rendezvous_context as rendezvous:
             return run_ranks(spec, folder=folder, host=host, rendezvous=rendezvous, address=address)
     except DistError as error:
@@ -139,15 +140,18 @@ def _run_checked(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_nam
             message = f"{host} lost the connection to {host_0.host}: an agent was killed, or a host is down"
         else:
             message = (
-                f"{host} did not meet the other hosts at {host_0.address}:{host_0.port}: {str(error).splitlines()[0]}; it must "
-                "reach that address (launcher.interface) and port (launcher.rendezvous_port), and hosts must reach each other "
-                "on any port"
+                f"{host} did not meet the other hosts at {host_0.address}:{host_0.port}: {str(error).splitlines()[0]}; all "
+                "hosts must reach this address (launcher.interface) and port (launcher.rendezvous_port), and each other on any "
+                "port"
             )
-        raise HostRejected(message, retryable=True) from error
+        raise HostRejected(message, is_retryable=True) from error
 
 
 def connect_store(endpoint: tuple[str, int], *, listener: socket.socket | None, timeout_s: float) -> Store:
-    """Return the store at `endpoint`, which host 0 serves with `listener`. Raises DistNetworkError if it cannot be reached."""
+    """Return the store at the address and port `endpoint`. On host 0, also serve it with `listener`, which is None elsewhere.
+
+    Raises DistNetworkError if the store cannot be reached.
+    """
     address, port = endpoint
     return TCPStore(
         address,
@@ -174,15 +178,16 @@ def _report_ready(folder: LaunchFolder, host_report: HostReport) -> None:
 def _watch_lease(spec: LaunchSpec, folder: LaunchFolder, timeout_s: float) -> None:
     """End this process and its ranks when the lease is not renewed for `timeout_s`.
 
-    The lease has no timestamp, because the clocks of the hosts differ. This host measures the age with its own clock.
+    The lease has no timestamp, because the clocks of the hosts differ. This host measures with its own clock how long the
+    lease has not changed.
     """
-    lease, renewed_at, num_polls_without_lease = None, time.monotonic(), 0
-    while time.monotonic() - renewed_at <= timeout_s and num_polls_without_lease < MAX_POLLS_WITHOUT_LEASE:
+    lease, renewal_time, num_polls_without_lease = None, time.monotonic(), 0
+    while time.monotonic() - renewal_time <= timeout_s and num_polls_without_lease < MAX_POLLS_WITHOUT_LEASE:
         time.sleep(POLL_S)
         current_lease = folder.read_lease(spec.token)
         num_polls_without_lease = num_polls_without_lease + 1 if current_lease is None else 0
         if current_lease != lease:
-            lease, renewed_at = current_lease, time.monotonic()
-    os.kill(os.getpid(), signal.SIGTERM)  # torchrun forwards it to the ranks
+            lease, renewal_time = current_lease, time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun forwards the signal to the ranks
     time.sleep(TERM_GRACE_S)
-    os._exit(1)  # the remaining ranks end with this process
+    os._exit(1)  # the kernel then kills the remaining ranks, see register_rank

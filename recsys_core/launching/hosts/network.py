@@ -12,23 +12,23 @@ from recsys_core.launching.messages import Host
 
 
 class HostRejected(Exception):
-    """A host that cannot take part in the launch. The message names the host, both values and the fix."""
+    """A host cannot take part in the launch. The message names the host, the actual and the expected value, and the fix."""
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, is_retryable: bool = False) -> None:
         super().__init__(message)
-        self.retryable = retryable
+        self.is_retryable = is_retryable
 
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """Interface and address by which the other hosts reach this one."""
+    """Interface and address by which the other hosts reach this host."""
 
     interface: str
     address: str
 
 
-def find_network(launcher: TorchxLauncher, *, host: Host, head_name: str) -> HostNetwork:
-    """Return the interface and address by which the other hosts reach this one. head_name: name of host 0.
+def find_network(launcher: TorchxLauncher, *, host: Host, host_0_name: str) -> HostNetwork:
+    """Return the interface and address by which the other hosts reach this host. host_0_name: name of host 0, empty if unknown.
 
     Raises HostRejected if the configured interface does not exist, or if the address belongs to the loopback interface.
     """
@@ -38,7 +38,7 @@ def find_network(launcher: TorchxLauncher, *, host: Host, head_name: str) -> Hos
         if interface not in address_by_interface:
             raise HostRejected(f"{host} has no IPv4 address on {interface}; it has {shown_interfaces}; set launcher.interface")
         return HostNetwork(interface, address_by_interface[interface])
-    address = _own_address(head_name)
+    address = _address_towards_host_0(host_0_name)
     interface = {address: name for name, address in address_by_interface.items()}.get(address)
     if interface is None or interface == LOOPBACK_INTERFACE:
         raise HostRejected(
@@ -63,22 +63,22 @@ def listen(launcher: TorchxLauncher, network: HostNetwork, *, host: Host) -> soc
 def interface_addresses() -> dict[str, str]:
     """Return the first IPv4 address of each network interface."""
     address_by_interface: dict[str, str] = {}
-    for interface, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family == socket.AF_INET:
-                address_by_interface.setdefault(interface, entry.address)
+    for interface, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                address_by_interface.setdefault(interface, address.address)
     return address_by_interface
 
 
-def _own_address(head_name: str) -> str:
+def _address_towards_host_0(host_0_name: str) -> str:
     """Return the address from which this host connects to host 0.
 
-    If that address is a loopback address, return the address to which this host's own name resolves. On the first host of a
-    Kubernetes job, the name of host 0 is "localhost", so the first address is a loopback address.
+    If that address is a loopback address, return the address to which this host's own name resolves. On host 0 of a Kubernetes
+    job, for example, the name of host 0 is "localhost". If a name cannot be resolved, return the loopback address.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-            probe_socket.connect((head_name or platform.node(), 9))  # connecting a UDP socket sends nothing
+            probe_socket.connect((host_0_name or platform.node(), 9))  # connecting a UDP socket sends nothing
             address = str(probe_socket.getsockname()[0])
         return socket.gethostbyname(platform.node()) if address.startswith("127.") else address
     except OSError:

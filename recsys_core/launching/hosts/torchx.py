@@ -34,7 +34,7 @@ RENEWALS_PER_LEASE = 20
 
 @contextmanager
 def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) -> Iterator["TorchxGroup"]:
-    """Submit one agent per host, and yield the group. Until the block ends, the group can reach the scheduler and the lease of
+    """Submit one agent per host, and yield the group. While the block runs, the group can reach the scheduler, and the lease of
     the hosts is renewed.
 
     Raises InputError if the settings are not valid for the scheduler, and LaunchError if it does not accept the request.
@@ -101,7 +101,7 @@ class TorchxGroup:
 
     def __init__(self, runner: Runner, app_handle: str, *, folder: LaunchFolder, is_local: bool) -> None:
         self._runner, self._app_handle, self._folder, self._is_local = runner, app_handle, folder, is_local
-        self._interval_s = LOCAL_STATUS_INTERVAL_S if is_local else STATUS_INTERVAL_S
+        self._status_interval_s = LOCAL_STATUS_INTERVAL_S if is_local else STATUS_INTERVAL_S
         self._status: AppStatus | None = None
         self._last_request_time = float("-inf")
         self._last_status_time = time.monotonic()
@@ -109,7 +109,7 @@ class TorchxGroup:
 
     def state(self) -> GroupState:
         """Return the state, requested from the scheduler at intervals. Raises LaunchError after 5 minutes without a status."""
-        if time.monotonic() - self._last_request_time >= self._interval_s:
+        if time.monotonic() - self._last_request_time >= self._status_interval_s:
             self._request_status()
         if self._status is None:
             return "queued"
@@ -118,16 +118,16 @@ class TorchxGroup:
         return "running" if self._status.state == AppState.RUNNING else "queued"
 
     def exit_summary(self) -> str:
-        """Return the last status of the scheduler."""
+        """Return the last status that the scheduler reported."""
         shown_status = "none" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
         return f"{self._app_handle}: status of the scheduler: {shown_status}"
 
-    def last_log_lines(self, host: int) -> str:
+    def last_log_lines(self, host_index: int) -> str:
         """Return the last lines of a host's stderr. Remote schedulers provide a log only after the app has ended."""
         if self._is_local:
-            stderr_path = next(iter(self._folder.path.glob(f"{LOG_FOLDER}/**/{ROLE}/{host}/stderr.log")), None)
+            stderr_path = next(iter(self._folder.path.glob(f"{LOG_FOLDER}/**/{ROLE}/{host_index}/stderr.log")), None)
             return "" if stderr_path is None else last_lines(stderr_path)
-        return self._fetch_log(host) if self._is_end_requested else ""
+        return self._fetch_log(host_index) if self._is_end_requested else ""
 
     def end(self) -> None:
         """Cancel the app and wait until the scheduler reports its end."""
@@ -140,7 +140,7 @@ class TorchxGroup:
             deadline = time.monotonic() + END_TIMEOUT_S
             while self.state() != "ended" and self._status is not None and time.monotonic() < deadline:
                 # Ask again after a second: the usual interval is too long for a user who waits for the command to end.
-                self._last_request_time = min(self._last_request_time, time.monotonic() - self._interval_s + 1.0)
+                self._last_request_time = min(self._last_request_time, time.monotonic() - self._status_interval_s + 1.0)
                 time.sleep(0.1)
         except Exception as error:  # the scheduler cannot be reached; the hosts end when their lease expires
             logger.warning("%s could not be cancelled: %s", self._app_handle, error)
@@ -150,20 +150,20 @@ class TorchxGroup:
         try:
             self._status = self._runner.status(self._app_handle)
             self._last_status_time = time.monotonic()
-        except Exception as error:  # the scheduler is busy, or the job is in a state that TorchX does not know
+        except Exception as error:  # the scheduler is busy, or the job is in a state that TorchX does not support
             if time.monotonic() - self._last_status_time > NO_STATUS_TIMEOUT_S:
                 raise LaunchError(
                     f"{self._app_handle}: the scheduler has returned no status for {NO_STATUS_TIMEOUT_S:g} s: {error}"
                 ) from error
             logger.debug("%s: no status: %s", self._app_handle, error)
 
-    def _fetch_log(self, host: int) -> str:
+    def _fetch_log(self, host_index: int) -> str:
         """Read the log in a thread with a deadline, because some schedulers block."""
         log_lines: list[str] = []
 
         def read_lines() -> None:
             with contextlib.suppress(Exception):  # the log is missing or cannot be read
-                log_lines.extend(line.rstrip() for line in self._runner.log_lines(self._app_handle, ROLE, host))
+                log_lines.extend(line.rstrip() for line in self._runner.log_lines(self._app_handle, ROLE, host_index))
 
         reader_thread = threading.Thread(target=read_lines, daemon=True)
         reader_thread.start()

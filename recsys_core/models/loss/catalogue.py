@@ -3,7 +3,7 @@
 Each rank scores the queries of all ranks against its share of the items, one block of queries at a time. Memory therefore
 grows with the share of the items, and not with the number of scores.
 
-Shapes: B queries of a rank, G queries of all ranks, N items of the rank's share, P queries of a block, L entries of a list.
+Shapes: B queries of a rank, G queries of all ranks, N items of the rank's share, P queries of a block, L hidden pairs.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from recsys_core.errors import InputError
-from recsys_core.models.loss.collectives import gather_rows
+from recsys_core.models.loss.collectives import gather_without_gradient
 from recsys_core.models.spec import ModelSpec
 
 MAX_BLOCK_SCORES = 1 << 21
@@ -39,53 +39,55 @@ def catalogue_share(item_count_I: NDArray[np.int64], *, rank: int, world_size: i
 
 def require_catalogue_fits(spec: ModelSpec, *, limit_gb: float, world_size: int) -> None:
     """Raise InputError if the vectors of a rank's share of the items and their gradients exceed `limit_gb`."""
-    widths = [table.dim for table in spec.on_side("item").values()] + [spec.config.trained_dim]
+    vector_dims = [table.dim for table in spec.on_side("item").values()] + [spec.config.trained_dim]
     num_share_items = -(-spec.num_items // world_size)
-    share_gb = num_share_items * sum(widths) * BYTES_PER_VALUE / 1e9
+    share_gb = num_share_items * sum(vector_dims) * BYTES_PER_VALUE / 1e9
     if share_gb > limit_gb:
-        num_ranks = math.ceil(spec.num_items / (limit_gb * 1e9 // (sum(widths) * BYTES_PER_VALUE) or 1))
+        num_ranks = math.ceil(spec.num_items / (limit_gb * 1e9 // (sum(vector_dims) * BYTES_PER_VALUE) or 1))
         raise InputError(
             f"loss.negatives is all, but a rank's share of the catalogue needs {share_gb:.3g} GB in each step, and "
-            f"loss.catalogue_gb is {limit_gb:g}: {spec.num_items:,} items / {world_size} ranks x {sum(widths)} values "
-            f"({' + '.join(map(str, widths))}) x {BYTES_PER_VALUE} bytes; set loss.negatives to sampled, use at least "
+            f"loss.catalogue_gb is {limit_gb:g}: {spec.num_items:,} items / {world_size} ranks x {sum(vector_dims)} values "
+            f"({' + '.join(map(str, vector_dims))}) x {BYTES_PER_VALUE} bytes; set loss.negatives to sampled, use at least "
             f"{num_ranks} ranks, or raise loss.catalogue_gb"
         )
 
 
-def mean_log_partition(
+def weighted_log_partition(
     query_BD: Tensor,
     share_ND: Tensor,
     *,
     weight_B: Tensor,
     hidden_pairs: tuple[Tensor, Tensor] | None,
-    largest_share: int,
+    largest_share_size: int,
     group: ProcessGroup | None,
 ) -> Tensor:
     """Return sum_b weight_b log(sum_j exp(q_b . x_j)) over the rank's queries b and the items j of all ranks.
 
-    The gradients are computed in the forward pass, while the scores of a block are in memory. Every rank of `group` calls the
-    function with equally many queries, and multiplies the result by the same factor. As with `gather_candidates`, an item
+    The gradients are computed in the forward pass, while the scores of a block are in memory. Every rank of `group` must call
+    the function with equally many queries, and multiply the result by the same factor. As with `gather_candidates`, an item
     has the gradient of the ranks' total loss.
 
     Args:
         query_BD: query vectors, divided by the temperature.
         share_ND: vectors of the rank's share of the items.
-        hidden_pairs: indices into the G queries and into the N items of the pairs that are left out, int64 [L] each, sorted by
-            query. None: no pair is left out.
-        largest_share: number of items in the largest share. All ranks derive the same blocks of queries from it.
+        hidden_pairs: the pairs of a query and an item that are left out of the sum: indices of the queries among the G queries
+            in ascending order, and indices of the items among the N items, both int64 [L]. None: no pair is left out.
+        largest_share_size: number of items in the largest share. All ranks derive the same blocks of queries from it.
 
     >>> queries, items, weight_B = torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([1.0, 0.0])
-    >>> value = mean_log_partition(queries, items, weight_B=weight_B, hidden_pairs=None, largest_share=5, group=None)
+    >>> value = weighted_log_partition(queries, items, weight_B=weight_B, hidden_pairs=None, largest_share_size=5, group=None)
     >>> round(value.item(), 4)  # log 5
     1.6094
     """
     if hidden_pairs is None:
         hidden_pairs = (torch.zeros(0, dtype=torch.int64, device=query_BD.device),) * 2
-    value: Tensor = _LogPartition.apply(query_BD, share_ND, weight_B, *hidden_pairs, largest_share, group)
+    value: Tensor = _LogPartition.apply(query_BD, share_ND, weight_B, *hidden_pairs, largest_share_size, group)
     return value
 
 
 class _LogPartition(torch.autograd.Function):
+    """The implementation of `weighted_log_partition`, with its gradients."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -94,37 +96,38 @@ class _LogPartition(torch.autograd.Function):
         weight_B: Tensor,
         hidden_query_L: Tensor,
         hidden_item_L: Tensor,
-        largest_share: int,
+        largest_share_size: int,
         group: ProcessGroup | None,
     ) -> Tensor:
-        query_GD, weight_G = gather_rows(query_BD, group=group), gather_rows(weight_B, group=group)
+        query_GD, weight_G = gather_without_gradient(query_BD, group=group), gather_without_gradient(weight_B, group=group)
         gradient_GD, gradient_ND = torch.zeros_like(query_GD), torch.zeros_like(share_ND)
         log_partition_G = torch.zeros_like(weight_G)
         num_queries = len(query_GD)
-        block_size = max(1, MAX_BLOCK_SCORES // max(1, largest_share))
+        block_size = max(1, MAX_BLOCK_SCORES // max(1, largest_share_size))
         starts = list(range(0, num_queries, block_size))
-        bounds = torch.searchsorted(hidden_query_L, torch.tensor([*starts, num_queries], device=hidden_query_L.device))
-        for index, start in enumerate(starts):
-            block, pairs = slice(start, start + block_size), slice(bounds[index], bounds[index + 1])
+        pair_bounds = torch.searchsorted(hidden_query_L, torch.tensor([*starts, num_queries], device=hidden_query_L.device))
+        for block_index, start in enumerate(starts):
+            block = slice(start, start + block_size)
+            pairs = slice(pair_bounds[block_index], pair_bounds[block_index + 1])
             logit_PN = linear(query_GD[block], share_ND).float()
             logit_PN[hidden_query_L[pairs] - start, hidden_item_L[pairs]] = _MASKED_LOGIT
-            # The exponentials replace the scores. They are divided by their sum in the results, which have fewer values.
-            largest_P = logit_PN.amax(dim=1) if len(share_ND) else torch.full_like(weight_G[block], -torch.inf)
-            exponential_PN = logit_PN.sub_(largest_P[:, None]).exp_()
-            log_partition_P = _sum_over_ranks(exponential_PN.sum(dim=1).log() + largest_P, group=group)
+            # The exponentials overwrite the logits. The results, which have fewer values, are divided by the partition.
+            max_logit_P = logit_PN.amax(dim=1) if len(share_ND) else torch.full_like(weight_G[block], -torch.inf)
+            exponential_PN = logit_PN.sub_(max_logit_P[:, None]).exp_()
+            log_partition_P = _log_sum_over_ranks(exponential_PN.sum(dim=1).log() + max_logit_P, group=group)
             log_partition_G[block] = log_partition_P
-            factor_P1 = (weight_G[block] * (largest_P - log_partition_P).exp())[:, None]
+            factor_P1 = (weight_G[block] * (max_logit_P - log_partition_P).exp())[:, None]
             gradient_GD[block] = (exponential_PN @ share_ND) * factor_P1
             gradient_ND += exponential_PN.T @ (query_GD[block] * factor_P1)
-        own_queries = slice(0, num_queries)
+        rank_queries = slice(0, num_queries)
         if group is not None and group.size() > 1:
-            own_queries = slice(group.rank() * len(query_BD), (group.rank() + 1) * len(query_BD))
+            rank_queries = slice(group.rank() * len(query_BD), (group.rank() + 1) * len(query_BD))
             gradient_BD = torch.empty_like(query_BD)
             distributed.reduce_scatter_single(gradient_BD, gradient_GD, group=group)
         else:
             gradient_BD = gradient_GD
         ctx.save_for_backward(gradient_BD, gradient_ND)
-        return (weight_G * log_partition_G)[own_queries].sum()
+        return (weight_G * log_partition_G)[rank_queries].sum()
 
     @staticmethod
     @once_differentiable
@@ -133,8 +136,8 @@ class _LogPartition(torch.autograd.Function):
         return gradient_BD * gradient, gradient_ND * gradient, None, None, None, None, None
 
 
-def _sum_over_ranks(log_sum_P: Tensor, *, group: ProcessGroup | None) -> Tensor:
+def _log_sum_over_ranks(log_sum_P: Tensor, *, group: ProcessGroup | None) -> Tensor:
     """Return the logarithm of the sum over the ranks of exp(log_sum_P)."""
     if group is None or group.size() == 1:
         return log_sum_P
-    return gather_rows(log_sum_P, group=group).view(group.size(), -1).logsumexp(dim=0)
+    return gather_without_gradient(log_sum_P, group=group).view(group.size(), -1).logsumexp(dim=0)

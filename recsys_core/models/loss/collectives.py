@@ -1,4 +1,4 @@
-"""Collectives over the candidates and rows of all ranks."""
+"""Collectives that the loss needs: candidates of all ranks, and the L2 penalty on the rows of all ranks."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 def gather_candidates(candidate_CD: Tensor, item_row_C: Tensor, *, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Return the candidates of all ranks in rank order: vectors [W * C, D] with a gradient, and item rows [W * C].
 
-    Every rank of `group` calls the function with the same number of candidates, and every rank runs the backward pass. The
-    backward pass adds up the gradients of a candidate over all ranks. The result is the gradient of the ranks' total loss.
+    Every rank of `group` must call the function with the same number of candidates, and run the backward pass, which adds up
+    the gradients of a candidate over all ranks. The result is the gradient of the ranks' total loss.
     Training then averages the gradients of the parameters over the ranks, which gives the gradient of the mean loss.
 
     >>> vectors, rows = gather_candidates(torch.ones(2, 3), torch.tensor([4, 5]), group=None)
@@ -21,19 +21,19 @@ def gather_candidates(candidate_CD: Tensor, item_row_C: Tensor, *, group: Proces
     if group is None or group.size() == 1:
         return candidate_CD, item_row_C
     all_candidates: Tensor = _AllGather.apply(candidate_CD, group)
-    return all_candidates, gather_rows(item_row_C, group=group)
+    return all_candidates, gather_without_gradient(item_row_C, group=group)
 
 
-def gather_rows(row_C: Tensor, *, group: ProcessGroup | None) -> Tensor:
-    """Return the row numbers, or any other tensors, of all ranks in rank order, [W * C, ...], without a gradient.
+def gather_without_gradient(tensor: Tensor, *, group: ProcessGroup | None) -> Tensor:
+    """Return the tensors of all ranks, concatenated along the first dimension in rank order, without a gradient.
 
-    `row_C` has the same shape on every rank.
+    `tensor` has the same shape on every rank.
     """
     if group is None or group.size() == 1:
-        return row_C
-    all_rows = row_C.new_empty(group.size() * len(row_C), *row_C.shape[1:])
-    distributed.all_gather_single(all_rows, row_C.contiguous(), group=group)
-    return all_rows
+        return tensor
+    all_tensors = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
+    distributed.all_gather_single(all_tensors, tensor.contiguous(), group=group)
+    return all_tensors
 
 
 def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: ProcessGroup | None) -> Tensor:
@@ -56,7 +56,7 @@ def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: Process
     if world_size > 1:
         padded_rows = row_V.new_full((max_rows,), -1)
         padded_rows[: len(row_V)] = row_V
-        all_rows = gather_rows(padded_rows, group=group)
+        all_rows = gather_without_gradient(padded_rows, group=group)
     sorted_rows = all_rows.sort().values
     count_V = torch.searchsorted(sorted_rows, row_V, right=True) - torch.searchsorted(sorted_rows, row_V)
     return (value_VD.square().sum(dim=1) * (world_size / 2 / count_V)).sum()
@@ -76,7 +76,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        num_gathered, dim = gradient.shape
-        gradient_CD = gradient.new_empty(num_gathered // ctx.group.size(), dim)
+        num_all_candidates, dim = gradient.shape
+        gradient_CD = gradient.new_empty(num_all_candidates // ctx.group.size(), dim)
         distributed.reduce_scatter_single(gradient_CD, gradient.contiguous(), group=ctx.group)
         return gradient_CD, None

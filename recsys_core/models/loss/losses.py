@@ -1,14 +1,14 @@
 """Retrieval losses (softmax, BCE, BPR, cosine contrastive) and the distillation loss.
 
 A retrieval loss takes the score of each query with its positive, and the scores of each query with N negatives that all queries
-share. It returns the loss of each query, [B]. `weighted_mean` multiplies it by the weights of the queries. If all ranks have
-equally many queries, the mean of the ranks' losses is the mean over all queries.
+share. It returns the loss of each query, [B]. `weighted_mean` multiplies the losses by the weights of the queries. If all ranks
+have equally many queries, the mean of the ranks' losses is the mean over all queries.
 
 `is_masked_BN` marks columns that must not count as negatives of a query: the query's own positive, another occurrence of the
-same item, or an item of the query's history; None: all columns count. `known` has the scores of each query with its known
-negatives (`loss.explicit_negatives`), which other queries do not share; None without them. A query without a negative has a
-finite loss and a finite gradient. Logits are scores / temperature, which may be a learned parameter. Losses are computed in
-float32 even if autocast made the scores bf16.
+same item, or an item of the query's history; None: all columns count. `known_negatives` has the scores of each query with its
+known negatives (`loss.explicit_negatives`), which other queries do not share; it is None if there are none. A query without a
+negative has a finite loss and a finite gradient. Logits are scores / temperature, which may be a learned parameter. Losses are
+computed in float32 even if autocast made the scores bf16.
 """
 
 import math
@@ -29,8 +29,8 @@ class KnownNegativeScores(NamedTuple):
     """Scores of each query with its known negatives, [B, K].
 
     Attributes:
-        is_padding_BK: columns that are no known negative.
-        weight: see `loss.explicit_negative_weight`.
+        is_padding_BK: columns that hold no known negative.
+        weight: number of sampled negatives for which a known negative counts, see `loss.explicit_negative_weight`.
     """
 
     score_BK: Tensor
@@ -46,7 +46,7 @@ def softmax_loss(
     temperature: Tensor | float,
     log_q_B: Tensor | None = None,
     log_q_N: Tensor | None = None,
-    known: KnownNegativeScores | None = None,
+    known_negatives: KnownNegativeScores | None = None,
 ) -> Tensor:
     """Return the sampled softmax loss: cross-entropy of the positive among itself and the negatives.
 
@@ -64,8 +64,9 @@ def softmax_loss(
     >>> loss_B = softmax_loss(*scores, is_masked_BN=None, temperature=1.0, log_q_N=torch.tensor([3.0]).log())
     >>> round(loss_B.item(), 4)  # a negative expected three times counts a third: log(1 + 1/3)
     0.2877
-    >>> known = KnownNegativeScores(torch.zeros(1, 2), torch.tensor([[False, True]]), weight=2.0)
-    >>> round(softmax_loss(*scores, is_masked_BN=None, temperature=1.0, known=known).item(), 4)  # log(1 + 1 + 2)
+    >>> known_negatives = KnownNegativeScores(torch.zeros(1, 2), torch.tensor([[False, True]]), weight=2.0)
+    >>> loss_B = softmax_loss(*scores, is_masked_BN=None, temperature=1.0, known_negatives=known_negatives)
+    >>> round(loss_B.item(), 4)  # log(1 + 1 + 2)
     1.3863
     """
     # Work in place on one copy, because a [B, N] tensor is the largest tensor of a step.
@@ -78,9 +79,11 @@ def softmax_loss(
     if log_q_B is not None:
         positive_logit_B = positive_logit_B - log_q_B
     log_sum_B = negative_logit_BN.logsumexp(dim=1)
-    if known is not None:
-        known_logit_BK = (known.score_BK.float() / temperature).masked_fill(known.is_padding_BK, _MASKED_LOGIT)
-        log_sum_B = log_sum_B.logaddexp(known_logit_BK.logsumexp(dim=1) + math.log(known.weight))
+    if known_negatives is not None:
+        known_logit_BK = (known_negatives.score_BK.float() / temperature).masked_fill(
+            known_negatives.is_padding_BK, _MASKED_LOGIT
+        )
+        log_sum_B = log_sum_B.logaddexp(known_logit_BK.logsumexp(dim=1) + math.log(known_negatives.weight))
     # -log(e^p / (e^p + sum e^n)) = log(1 + e^(log sum e^n - p))
     return softplus(log_sum_B - positive_logit_B)
 
@@ -91,7 +94,7 @@ def bce_loss(
     *,
     is_masked_BN: Tensor | None,
     temperature: Tensor | float,
-    known: KnownNegativeScores | None = None,
+    known_negatives: KnownNegativeScores | None = None,
 ) -> Tensor:
     """Return the binary cross-entropy of the positive (label 1) plus the mean over the negatives (label 0).
 
@@ -103,7 +106,10 @@ def bce_loss(
     1.3863
     """
     negative_loss_B = _negative_loss(
-        lambda score: softplus(score.float() / temperature), negative_score_BN, is_masked_BN=is_masked_BN, known=known
+        lambda score: softplus(score.float() / temperature),
+        negative_score_BN,
+        is_masked_BN=is_masked_BN,
+        known_negatives=known_negatives,
     )
     return softplus(-positive_score_B.float() / temperature) + negative_loss_B
 
@@ -114,7 +120,7 @@ def bpr_loss(
     *,
     is_masked_BN: Tensor | None,
     temperature: Tensor | float,
-    known: KnownNegativeScores | None = None,
+    known_negatives: KnownNegativeScores | None = None,
 ) -> Tensor:
     """Return -log sigmoid(positive - negative), mean over the negatives (Rendle et al., "BPR", UAI 2009).
 
@@ -133,7 +139,7 @@ def bpr_loss(
         lambda score: softplus((score.float() - positive_score_B1) / temperature),
         negative_score_BN,
         is_masked_BN=is_masked_BN,
-        known=known,
+        known_negatives=known_negatives,
     )
 
 
@@ -144,12 +150,12 @@ def cosine_contrastive_loss(
     is_masked_BN: Tensor | None,
     margin: float,
     negative_weight: float,
-    known: KnownNegativeScores | None = None,
+    known_negatives: KnownNegativeScores | None = None,
 ) -> Tensor:
     """Return (1 - positive) + negative_weight * mean over the negatives of max(0, negative - margin).
 
     This is the loss of SimpleX (Mao et al., CIKM 2021); scores are cosines. Most negatives fall below the margin during
-    training and have no gradient, so that the model learns from the few hard ones. A query without a negative has only the
+    training and have no gradient, so that the model learns from the few hard negatives. A query without a negative has only the
     first term.
 
     >>> scores = torch.tensor([0.75]), torch.tensor([[1.0, 0.25, 1.0]])
@@ -158,7 +164,10 @@ def cosine_contrastive_loss(
     0.75
     """
     excess_B = _negative_loss(
-        lambda score: (score.float() - margin).relu(), negative_score_BN, is_masked_BN=is_masked_BN, known=known
+        lambda score: (score.float() - margin).relu(),
+        negative_score_BN,
+        is_masked_BN=is_masked_BN,
+        known_negatives=known_negatives,
     )
     return 1 - positive_score_B.float() + negative_weight * excess_B
 
@@ -170,7 +179,8 @@ def distillation_loss(
 
     The loss compares similarities, not vectors, so that student and teacher may have different widths (Park et al., "Relational
     knowledge distillation", CVPR 2019). It compares softened probabilities (Hinton et al., "Distilling the knowledge in a
-    neural network", 2015, without the factor temperature^2). It is 0 if both agree. The teacher gets no gradient.
+    neural network", 2015, without the factor temperature^2). The loss is 0 if student and teacher agree. The teacher gets no
+    gradient.
 
     Args:
         student_CD: trained vectors of the candidates; only their direction counts.
@@ -180,8 +190,8 @@ def distillation_loss(
         temperature: similarities are cosines / temperature, for student and teacher.
         min_norm: norm below which a vector's gradient is limited, see `unit_vectors`.
 
-    The similarities of the first item to the second and third are 0 and 1 for the student, but 1 and 0 for the teacher. The
-    softmax has the probabilities 1 / (e + 1) and e / (e + 1).
+    In the example, the similarities of the first item to the second and third are 0 and 1 for the student, but 1 and 0 for the
+    teacher. The softmax has the probabilities 1 / (e + 1) and e / (e + 1).
 
     >>> e, student = 2.718281828, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     >>> settings = {"item_C": torch.arange(3), "num_queries": 1, "temperature": 1.0, "min_norm": 0.1}
@@ -209,7 +219,7 @@ def distillation_loss(
 
 
 def weighted_mean(value_B: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Return the mean of value * weight. The divisor is B, not the sum of the weights. weight_B: None means weight 1.
+    """Return the mean of value * weight, divided by B and not by the sum of the weights. weight_B: None for weights of 1.
 
     >>> weighted_mean(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 1.0])).item()
     3.0
@@ -222,20 +232,20 @@ def _negative_loss(
     negative_score_BN: Tensor,
     *,
     is_masked_BN: Tensor | None,
-    known: KnownNegativeScores | None,
+    known_negatives: KnownNegativeScores | None,
 ) -> Tensor:
     """Return the mean of `loss_of` over the negatives of each query; 0 for a query without negatives.
 
-    A known negative counts `known.weight` times.
+    A known negative counts `known_negatives.weight` times.
     """
-    mean_B = _mean_over_negatives(loss_of(negative_score_BN), is_masked_BN)
-    if known is None:
-        return mean_B
-    known_mean_B = _mean_over_negatives(loss_of(known.score_BK), known.is_padding_BK)
+    mean_loss_B = _mean_over_negatives(loss_of(negative_score_BN), is_masked_BN)
+    if known_negatives is None:
+        return mean_loss_B
+    known_mean_loss_B = _mean_over_negatives(loss_of(known_negatives.score_BK), known_negatives.is_padding_BK)
     num_negatives_B = negative_score_BN.shape[1] - (0 if is_masked_BN is None else is_masked_BN.sum(dim=1))
-    known_weight_B = known.weight * (~known.is_padding_BK).sum(dim=1)
+    known_weight_B = known_negatives.weight * (~known_negatives.is_padding_BK).sum(dim=1)
     total_weight_B = (num_negatives_B + known_weight_B).clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.lerp(mean_B, known_mean_B, known_weight_B / total_weight_B)
+    return torch.lerp(mean_loss_B, known_mean_loss_B, known_weight_B / total_weight_B)
 
 
 def _mean_over_negatives(value_BN: Tensor, is_masked_BN: Tensor | None) -> Tensor:

@@ -14,8 +14,8 @@ from torch.nn import functional
 from recsys_core.dataset.batch import Batch
 from recsys_core.errors import InputError
 from recsys_core.models.ensemble import split_members
-from recsys_core.models.loss.catalogue import mean_log_partition
-from recsys_core.models.loss.collectives import gather_candidates, gather_rows
+from recsys_core.models.loss.catalogue import weighted_log_partition
+from recsys_core.models.loss.collectives import gather_candidates, gather_without_gradient
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.losses import (
     KnownNegativeScores,
@@ -67,7 +67,7 @@ class Objective(nn.Module):
         log_temperature = torch.tensor(math.log(spec.config.start_temperature))
         self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.start_temperature
-        self.largest_share = -(-int(np.count_nonzero(item_count_I)) // (1 if group is None else group.size()))
+        self.largest_share_size = -(-int(np.count_nonzero(item_count_I)) // (1 if group is None else group.size()))
         self.positive_share_I: Tensor
         self.negative_share_I: Tensor
         if loss.kind != "softmax" or loss.logq_correction == "none" or loss.negatives == "all":
@@ -89,8 +89,8 @@ class Objective(nn.Module):
 
         Args:
             query_BD: query vectors.
-            candidate_CD: vectors of the rank's own candidates: the B positives, then the sampled negatives or, with negatives
-                `all`, the rank's share of the catalogue, and then explicit_negatives candidates of each query.
+            candidate_CD: vectors of the rank's candidates: the B positives, then the sampled negatives or, with negatives
+                `all`, the rank's share of the catalogue, and then `explicit_negatives` known negatives of each query.
             teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
         """
         members = zip(*(split_members(vector, self.num_members) for vector in (query_BD, candidate_CD)), strict=True)
@@ -102,14 +102,14 @@ class Objective(nn.Module):
         distillation = self.config.distillation
         if distillation is None or teacher_CD is None:
             return loss
-        num_shared = self._num_shared_candidates(batch)
+        num_shared_candidates = self._num_shared_candidates(batch)
         return (
             loss
             + distillation.weight
             * distillation_loss(
-                candidate_CD[:num_shared, : self.tower_dim],  # without the popularity
-                teacher_CD=teacher_CD[:num_shared],
-                item_C=batch.candidate_index_C[:num_shared],
+                candidate_CD[:num_shared_candidates, : self.tower_dim],  # without the popularity term
+                teacher_CD=teacher_CD[:num_shared_candidates],
+                item_C=batch.candidate_index_C[:num_shared_candidates],
                 num_queries=batch.batch_size,
                 temperature=distillation.temperature,
                 min_norm=self.min_norm,
@@ -119,7 +119,8 @@ class Objective(nn.Module):
     def _catalogue_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:
         """Return the cross-entropy of the positives among all items of the catalogue.
 
-        With the exponent e, the loss of a query is -log(exp(p) / (sum_j exp(s_j))^e) (Wu et al., "BSL", ICDE 2024).
+        With the logit p of the positive, the logits s_j of all items and the exponent e, the loss of a query is
+        -log(exp(p) / (sum_j exp(s_j))^e) (Wu et al., "BSL", ICDE 2024).
         """
         num_queries = batch.batch_size
         weight_B = torch.ones_like(query_BD[:, 0]) if batch.loss_weight is None else batch.loss_weight
@@ -129,12 +130,12 @@ class Objective(nn.Module):
         precision = functional.linear(query_BD[:1], share_ND[:1]).dtype
         positive_B = _positive_scores(query_BD, positive_BD, precision=precision).float()
         hidden_pairs = self._seen_share_pairs(batch) if self.config.mask_negatives == "seen" else None
-        log_partition = mean_log_partition(
+        log_partition = weighted_log_partition(
             query_BD,
             share_ND,
             weight_B=weight_B,
             hidden_pairs=hidden_pairs,
-            largest_share=self.largest_share,
+            largest_share_size=self.largest_share_size,
             group=self.group,
         )
         return self.config.negatives_exponent * log_partition - (weight_B * positive_B).sum()
@@ -142,7 +143,7 @@ class Objective(nn.Module):
     def _seen_share_pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Collective. Return the pairs of a query of any rank and an item of the rank's share that is in the query's history.
 
-        The positive is not among the pairs: a repeated item is not a negative of its query.
+        The positive of a query is not in the pairs of the query, even if it is also in the history.
         """
         item_row_C = batch.item_row_V[batch.candidate_index_C]
         num_queries, length_B, device = batch.batch_size, batch.history_offset.diff(), item_row_C.device
@@ -152,7 +153,7 @@ class Objective(nn.Module):
         entry_row_BH = item_row_C.new_full((num_queries, self.history_length), -1)
         entry_row_BH[is_entry_BH] = batch.item_row_V[batch.history_index_H]
         entry_row_BH.masked_fill_(entry_row_BH == item_row_C[:num_queries, None], -1)
-        entry_row_H = gather_rows(entry_row_BH, group=self.group).flatten()
+        entry_row_H = gather_without_gradient(entry_row_BH, group=self.group).flatten()
         num_all_queries = len(entry_row_H) // max(1, self.history_length)
         offset = torch.arange(num_all_queries + 1, device=device) * self.history_length
         return seen_pairs(entry_row_H, offset, item_row_C[num_queries:])
@@ -161,35 +162,48 @@ class Objective(nn.Module):
         if self.config.negatives == "all":
             return self._catalogue_loss(query_BD, candidate_CD, batch=batch)
         item_row_C = batch.item_row_V[batch.candidate_index_C]
-        item_row_B, num_shared = item_row_C[: batch.batch_size], self._num_shared_candidates(batch)
-        known = self._known_negative_scores(query_BD, candidate_CD[num_shared:], item_row_C[num_shared:], item_row_B=item_row_B)
-        columns = self._score_columns(candidate_CD[:num_shared], item_row_C[:num_shared], batch_size=batch.batch_size)
+        item_row_B, num_shared_candidates = item_row_C[: batch.batch_size], self._num_shared_candidates(batch)
+        known_negatives = self._known_negative_scores(
+            query_BD, candidate_CD[num_shared_candidates:], item_row_C[num_shared_candidates:], item_row_B=item_row_B
+        )
+        columns = self._score_columns(
+            candidate_CD[:num_shared_candidates], item_row_C[:num_shared_candidates], batch_size=batch.batch_size
+        )
         negative_score_BN = functional.linear(query_BD, columns.vector_ND)
         positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_score_BN.dtype)
         scores, is_masked_BN = (positive_score_B, negative_score_BN), self._negative_mask(columns, item_row_B, batch=batch)
         config, temperature = self.config, self.temperature
         if config.kind == "cosine_contrastive":
             loss_B = cosine_contrastive_loss(
-                *scores, is_masked_BN=is_masked_BN, margin=config.margin, negative_weight=config.negative_weight, known=known
+                *scores,
+                is_masked_BN=is_masked_BN,
+                margin=config.margin,
+                negative_weight=config.negative_weight,
+                known_negatives=known_negatives,
             )
         elif config.kind == "softmax":
             log_q_B, log_q_N = self._log_q(columns, item_row_B)
             loss_B = softmax_loss(
-                *scores, is_masked_BN=is_masked_BN, temperature=temperature, log_q_B=log_q_B, log_q_N=log_q_N, known=known
+                *scores,
+                is_masked_BN=is_masked_BN,
+                temperature=temperature,
+                log_q_B=log_q_B,
+                log_q_N=log_q_N,
+                known_negatives=known_negatives,
             )
         else:
             loss_function = bce_loss if config.kind == "bce" else bpr_loss
-            loss_B = loss_function(*scores, is_masked_BN=is_masked_BN, temperature=temperature, known=known)
+            loss_B = loss_function(*scores, is_masked_BN=is_masked_BN, temperature=temperature, known_negatives=known_negatives)
         return weighted_mean(loss_B, batch.loss_weight)
 
     def _num_shared_candidates(self, batch: Batch) -> int:
-        """Return the number of candidates before those for known negatives."""
+        """Return the number of candidates that all queries share: all candidates except the known negatives."""
         return len(batch.candidate_index_C) - batch.batch_size * self.config.explicit_negatives
 
     def _known_negative_scores(
         self, query_BD: Tensor, known_LD: Tensor, item_row_L: Tensor, *, item_row_B: Tensor
     ) -> KnownNegativeScores | None:
-        """Return the scores of each query with the candidates of its own. A copy of the positive is padding."""
+        """Return the scores of each query with its known negatives; None without them. A copy of the positive is padding."""
         if self.config.explicit_negatives == 0:
             return None
         num_queries, dim = query_BD.shape
@@ -212,7 +226,7 @@ class Objective(nn.Module):
         return ScoreColumns(candidate_CD, item_row_C, positive_column_B, num_positives, len(item_row_C) - num_positives)
 
     def _negative_mask(self, columns: ScoreColumns, item_row_B: Tensor, *, batch: Batch) -> Tensor | None:
-        """Return True for each candidate that must not count as a negative of the query."""
+        """Return bool [B, N], True for each candidate that must not count as a negative of the query; None if all count."""
         if self.config.mask_negatives == "none":
             if columns.positive_column_B is None:
                 return None
@@ -228,7 +242,7 @@ class Objective(nn.Module):
         return is_masked_BN
 
     def _log_q(self, columns: ScoreColumns, item_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the log expected counts of the positives and of the columns."""
+        """Return the log expected counts of the positives [B] and of the columns [N]; None where there is no correction."""
         if self.config.logq_correction == "none":
             return None, None
         # If other columns of the positive's item are masked, the positive occurs exactly once: a correction would be a bias.
@@ -257,12 +271,12 @@ def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, precision: torch.
 def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, num_positives: int, num_negatives: int) -> Tensor:
     """Return the log of the expected number of each candidate's occurrences among in-batch positives and sampled negatives.
 
-    It is the log Q of the logQ correction (docs/models.md), which is subtracted from the logits of the candidates.
+    This is the log Q of the logQ correction (docs/models.md), which is subtracted from the logits of the candidates.
 
     Args:
         positive_share_C: probability of each candidate in one in-batch draw: its share of the training events.
         negative_share_C: probability of each candidate in one draw of negatives, see `negative_share`.
-        num_positives, num_negatives: number of draws over all ranks whose candidates are gathered.
+        num_positives, num_negatives: number of draws on all ranks whose candidates are gathered.
 
     Returns:
         Finite values [C]. A candidate that neither draw can produce counts as the smallest normal float32, about e^-87.

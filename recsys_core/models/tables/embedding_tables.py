@@ -1,8 +1,8 @@
 """Embedding tables as TorchRec modules: EmbeddingCollection for items and users, EmbeddingBagCollection for query features.
 
 Item and user embeddings are unpooled: a batch looks up each distinct item once, and uses the row for all candidates and history
-entries with that item (docs/adr/0005). Features of queries are pooled by the EmbeddingBagCollection. Frozen tables are in
-collections of their own, which run without autograd.
+entries with that item (docs/adr/0005). The EmbeddingBagCollection pools query features. Frozen tables are in separate
+collections, which run without autograd.
 
 Shapes: B queries, V distinct items, L values of all lists, D columns, R rows of a shard.
 """
@@ -34,17 +34,17 @@ class EmbeddingTables(nn.ModuleDict):
         for collection in sorted({table.collection for table in spec.tables.values()}):
             table_by_name = {table_name: table for table_name, table in spec.tables.items() if table.collection == collection}
             if next(iter(table_by_name.values())).is_unpooled:
-                configs = [EmbeddingConfig(**_table_arguments(name, table)) for name, table in table_by_name.items()]
-                self[collection] = EmbeddingCollection(tables=configs, device=device)
+                table_configs = [EmbeddingConfig(**_table_arguments(name, table)) for name, table in table_by_name.items()]
+                self[collection] = EmbeddingCollection(tables=table_configs, device=device)
             else:
                 # For mean pooling, `table_outputs` divides the sum. TorchRec's own mean is wrong under grid_shard: TorchRec 1.9
-                # divides by the number of values on each rank. The same fault of row_wise (meta-pytorch/torchrec#2362) is gone.
-                configs = [
+                # divides by the number of values on each rank. row_wise no longer has this fault (meta-pytorch/torchrec#2362).
+                table_configs = [
                     EmbeddingBagConfig(**_table_arguments(name, table), pooling=PoolingType.SUM)
                     for name, table in table_by_name.items()
                 ]
                 is_weighted = collection.startswith(POOLED_WEIGHTED)
-                self[collection] = EmbeddingBagCollection(tables=configs, is_weighted=is_weighted, device=device)
+                self[collection] = EmbeddingBagCollection(tables=table_configs, is_weighted=is_weighted, device=device)
 
 
 def _table_arguments(table_name: str, table: TableSpec) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def _table_arguments(table_name: str, table: TableSpec) -> dict[str, Any]:
 def parameter_name(spec: ModelSpec, table_name: str) -> str:
     """Return the name of the weights of table `table_name` among the parameters of EmbeddingTables."""
     table = spec.tables[table_name]
-    module_dict = "embeddings" if table.is_unpooled else "embedding_bags"
-    return f"{table.collection}.{module_dict}.{module_name(table_name)}.weight"
+    attribute_name = "embeddings" if table.is_unpooled else "embedding_bags"
+    return f"{table.collection}.{attribute_name}.{module_name(table_name)}.weight"
 
 
 def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def _unpooled_output(spec: ModelSpec, table_name: str, jagged_rows: Any, batch: 
     value_LD: Tensor = jagged_rows.values()
     weight_L = batch.item_feature_weight.get(table_name)
     if spec.forms.get(table_name, "single") in ("single", "number"):
-        if len(value_LD) > num_vectors:  # a batch without a value looks up one row, because FBGEMM rejects an empty lookup
+        if len(value_LD) > num_vectors:  # without values, the batch looks up one row, because FBGEMM rejects empty lookups
             value_LD = value_LD[:num_vectors]
         return value_LD if weight_L is None else value_LD * weight_L[:, None]
     offset = jagged_rows.offsets()[: num_vectors + 1]
@@ -96,7 +96,7 @@ def _unpooled_output(spec: ModelSpec, table_name: str, jagged_rows: Any, batch: 
 
 
 def _mean_divisor(batch: Batch, feature: str, *, is_weighted: bool) -> Tensor:
-    """Return the divisor [B] of each list's mean: the length of the list or the sum of its weights; 1 for an empty list."""
+    """Return the divisor of the mean of each list, [B]: its length or the sum of its weights; 1 for an empty list."""
     jagged = batch.sparse[POOLED_WEIGHTED if is_weighted else POOLED][feature]
     if not is_weighted:
         length_B: Tensor = jagged.lengths().clamp(min=1)

@@ -38,7 +38,7 @@ class Schedule(Settings):
     )
 
     def scale(self, step: int, *, total_steps: int) -> float:
-        """Return the factor on the learning rate at `step` (0-based). It depends on the step alone: no state is saved.
+        """Return the factor on the learning rate at `step` (0-based). It depends on the step alone, so no state is saved.
 
         >>> [Schedule(learning_rate=1, warmup_steps=1, lr_decay="linear").scale(step, total_steps=5) for step in range(5)]
         [0.5, 1.0, 0.75, 0.5, 0.25]
@@ -104,7 +104,7 @@ def random_norm(std: float, dim: int) -> float:
 
 
 class UnfreezeStep(Settings):
-    """One step of the schedule of transfer `gradual`: from `epoch` on, `share` of the rows are trained."""
+    """One step of the schedule for transfer `gradual`: from `epoch` on, `share` of the rows is trained."""
 
     epoch: int = Field(
         ge=1, le=10_000, description="epoch from which `share` of the rows is trained; `1` is the first epoch of the run"
@@ -178,7 +178,7 @@ class TableConfig(Settings):
             )
         if self.transfer != "residual" and self.id_dropout:
             raise ValueError(
-                f"id_dropout drops the offsets of transfer residual, but transfer is {self.transfer}; leave it out"
+                f"id_dropout drops the offsets of transfer residual, but transfer is {self.transfer}; leave id_dropout out"
             )
         for step, next_step in pairwise(self.unfreeze):
             if next_step.epoch <= step.epoch or next_step.share <= step.share:

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.models.ensemble import encode_in_parts
+from recsys_core.models.ensemble import encode_by_member
 from recsys_core.models.history import (
     AttentionEncoder,
     HistoryEncoder,
@@ -70,7 +70,7 @@ class PaddedQueryTower(nn.Module):
             if is_mean:
                 weight_BL = weight_BL / weight_BL.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
             features[table_name] = (value_BLD * weight_BL[:, :, None]).sum(dim=1)
-        query_BD = encode_in_parts(self.dense, item_BHD, features, lambda *arguments: _encode(*arguments, mask_BH=mask_BH))
+        query_BD = encode_by_member(self.dense, item_BHD, features, lambda *arguments: _encode(*arguments, mask_BH=mask_BH))
         if self.block is None:
             return query_BD
         block_mask_BH = _newest(inputs[HISTORY_MASK], length=self._block_length)

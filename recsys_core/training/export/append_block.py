@@ -2,7 +2,8 @@
 
 The launching process appends the block after the ranks have written the trained vectors.
 
-Shapes: I items, B queries, T width of a trained vector, M width of the block, C = T + M concatenated, D width of the result.
+Shapes: I items, B queries, T width of a trained vector, M width of the block, C = T + M concatenated, D width of the result, R
+rows of a file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +30,8 @@ from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.validated_choice import best_weight
 
 RELATIVE_RIDGE = 1e-8
-"""Ridge of the moments, relative to their mean diagonal. Without it, the moments of fewer than C vectors are singular."""
+"""Ridge of the moments, relative to the mean of their diagonal. Without a ridge, the moments of fewer than C vectors are
+singular."""
 Floats32 = NDArray[np.float32]
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
@@ -40,60 +42,60 @@ def append_block(
     store: EventStore,
     validation: ValidationConfig | None,
     folder: Path,
-    train_log: EventStore | None = None,
+    train_store: EventStore | None = None,
 ) -> float:
-    """Append the block to the item and query vectors of the export in `folder`, write its files, and return its weight.
+    """Append the block to the item and query vectors of the export in `folder`, write the block's files, and return its weight.
 
     The weight is a multiple of the standard deviation of the trained scores over the catalogue. Validation and test events
     are used only in the histories of queries. All item vectors are in memory, query vectors only in chunks.
 
     Args:
-        train_log: store from whose training events the block is computed, with the user and item rows of `store`; None means
-            `store`.
+        train_store: store with the training events from which the block is computed, and with the user and item rows of
+            `store`; None means `store`.
 
     Raises:
         InputError: there are several weights and no validation events, or too few training events for the block.
     """
     block, trained_dim = spec.config.spectral_block, spec.config.trained_dim
     assert block is not None
-    matrix_UI = log_matrix(train_log or store, before="validation", max_events=block.max_events)
+    matrix_UI = log_matrix(train_store or store, before="validation", max_events=block.max_events)
     history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=block.dim, item_exponent=block.item_exponent)
     save_npy(folder / BLOCK_HISTORY_FILE, history_factor_IM)
     item_vector_IC = np.concatenate([memory_map(folder / "item_vectors.npy"), candidate_factor_IM], axis=1)
     del matrix_UI, candidate_factor_IM
-    query_files = {split: QueryFile(folder, split, store, block, history_factor_IM) for split in SPLITS}
-    chunks = (chunk for query_file in query_files.values() for chunk in query_file.chunks())
+    query_file_by_split = {split: QueryFile(folder, split, store, block, history_factor_IM) for split in SPLITS}
+    query_chunks = (chunk for query_file in query_file_by_split.values() for chunk in query_file.chunks())
     query_moments_CC, item_moments_CC = (
-        second_moments(vectors, width=item_vector_IC.shape[1]) for vectors in (chunks, row_chunks(item_vector_IC))
+        second_moments(vectors, width=item_vector_IC.shape[1]) for vectors in (query_chunks, row_chunks(item_vector_IC))
     )
-    num_queries = sum(len(query_file.user_B) for query_file in query_files.values())
+    num_queries = sum(len(query_file.user_B) for query_file in query_file_by_split.values())
     trained_columns = slice(trained_dim)
-    trained_moments = query_moments_CC[trained_columns, trained_columns]
-    mean_variance = (trained_moments * covariance(item_vector_IC[:, trained_columns])).sum() / max(1, num_queries)
-    score_deviation = float(np.sqrt(mean_variance)) if num_queries else 1.0
+    trained_moments_TT = query_moments_CC[trained_columns, trained_columns]
+    mean_score_variance = (trained_moments_TT * covariance(item_vector_IC[:, trained_columns])).sum() / max(1, num_queries)
+    score_std = float(np.sqrt(mean_score_variance)) if num_queries else 1.0
     weight = best_weight(
         block.weights,
-        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * score_deviation),
-        queries=query_files["validation"].vectors_of,
+        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * score_std),
+        vectors_of_users=query_file_by_split["validation"].vectors_of,
         item_vector_ID=item_vector_IC,
         setting="model.spectral_block.weights",
         spec=spec,
         store=store,
         validation=validation,
     )
-    weight_C = _column_weights(item_vector_IC.shape[1], block, weight * score_deviation)
+    weight_C = _column_weights(item_vector_IC.shape[1], block, weight * score_std)
     query_map, item_map = np.diag(weight_C), np.eye(len(weight_C), dtype=np.float32)
     item_moments_CC = _with_ridge(item_moments_CC)
     if block.output_dim is not None:
         weighted_moments_CC = _with_ridge(weight_C[:, None] * query_moments_CC * weight_C)
-        query_map, item_map = reduction(weighted_moments_CC, item_moments_CC, dim=block.output_dim)
+        query_map, item_map = reduction_maps(weighted_moments_CC, item_moments_CC, dim=block.output_dim)
         query_map = weight_C[:, None] * query_map
-    for query_file in query_files.values():
+    for query_file in query_file_by_split.values():
         _write_product(query_file.path, query_file.chunks(), map_CD=query_map, num_rows=len(query_file.user_B))
     _write_product(folder / "item_vectors.npy", row_chunks(item_vector_IC), map_CD=item_map, num_rows=len(item_vector_IC))
-    maps = {"query_map": query_map, "item_map": np.ascontiguousarray(item_map)}
-    maps["similar_map"] = similar_map(query_map, item_map, item_moments_CC, trained_dim=trained_dim)
-    save_file(maps, folder / BLOCK_MAPS_FILE)
+    map_by_name = {"query_map": query_map, "item_map": np.ascontiguousarray(item_map)}
+    map_by_name["similar_map"] = similar_map(query_map, item_map, item_moments_CC, trained_dim=trained_dim)
+    save_file(map_by_name, folder / BLOCK_MAPS_FILE)
     return weight
 
 
@@ -109,7 +111,7 @@ class QueryFile:
 
     @property
     def path(self) -> Path:
-        """File of the vectors."""
+        """Path of the file with the vectors."""
         return self.folder / f"query_vectors_{self.split}.npy"
 
     @cached_property
@@ -118,23 +120,23 @@ class QueryFile:
         return memory_map(self.folder / f"query_users_{self.split}.npy")
 
     def chunks(self) -> Iterator[Floats32]:
-        """Yield the vectors [B, C] of all users in order."""
+        """Yield the vectors of all users, [B, C] for each chunk of users in order."""
         for chunk in chunk_slices(len(self.user_B), length=CHUNK_ROWS):
             yield self.vectors_of(self.user_B[chunk])
 
     def vectors_of(self, user_B: NDArray[np.int64]) -> Floats32:
         """Return the vectors of these users, [B, C]. The block of an empty history is zero."""
         history = self.store.items_before(user_B, self.split, max_items=self.block.history_length)
-        totals_BM = history_totals(
+        total_BM = history_totals(
             torch.from_numpy(self.history_factor_IM),
             torch.from_numpy(history.values_L.astype(np.int64)),
             torch.from_numpy(history.offset),
         )
         query_BT = memory_map(self.path)[np.searchsorted(self.user_B, user_B)]
-        return np.concatenate([query_BT, normalize(totals_BM, dim=1).numpy()], axis=1)
+        return np.concatenate([query_BT, normalize(total_BM, dim=1).numpy()], axis=1)
 
 
-def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, dim: int) -> tuple[Floats32, Floats32]:
+def reduction_maps(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, dim: int) -> tuple[Floats32, Floats32]:
     """Return matrices [C, D] that reduce queries and items to `dim` columns with the least squared error of the scores.
 
     With the Cholesky factors Q'Q = Lq Lq' and P'P = Lp Lp' of the moments of the queries Q and the items P, the score matrix
@@ -142,13 +144,13 @@ def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, 
 
     >>> rng = np.random.default_rng(0)
     >>> query, item = rng.normal(size=(9, 4)), rng.normal(size=(7, 4)) * [3, 2, 1, 0.01]
-    >>> query_map, item_map = reduction(query.T @ query, item.T @ item, dim=3)
+    >>> query_map, item_map = reduction_maps(query.T @ query, item.T @ item, dim=3)
     >>> bool(np.abs(query @ query_map @ (item @ item_map).T - query @ item.T).max() < 0.1)
     True
     """
     query_root_CC, item_root_CC = (np.linalg.cholesky(moments) for moments in (query_moments_CC, item_moments_CC))
-    left, singular_value_D, right = np.linalg.svd(query_root_CC.T @ item_root_CC)
-    query_map = np.linalg.solve(query_root_CC.T, left[:, :dim] * singular_value_D[:dim])
+    left, singular_value_C, right = np.linalg.svd(query_root_CC.T @ item_root_CC)
+    query_map = np.linalg.solve(query_root_CC.T, left[:, :dim] * singular_value_C[:dim])
     item_map = np.linalg.solve(item_root_CC.T, right[:dim].T)
     return query_map.astype(np.float32), item_map.astype(np.float32)
 
@@ -157,7 +159,7 @@ def similar_map(query_map: Floats32, item_map: Floats32, item_moments_CC: NDArra
     """Return the matrix [D, D] that turns an item vector into a query for items with similar trained vectors.
 
     The candidate blocks of two items have no meaningful inner product, because their norms grow with the popularity. The
-    trained vector is estimated from the exported one by least squares; without a reduction, the estimate is exact.
+    trained vector is estimated from the exported vector by least squares. Without a reduction, the estimate is exact.
     """
     exported_moments_DD = item_map.T @ item_moments_CC @ item_map
     estimate_DC = np.linalg.solve(exported_moments_DD, item_map.T @ item_moments_CC)
@@ -165,7 +167,7 @@ def similar_map(query_map: Floats32, item_map: Floats32, item_moments_CC: NDArra
 
 
 def _column_weights(width: int, block: SpectralBlockSettings, weight: float) -> Floats32:
-    """Return 1 for each trained column, and the weight for each column of the block."""
+    """Return the weight of each column: 1 for the trained columns, and `weight` for the columns of the block."""
     weight_C = np.ones(width, np.float32)
     weight_C[-block.dim :] = weight
     return weight_C
@@ -178,7 +180,7 @@ def _with_ridge(moments_CC: NDArray[Any]) -> NDArray[Any]:
 
 
 def _write_product(path: Path, chunks: Iterable[Floats32], *, map_CD: Floats32, num_rows: int) -> None:
-    """Write the vectors times the matrix to `path`. The chunks may be read from the file that is replaced."""
+    """Write the product of the vectors and the matrix to `path`. The chunks may be read from the file at `path`."""
     new_path, row = path.with_name(f"{path.name}.new"), 0
     product_RD = allocate_npy(new_path, dtype=np.float32, shape=(num_rows, map_CD.shape[1]))
     for chunk_RC in chunks:

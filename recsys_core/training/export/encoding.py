@@ -1,7 +1,8 @@
-"""Vectors of the sharded model: all ranks encode them together, and write arrays of which each rank has a part.
+"""Encoding by the sharded model: all ranks together encode vectors, and write arrays of which each rank has a part.
 
 On network storage, hosts that write one file through memory maps silently overwrite each other's pages. Here each rank appends
-records to a file of its own, its *part*. All ranks sync and close their parts before a barrier, and read parts only after it.
+records to a file of its own, its *part*. All ranks sync and close their parts before a barrier, and read parts only after the
+barrier.
 
 Shapes: B rows of a batch, D width of a vector, R rows and C columns of a rectangle of an array.
 """
@@ -83,7 +84,7 @@ class Part:
 
 
 class RankWriter:
-    """Writer of arrays for one rank. Each rank has a contiguous range of the rows, and the parts of all ranks make the array.
+    """Writer of arrays for one rank. Each rank has a contiguous range of rows, and the parts of all ranks make up the array.
 
     Args:
         heartbeat_path: file to touch after each batch and each record.
@@ -102,16 +103,16 @@ class RankWriter:
         dist.barrier()
 
     def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield (row numbers, whether to keep their vectors) for each batch of this rank's range.
+        """Yield (row numbers, whether the rows are in this rank's range) for each batch of this rank.
 
         Encoding is collective, so every rank needs the same number of batches. A rank with too few rows for this number gets
-        the batch ([0], False): the caller encodes row 0 and discards the vector.
+        the batch ([0], False), of which the caller encodes row 0 and discards the vector.
         """
         if num_rows == 0:
             return
-        own_rows, longest_range = rows_of_rank(num_rows, self._process), -(-num_rows // self._process.world_size)
-        num_batches = -(-longest_range // ENCODE_BATCH_ROWS)
-        for rows in np.array_split(np.arange(own_rows.start, own_rows.stop), num_batches):
+        rank_rows, max_num_rows = rows_of_rank(num_rows, self._process), -(-num_rows // self._process.world_size)
+        num_batches = -(-max_num_rows // ENCODE_BATCH_ROWS)
+        for rows in np.array_split(np.arange(rank_rows.start, rank_rows.stop), num_batches):
             yield (rows, True) if len(rows) else (np.zeros(1, np.int64), False)
 
     def write(
@@ -131,19 +132,19 @@ class RankWriter:
 
         Raises StageError if a vector is not finite.
         """
-        for rows, keep_vectors in self.batches(num_rows):
+        for rows, is_in_range in self.batches(num_rows):
             for part, vectors in zip(parts, encode(rows), strict=True):
                 if not vectors.isfinite().all():
                     raise StageError(
                         f"{array_name}: vectors of the trained model are not finite (near row {rows[0]}); lower the learning "
                         "rates of training.table_optimizer or training.dense_optimizer"
                     )
-                if keep_vectors:
+                if is_in_range:
                     part.add(int(rows[0]), 0, vectors)
             self.touch_heartbeat()
 
     def build(self, path: Path, *, shape: tuple[int, ...], dtype: DTypeLike = np.float32, accumulate: bool = False) -> None:
-        """Write the .npy file `path` from the parts of all ranks on rank 0, and remove the parts.
+        """On rank 0, write the .npy file `path` from the parts of all ranks, and remove the parts.
 
         dtype: type of the array. accumulate: add up overlapping records. By default, each value must be in exactly one record.
 
@@ -185,7 +186,7 @@ class RankWriter:
         _part_path(path, self._process.rank).unlink()
 
     def touch_heartbeat(self) -> None:
-        """Show the launching process that this rank works."""
+        """Show the launching process that this rank is working."""
         self._heartbeat_path.touch()
 
 
@@ -203,17 +204,17 @@ def _read_records(part_path: Path, *, shape: tuple[int, ...], dtype: np.dtype[An
     with file:
         while raw_header := file.read(HEADER_BYTES):
             # A truncated header is padded to negative numbers, so that it fails the check below.
-            row, column, num_rows, num_columns = np.frombuffer(raw_header.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
-            is_inside = (
-                min(row, column, num_rows, num_columns) >= 0 and row + num_rows <= shape[0] and column + num_columns <= shape[1]
-            )
+            header = np.frombuffer(raw_header.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
+            first_row, first_column, num_rows, num_columns = header
+            end_row, end_column = first_row + num_rows, first_column + num_columns
+            is_inside = min(header) >= 0 and end_row <= shape[0] and end_column <= shape[1]
             num_bytes = num_rows * num_columns * dtype.itemsize
             raw_values = file.read(num_bytes) if is_inside else b""
             if not is_inside or len(raw_values) != num_bytes:
                 raise StageError(
-                    f"{part_path}: a record of {num_rows} x {num_columns} values at row {row}, column {column} is cut off or "
-                    f"does not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path "
-                    "on all hosts"
+                    f"{part_path}: a record of {num_rows} x {num_columns} values at row {first_row}, column {first_column} "
+                    f"is cut off or does not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage "
+                    "under this path on all hosts"
                 )
             values_RC = np.frombuffer(raw_values, dtype).reshape(num_rows, num_columns)
-            yield (slice(row, row + num_rows), slice(column, column + num_columns)), values_RC
+            yield (slice(first_row, end_row), slice(first_column, end_column)), values_RC

@@ -1,4 +1,4 @@
-"""Stage `export`: item vectors, query vectors, tables and layers of the trained model; the ranks write them together."""
+"""Stage `export`: item vectors, query vectors, tables and layers of the trained model, which the ranks write together."""
 
 import shutil
 from contextlib import ExitStack
@@ -56,15 +56,15 @@ def export_vectors(
     ranking: RankingSettings | None = None,
     train_log: InteractionsManifest | None = None,
 ) -> ExportManifest:
-    """Launch as many ranks as the training had. Together they write the arrays of the model; no rank gathers a whole table.
+    """Launch as many ranks as the training had. They write the arrays of the model together; no rank gathers a whole table.
 
     Args:
-        ranking: settings of the rankings that the ranks also write; None for no rankings. The settings are not part of the
-            fingerprint, because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by
-            itself, as it does for a model with a spectral block or a validated popularity term: their weights are chosen after
-            the ranks have finished.
-        train_log: events of the training, from which a spectral block is computed; None means the events of `dataset`. The
-            fingerprint of `train` contains them.
+        ranking: settings of the rankings that the ranks also write; None for no rankings. The ranks write none for a model with
+            a spectral block or a validated popularity term, because its weight is chosen after the ranks have finished. The
+            settings are not part of the fingerprint: the export stays valid if they change, and the stage `evaluate` then
+            computes the rankings, as for a model without rankings.
+        train_log: stage with the training events from which a spectral block is computed; None means the events of `dataset`.
+            The fingerprint of `train` contains these events.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
@@ -98,7 +98,7 @@ def export_vectors(
             store = EventStore.open(dataset.interactions)
             train_store = None if train_log is None else EventStore.open(train_log)
             block_weight = append_block(
-                model, store=store, validation=config.validation, folder=output_folder, train_log=train_store
+                model, store=store, validation=config.validation, folder=output_folder, train_store=train_store
             )
         if validates_popularity:
             store = EventStore.open(dataset.interactions)
@@ -140,20 +140,20 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     encoder = Encoder(task, store, Assembler(user_batch_key=job.spec.user_batch_key, features=feature_store), process)
     writer = RankWriter(process, heartbeat_path=job.heartbeat_path)
     with torch.no_grad():
-        items = _write_item_vectors(encoder, job=job, writer=writer)
+        item_share = _write_item_vectors(encoder, job=job, writer=writer)
         for split in HELD_OUT_SPLITS:
-            queries = _write_query_vectors(encoder, split, job=job, writer=writer)
+            query_share = _write_query_vectors(encoder, split, job=job, writer=writer)
             if job.ranking is not None:
                 write_rankings(
                     encoder,
-                    items=items,
-                    queries=queries,
+                    items=item_share,
+                    queries=query_share,
                     split=split,
                     settings=job.ranking,
                     folder=job.output_folder,
                     writer=writer,
                 )
-        del items, queries
+        del item_share, query_share
         _write_tables(sharded_model, optimizer, job=job, writer=writer, process=process)
     layer_by_name = {}
     for tensor_name, tensor in gather_tensors(task.head.state_dict()):
@@ -177,8 +177,8 @@ def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter)
         history_item_BD, item_BD = encoder.encode_items(rows)
         return history_item_BD, item_BD, item_BD
 
-    with ExitStack() as stack:
-        parts = [stack.enter_context(writer.part(path)) for path in dim_by_path]
+    with ExitStack() as exit_stack:
+        parts = [exit_stack.enter_context(writer.part(path)) for path in dim_by_path]
         writer.write([*parts, share], num_rows=num_items, encode=encode, array_name="item_vectors.npy")
     for path, dim in dim_by_path.items():
         writer.build(path, shape=(num_items, dim))
@@ -214,7 +214,7 @@ def _write_tables(
     """Write the tables, and the Adagrad accumulators, which a warm start of the next run needs."""
     tensor_by_name, sharding_plan = sharded_model.state_dict(), PlanFile.read(job.plan_path)
     for table_name, table in job.spec.tables.items():
-        # Every rank has a replicated table, but only rank 0 writes it.
+        # Every rank has a copy of a replicated table, but only rank 0 writes it.
         is_writer = sharding_plan.tables[table_name].sharding_type != "data_parallel" or process.is_main
         table_path, state_path = (job.output_folder / f"{kind}_{table_name}.npy" for kind in ("table", "state"))
         with writer.part(table_path) as part:

@@ -1,7 +1,7 @@
 """Vectors that stay on the ranks: the rows that a rank has encoded, and the item vectors that travel between the ranks.
 
-A ranking orders the items by column, and the columns are in another order than the rows. So the ranks exchange their rows once,
-until each rank has the vectors of a contiguous range of the columns, and then each range travels to all ranks in blocks.
+In a ranking, each item has a column, and the columns have another order than the rows. The ranks therefore exchange their rows
+once, so that each rank owns the vectors of a contiguous range of columns. Then each range travels to all ranks in blocks.
 
 Shapes: I items, C columns, D width of a vector, R rows of a rank, W ranks.
 """
@@ -17,7 +17,7 @@ from torch import distributed as dist
 from recsys_core.launching.rank import Process
 
 EXCHANGE_ROWS = 8_192
-"""Rows of each rank that are exchanged at once, which bounds the memory of the copies."""
+"""Number of rows that each rank sends at once. It bounds the memory of the copies."""
 
 
 def rows_of_rank(num_rows: int, process: Process) -> slice:
@@ -26,8 +26,8 @@ def rows_of_rank(num_rows: int, process: Process) -> slice:
     >>> [rows_of_rank(7, Process(rank, 3, torch.device("cpu"))) for rank in range(3)]
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
     """
-    num_per_rank, num_longer = divmod(num_rows, process.world_size)
-    start, stop = (rank * num_per_rank + min(rank, num_longer) for rank in (process.rank, process.rank + 1))
+    min_num_rows, num_longer_ranges = divmod(num_rows, process.world_size)
+    start, stop = (rank * min_num_rows + min(rank, num_longer_ranges) for rank in (process.rank, process.rank + 1))
     return slice(start, stop)
 
 
@@ -35,8 +35,8 @@ class Share:
     """The rows of an array of vectors that this rank has encoded, in the memory of its device.
 
     Attributes:
-        rows: the range of the rows.
-        vector_RD: float32, their vectors.
+        rows: range of the rows.
+        vector_RD: vectors of the rows, float32.
     """
 
     def __init__(self, num_rows: int, *, dim: int, process: Process) -> None:
@@ -44,7 +44,7 @@ class Share:
         self.vector_RD = torch.empty((self.rows.stop - self.rows.start, dim), dtype=torch.float32, device=process.device)
 
     def add(self, first_row: int, first_column: int, values_RC: Tensor) -> None:
-        """Copy a rectangle of the array, like `Part.add`."""
+        """Copy a rectangle of the array into this share, as `Part.add` does into a file."""
         row, column = first_row - self.rows.start, first_column
         self.vector_RD[row : row + values_RC.shape[0], column : column + values_RC.shape[1]] = values_RC
 
@@ -53,31 +53,31 @@ class TravellingColumns:
     """Item vectors as columns of a score matrix. Each rank owns some blocks of columns, and broadcasts them in turn.
 
     Args:
-        items: this rank's rows of the item vectors.
-        item_row_C: item row of each column. Items that are not in it are left out.
+        items: item vectors that this rank has encoded.
+        item_row_C: item row of each column. Items without a column are left out.
         block_columns: number of columns of a block.
     """
 
     def __init__(self, items: Share, *, item_row_C: NDArray[np.int64], block_columns: int, process: Process) -> None:
-        """Collective: the ranks exchange their vectors."""
+        """Collective. Exchange the vectors, so that this rank has the vectors of its columns."""
         self._num_columns, self._block_columns, self._process = len(item_row_C), block_columns, process
         num_blocks = -(-self._num_columns // block_columns)
         blocks_by_rank = np.array_split(np.arange(num_blocks), process.world_size)
         self._owner_by_block = np.repeat(np.arange(process.world_size), [len(blocks) for blocks in blocks_by_rank])
         first_block = int(np.searchsorted(self._owner_by_block, process.rank))
-        self._first_own_column = first_block * block_columns
-        own_columns = min(self._num_columns - self._first_own_column, len(blocks_by_rank[process.rank]) * block_columns)
+        self._first_owned_column = first_block * block_columns
+        num_owned_columns = min(self._num_columns - self._first_owned_column, len(blocks_by_rank[process.rank]) * block_columns)
         vector_RD = items.vector_RD
-        self._own_CD = vector_RD.new_empty((max(0, own_columns), vector_RD.shape[1]))
+        self._owned_CD = vector_RD.new_empty((max(0, num_owned_columns), vector_RD.shape[1]))
 
-        is_own_C = (item_row_C >= items.rows.start) & (item_row_C < items.rows.stop)
-        own_column_R = np.flatnonzero(is_own_C)
-        own_row_R = item_row_C[own_column_R] - items.rows.start
-        # Every rank takes part in every exchange, also after its own rows.
-        num_exchanges = int(gather_counts(len(own_row_R), process=process).max() + EXCHANGE_ROWS - 1) // EXCHANGE_ROWS
-        for exchange in range(num_exchanges):
-            exchanged = slice(exchange * EXCHANGE_ROWS, (exchange + 1) * EXCHANGE_ROWS)
-            self._exchange(own_column_R[exchanged], vector_RD[torch.from_numpy(own_row_R[exchanged])])
+        is_encoded_C = (item_row_C >= items.rows.start) & (item_row_C < items.rows.stop)
+        encoded_column_R = np.flatnonzero(is_encoded_C)
+        encoded_row_R = item_row_C[encoded_column_R] - items.rows.start
+        # Every rank takes part in every exchange, even after it has sent all its rows.
+        num_exchanges = int(gather_counts(len(encoded_row_R), process=process).max() + EXCHANGE_ROWS - 1) // EXCHANGE_ROWS
+        for exchange_index in range(num_exchanges):
+            exchange_range = slice(exchange_index * EXCHANGE_ROWS, (exchange_index + 1) * EXCHANGE_ROWS)
+            self._exchange(encoded_column_R[exchange_range], vector_RD[torch.from_numpy(encoded_row_R[exchange_range])])
 
     def _exchange(self, column_R: NDArray[np.int64], vector_RD: Tensor) -> None:
         """Collective. Send each vector to the owner of its column. The columns are ascending, and so are their owners."""
@@ -86,29 +86,29 @@ class TravellingColumns:
         num_sent_W = torch.from_numpy(np.bincount(owner_R, minlength=world_size)).to(device)
         num_received_W = torch.empty_like(num_sent_W)
         dist.all_to_all_single(num_received_W, num_sent_W)
-        num_received, num_sent = num_received_W.tolist(), num_sent_W.tolist()
+        received_counts, sent_counts = num_received_W.tolist(), num_sent_W.tolist()
         sent_column_R = torch.from_numpy(column_R).to(device)
-        received_column_R = sent_column_R.new_empty(sum(num_received))
-        received_RD = vector_RD.new_empty((sum(num_received), vector_RD.shape[1]))
+        received_column_R = sent_column_R.new_empty(sum(received_counts))
+        received_RD = vector_RD.new_empty((sum(received_counts), vector_RD.shape[1]))
         for received, sent in ((received_column_R, sent_column_R), (received_RD, vector_RD)):
-            dist.all_to_all_single(received, sent, num_received, num_sent)
-        self._own_CD[received_column_R - self._first_own_column] = received_RD
+            dist.all_to_all_single(received, sent, received_counts, sent_counts)
+        self._owned_CD[received_column_R - self._first_owned_column] = received_RD
 
     @property
-    def num_own_columns(self) -> int:
+    def num_owned_columns(self) -> int:
         """Number of columns whose vectors are in the memory of this rank."""
-        return len(self._own_CD)
+        return len(self._owned_CD)
 
     def travel(self) -> Iterator[tuple[int, Tensor]]:
-        """Collective. Yield the first column and the vectors of each block, [C, D]. All blocks share one buffer."""
-        buffer_CD = self._own_CD.new_empty((min(self._block_columns, self._num_columns), self._own_CD.shape[1]))
-        for block, owner in enumerate(self._owner_by_block.tolist()):
-            first_column = block * self._block_columns
+        """Collective. Yield (first column, vectors [C, D]) of each block. The next block may overwrite the vectors."""
+        buffer_CD = self._owned_CD.new_empty((min(self._block_columns, self._num_columns), self._owned_CD.shape[1]))
+        for block_index, owner in enumerate(self._owner_by_block.tolist()):
+            first_column = block_index * self._block_columns
             num_columns = min(self._block_columns, self._num_columns - first_column)
             block_CD = buffer_CD[:num_columns]
             if owner == self._process.rank:
-                own_column = first_column - self._first_own_column
-                block_CD = self._own_CD[own_column : own_column + num_columns]
+                block_start = first_column - self._first_owned_column
+                block_CD = self._owned_CD[block_start : block_start + num_columns]
             dist.broadcast(block_CD, src=owner)
             yield first_column, block_CD
 

@@ -1,8 +1,8 @@
 """Rankings of the held-out users, which the ranks compute while the vectors are in their memory.
 
-Each rank ranks the users that it has encoded, and all item vectors travel past it in blocks. A rank holds its own query vectors
-and item vectors, one block, and the top lists. If the positions of the targets are needed, the blocks travel twice: first for
-the scores of the targets, then for the number of items above them.
+Each rank computes the rankings for the users that it has encoded, and all item vectors travel to all ranks in blocks. A rank
+holds its own query vectors and item vectors, one block, and the top lists. If the positions of the targets are needed, the
+blocks travel twice: first for the scores of the targets, then for the number of items above them.
 
 Shapes: B queries, I items, K length of the top list, T (query, target) pairs, W ranks.
 """
@@ -58,11 +58,13 @@ def rank_on_ranks(
     process: Process,
     on_block: Callable[[], None] = lambda: None,
 ) -> PartOfRanking:
-    """Collective. Rank the candidates for this rank's queries, like `rank_catalogue` for the queries of all ranks, bit by bit.
+    """Collective. Rank the candidates for this rank's queries.
+
+    The rankings of all ranks together are equal, bit for bit, to the result of `rank_catalogue` for all queries.
 
     Args:
         queries: queries of this rank. Items are numbered by their index in `candidate_rows`.
-        items: item vectors of this rank.
+        items: item vectors that this rank has encoded.
         candidate_rows: item rows that are ranked.
         k, top_only: see `rank_catalogue`.
         on_block: called after each chunk of queries in each block of items.
@@ -71,7 +73,7 @@ def rank_on_ranks(
     grid, row_C = Grid.of(len(candidate_rows), k=k, top_only=top_only), tie_order(len(candidate_rows))
     columns = TravellingColumns(items, item_row_C=candidate_rows[row_C], block_columns=grid.block_columns, process=process)
     query_count_W, chunk_queries = gather_counts(len(queries.targets), process=process), grid.chunk_queries(on_gpu=on_gpu)
-    padded_queries, own_queries = _in_whole_chunks(
+    padded_queries, query_range = _pad_to_whole_chunks(
         queries, query_count_W=query_count_W, rank=process.rank, chunk_queries=chunk_queries
     )
     with nullcontext() if on_gpu else worker_threads(min(grid.num_held_columns, grid.block_columns)) as pool:
@@ -85,43 +87,45 @@ def rank_on_ranks(
                 chunk_class(grid, padded_queries.query_BD[chunk], seen=seen, targets=targets)
                 for chunk, seen, targets in zip(chunks, seen_by_chunk, targets_by_chunk, strict=True)
             ]
-            for step in (chunk_class.add,) if top_only else (chunk_class.find_target_scores, chunk_class.add):
+            for chunk_method in (chunk_class.add,) if top_only else (chunk_class.find_target_scores, chunk_class.add):
                 for first_column, block_CD in columns.travel():
-                    take_block = partial(step, first_column=first_column, block_CD=block_CD)
-                    for _ in map_chunks(take_block, ranked_chunks):
+                    process_block = partial(chunk_method, first_column=first_column, block_CD=block_CD)
+                    for _ in map_chunks(process_block, ranked_chunks):
                         on_block()
             return [ranked_chunk.result() for ranked_chunk in ranked_chunks]
 
         ranking = rank_in_chunks(padded_queries, rank_chunks, row_C=row_C, k=grid.k, chunk_queries=chunk_queries)
     target_count_W = gather_counts(len(ranking.position_T), process=process)
-    return PartOfRanking(ranking.top_BK[own_queries], ranking.position_T, query_count_W, target_count_W)
+    return PartOfRanking(ranking.top_BK[query_range], ranking.position_T, query_count_W, target_count_W)
 
 
-def _in_whole_chunks(queries: Queries, *, query_count_W: Int64Array, rank: int, chunk_queries: int) -> tuple[Queries, slice]:
-    """Return the queries of whole chunks, and the range of this rank's queries among them.
+def _pad_to_whole_chunks(
+    queries: Queries, *, query_count_W: Int64Array, rank: int, chunk_queries: int
+) -> tuple[Queries, slice]:
+    """Return the queries padded to whole chunks, and the range of this rank's queries among them.
 
-    The other queries of the first and the last chunk are on other ranks. Copies of this rank's queries take their places, so
-    that each query has the same place in a matrix product of the same shape for any number of ranks.
+    The other queries of the first and the last chunk are on other ranks. Copies of this rank's first query take their places,
+    so that each query has the same place in a matrix product of the same shape for any number of ranks.
     """
-    num_own, first_query = int(query_count_W[rank]), int(query_count_W[:rank].sum())
-    if num_own == 0:
+    num_queries, first_query = int(query_count_W[rank]), int(query_count_W[:rank].sum())
+    if num_queries == 0:
         return queries, slice(0, 0)
-    end = first_query + num_own
-    num_before = first_query % chunk_queries
-    num_after = min(int(query_count_W.sum()), -(-end // chunk_queries) * chunk_queries) - end
-    query_index_B = np.pad(np.arange(num_own), (num_before, num_after))
+    query_end = first_query + num_queries
+    num_padding_before = first_query % chunk_queries
+    num_padding_after = min(int(query_count_W.sum()), -(-query_end // chunk_queries) * chunk_queries) - query_end
+    query_index_B = np.pad(np.arange(num_queries), (num_padding_before, num_padding_after))
     padded_queries = Queries(
         query_BD=queries.query_BD[torch.from_numpy(query_index_B)],
         is_known_B=queries.is_known_B[query_index_B],
-        seen=_pad(queries.seen, num_before, num_after),
-        targets=_pad(queries.targets, num_before, num_after),
+        seen=_pad(queries.seen, num_padding_before, num_padding_after),
+        targets=_pad(queries.targets, num_padding_before, num_padding_after),
     )
-    return padded_queries, slice(num_before, num_before + num_own)
+    return padded_queries, slice(num_padding_before, num_padding_before + num_queries)
 
 
-def _pad(lists: JaggedArray, num_before: int, num_after: int) -> JaggedArray:
-    """Return the lists with empty lists before and after them."""
-    return JaggedArray(np.pad(lists.offset, (num_before, num_after), mode="edge"), lists.values_L)
+def _pad(lists: JaggedArray, num_padding_before: int, num_padding_after: int) -> JaggedArray:
+    """Return the lists with the given numbers of empty lists before and after them."""
+    return JaggedArray(np.pad(lists.offset, (num_padding_before, num_padding_after), mode="edge"), lists.values_L)
 
 
 def write_rankings(
@@ -136,31 +140,33 @@ def write_rankings(
 ) -> None:
     """Collective. Write the ranking files of a split, see ExportManifest.
 
-    items, queries: the vectors of this rank. Over all ranks, there is a query for each user with targets in the split.
+    items, queries: vectors that this rank has encoded. All ranks together have a query for each user with targets in the split.
     """
     store, process, num_items = encoder.store, encoder.process, encoder.spec.num_items
     user_row_U = store.users_with_targets(split)
-    evaluated_U = sampled_users(len(user_row_U), max_users=settings.max_users)
-    own_B = evaluated_U[(evaluated_U >= queries.rows.start) & (evaluated_U < queries.rows.stop)]
-    own_queries, _ = queries_of(
-        user_row_U[own_B],
-        queries.vector_RD[torch.from_numpy(own_B - queries.rows.start)],
+    evaluated_index_U = sampled_users(len(user_row_U), max_users=settings.max_users)
+    user_index_B = evaluated_index_U[(evaluated_index_U >= queries.rows.start) & (evaluated_index_U < queries.rows.stop)]
+    rank_queries, _ = queries_of(
+        user_row_U[user_index_B],
+        queries.vector_RD[torch.from_numpy(user_index_B - queries.rows.start)],
         split=split,
         exclude_seen=settings.exclude_seen,
         store=store,
         spec=encoder.spec,
     )
-    rank = partial(rank_on_ranks, items=items, process=process, on_block=writer.touch_heartbeat)
-    part = rank(own_queries.known(), candidate_rows=np.arange(num_items), k=settings.k, top_only=settings.top_only)
+    rank_candidates = partial(rank_on_ranks, items=items, process=process, on_block=writer.touch_heartbeat)
+    ranking = rank_candidates(
+        rank_queries.known(), candidate_rows=np.arange(num_items), k=settings.k, top_only=settings.top_only
+    )
     cold_row_C = cold_rows(store, split)
-    known_cold_queries = cold_queries(own_queries, cold_row_C, num_items=num_items).known()
-    cold_part = rank(known_cold_queries, candidate_rows=cold_row_C, k=0, top_only=False)
-    for content, part_array, count_W, dtype in (
-        ("top", part.top_BK, part.query_count_W, np.int32),
-        ("positions", part.position_T, part.target_count_W, np.int64),
-        ("cold_positions", cold_part.position_T, cold_part.target_count_W, np.int64),
+    known_cold_queries = cold_queries(rank_queries, cold_row_C, num_items=num_items).known()
+    cold_ranking = rank_candidates(known_cold_queries, candidate_rows=cold_row_C, k=0, top_only=False)
+    for content, rank_array, count_W, dtype in (
+        ("top", ranking.top_BK, ranking.query_count_W, np.int32),
+        ("positions", ranking.position_T, ranking.target_count_W, np.int64),
+        ("cold_positions", cold_ranking.position_T, cold_ranking.target_count_W, np.int64),
     ):
         path, first_row = folder / ranking_file(split, content), int(count_W[: process.rank].sum())
-        with writer.part(path) as file_part:
-            file_part.add(first_row, 0, torch.from_numpy(part_array if part_array.ndim == 2 else part_array[:, None]))
-        writer.build(path, shape=(int(count_W.sum()), *part_array.shape[1:]), dtype=dtype)
+        with writer.part(path) as part:
+            part.add(first_row, 0, torch.from_numpy(rank_array if rank_array.ndim == 2 else rank_array[:, None]))
+        writer.build(path, shape=(int(count_W.sum()), *rank_array.shape[1:]), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The choice of a weight after the training, by the best metric on the validation users: popularity, spectral block.
+"""The choice of the weight of a popularity term or spectral block after the training, by the metric on the validation users.
 
 Shapes: B queries, I items, D width of a vector.
 """
@@ -26,23 +26,23 @@ Floats32 = NDArray[np.float32]
 
 def best_weight(
     weights: Sequence[float],
-    weighted: Callable[[Floats32, float], Floats32],
+    apply_weight: Callable[[Floats32, float], Floats32],
     *,
-    queries: Callable[[NDArray[np.int64]], Floats32],
+    vectors_of_users: Callable[[NDArray[np.int64]], Floats32],
     item_vector_ID: Floats32,
     setting: str,
     spec: ModelSpec,
     store: EventStore,
     validation: ValidationConfig | None,
 ) -> float:
-    """Return the weight with the best metric of `validation` on its users; of equally good weights, the smallest.
+    """Return the weight with the best metric of `validation` on the validation users; the smallest of equally good weights.
 
-    A single weight is returned without a ranking. All items are ranked, also with `candidates: cold`: a cold item has neither a
-    block nor a popularity, so a weight does not change the order of the cold items.
+    A single weight is returned without a ranking. All items are ranked, even with `candidates: cold`, because a cold item has
+    neither a block nor a popularity, so that a weight does not change the order of the cold items.
 
     Args:
-        weighted: function that returns query vectors with a weight.
-        queries: function that returns the query vectors [B, D] of the users in these rows, without a weight.
+        apply_weight: function of query vectors and a weight that returns the query vectors with this weight.
+        vectors_of_users: function of user rows that returns the query vectors [B, D] of these users, without a weight.
         item_vector_ID: vectors of all items.
         setting: name of the setting in an error message.
 
@@ -54,13 +54,15 @@ def best_weight(
     users = np.zeros(0, np.int64) if validation is None else users_to_validate(validation, store=store, cold_items=None)
     if validation is None or not len(users):
         raise InputError(
-            f"{setting} has {len(weights)} values, but there are no validation events that choose one of them; give one "
+            f"{setting} has {len(weights)} values, but there are no validation events by which to choose one; give one "
             "weight, or hold out validation events (interactions.split)"
         )
-    query_BD, metric_by_weight = queries(users), {}
-    unweighted, _ = queries_of(users, torch.from_numpy(query_BD), split="validation", exclude_seen=True, store=store, spec=spec)
+    query_BD, metric_by_weight = vectors_of_users(users), {}
+    unweighted_queries, _ = queries_of(
+        users, torch.from_numpy(query_BD), split="validation", exclude_seen=True, store=store, spec=spec
+    )
     for weight in sorted(weights):
-        known_queries = replace(unweighted, query_BD=torch.from_numpy(weighted(query_BD, weight))).known()
+        known_queries = replace(unweighted_queries, query_BD=torch.from_numpy(apply_weight(query_BD, weight))).known()
         ranking = rank_catalogue(known_queries, item_vector_ID=torch.from_numpy(item_vector_ID), k=0)
         metric_U = METRIC_BY_NAME[validation.metric](ranking.target_positions(), k=validation.k)
         metric_by_weight[weight] = float(metric_U.mean()) if len(metric_U) else 0.0
@@ -68,7 +70,7 @@ def best_weight(
 
 
 def choose_popularity(spec: ModelSpec, *, store: EventStore, validation: ValidationConfig | None, folder: Path) -> float:
-    """Choose the weight of a popularity term, write it into the query vectors of the export in `folder`, and return it.
+    """Choose the weight of a popularity term, write the weight into the query vectors of the export in `folder`, and return it.
 
     Raises:
         InputError: there are several weights and no validation events.
@@ -80,7 +82,7 @@ def choose_popularity(spec: ModelSpec, *, store: EventStore, validation: Validat
     weight = best_weight(
         popularity.weights,
         _with_weight,
-        queries=lambda users: query_BD[np.searchsorted(user_B, users)],
+        vectors_of_users=lambda users: query_BD[np.searchsorted(user_B, users)],
         item_vector_ID=np.load(folder / "item_vectors.npy"),
         setting="model.popularity.weights",
         spec=spec,

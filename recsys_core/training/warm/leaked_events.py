@@ -1,4 +1,4 @@
-"""Leaked events: held-out events of this run that the champion was trained on.
+"""Leaked events: held-out events of this run on which the champion was trained.
 
 Events leak if the split moves back: the log ends earlier, more days are held out, or the kind of split has changed.
 
@@ -28,8 +28,8 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
       champion was trained on all events that these users had. With `leave_last_out`, the validation event of a user who has
       just reached `min_events` leaks in this way.
 
-    If all training events of the champion are older than all held-out events, the result is 0 without a comparison. This is
-    always so for a split by time that moves forward.
+    If all training events of the champion are older than all held-out events, the result is 0 without a comparison. With a
+    split by time that moves forward, this is always the case.
 
     Raises StageError if a file of the champion has changed.
     """
@@ -55,9 +55,9 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
 
 
 def _has_new_events(store: EventStore, champion_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
-    """Return [U] which users of `store` had only training events in the champion's run and have more events now.
+    """Return bool [U]: whether a user of `store` had only training events in the champion's run and has more events now.
 
-    user_row: for each user of `champion_store` the row in `store`, -1 for none.
+    user_row: for each user of `champion_store`, the row in `store`; -1 for none.
     """
     has_new_events_U = np.zeros(store.num_users, np.bool_)
     champion_count_U = champion_store.event_count_U
@@ -100,7 +100,7 @@ class HeldOutEvents:
     def matching_codes(self, store: EventStore, *, user_row: Int64Array, item_row: Int64Array) -> NDArray[np.int64]:
         """Return the codes of the held-out events that are training events of `store`.
 
-        user_row, item_row: for each user and item of `store` the row in the held-out events' log, -1 for none.
+        user_row, item_row: for each user and item of `store`, the row in the log of the held-out events; -1 for none.
         """
         if not len(self.code_H):
             return np.zeros(0, np.int64)

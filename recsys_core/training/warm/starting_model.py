@@ -35,9 +35,9 @@ ID_FILE_BY_TABLE = {
     OFFSET_TABLE: vocabulary_file("item"),
     "user": vocabulary_file("user"),
 }
-"""Table -> file of the interactions stage with the ids of its rows. All other tables belong to features."""
+"""File of the interactions stage with the ids of the rows of a table. All other tables belong to features."""
 _TEMPERATURE_NAME = "objective.log_temperature"
-_EMPTY_HISTORY_NAME = ".pooling.start"
+_EMPTY_HISTORY_SUFFIX = ".pooling.start"
 """Parameter with the vector of an empty history; exports of early versions do not have it."""
 _POPULARITY_NAME = "query.popularity.weight"
 """Parameter with the weight of the popularity. It starts from 0, which is a model without the term."""
@@ -91,7 +91,7 @@ class Champion:
 
 
 def champion_rows(table_name: str, *, dataset: Dataset, champion: Champion) -> NDArray[np.int64]:
-    """Return, for each row of a table, its row in the champion's table, -1 for a new row: int64 [rows].
+    """Return, for each row of a table, its row in the champion's table: int64 [rows], -1 for a new row.
 
     Rows are always matched by id. Equal row numbers would not be enough, even if this run's vocabulary continues the
     champion's: two runs that continue the same vocabulary may give the same row to different ids.
@@ -102,13 +102,13 @@ def champion_rows(table_name: str, *, dataset: Dataset, champion: Champion) -> N
         return match_rows_by_id(table_name, from_stage=dataset.interactions, to_stage=champion.interactions)
     features, champion_features = dataset.features, champion.features
     assert features is not None and champion_features is not None  # both models have the table
-    vocabulary_file = vocabulary_file_name(table_name)
-    if vocabulary_file in features.files:
+    file_name = vocabulary_file_name(table_name)
+    if file_name in features.files:
         return match_rows_by_value(
-            _read_column(features, vocabulary_file, "value"), _read_column(champion_features, vocabulary_file, "value")
+            _read_column(features, file_name, "value"), _read_column(champion_features, file_name, "value")
         )
-    # The feature has no vocabulary: its rows are hash values or buckets, with the same numbers in both models. The champion may
-    # have fewer buckets than this model, because equal quantiles become one bucket.
+    # Without a vocabulary, the rows of the feature are hash values or buckets, with the same numbers in both models. The
+    # champion may have fewer buckets than this model, because equal quantiles become one bucket.
     rows = np.arange(features.features[table_name].num_rows)
     return np.where(rows < champion_features.features[table_name].num_rows, rows, -1)
 
@@ -229,9 +229,9 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Ma
     Raises InputError if a layer has another shape.
     """
     carried_tensors = {}
-    for parameter_path, shape in _layer_shapes(spec).items():
+    for parameter_path, shape in _shape_by_layer(spec).items():
         champion_name = _name_in_champion(parameter_path, spec=spec, champion_spec=champion.spec)
-        is_optional = parameter_path.endswith((_EMPTY_HISTORY_NAME, _POPULARITY_NAME))
+        is_optional = parameter_path.endswith((_EMPTY_HISTORY_SUFFIX, _POPULARITY_NAME))
         if champion_name is None or (is_optional and parameter_path not in champion_tensors):
             continue
         champion_shape = tuple(champion_tensors[champion_name].shape) if champion_name in champion_tensors else None
@@ -243,14 +243,14 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Ma
     return carried_tensors
 
 
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _shape_by_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         towers = nn.ModuleDict({"query": make_query_tower(spec), "item": make_candidate_tower(spec)})
     return {name: tuple(parameter.shape) for name, parameter in towers.named_parameters()}
 
 
 def _name_in_champion(parameter_path: str, *, spec: ModelSpec, champion_spec: ModelSpec) -> str | None:
-    """Return the champion's name of a layer; None for the projection of an input that the champion does not have.
+    """Return the name of a layer in the champion; None for the projection of an input that the champion does not have.
 
     Projections are numbered by input, so their numbers change when a feature is added or removed.
     """

@@ -1,4 +1,4 @@
-"""Warm start: decide whether to start from the champion, prepare its rows and layers, and load them into each rank's shards."""
+"""Warm start: the decision for or against the champion, and its rows and layers, which each rank loads into its shards."""
 
 import logging
 from pathlib import Path
@@ -96,7 +96,7 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
 
 
 def _write_aligned_vectors(log_vectors: PretrainedVectors, *, champion: Champion, dataset: Dataset, path: Path) -> None:
-    """Write the vectors from the log, rotated onto the champion's item table. Tables of other widths cannot be compared."""
+    """Write the vectors from the log, rotated onto the champion's item table. If the table has another width, write nothing."""
     champion_RD = memory_map(champion.export.path("table_item.npy"))
     dim, num_members = log_vectors.vectors.shape[1], champion.spec.config.num_members
     if num_members * dim == champion_RD.shape[1]:
@@ -123,8 +123,8 @@ def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.in
     counts_text = f"{(~is_new).sum():,} of {len(champion_row):,} rows from the champion, {is_new.sum():,} new"
     if not is_new.any():
         return counts_text
-    num_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
-    return f"{counts_text} ({num_with_vector:,} from their vector, {is_new.sum() - num_with_vector:,} {initialisation})"
+    num_new_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
+    return f"{counts_text} ({num_new_with_vector:,} from their vector, {is_new.sum() - num_new_with_vector:,} {initialisation})"
 
 
 def load_champion_weights(model: DistributedModelParallel, *, warm_start: WarmStart) -> None:
@@ -187,13 +187,16 @@ def aligned_vectors(
     [[0.0, 1.0], [-1.0, 0.0]]
     """
     is_common_I = (vector_row_I >= 0) & (champion_row_I >= 0)
-    common_ID, target_ID = _unit(vector_VD[vector_row_I[is_common_I]]), _unit(champion_RD[champion_row_I[is_common_I]])
+    common_ID, target_ID = (
+        _unit_rows(vector_VD[vector_row_I[is_common_I]]),
+        _unit_rows(champion_RD[champion_row_I[is_common_I]]),
+    )
     left, _, right = np.linalg.svd(common_ID.T @ target_ID)
     rotated_VD: NDArray[np.float32] = np.ascontiguousarray(vector_VD @ (left @ right), np.float32)
     return rotated_VD + 0.0  # no negative zeros
 
 
-def _unit(rows_RD: NDArray[np.float32]) -> NDArray[Any]:
+def _unit_rows(rows_RD: NDArray[np.float32]) -> NDArray[Any]:
     norm_R1 = np.linalg.norm(rows_RD, axis=1, keepdims=True)
     unit_RD: NDArray[Any] = rows_RD / np.maximum(norm_R1, np.finfo(np.float32).tiny)
     return unit_RD

@@ -39,14 +39,14 @@ def error_of(*failures: HostReport, num_hosts: int = 2) -> InputError | StageErr
 
 def test_a_killed_rank_is_the_cause_and_not_a_peer_that_failed_earlier_on_another_host() -> None:
     peer = host_report(0, rank(0, traceback=LOST_PEER, timestamp=90))
-    killed = host_report(1, rank(1, signal="SIGKILL"), oom_kills=0, memory_bytes=2**34)
+    killed = host_report(1, rank(1, signal="SIGKILL"), num_oom_kills=0, memory_bytes=2**34)
     error = error_of(peer, killed)
     assert str(error).startswith("rank 1 on host beta was the first to fail, with signal SIGKILL (possibly out of memory:")
     assert "limit of this host is 16.0 GiB" in str(error) and "its last line" in str(error) and isinstance(error, LaunchError)
 
 
 def test_out_of_memory_kills_that_the_kernel_counted_are_reported_with_the_limit() -> None:
-    failure = host_report(0, rank(0, signal="SIGKILL"), oom_kills=1, memory_bytes=2**34)
+    failure = host_report(0, rank(0, signal="SIGKILL"), num_oom_kills=1, memory_bytes=2**34)
     error = error_of(failure, num_hosts=1)
     assert "rank 0 was the first to fail, with signal SIGKILL; the kernel's out-of-memory killer ended 1 of the" in str(error)
     assert "at a limit of 16.0 GiB: lower training.batch_size" in str(error)
@@ -76,7 +76,7 @@ def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(kind: typ
 
 
 def test_a_rejected_host_is_an_input_error_unless_another_attempt_may_succeed() -> None:
-    rejected = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", retryable=False)
+    rejected = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", is_retryable=False)
     only_report = host_report(0, reason="host 0 (alpha) did not meet the other hosts")
     assert isinstance(error_of(rejected, only_report), InputError)
     assert type(error_of(only_report)) is LaunchError

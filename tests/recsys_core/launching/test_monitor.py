@@ -27,8 +27,8 @@ class RunningGroup:
     def exit_summary(self) -> str:
         return "the scheduler ended the hosts"
 
-    def last_log_lines(self, host: int) -> str:
-        return f"the last line of host {host}"
+    def last_log_lines(self, host_index: int) -> str:
+        return f"the last line of host {host_index}"
 
     def end(self) -> None:
         self.has_ended = True
@@ -42,7 +42,7 @@ def error_of_launch(
         token="t",
         versions={},
         module="m",
-        job=folder / "job.json",
+        job_path=folder / "job.json",
         layout=RankLayout(device="cpu", num_hosts=NUM_HOSTS, ranks_per_host=1),
         launcher=TorchxLauncher(scheduler="slurm", rendezvous_timeout_s=0.3),
     )

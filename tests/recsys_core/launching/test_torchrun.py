@@ -75,7 +75,7 @@ def test_on_two_hosts_a_pickle_put_into_the_store_is_not_run(tmp_path: Path) -> 
 
 def test_the_store_of_the_first_host_opens_no_socket_except_the_given_listener() -> None:
     layout, launcher = RankLayout(device="cpu", num_hosts=1, ranks_per_host=1), TorchxLauncher(scheduler="slurm")
-    spec = LaunchSpec(token="t", versions={}, module="none", job=Path("job.json"), layout=layout, launcher=launcher)
+    spec = LaunchSpec(token="t", versions={}, module="none", job_path=Path("job.json"), layout=layout, launcher=launcher)
     listener = socket.create_server(("127.0.0.1", 0))
     endpoint = listener.getsockname()
 
@@ -86,6 +86,6 @@ def test_the_store_of_the_first_host_opens_no_socket_except_the_given_listener()
 
     before = listening_addresses()
     store = connect_store(endpoint, listener=listener, timeout_s=5.0)
-    handler = StaticRendezvous(spec, host=0, store=store, endpoint=endpoint)
+    handler = StaticRendezvous(spec, host_index=0, store=store, endpoint=endpoint)
     assert handler.next_rendezvous().world_size == 1
     assert listening_addresses() == before and endpoint in before

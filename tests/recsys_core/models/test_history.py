@@ -190,7 +190,7 @@ def test_the_order_of_the_items_matters_only_for_an_encoder_that_needs_it(kind: 
 @every_kind
 def test_the_norm_is_at_most_that_of_an_item_and_only_called_modules_are_sharded(kind: str) -> None:
     encoder = pooling_of(kind)
-    assert 0 < encoder.min_norm(8.0) <= 8.0
+    assert 0 < encoder.expected_norm(8.0) <= 8.0
     called = []
     for module in (shardable := encoder.shardable_modules()):
         module.register_forward_pre_hook(lambda module, inputs: called.append(module))

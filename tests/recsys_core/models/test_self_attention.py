@@ -95,7 +95,7 @@ def test_with_recency_residual_the_encoder_starts_as_the_recency_encoder_and_the
     expected_BD = without_residual(*history) + recency_encoder(*history)
     torch.testing.assert_close(with_residual(*history)[has_items], expected_BD[has_items])
     assert with_residual(*history)[1].tolist() == with_residual.start.tolist()
-    assert with_residual.min_norm(8.0) == recency_encoder.min_norm(8.0)
+    assert with_residual.expected_norm(8.0) == recency_encoder.expected_norm(8.0)
 
 
 def test_an_untrained_encoder_returns_vectors_with_the_norm_of_an_item_vector() -> None:

@@ -11,7 +11,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig, ValidationConfig
 from recsys_core.training.job import RESULT_FILE, TrainJob, TrainResult
-from recsys_core.training.temperature import CANDIDATES, TRIALS_FOLDER, TemperatureTrials
+from recsys_core.training.temperature import CANDIDATE_TEMPERATURES, TRIALS_FOLDER, TemperatureTrials
 from recsys_core.training.warm.starting_model import Champion
 
 RECALL_BY_TEMPERATURE = {0.07: 0.1, 0.1: 0.3, 0.15: 0.4, 0.2: 0.2}
@@ -59,7 +59,7 @@ def choose(job: TrainJob, trainings: Trainings, *, champion: Champion | None = N
 def test_each_candidate_is_trained_for_one_epoch_and_the_best_metric_wins(tmp_path: Path) -> None:
     trainings = Trainings()
     trials = choose(job(tmp_path / "work"), trainings)
-    assert trainings.temperatures == list(CANDIDATES)
+    assert trainings.temperatures == list(CANDIDATE_TEMPERATURES)
     assert {job.training.epochs for job in trainings.jobs} == {1}
     assert trials.temperature == 0.15
     assert trials.metric_by_temperature == {"0.07": 0.1, "0.1": 0.3, "0.15": 0.4, "0.2": 0.2}

@@ -32,7 +32,7 @@ def write_spec(path: Path, **changes: object) -> LaunchFolder:
         token="ours",
         versions=running_versions(),
         module="none",
-        job=job,
+        job_path=job,
         layout=RankLayout(device="cpu", num_hosts=2, ranks_per_host=1),
         launcher=TorchxLauncher(scheduler="slurm", interface="lo", rendezvous_timeout_s=0.1, lease_timeout_s=5.1),
     )
@@ -69,11 +69,11 @@ def test_a_spec_of_another_version_is_rejected_even_if_it_cannot_be_parsed(tmp_p
     assert start(folder, host=1) == agent.EXIT_REJECTED
     reason = only_failure(folder).reason
     assert f"has torch {running_versions()['torch']} instead of 2.99.0; use the same image" in reason
-    assert not only_failure(folder).retryable
+    assert not only_failure(folder).is_retryable
 
 
 def test_a_missing_job_file_is_reported_with_its_path(tmp_path: Path) -> None:
-    folder = write_spec(tmp_path, job="/elsewhere/job.json")
+    folder = write_spec(tmp_path, job_path="/elsewhere/job.json")
     assert start(folder, host=0) == agent.EXIT_REJECTED
     assert "does not see /elsewhere/job.json" in only_failure(folder).reason
 
@@ -95,7 +95,7 @@ def test_a_host_waits_for_the_first_one_only_until_the_timeout(tmp_path: Path) -
     folder, counter = write_spec(tmp_path), itertools.count()
     with heartbeat(lambda: folder.renew_lease("ours", next(counter)), interval_s=0.1):
         assert start(folder, host=1) == agent.EXIT_REJECTED
-    assert "waited 0.1 s, but host 0 did not start" in only_failure(folder).reason and only_failure(folder).retryable
+    assert "waited 0.1 s, but host 0 did not start" in only_failure(folder).reason and only_failure(folder).is_retryable
     assert list(folder.ready_hosts()) == [1]
 
 

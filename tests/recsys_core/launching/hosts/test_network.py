@@ -10,7 +10,7 @@ LAUNCHER = TorchxLauncher(scheduler="slurm")
 
 def test_the_first_host_listens_only_on_the_address_of_the_configured_interface() -> None:
     launcher, host = LAUNCHER.model_copy(update={"interface": "lo"}), Host(index=0, name="alpha")
-    network = find_network(launcher, host=host, head_name="elsewhere")
+    network = find_network(launcher, host=host, host_0_name="elsewhere")
     listener = listen(launcher, network, host=host)
     assert (network.interface, network.address) == ("lo", "127.0.0.1")
     connections = psutil.Process().net_connections()
@@ -23,7 +23,7 @@ def test_the_first_host_listens_only_on_the_address_of_the_configured_interface(
 def test_an_unknown_interface_is_reported_with_the_interfaces_of_the_host() -> None:
     launcher = LAUNCHER.model_copy(update={"interface": "ib7"})
     with pytest.raises(HostRejected, match=r"host 1 \(alpha\) has no IPv4 address on ib7; it has .*lo 127\.0\.0\.1"):
-        find_network(launcher, host=Host(index=1, name="alpha"), head_name="")
+        find_network(launcher, host=Host(index=1, name="alpha"), host_0_name="")
 
 
 def test_a_host_with_only_a_loopback_address_is_rejected_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,4 +31,4 @@ def test_a_host_with_only_a_loopback_address_is_rejected_with_the_setting(monkey
     with pytest.raises(
         HostRejected, match=r"resolves its own address to 127\.0\.0\.1, which other hosts cannot reach.*launcher\.interface"
     ):
-        find_network(LAUNCHER, host=Host(index=0, name="alpha"), head_name="127.0.0.1")
+        find_network(LAUNCHER, host=Host(index=0, name="alpha"), host_0_name="127.0.0.1")

@@ -32,7 +32,7 @@ def hosts_import_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request_for(launcher: TorchxLauncher) -> str:
     spec = LaunchSpec(
-        token="0123456789abcdef", versions={}, module="none", job=Path("job.json"), layout=LAYOUT, launcher=launcher
+        token="0123456789abcdef", versions={}, module="none", job_path=Path("job.json"), layout=LAYOUT, launcher=launcher
     )
     with get_runner() as runner:
         return str(build_request(spec, LaunchFolder(FOLDER), launcher=launcher, runner=runner))

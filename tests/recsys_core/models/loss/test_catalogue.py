@@ -15,7 +15,7 @@ from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.loss import catalogue
-from recsys_core.models.loss.catalogue import catalogue_share, mean_log_partition, require_catalogue_fits
+from recsys_core.models.loss.catalogue import catalogue_share, require_catalogue_fits, weighted_log_partition
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import Objective
 from recsys_core.models.spec import ModelSpec
@@ -159,8 +159,8 @@ def test_several_ranks_with_a_share_of_the_items_each_equal_one_process(mask: st
 def test_a_rank_may_have_no_item() -> None:
     query_BD = torch.randn(2, WIDTH)
     pairs = (torch.zeros(0, dtype=torch.int64),) * 2
-    value = mean_log_partition(
-        query_BD, torch.zeros(0, WIDTH), weight_B=torch.ones(2), hidden_pairs=pairs, largest_share=0, group=None
+    value = weighted_log_partition(
+        query_BD, torch.zeros(0, WIDTH), weight_B=torch.ones(2), hidden_pairs=pairs, largest_share_size=0, group=None
     )
     assert value.item() == -torch.inf  # the logarithm of an empty sum, to which other ranks add theirs
 

@@ -15,7 +15,7 @@ from recsys_core.models.tables.initialisation import (
     fill_random,
     mean_vector,
     no_vectors,
-    rows_with_vector,
+    present_vector_rows,
     scale_to_norm,
 )
 from recsys_core.models.tables.table_config import random_norm
@@ -132,6 +132,6 @@ def test_a_table_of_many_rows_is_filled_without_a_copy_of_its_row_numbers():
 
 def test_rows_with_a_vector_come_in_chunks_and_in_order():
     vector_row = np.random.default_rng(0).integers(-1, 5, 3 * initialisation.CHUNK_ROWS)
-    chunks = list(rows_with_vector(vector_row))
+    chunks = list(present_vector_rows(vector_row))
     assert len(chunks) == 3 and max(map(len, chunks)) <= initialisation.CHUNK_ROWS
     np.testing.assert_array_equal(np.concatenate(chunks), vector_row[vector_row >= 0])

@@ -187,7 +187,7 @@ def test_the_block_of_a_refit_contains_the_held_out_events(exported: Exported, t
     assert interactions is not None
     merged = EventStore.open(merge_splits(interactions, tmp_path / "merged"))
     spec = exported.spec(history_length_of(exported), weights=(0.3,))
-    append_block(spec, store=exported.store, validation=None, folder=exported.folder, train_log=merged)
+    append_block(spec, store=exported.store, validation=None, folder=exported.folder, train_store=merged)
     all_UI = log_matrix(exported.store, before="validation", max_events=10_000)
     merged_UI = log_matrix(merged, before="validation", max_events=10_000)
     assert (all_UI.sum(), merged_UI.sum()) == (NUM_USERS * 10, NUM_USERS * 16)

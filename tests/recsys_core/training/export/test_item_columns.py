@@ -18,7 +18,7 @@ def travel_in_order(rank: int) -> None:
         blocks = [(first_column, block_CD.clone()) for first_column, block_CD in columns.travel()]
         assert [first_column for first_column, _ in blocks] == list(range(0, 33, 4))
         torch.testing.assert_close(torch.cat([block_CD for _, block_CD in blocks]), vector_ID[torch.from_numpy(item_row_C)])
-    assert columns.num_own_columns == {0: 12, 1: 12, 2: 9}[rank]
+    assert columns.num_owned_columns == {0: 12, 1: 12, 2: 9}[rank]
 
 
 def test_every_rank_holds_some_columns_and_sees_all_of_them_in_order() -> None:

@@ -33,7 +33,7 @@ from recsys_core.serving.popularity.segment_counts import replace_items_of_segme
 from recsys_core.serving.quantise import BLOCK_TABLE, HISTORY_TABLE, ServedQueryTower, make_table, save_tower
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
-from recsys_core.serving.users.user_table import replace_items
+from recsys_core.serving.users.user_table import replace_history_items
 
 
 def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder: Path, folder: Path) -> PackageManifest:
@@ -72,7 +72,7 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
             replace_items_of_segments(parent_folder / SEGMENTS_NAME, package_folder / SEGMENTS_NAME, new_row_I)
         if package.users == "stored":
             verify_file(parent_folder / USERS_NAME, record=package.files[USERS_NAME])  # users are verified when they are read
-            replace_items(parent_folder / USERS_NAME, package_folder / USERS_NAME, new_row_I)
+            replace_history_items(parent_folder / USERS_NAME, package_folder / USERS_NAME, new_row_I)
             write_block_checksums(package_folder / USERS_NAME, package_folder / USERS_CHECKSUMS_NAME)
         for file_name in (*package.vocabulary_names, CANDIDATE_NAME):
             shutil.copyfile(parent_folder / file_name, package_folder / file_name)

@@ -58,10 +58,10 @@ class PackageContents:
 def read_package(folder: Path, *, sha256: str) -> PackageContents:
     """Read the package in `folder`. sha256: expected checksum of package.json.
 
-    Raises StageError if a file is missing, superfluous or changed, or does not match package.json. The message names the file.
+    Raises StageError, which names the file, if a file is missing, superfluous or changed, or does not match package.json.
     """
     package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
-    # The errors of the functions that read another file contain its path. All other errors come from values in package.json.
+    # An error in another file has the path of that file. All remaining errors come from values in package.json.
     with _name_unreadable_file(folder / DESCRIPTION_NAME):
         _verify_files(folder, package)
         return open_contents(folder, package)
@@ -71,10 +71,8 @@ def open_contents(folder: Path, package: PackageDescription) -> PackageContents:
     """Read the files of a package without comparing their checksums. Raises StageError if they do not match the description."""
     spec = package.model
     tower_path = folder / "tower.safetensors"
-    tower, items = (
-        load_tower(tower_path, spec=spec, quantization=package.quantization),
-        _read_items(folder / ITEMS_NAME, package),
-    )
+    tower = load_tower(tower_path, spec=spec, quantization=package.quantization)
+    items = _read_items(folder / ITEMS_NAME, package)
     for path, space_id in ((tower_path, read_space_id(tower_path)), (folder / ITEMS_NAME, items.space_id)):
         if space_id != package.space_id:
             raise StageError(
@@ -199,12 +197,11 @@ def _read_item_ids(path: Path, *, num_items: int) -> IdMap:
     return ids
 
 
-def _read_array(path: Path, dtype: type[np.generic], *, length: int | None = None) -> NDArray[Any]:
+def _read_array(path: Path, dtype: type[np.generic], *, length: int) -> NDArray[Any]:
     with _name_unreadable_file(path):
         array: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    if array.dtype != dtype or array.ndim != 1 or (length is not None and len(array) != length):
-        expected = f"{np.dtype(dtype)} [{'any' if length is None else length}]"
-        raise _mismatch(path, f"{array.dtype} {list(array.shape)}", expected)
+    if array.dtype != dtype or array.shape != (length,):
+        raise _mismatch(path, f"{array.dtype} {list(array.shape)}", f"{np.dtype(dtype)} [{length}]")
     return array
 
 

@@ -1,7 +1,7 @@
 """The items of a package: ids, titles, vectors, and the filters on their columns.
 
-items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be mapped. It may have
-no vectors if the index has them.
+items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be
+mapped. The vectors may be left out if they can be read from the index.
 
 Shapes: I items, L looked-up items, D width of the vectors.
 """
@@ -22,18 +22,18 @@ from recsys_core.errors import InputError, StageError, shown, shown_names
 from recsys_core.serving.quantise import SPACE_ID_KEY
 
 ROW_GROUP_ROWS = 2_048
-"""A lookup of one vector reads a row group, so it is small."""
+"""A lookup of one vector reads a whole row group, so row groups are small."""
 RESERVED_ITEM_COLUMNS = ("item_id", "title", "vector")
-"""Columns of items.parquet that are no filter columns."""
+"""Columns of items.parquet that are not filter columns."""
 _COMPARISONS = {"ge": pc.greater_equal, "gt": pc.greater, "le": pc.less_equal, "lt": pc.less, "since": pc.greater_equal}
 _OPERATORS = ("in", *_COMPARISONS)
 
 Filter = Mapping[str, Any]
-"""Conditions by filter column, which an item has to satisfy all: {"genre": {"in": ["rock"]}, "price": {"ge": 5, "lt": 20}}."""
+"""Conditions by filter column; an item must satisfy all of them: {"genre": {"in": ["rock"]}, "price": {"ge": 5, "lt": 20}}."""
 
 
 def join_columns(items: pa.Table, paths: Iterable[Path]) -> pa.Table:
-    """Append the columns of files with the column `row`, the row of each value in `items`. Other items get null."""
+    """Append columns of parquet files to `items`. The column `row` of a file has the item rows; missing items get null."""
     for path in paths:
         values = pq.read_table(path)
         position_I = np.full(items.num_rows, -1, np.int64)
@@ -55,10 +55,10 @@ def write_items(
 ) -> None:
     """Write items.parquet: `columns` (item_id, title, filter columns) and the column `vector`, in blocks of rows.
 
-    The metadata of its schema have the space_id of the vectors.
+    The metadata of the schema contains the space_id of the vectors.
 
     Args:
-        precision: precision of the vectors; none to leave out the column.
+        precision: precision of the vectors; `none` leaves out the column.
 
     Raises:
         StageError: a value does not fit into half precision.
@@ -85,7 +85,7 @@ def write_items(
 
 
 class ItemTable:
-    """Titles and filter columns of the items in memory-mapped columns, and their vectors, which are read on demand."""
+    """Titles and filter columns of the items, which are memory-mapped, and their vectors, which are read on demand."""
 
     def __init__(self, path: Path, *, filter_columns: tuple[str, ...], has_titles: bool) -> None:
         self._path = path
@@ -131,7 +131,7 @@ class ItemTable:
         return vector_LD
 
     def most_frequent(self, column: str) -> Any:
-        """Return the most frequent value of a filter column in the form that JSON has for it; None without a value."""
+        """Return the most frequent value of a filter column as JSON represents it; None if the column has no value."""
         values = self._filters[column].drop_null()
         if pa.types.is_floating(values.type):
             values = values.filter(pc.is_finite(values))  # JSON has no NaN and no infinity
@@ -142,10 +142,10 @@ class ItemTable:
         return value.isoformat() if isinstance(value, datetime) else value
 
     def matching(self, item_filter: Filter) -> NDArray[np.bool_]:
-        """Return whether each item satisfies all conditions, [I]. An item without a value in a column does not satisfy it.
+        """Return whether each item satisfies all conditions, [I]. An item without a value in a column fails its conditions.
 
         Raises:
-            InputError: an unknown column or operator, or a value of another type than the column.
+            InputError: a column or operator is unknown, or a value does not have the type of its column.
         """
         if not isinstance(item_filter, Mapping):
             raise InputError(f"filter: {shown(item_filter)} is not an object; write conditions by column")
@@ -179,7 +179,7 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
     if operator == "in":
         if not isinstance(operand, list | tuple):
             raise InputError(f"filter: {column!r} in {shown(operand)}: pass a list of values")
-        value_set = [_parsed(value, values.type, column) for value in operand]
+        value_set = [_parse_operand(value, values.type, column) for value in operand]
         if pa.types.is_integer(values.type):
             value_set = [int(value) for value in value_set if value == int(value)]
         elif pa.types.is_floating(values.type):
@@ -189,7 +189,7 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
         raise InputError(f"filter: column {column!r} has no order ({values.type}); filter it with `in`")
     if operator == "since" and not pa.types.is_timestamp(values.type):
         raise InputError(f"filter: column {column!r} has no times ({values.type}); use ge instead of since")
-    limit = _parsed(operand, values.type, column)
+    limit = _parse_operand(operand, values.type, column)
     if pa.types.is_integer(values.type):
         # A column of integers is compared with an integer, because Arrow does not convert all integers to floats.
         limit = math.ceil(limit) if operator in ("ge", "lt") else math.floor(limit)
@@ -198,7 +198,7 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
     return _COMPARISONS[operator](values, pa.scalar(limit))
 
 
-def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
+def _parse_operand(value: Any, data_type: pa.DataType, column: str) -> Any:
     """Return a value that can be compared with the column; raise InputError if it has another type."""
     if _is_number(data_type):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -210,7 +210,7 @@ def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
             return value
         expected = "true or false"
     elif pa.types.is_timestamp(data_type):
-        if (time := _parsed_time(value)) is not None:
+        if (time := _parse_time(value)) is not None:
             return time
         expected = "a time such as 2026-11-25T06:00:00Z"
     else:
@@ -220,8 +220,8 @@ def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
     raise InputError(f"filter: {shown(value)} is no value of column {column!r}; pass {expected}")
 
 
-def _parsed_time(value: Any) -> datetime | None:
-    """Return a time in UTC, without a zone, as the columns have them; None if the value is no time."""
+def _parse_time(value: Any) -> datetime | None:
+    """Return a time in UTC without a time zone, like the times in a column; None if the value is no time."""
     try:
         time = datetime.fromisoformat(value) if isinstance(value, str) else value
         if isinstance(time, date) and not isinstance(time, datetime):

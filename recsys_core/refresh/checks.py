@@ -169,7 +169,7 @@ def _recalls(
             measured = MeasuredQueries.with_exact_results(
                 query_BD, exact_index=exact_index, item_vector_ID=item_vector_ID, depth=min(RECALL_K, len(item_vector_ID))
             )
-            recall_by_queries[name] = float(measured.recall(contents.index, contents.package.index)[0].mean())
+            recall_by_queries[name] = float(measured.recall_and_latency(contents.index, contents.package.index)[0].mean())
     return recall_by_queries
 
 

@@ -23,8 +23,8 @@ from recsys_core.retrieval.search import search
 MAX_GATHERED_VALUES = 1 << 23
 """Values of the item vectors that are in memory at once while scores are computed."""
 MIN_MEASURED_S, MAX_REPEATS = 0.2, 3
-"""A search is repeated until all its repetitions take MIN_MEASURED_S, at most MAX_REPEATS times. The fastest one counts, because
-other processes disturb short measurements most."""
+"""A search is repeated until its repetitions take MIN_MEASURED_S, at most MAX_REPEATS times. The fastest repetition counts,
+because other processes disturb short measurements most."""
 
 MIN_RECALL_GAIN = 0.001
 """A series of variants ends when twice the work gains less recall than this, because the series then cannot reach a much higher

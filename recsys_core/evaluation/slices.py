@@ -92,7 +92,7 @@ def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, o
 
 
 class FeatureValues:
-    """The most frequent values of a feature among targets in chunks. Count all chunks before you divide the first into slices."""
+    """The most frequent values of a feature among targets in chunks. Count all chunks before you slice the first."""
 
     def __init__(self, config: FeatureSlice, features: FeaturesManifest | None) -> None:
         """Open the feature. Raises InputError as `feature_slices`."""

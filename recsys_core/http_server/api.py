@@ -1,4 +1,4 @@
-"""Bodies of requests and responses as pydantic models, with the limits of the config: they validate, and document the API."""
+"""Pydantic models of request and response bodies, which validate requests against the config and document the API."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -26,7 +26,7 @@ class _Row(BaseModel):
 
 
 class Bodies(NamedTuple):
-    """Models of the bodies of both requests."""
+    """Models of the bodies of requests to `/recommend` and `/similar`."""
 
     recommend: type[BaseModel]
     similar: type[BaseModel]
@@ -67,7 +67,7 @@ class Problem(_Body):
 
 
 class RegistryState(_Body):
-    """Whether the registry answers the question which version is the champion."""
+    """State of the registry, from which the server reads the version of the champion."""
 
     answered_at: str = Field(description="time of the last answer (UTC)", examples=["2026-11-25T02:15:00Z"])
     down_since: str | None = Field(description="time since which the registry does not answer; null if it answers")
@@ -84,7 +84,7 @@ class Readiness(_Body):
 
 
 def request_bodies(limits: ServeConfig) -> Bodies:
-    """Return the models of the bodies, with these limits."""
+    """Return the models of request bodies with these limits."""
     params = _model("Params", _Body, "Options of a request, which apply to all rows.", _params(limits))
     history = Annotated[
         list[Id] | None,
@@ -175,14 +175,14 @@ def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -
         raise InputError(
             f"{num_rows} rows with k = {k} are {num_rows * k} items; at most {limits.max_results} are allowed; send fewer rows"
         )
-    checked: dict[str, Any] = body
-    return checked
+    validated_body: dict[str, Any] = body
+    return validated_body
 
 
 def _first_problem(error: ValidationError) -> str:
     """Return a sentence about the first problem of a body."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    # The names of union members, such as `int` in history.0.int, are no part of the body.
+    # The names of union members, such as `int` in history.0.int, are not part of the body.
     place = ".".join(str(part) for part in problem["loc"] if part not in _UNION_MEMBERS)
     message = problem["msg"].replace("Input should be", "it must be")
     if problem["type"] == "missing":

@@ -79,7 +79,7 @@ def ials_vectors(config: IalsVectorsConfig, matrix_UV: csr_array) -> Floats32:
 
 
 def check_size(config: LogVectorsConfig, *, num_users: int, num_items: int, num_pairs: int) -> None:
-    """Raise InputError if the matrix has too few rows or columns for `dim` dimensions, or needs too much memory."""
+    """Raise InputError if the matrix has too few users or items for `dim` dimensions, or needs too much memory."""
     if not num_pairs:
         raise InputError("embeddings: source is log, but the log has no training event; remove the entry, or add events")
     num_available, subject = min((num_items, "items"), (num_users, "users"))

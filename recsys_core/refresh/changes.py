@@ -172,8 +172,8 @@ def _ingest_vectors(
     path = manifest.sources[0].path
     if vector_table.dim != (trained_dim := package.model.member_dim("item")):
         raise InputError(
-            f"{path}: the vectors have {vector_table.dim} numbers, but the served model was trained with vectors of {trained_dim}; "
-            f"write vectors of the same model, or {_FIX}"
+            f"{path}: the vectors have {vector_table.dim} numbers, but the served model was trained with vectors of "
+            f"{trained_dim}; write vectors of the same model, or {_FIX}"
         )
     require_one_type(
         vector_table.id_type,

@@ -36,8 +36,8 @@ def num_steps(workload: Workload) -> int:
 def step_seconds(workload: Workload, rates: Rates) -> float:
     """Return the duration of a training step.
 
-    On a GPU, it is the planner's time of the lookups plus 6 B C D operations at an assumed speed, but at least the time that the
-    loader needs for a batch. On a CPU, it is B times the measured time of a query, which includes its lookups, plus 6 B C D
+    On a GPU, it is the planner's time of the lookups plus 6 B C D operations at an assumed speed, but at least the time of the
+    loader for a batch. On a CPU, it is B times the measured time of a query, which includes its lookups, plus 6 B C D
     operations at the measured speed.
     """
     training = workload.training

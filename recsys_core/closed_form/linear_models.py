@@ -60,14 +60,15 @@ def ease_vectors(matrix_UI: csr_array, *, l2: float, dim: int) -> Floats32:
     With Q = diag P, the matrix Q^-1/2 W Q^1/2 is symmetric. Its largest eigenvalues and their eigenvectors give one vector
     per item, for the history and for the candidates alike.
     """
-    weight_II = _ease_inverse(matrix_UI, l2=l2)
-    root_I = np.sqrt(np.diag(weight_II))
-    weight_II /= -root_I
-    weight_II /= root_I[:, None]
-    np.fill_diagonal(weight_II, 0.0)
-    value_D, vector_ID = eigsh(weight_II, k=dim, which="LA", v0=_start_vector(len(weight_II)))
-    order_D = np.argsort(-value_D)
-    return np.ascontiguousarray(vector_ID[:, order_D] * np.sqrt(np.maximum(value_D[order_D], 0)), np.float32)
+    inverse_II = _ease_inverse(matrix_UI, l2=l2)
+    root_I = np.sqrt(np.diag(inverse_II))
+    symmetric_II = inverse_II  # scaled in place, because the matrix is large
+    symmetric_II /= -root_I
+    symmetric_II /= root_I[:, None]
+    np.fill_diagonal(symmetric_II, 0.0)
+    eigenvalue_D, vector_ID = eigsh(symmetric_II, k=dim, which="LA", v0=_start_vector(len(symmetric_II)))
+    order_D = np.argsort(-eigenvalue_D)
+    return np.ascontiguousarray(vector_ID[:, order_D] * np.sqrt(np.maximum(eigenvalue_D[order_D], 0)), np.float32)
 
 
 def singular_vectors(
@@ -82,9 +83,9 @@ def singular_vectors(
     item_weight_I = inverse_power(matrix_UI.sum(axis=0), item_exponent)
     normalised_UI = (diags_array(user_weight_U) @ matrix_UI @ diags_array(item_weight_I)).astype(np.float32)
     start_vector = _start_vector(min(normalised_UI.shape))
-    _, value_D, vector_DI = svds(normalised_UI, k=num_vectors, v0=start_vector, return_singular_vectors="vh")
-    order_D = np.argsort(-value_D)
-    return value_D[order_D].astype(np.float32), np.ascontiguousarray(vector_DI[order_D].T, np.float32)
+    _, singular_value_D, vector_DI = svds(normalised_UI, k=num_vectors, v0=start_vector, return_singular_vectors="vh")
+    order_D = np.argsort(-singular_value_D)
+    return singular_value_D[order_D].astype(np.float32), np.ascontiguousarray(vector_DI[order_D].T, np.float32)
 
 
 def inverse_power(count_R: NDArray[Any], exponent: float) -> Floats32:

@@ -30,8 +30,8 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
     proportional to X D^-a V V' D^a, where a is `item_exponent`. With the exponent 0.5, it is the ideal low-pass filter of
     GF-CF (Shen et al., CIKM 2021).
 
-    Both vectors are given in a basis in which the candidate vectors have the covariance 1. The standard deviation of the scores
-    of a query over the catalogue is then the norm of the query vector.
+    Both vectors are given in a basis in which the covariance of the candidate vectors is the identity matrix. The standard
+    deviation of the scores of a query over the catalogue is then the norm of the query vector.
 
     Args:
         matrix_UI: 1 for each item of a user.

@@ -42,7 +42,7 @@ class Evidence(Frozen):
 
 
 def decide(evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
-    """Return the verdict and its reasons, the most important one first.
+    """Return the verdict and its reasons, the most important first.
 
     A version is promoted if all comparisons are accepted, apart from guardrails with too few users. A rejected comparison
     outweighs a comparison with too few users, and guardrails are a reason only if no other comparison is rejected.
@@ -71,15 +71,15 @@ def missing_evidence(evidence: Sequence[Evidence]) -> tuple[str, ...]:
 
 def write_evidence(evidence: Sequence[Evidence], folder: Path) -> None:
     """Write the comparisons to EVIDENCE_FILE."""
-    (folder / EVIDENCE_FILE).write_bytes(_EVIDENCE.dump_json(tuple(evidence), indent=2))
+    (folder / EVIDENCE_FILE).write_bytes(_EVIDENCE_ADAPTER.dump_json(tuple(evidence), indent=2))
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, ...]:
     """Read the file of `write_evidence`."""
-    return _EVIDENCE.validate_json((folder / EVIDENCE_FILE).read_bytes())
+    return _EVIDENCE_ADAPTER.validate_json((folder / EVIDENCE_FILE).read_bytes())
 
 
-_EVIDENCE = TypeAdapter(tuple[Evidence, ...])
+_EVIDENCE_ADAPTER = TypeAdapter(tuple[Evidence, ...])
 
 
 def e_value(num_better: int, num_worse: int) -> float:

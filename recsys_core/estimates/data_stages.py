@@ -10,7 +10,7 @@ INT32_LIMIT = 2**31
 FLOAT_BYTES, TIME_BYTES, OFFSET_BYTES = 4, 8, 8
 ONE_HOST = "1 host"
 BENCHMARK_CORES = 2
-"""Number of cores of the machine that measured the constants."""
+"""Number of cores with which the constants were measured."""
 
 
 def store_bytes(data: Data) -> int:

@@ -1,6 +1,6 @@
 """Estimates of the stages that train and measure the model: training, export, evaluation, index, package and registration.
 
-Letters in the formulas: B queries of a rank's batch, C candidates, D width of a vector, W ranks, U held-out users, I items.
+Letters in the formulas: B queries of a rank's batch, C candidates, D width of a vector, U held-out users, I items.
 """
 
 import math
@@ -12,8 +12,8 @@ from recsys_core.estimates.stage_estimate import Rates, StageEstimate
 from recsys_core.estimates.workload import Workload
 
 FLOPS_PER_SCORE_VALUE = 6
-"""Floating-point operations per query, candidate and vector component: one multiplication and addition in the forward pass, and
-two in the backward pass."""
+"""Floating-point operations per query, candidate and vector component: a multiplication and an addition in the forward pass,
+and two of each in the backward pass."""
 BENCHMARK_INDEX_DIM = 64
 """Width of the vectors in benchmarks/index.py."""
 BENCHMARK_HISTORY_LENGTH = 20
@@ -46,9 +46,8 @@ def step_seconds(workload: Workload, rates: Rates) -> float:
         compute_s = training.lookups_ms / 1000 + operations * rates("gpu_operation_s")
         return max(compute_s, rates("loaded_example_s", times=training.batch_size))
     num_items = workload.data.num_items
-    example_s = rates(
-        "trained_example_s", num_items, times=1 / num_items
-    )  # the size only records the extrapolation from the benchmark's catalogue
+    # The constant is for one example. The size and `times` only record the extrapolation from the catalogue of the benchmark.
+    example_s = rates("trained_example_s", num_items, times=1 / num_items)
     return training.batch_size * example_s + operations * rates("cpu_operation_s")
 
 

@@ -32,12 +32,12 @@ class StageEstimate(Frozen):
     factor: float = 1.0
 
     @property
-    def measured(self) -> str:
+    def measured_text(self) -> str:
         """Text for the size at which the speed was measured, relative to the size of the stage; "no" if it was assumed.
 
         >>> stage = {"stage": "", "where": "", "seconds": 1, "memory_bytes": 0, "disk_bytes": 0, "constants": ()}
         >>> cases = ("measured", 1), ("extrapolated", 1.26), ("extrapolated", 5e3), ("assumed", 5e3)
-        >>> [StageEstimate(**stage, basis=basis, factor=factor).measured for basis, factor in cases]
+        >>> [StageEstimate(**stage, basis=basis, factor=factor).measured_text for basis, factor in cases]
         ['at this size', 'at 1/1.3', 'at 1/5,000', 'no']
         """
         if self.basis == "extrapolated":

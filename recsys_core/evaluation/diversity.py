@@ -1,7 +1,6 @@
 """Metrics of the recommended items: coverage, novelty, concentration, popularity, diversity and known negatives.
 
-Shapes: B queries, K items of a list, I items, D width. -1 in a list means that the list has no
-further item.
+Shapes: B queries, K items of a list, I items, D width. -1 in a list means that the list has no further item.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +20,9 @@ def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
     >>> coverage(np.array([[3, 1, 2], [3, 0, -1]], np.int32), k=2, num_items=4)
     0.75
     """
-    covered = Coverage((k,), num_items=num_items)
-    covered.add(top_BK)
-    return covered.shares()[k]
+    coverage_at_k = Coverage((k,), num_items=num_items)
+    coverage_at_k.add(top_BK)
+    return coverage_at_k.shares()[k]
 
 
 class Coverage:
@@ -34,7 +33,7 @@ class Coverage:
         self._first_cut_off_index_I = np.full(num_items + 1, len(ks), np.uint8)  # the last entry is for row -1
 
     def add(self, top_BK: NDArray[np.int32]) -> None:
-        """Add top lists."""
+        """Add the top lists of a chunk of queries."""
         for cut_off_index, k in enumerate(self._ks):
             rows_BK = top_BK[:, :k]
             self._first_cut_off_index_I[rows_BK] = np.minimum(self._first_cut_off_index_I[rows_BK], cut_off_index)

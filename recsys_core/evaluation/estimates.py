@@ -31,6 +31,7 @@ class Estimate(NamedTuple):
 
 
 Estimates = dict[str, Estimate]
+"""Estimates by the name of their metric."""
 
 
 def mean_estimate(value_U: Floats, *, confidence: float) -> Estimate:
@@ -44,8 +45,8 @@ def mean_estimate(value_U: Floats, *, confidence: float) -> Estimate:
     num_users = len(defined_value_U)
     if num_users < 2:
         return Estimate(float(defined_value_U[0]) if num_users else math.nan)
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    half_width = z * float(defined_value_U.std(ddof=1)) / math.sqrt(num_users)
+    z_score = NormalDist().inv_cdf(0.5 + confidence / 2)
+    half_width = z_score * float(defined_value_U.std(ddof=1)) / math.sqrt(num_users)
     return Estimate(float(defined_value_U.mean()), half_width)
 
 
@@ -82,7 +83,7 @@ class Columns:
 
 
 class Accuracy:
-    """Metrics at cut-offs, as means over the users of all chunks. They are of all targets of a ranking, or of a part.
+    """Metrics at cut-offs of a ranking, or of a part of its targets, as means over the users of all chunks.
 
     Attributes:
         num_users, num_targets: number of users and of targets in all chunks.
@@ -150,7 +151,7 @@ class RankingMetrics:
         return self._accuracy.num_targets
 
     def add(self, ranking: Ranking, targets: TargetPositions, *, known_negatives: JaggedArray | None = None) -> None:
-        """Add a chunk.
+        """Add a chunk of users.
 
         Args:
             targets: the positions of all targets of the ranking.
@@ -185,15 +186,15 @@ class RankingMetrics:
             share_by_k = self._coverage.shares()
             estimates |= {f"coverage@{k}": Estimate(share_by_k[k]) for k in self._config.ks}
         if self._has_known_negatives:
-            estimates |= {f"known_negatives@{k}": self._mean(f"known_negatives@{k}") for k in self._config.ks}
+            estimates |= {f"known_negatives@{k}": self._mean_of_column(f"known_negatives@{k}") for k in self._config.ks}
         if "auc" in self._config.metrics:
             auc_U, num_targets_U = (self._columns.take(f"{self._prefix}/{name}") for name in ("auc", "num_targets"))
-            estimates["mrr"] = self._mean("mrr")
+            estimates["mrr"] = self._mean_of_column("mrr")
             estimates["auc"] = mean_estimate(auc_U, confidence=self._config.confidence)
             estimates["gauc"] = Estimate(metrics.weighted_mean(auc_U, weight_U=num_targets_U))
         return {name: estimate for name, estimate in estimates.items() if not math.isnan(estimate.value)}
 
-    def _mean(self, name: str) -> Estimate:
+    def _mean_of_column(self, name: str) -> Estimate:
         return mean_estimate(self._columns.take(f"{self._prefix}/{name}"), confidence=self._config.confidence)
 
 
@@ -206,7 +207,7 @@ class ColdMetrics:
         self._num_items = 0
 
     def add(self, ranking: Ranking) -> None:
-        """Add a chunk."""
+        """Add a chunk of users."""
         if self._accuracy is None:
             self._num_items = ranking.num_items
             # With a larger cut-off, every cold item is among the first k.

@@ -68,7 +68,7 @@ class _Results:
         self.rankers: list[str] = []
 
     def add(self, estimates: Estimates) -> None:
-        """Add metrics."""
+        """Add metrics by name."""
         self.values |= {name: float(estimate.value) for name, estimate in estimates.items()}
         self.half_widths |= half_widths(estimates)
 
@@ -96,7 +96,7 @@ class _Results:
             targets = ranking.target_positions()
             catalogue_metrics.add(ranking, targets, known_negatives=held_out.known_negatives)
             list_metrics.add(ranking.top_BK, history_item_L=held_out.history.values_L)
-            self._append_users(ranker, targets, held_out=held_out, ranking=ranking)
+            self._append_chunk(ranker, targets, held_out=held_out, ranking=ranking)
             if cold_ranking is not None:
                 cold_metrics.add(cold_ranking)
         if not catalogue_metrics.num_targets:
@@ -121,12 +121,13 @@ class _Results:
         A served version never recommends items that the user has seen, so rankings with seen items are left out of the file
         with the metrics.
         """
-        read, rankers = self._columns.read, self.rankers if self._config.exclude_seen else ["popularity"]
+        read = self._columns.read
+        served_rankers = self.rankers if self._config.exclude_seen else ["popularity"]
         user_metrics = {
             ranker: metrics.UserMetrics(
                 read(f"user/{ranker}/user_row"), {name: read(f"user/{ranker}/{name}") for name in metrics.SERVED_METRICS}
             )
-            for ranker in rankers
+            for ranker in served_rankers
         }
         metrics.write_user_metrics(user_metrics, output_folder / metrics.USER_METRICS_FILE)
         metrics.write_positions(
@@ -136,7 +137,7 @@ class _Results:
             path=output_folder / metrics.POSITIONS_FILE,
         )
 
-    def _append_users(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut, ranking: Ranking) -> None:
+    def _append_chunk(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut, ranking: Ranking) -> None:
         """Append the positions and the metrics of a chunk of users to scratch files."""
         self._columns.append(f"position/{ranker}", targets.position_T)
         if self._config.exclude_seen:
@@ -207,22 +208,22 @@ def evaluate(
         results = _Results(config, columns, store=store, vectors_RD=vectors_RD)
         if export.num_queries.get("validation", 0):
             results.add_validation(rank_split(open_split("validation")))
-        test = open_split("test")
-        results.add_ranker("model", rank_split(test))
+        test_split = open_split("test")
+        results.add_ranker("model", rank_split(test_split))
         slices = slice_reports(columns, config=config, store=store, features=dataset.features)
         results.add(_slice_estimates(slices))
-        for name, rank_chunk in _baselines(config, order_I=test.popularity_order_I, store=store, on_ranked=on_ranked):
-            results.add_ranker(name, ((held_out, rank_chunk(held_out), None) for held_out in test))
+        for name, rank_chunk in _baselines(config, order_I=test_split.popularity_order_I, store=store, on_ranked=on_ranked):
+            results.add_ranker(name, ((held_out, rank_chunk(held_out), None) for held_out in test_split))
         if vectors_RD is not None:
-            zero_shot = zero_shot_rankings(test, vectors_RD, config=config, store=store, on_ranked=on_ranked)
-            results.add_ranker("zero_shot", zero_shot)
+            rankings = zero_shot_rankings(test_split, vectors_RD, config=config, store=store, on_ranked=on_ranked)
+            results.add_ranker("zero_shot", rankings)
         if not config.exclude_seen:
-            for held_out in test:
+            for held_out in test_split:
                 served_queries = replace(held_out.queries, seen=held_out.history)  # a served version excludes seen items
-                ranking = rank_by_order(served_queries, order_I=test.popularity_order_I, k=0)
+                ranking = rank_by_order(served_queries, order_I=test_split.popularity_order_I, k=0)
                 results.append_user_metrics("popularity", ranking.target_positions(), held_out=held_out)
         results.write(output_folder)
-        np.save(output_folder / "popularity.npy", test.popularity_order_I)
+        np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(results.values, indent=2))
         shutil.rmtree(scratch_folder)
         return stage.commit(metrics=results.values, half_widths=results.half_widths, slices=slices)
@@ -242,9 +243,9 @@ def _baselines(
 
     def rank_linearly(held_out: HeldOut, *, model: closed_form.LinearModel) -> Ranking:
         # Without a history, all scores are 0, so the items keep the order of `order_I`, by popularity.
-        scores = model(held_out.history)._asdict()
+        linear_scores = model(held_out.history)._asdict()
         return rank_by_scores(
-            held_out.queries, **scores, row_C=order_I, k=settings.k, top_only=settings.top_only, on_progress=on_ranked
+            held_out.queries, **linear_scores, row_C=order_I, k=settings.k, top_only=settings.top_only, on_progress=on_ranked
         )
 
     yield "popularity", partial(rank_in_order, order_I=order_I)
@@ -293,11 +294,11 @@ def _num_ranked_queries(config: EvaluationConfig, *, export: ExportManifest, dat
 
 def _progress_counter(on_progress: Callable[[int, int], None], *, total: int) -> Callable[[int], None]:
     """Return a function that adds up numbers of queries, and calls `on_progress` with their sum and `total`."""
-    num_ranked = 0
+    num_ranked_queries = 0
 
-    def add(num_queries: int) -> None:
-        nonlocal num_ranked
-        num_ranked += num_queries
-        on_progress(num_ranked, total)
+    def add_queries(num_queries: int) -> None:
+        nonlocal num_ranked_queries
+        num_ranked_queries += num_queries
+        on_progress(num_ranked_queries, total)
 
-    return add
+    return add_queries

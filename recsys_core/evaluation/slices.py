@@ -58,7 +58,7 @@ def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median:
 
     New users have no history. Light users have at most as many items as the median of the other users, heavy users have more.
 
-    median: number of items that divides light and heavy users. Default: the median of these users.
+    median: number of items that divides light and heavy users. Default: the median over the users that have a history.
 
     >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]))
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}
@@ -86,21 +86,21 @@ def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, o
 
     Raises InputError if the feature is not declared, or has numbers instead of values.
     """
-    values = FeatureValues(config, features)
-    values.count(owner_T)
-    return values.slices(owner_T)
+    feature_values = FeatureValues(config, features)
+    feature_values.count(owner_T)
+    return feature_values.slices(owner_T)
 
 
 class FeatureValues:
     """The most frequent values of a feature among targets in chunks. Count all chunks before you slice the first."""
 
     def __init__(self, config: FeatureSlice, features: FeaturesManifest | None) -> None:
-        """Open the feature. Raises InputError as `feature_slices`."""
+        """Open the feature. Raises InputError like `feature_slices`."""
         self._key = key = config.feature
         if features is None or key not in features.features:
-            declared = ", ".join(sorted(features.features)) if features is not None else "none"
+            declared_text = ", ".join(sorted(features.features)) if features is not None else "none"
             raise InputError(
-                f"evaluation.slices: {key} is not declared under features (declared: {declared}); declare it, or remove it"
+                f"evaluation.slices: {key} is not declared under features (declared: {declared_text}); declare it, or remove it"
             )
         if features.features[key].mean is not None:
             raise InputError(
@@ -152,7 +152,7 @@ def guarded_slices(
         user_row_U: rows of the users.
         user_T, item_T: each target's index of the user in `user_row_U`, and its item row.
 
-    Raises InputError as `feature_slices`.
+    Raises InputError like `feature_slices`.
     """
     masks: Masks = {}
     min_users_by_slice: dict[str, int | None] = {}

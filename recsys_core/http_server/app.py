@@ -44,8 +44,8 @@ class _Predictor:
         """Return the predictions for a request, or raise RequestError, InputError, QueueFullError or TimeoutError."""
         require_token(request, self._token)
         body = parse_body(await read_body(request, self._limits), body_model, limits=self._limits)
-        parsed = parse_similar(body) if is_similar else parse(body)
-        result = await self._batcher.submit(Query(parsed, is_similar))
+        parsed_request = parse_similar(body) if is_similar else parse(body)
+        result = await self._batcher.submit(Query(parsed_request, is_similar))
         if isinstance(result, Exception):
             raise result
         if all(answer.error is not None for answer in result):
@@ -53,8 +53,8 @@ class _Predictor:
         for answer in result:
             origin = "error" if answer.error is not None else answer.fallback or "none"
             metrics.PREDICTIONS.labels(answer.version, origin).inc()
-        has_vectors = bool(parsed.options.get("with_vectors"))
-        predictions = [answer.to_dict(with_vectors=has_vectors) for answer in result]
+        with_vectors = bool(parsed_request.options.get("with_vectors"))
+        predictions = [answer.to_dict(with_vectors=with_vectors) for answer in result]
         return Response(orjson.dumps({"predictions": predictions}), media_type=JSON)
 
     async def metrics_text(self, request: Request) -> Response:
@@ -144,13 +144,13 @@ def readiness(state: WorkerState, champion: Champion) -> Readiness:
     """Return the served version, why a newer champion is not served, and whether the registry answers."""
     down_since = champion.registry_down_since
     registry = RegistryState(
-        answered_at=_time(champion.registry_answered_at),
-        down_since=None if down_since is None else _time(down_since),
+        answered_at=_time_text(champion.registry_answered_at),
+        down_since=None if down_since is None else _time_text(down_since),
         problem=champion.registry_problem,
     )
     problem = champion.problem or state.problem
     return Readiness(status="ready", version=state.version, problem=problem, registry=registry)
 
 
-def _time(seconds: float) -> str:
+def _time_text(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -57,8 +57,8 @@ class Batcher:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-        for waiting in self._queue:
-            waiting.result.cancel()
+        for waiting_query in self._queue:
+            waiting_query.result.cancel()
         self._thread.shutdown(wait=True)
 
     async def submit(self, query: Query) -> Result:
@@ -70,10 +70,10 @@ class Batcher:
         """
         if len(self._queue) >= self._limits.max_queued_requests:
             raise QueueFullError
-        waiting = _WaitingQuery(query, asyncio.get_running_loop().create_future())
-        self._queue.append(waiting)
+        waiting_query = _WaitingQuery(query, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting_query)
         self._arrival_event.set()
-        return await asyncio.wait_for(waiting.result, self._limits.timeout_s)
+        return await asyncio.wait_for(waiting_query.result, self._limits.timeout_s)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -88,20 +88,20 @@ class Batcher:
                 await self._answer(batch, loop)
 
     async def _answer(self, batch: Sequence[_WaitingQuery], loop: asyncio.AbstractEventLoop) -> None:
-        self._observe(sum(waiting.query.request.num_rows for waiting in batch))
+        self._observe(sum(waiting_query.query.request.num_rows for waiting_query in batch))
         try:
-            results = await loop.run_in_executor(self._thread, self._respond, [waiting.query for waiting in batch])
+            results = await loop.run_in_executor(self._thread, self._respond, [waiting_query.query for waiting_query in batch])
         except Exception as error:  # a bug; only the requests of this batch fail
-            for waiting in batch:
-                if not waiting.result.done():
-                    waiting.result.set_exception(error)
+            for waiting_query in batch:
+                if not waiting_query.result.done():
+                    waiting_query.result.set_exception(error)
             return
-        for waiting, result in zip(batch, results, strict=True):
-            if not waiting.result.done():  # otherwise the request has timed out
-                waiting.result.set_result(result)
+        for waiting_query, result in zip(batch, results, strict=True):
+            if not waiting_query.result.done():  # otherwise the request has timed out
+                waiting_query.result.set_result(result)
 
     def _num_waiting_rows(self) -> int:
-        return sum(waiting.query.request.num_rows for waiting in self._queue)
+        return sum(waiting_query.query.request.num_rows for waiting_query in self._queue)
 
     def _next_batch(self) -> list[_WaitingQuery]:
         """Remove the next batch from the queue, and drop requests that have timed out."""
@@ -111,9 +111,9 @@ class Batcher:
             num_rows += self._queue[0].query.request.num_rows
             if batch and num_rows > self._limits.max_batch_rows:
                 break
-            waiting = self._queue.popleft()
-            if waiting.result.done():
-                num_rows -= waiting.query.request.num_rows
+            waiting_query = self._queue.popleft()
+            if waiting_query.result.done():
+                num_rows -= waiting_query.query.request.num_rows
             else:
-                batch.append(waiting)
+                batch.append(waiting_query)
         return batch

@@ -32,7 +32,7 @@ class Release(Frozen):
     """A version of the registry on the disk of this machine.
 
     Attributes:
-        folder: the model package, whose files do not change.
+        folder: folder of the model package, whose files do not change.
         sha256: checksum of its package.json.
     """
 
@@ -72,6 +72,6 @@ class WorkerState(_StateFile):
     problem: str | None = None
 
 
-def worker_path(folder: Path, index: int) -> Path:
+def worker_path(folder: Path, worker_index: int) -> Path:
     """Return the path of the state file of a worker."""
-    return folder / f"worker-{index}.json"
+    return folder / f"worker-{worker_index}.json"

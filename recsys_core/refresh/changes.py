@@ -156,9 +156,11 @@ def _ingest_vectors(
             "`nightjar run` adds new items"
         )
     if (is_pretrained := package.model.tables["item"].pretrained) != bool(configs):
-        difference = "with vectors of items, but the config has none"
-        if not is_pretrained:
-            difference = "without vectors of items, but the config has them"
+        difference = (
+            "with vectors of items, but the config has none"
+            if is_pretrained
+            else "without vectors of items, but the config has them"
+        )
         raise InputError(f"embeddings: the served model was trained {difference}; go back to the former config, or {_FIX}")
     if any(config.pca_dim is not None for config in configs):
         raise InputError(

@@ -73,11 +73,11 @@ def check_package(
     golden = GoldenQueries.model_validate_json((parent_folder / GOLDEN_NAME).read_bytes())
     checks = list(_golden_checks(golden, parent_retriever, retriever, parent, changes, min_overlap=config.min_golden_overlap))
     all_rows = np.arange(parent.package.model.num_items)
-    parent_recall = _recalls(parent_retriever, parent, read_item_vectors(parent, all_rows), all_rows)
+    parent_recall_by_kind = _recall_by_kind(parent_retriever, parent, read_item_vectors(parent, all_rows), all_rows)
     new_rows = np.arange(len(changes.kept_row_I), contents.package.model.num_items)
     item_rows = new_rows if len(new_rows) else np.arange(contents.package.model.num_items)
-    for query_kind, recall in _recalls(retriever, contents, refreshed_vectors(parent, changes), item_rows).items():
-        limit = max(0.0, parent_recall[query_kind] - config.max_recall_drop)
+    for query_kind, recall in _recall_by_kind(retriever, contents, refreshed_vectors(parent, changes), item_rows).items():
+        limit = max(0.0, parent_recall_by_kind[query_kind] - config.max_recall_drop)
         name = f"recall@{RECALL_K} of the index for the vectors of {query_kind}"
         checks.append(Check(metric=f"index_recall_{query_kind}", name=name, value=recall, limit=limit))
     return tuple(checks)
@@ -158,10 +158,13 @@ def _vector_difference(before: Answer, after: Answer) -> float:
     return float(np.abs(np.array(before.query_vector or 0.0) - np.array(after.query_vector or 0.0)).max())
 
 
-def _recalls(
+def _recall_by_kind(
     retriever: Retriever, contents: PackageContents, item_vector_ID: NDArray[np.float32], item_rows: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Return the mean recall of the index against an exact search: `users` for query vectors, `items` for some item vectors."""
+    """Return the mean recall of the index against an exact search, for query vectors (`users`) and item vectors (`items`).
+
+    item_rows: rows of the items whose vectors are searched, or of which a sample is searched.
+    """
     exact_index = build_index(Flat(), item_vector_ID)
     recall_by_kind = {}
     for query_kind, query_BD in (

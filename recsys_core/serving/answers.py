@@ -97,17 +97,17 @@ class Recommendations(Sequence[Answer]):
         if isinstance(query, slice):
             return [self[index] for index in range(*query.indices(len(self)))]
         query = range(len(self))[query]
-        items = slice(int(self.offset[query]), int(self.offset[query + 1]))
+        item_slice = slice(int(self.offset[query]), int(self.offset[query + 1]))
         return Answer(
-            item_ids=self.item_id_L[items].tolist(),
-            scores=self.score_L[items].tolist(),
+            item_ids=self.item_id_L[item_slice].tolist(),
+            scores=self.score_L[item_slice].tolist(),
             version=self.version,
             space_id=self.space_id,
             fallback=FALLBACKS[self.fallback_code_B[query]],
             num_unknown_items=int(self.num_unknown_items_B[query]),
             error=self.errors.get(query),
             query_vector=None if self.query_BD is None else self.query_BD[query].tolist(),
-            item_vectors=None if self.item_vector_LD is None else self.item_vector_LD[items].tolist(),
+            item_vectors=None if self.item_vector_LD is None else self.item_vector_LD[item_slice].tolist(),
         )
 
     def __iter__(self) -> Iterator[Answer]:
@@ -120,8 +120,8 @@ def join_batches(batches: Sequence[Recommendations], *, errors: Mapping[int, str
     if len(batches) == 1 and not errors:
         return first_batch
     num_items_B = np.concatenate([np.diff(batch.offset) for batch in batches])
-    query_BDs = [batch.query_BD for batch in batches if batch.query_BD is not None]
-    item_vector_LDs = [batch.item_vector_LD for batch in batches if batch.item_vector_LD is not None]
+    query_BD_by_batch = [batch.query_BD for batch in batches if batch.query_BD is not None]
+    item_vector_LD_by_batch = [batch.item_vector_LD for batch in batches if batch.item_vector_LD is not None]
     return Recommendations(
         item_id_L=np.concatenate([batch.item_id_L for batch in batches]),
         score_L=np.concatenate([batch.score_L for batch in batches]),
@@ -131,6 +131,6 @@ def join_batches(batches: Sequence[Recommendations], *, errors: Mapping[int, str
         version=first_batch.version,
         space_id=first_batch.space_id,
         errors=errors or {},
-        query_BD=np.concatenate(query_BDs) if query_BDs else None,
-        item_vector_LD=np.concatenate(item_vector_LDs) if item_vector_LDs else None,
+        query_BD=np.concatenate(query_BD_by_batch) if query_BD_by_batch else None,
+        item_vector_LD=np.concatenate(item_vector_LD_by_batch) if item_vector_LD_by_batch else None,
     )

@@ -43,7 +43,7 @@ QUERY_COLUMNS = ("user_id", "history")
 """Columns that a request for recommendations can have in addition to feature columns."""
 ITEM_COLUMN = "item_id"
 """Column of a request for similar items."""
-_INDEX_KIND: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
+_INDEX_KIND_ADAPTER: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
 
 
 class QueryFeature(Frozen):
@@ -117,7 +117,7 @@ class Metric(Frozen):
 
 
 class PackageDescription(Frozen):
-    """package.json: what the package is, and the size and checksum of every other file."""
+    """package.json: properties of the package, and the size and checksum of every other file."""
 
     format_version: Literal[7] = FORMAT_VERSION
     model: ModelSpec
@@ -147,7 +147,7 @@ class PackageDescription(Frozen):
     @property
     def index(self) -> AnyIndexKind:
         """Kind of the index, with the settings with which it was built."""
-        return _INDEX_KIND.validate_python({"kind": self.index_kind} | self.index_parameters)
+        return _INDEX_KIND_ADAPTER.validate_python({"kind": self.index_kind} | self.index_parameters)
 
     @model_validator(mode="after")
     def _index_is_valid(self) -> Self:

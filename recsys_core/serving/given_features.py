@@ -70,10 +70,10 @@ class FeatureEncoder:
             return GivenFeature(is_given_B, JaggedArray.from_lengths(is_given_B, rows), weight_L)
         if self.feature.kind == "categorical":
             return GivenFeature(is_given_B, JaggedArray.from_lengths(is_given_B, self._table_rows(given_values)), None)
-        lists = [_checked_list(value)[: self.feature.max_values] for value in given_values]
+        used_lists = [_checked_list(value)[: self.feature.max_values] for value in given_values]
         length_B = np.zeros(len(values), np.int64)
-        length_B[is_given_B] = [len(value_list) for value_list in lists]
-        table_row_L = self._table_rows([value for value_list in lists for value in value_list])
+        length_B[is_given_B] = [len(value_list) for value_list in used_lists]
+        table_row_L = self._table_rows([value for value_list in used_lists for value in value_list])
         weight_L = None
         if self.feature.weight_column is not None:
             weight_L = self._checked_weights(given_values, [] if weights is None else weights, is_given_B)
@@ -119,7 +119,7 @@ class RequestFeatures:
     """The features that a request may contain, by the names of their columns; see `request_columns`."""
 
     def __init__(self, features: Mapping[str, QueryFeature], *, folder: Path) -> None:
-        """features: by user.<name> or context.<name>. folder: folder of the package."""
+        """features: features by key, user.<name> or context.<name>. folder: folder of the package."""
         self._encoders = {key: FeatureEncoder(feature, key=key, folder=folder) for key, feature in features.items()}
         self._column_names_by_key = request_columns(features)
 
@@ -139,7 +139,7 @@ class RequestFeatures:
             raise InputError(f"unknown column {shown_names(unknown_columns)}; the model has {shown_names(known_columns)}")
 
     def encode(self, columns: Mapping[str, Sequence[Any]], *, num_rows: int) -> dict[str, GivenFeature]:
-        """Encode the feature columns of a request, each with one value per row; the value is None if a row has no feature.
+        """Encode the feature columns of a request, each with one value per row; None for a row without the feature.
 
         Raises:
             InputError: a column is unknown or does not have `num_rows` values, or a value is invalid.

@@ -107,11 +107,11 @@ class ItemTable:
         titles: list[str | None] = self._titles.take(pa.array(item_row_L)).to_pylist()
         return titles
 
-    def batches(self, num_rows: int) -> Iterator[pa.Table]:
-        """Read all columns of the items except the vectors, in blocks of at most `num_rows` rows."""
+    def batches(self, max_rows: int) -> Iterator[pa.Table]:
+        """Read all columns of the items except the vectors, in blocks of at most `max_rows` rows."""
         with pq.ParquetFile(self._path, memory_map=True) as file:
             names = [name for name in file.schema_arrow.names if name != "vector"]
-            for batch in file.iter_batches(num_rows, columns=names):
+            for batch in file.iter_batches(max_rows, columns=names):
                 yield pa.Table.from_batches([batch])
 
     @property

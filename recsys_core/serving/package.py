@@ -160,7 +160,7 @@ def build_package(
 
 
 def _index_files(index: IndexManifest) -> tuple[str, ...]:
-    """Return the files of the served index."""
+    """Return the names of the files of the served index."""
     return shard_files(f"{index.served_index}.faiss", num_shards=_num_shards(index))
 
 

@@ -32,6 +32,7 @@ HISTORY_TABLE = "history"
 BLOCK_TABLE = "spectral_block"
 """Name of the table with the item vectors that are added up for the spectral block."""
 CHUNK_ROWS = 1 << 16
+"""Number of table rows that are converted at once."""
 SPACE_ID_KEY = "space_id"
 """Key of the id of the vector space in the metadata of tower.safetensors and items.parquet."""
 
@@ -241,11 +242,11 @@ def _replace_rows(
     given_index = JaggedArray(
         given_feature.rows.offset, len(stored_rows.values_L) + np.arange(len(given_feature.rows.values_L))
     )
-    index = stored_index.replace(given_index, where=given_feature.is_given_B)
-    rows = np.concatenate([stored_rows.values_L, given_feature.rows.values_L])[index.values_L]
+    value_index = stored_index.replace(given_index, where=given_feature.is_given_B)
+    row_L = np.concatenate([stored_rows.values_L, given_feature.rows.values_L])[value_index.values_L]
     if weight_L is None or given_feature.weight_L is None:
-        return JaggedArray(index.offset, rows), None
-    return JaggedArray(index.offset, rows), np.concatenate([weight_L, given_feature.weight_L])[index.values_L]
+        return JaggedArray(value_index.offset, row_L), None
+    return JaggedArray(value_index.offset, row_L), np.concatenate([weight_L, given_feature.weight_L])[value_index.values_L]
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
@@ -254,7 +255,7 @@ def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
 
 
 def served_tables(spec: ModelSpec) -> list[str]:
-    """Return the names of the tables that a query looks up in addition to its history: `user`, and its features."""
+    """Return the names of the tables that a query looks up in addition to its history: users and query features."""
     return list(spec.on_side("query"))
 
 

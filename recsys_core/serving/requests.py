@@ -79,10 +79,12 @@ def parse(request: Mapping[str, Any]) -> Request:
 
 def parse_similar(request: Mapping[str, Any]) -> Request:
     """Parse a request for similar items, with the column item_id and params. Raises InputError if the request is invalid."""
-    parsed = parse(request)
-    if parsed.columns.keys() != {ITEM_COLUMN}:
-        raise InputError(f"inputs: a request for similar items has only the column item_id, not {sorted(parsed.columns)}")
-    return parsed
+    parsed_request = parse(request)
+    if parsed_request.columns.keys() != {ITEM_COLUMN}:
+        raise InputError(
+            f"inputs: a request for similar items has only the column item_id, not {sorted(parsed_request.columns)}"
+        )
+    return parsed_request
 
 
 def _parse_columns(request: Mapping[str, Any]) -> tuple[dict[str, list[Any]], int]:

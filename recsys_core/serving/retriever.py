@@ -32,7 +32,7 @@ MAX_BATCH_RESULTS = 1 << 20
 MAX_BATCH_QUERIES = 1024
 MAX_LISTED_EXCLUDES = 1_000
 """Up to this many items of `exclude` are dropped from the results of the search. If there are more, the search skips them."""
-MAX_REMEMBERED_FILTERS = 16
+MAX_CACHED_FILTERS = 16
 """Number of filters whose matching items stay in memory for later requests."""
 
 
@@ -58,7 +58,7 @@ class Retriever:
             self._index_vectors = decoded_vectors(contents.index)
         # The cache does not refer to the Retriever: in a reference cycle, a replaced model would stay in memory.
         self._select = functools.partial(_select, contents.items, contents.index)
-        self._remembered_selection = functools.lru_cache(MAX_REMEMBERED_FILTERS)(
+        self._select_json_with_cache = functools.lru_cache(MAX_CACHED_FILTERS)(
             functools.partial(_select_json, contents.items, contents.index)
         )
 
@@ -116,12 +116,12 @@ class Retriever:
         Raises:
             InputError: an argument or an id is invalid, or the arguments have different lengths.
         """
-        checked = self.query_reader.checked_options(k, options)
+        checked_options = self.query_reader.checked_options(k, options)
         num_queries = count_queries(user_ids, histories, features)
         k = min(k, len(self.item_ids))
         user_rows = self.query_reader.user_rows(user_ids, num_queries)
         given_features = self.request_features.encode(features, num_rows=num_queries) if features else {}
-        candidates = self._candidates(checked)
+        candidates = self._candidates(checked_options)
         batches = []
         for batch_slice in _batch_slices(num_queries, k=k):
             row_indices = np.arange(num_queries)[batch_slice]
@@ -129,9 +129,9 @@ class Retriever:
                 user_rows[batch_slice],
                 histories=histories and histories[batch_slice],
                 given_features={key: feature.take(row_indices) for key, feature in given_features.items()},
-                options=checked,
+                options=checked_options,
             )
-            batches.append(self._recommend_batch(queries, candidates, k=k, options=checked))
+            batches.append(self._recommend_batch(queries, candidates, k=k, options=checked_options))
         return join_batches(batches) if batches else self._no_recommendations()
 
     def similar(self, item_ids: Sequence[Id] | NDArray[Any], k: int = 10, **options: Unpack[SearchOptions]) -> Recommendations:
@@ -143,10 +143,10 @@ class Retriever:
         Raises:
             InputError: an argument or an id is invalid.
         """
-        checked = self.query_reader.checked_options(k, options)
+        checked_options = self.query_reader.checked_options(k, options)
         k = min(k, len(self.item_ids))
         item_rows = self.item_ids.rows(item_ids)
-        candidates = self._candidates(checked)
+        candidates = self._candidates(checked_options)
         batches = []
         for batch_slice in _batch_slices(len(item_rows), k=k):
             row_B = item_rows[batch_slice]
@@ -156,10 +156,10 @@ class Retriever:
             if self.query_reader.tower.block is not None:
                 query_BD = query_BD @ self.query_reader.tower.block.similar_map.numpy()
             if self.package.model.config.has_popularity:
-                query_BD[:, -1] = checked["popularity_weight"] or 0.0  # replaces the popularity of the item
+                query_BD[:, -1] = checked_options["popularity_weight"] or 0.0  # replaces the popularity of the item
             zero_B, query_item = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
             queries = Queries(is_known_B, query_BD, query_item, zero_B, zero_B.astype(np.int8), zero_B)
-            batches.append(self._recommend_batch(queries, candidates, k=k, options=checked, uses_popularity=False))
+            batches.append(self._recommend_batch(queries, candidates, k=k, options=checked_options, uses_popularity=False))
         errors = {
             int(query): f"item_id {shown(item_ids[int(query)])} is not in the catalogue"
             for query in np.flatnonzero(item_rows < 0)
@@ -170,10 +170,10 @@ class Retriever:
         """Return the vectors of items, [L, D]."""
         return self.items.vectors(item_row_L) if self._index_vectors is None else self._index_vectors.take(item_row_L)
 
-    def item_batches(self, num_rows: int) -> Iterator[pa.Table]:
-        """Return all columns of the items with their vectors (`vector`, float32), in blocks of at most `num_rows` rows."""
+    def item_batches(self, max_rows: int) -> Iterator[pa.Table]:
+        """Return all columns of the items with their vectors (`vector`, float32), in blocks of at most `max_rows` rows."""
         start = 0
-        for items in self.items.batches(num_rows):
+        for items in self.items.batches(max_rows):
             vector_RD = self.item_vectors(np.arange(start, start + len(items)))
             vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_RD.reshape(-1)), vector_RD.shape[1])
             yield items.append_column("vector", vectors)
@@ -214,7 +214,7 @@ class Retriever:
             raise InputError("filter: has too many levels; write conditions by column") from None
         except (TypeError, ValueError):  # e.g. a datetime
             return self._select(item_filter)
-        return self._remembered_selection(filter_json)
+        return self._select_json_with_cache(filter_json)
 
     def _recommend_batch(
         self, queries: Queries, candidates: Candidates, *, k: int, options: SearchOptions, uses_popularity: bool = True
@@ -223,9 +223,9 @@ class Retriever:
 
         uses_popularity: whether queries that the model does not rank get the most popular items; otherwise they get no item.
         """
-        bound = len(self.item_ids)
-        excluded_items = candidates.excluded_from(queries.excluded_items, bound=bound)
-        top_items = TopItems(excluded_items=excluded_items, k=k, num_candidates=candidates.num_items, bound=bound)
+        num_items = len(self.item_ids)
+        excluded_items = candidates.excluded_from(queries.excluded_items, bound=num_items)
+        top_items = TopItems(excluded_items=excluded_items, k=k, num_candidates=candidates.num_items, bound=num_items)
         model_indices = np.flatnonzero(queries.is_ranked_by_model_B)
         other_indices = np.flatnonzero(~queries.is_ranked_by_model_B)
         if len(model_indices):

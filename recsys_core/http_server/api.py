@@ -45,7 +45,8 @@ class Prediction(_Body):
     space_id: str = Field(description="id of the vector space of the query tower and the items", examples=["3f6c1f0a9b1e4d52"])
     fallback: str | None = Field(
         description="null: the model knows the user, or the request is for similar items; `history` and `features`: the user "
-        "is unknown, and the items come from the row; `popularity`: the most popular items, because the model reads nothing of the row",
+        "is unknown, and the items come from the row; `popularity`: the most popular items, because the model reads nothing of "
+        "the row",
         examples=[None],
     )
     num_unknown_items: int = Field(description="number of items of the history that are not in the catalogue", examples=[0])

@@ -60,7 +60,7 @@ class Auto(Settings):
         return fitting_kinds
 
     def too_large_kinds(self, *, num_items: int, dim: int) -> tuple[str, ...]:
-        """Return the kinds that would be candidates without max_bytes.
+        """Return the kinds that are no candidates only because of max_bytes.
 
         >>> Auto(max_bytes=200_000_000).too_large_kinds(num_items=1_000_000, dim=64)
         ('flat', 'hnsw', 'ivf_flat')
@@ -113,10 +113,10 @@ def choose_kind(
         InputError: every candidate takes more than max_bytes.
     """
     fitting_candidates = [candidate for candidate in candidates if max_bytes is None or candidate.num_bytes <= max_bytes]
-    all_too_large = sorted(
+    all_too_large_kinds = sorted(
         {*too_large_kinds, *(candidate.kind for candidate in candidates if candidate not in fitting_candidates)}
     )
-    too_large_text = f"; too large: {', '.join(all_too_large)}" if all_too_large else ""
+    too_large_text = f"; too large: {', '.join(all_too_large_kinds)}" if all_too_large_kinds else ""
     limit_text = "" if max_bytes is None else f" within max_bytes ({max_bytes / MIB:,.1f} MiB{too_large_text})"
     if not fitting_candidates:
         smallest_candidate = min(candidates, key=lambda candidate: candidate.num_bytes)
@@ -126,15 +126,18 @@ def choose_kind(
         )
     reaching_candidates = [candidate for candidate in fitting_candidates if candidate.recall >= recall_target]
     if reaching_candidates:
-        chosen = min(reaching_candidates, key=lambda candidate: candidate.ms_per_query)
+        chosen_candidate = min(reaching_candidates, key=lambda candidate: candidate.ms_per_query)
         target_text = f"a recall of {recall_target:g} on validation queries{limit_text}"
         reason = (
-            f"{chosen.kind} is the only kind that reaches {target_text}"
+            f"{chosen_candidate.kind} is the only kind that reaches {target_text}"
             if len(reaching_candidates) == 1
-            else f"{chosen.kind} has the least latency ({chosen.ms_per_query:.3f} ms per query) of the "
+            else f"{chosen_candidate.kind} has the least latency ({chosen_candidate.ms_per_query:.3f} ms per query) of the "
             f"{len(reaching_candidates)} kinds that reach {target_text}"
         )
-        return Choice(chosen.kind, reason, reaches_target=True)
-    chosen = max(fitting_candidates, key=lambda candidate: candidate.recall)
-    reason = f"no kind reaches a recall of {recall_target:g}{limit_text}; {chosen.kind} has the highest, {chosen.recall:.4f}"
-    return Choice(chosen.kind, reason, reaches_target=False)
+        return Choice(chosen_candidate.kind, reason, reaches_target=True)
+    chosen_candidate = max(fitting_candidates, key=lambda candidate: candidate.recall)
+    reason = (
+        f"no kind reaches a recall of {recall_target:g}{limit_text}; {chosen_candidate.kind} has the highest, "
+        f"{chosen_candidate.recall:.4f}"
+    )
+    return Choice(chosen_candidate.kind, reason, reaches_target=False)

@@ -51,13 +51,17 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         measured_indexes = _MeasuredIndexes(config, export, output_folder)
         for kind in kinds:
             measured_indexes.add(kind)
-        served_kind, choice, warning = measured_indexes.choose()
+        served_kind, choice, warning = measured_indexes.choose_served()
         if isinstance(config.served, Auto):
-            for other_kind in {*measured_indexes.reports} - {index.kind for index in config.configured_indexes} - {served_kind}:
-                for path in index_paths(output_folder, other_kind, num_shards=measured_indexes.reports[other_kind].shards):
+            for other_kind in (
+                {*measured_indexes.report_by_kind} - {index.kind for index in config.configured_indexes} - {served_kind}
+            ):
+                for path in index_paths(
+                    output_folder, other_kind, num_shards=measured_indexes.report_by_kind[other_kind].shards
+                ):
                     path.unlink()
-        users = np.load(export.path("query_users_test.npy"))[measured_indexes.test_rows]
-        table = pa.table({"user": pa.array(users, pa.int64()), "recall": measured_indexes.recalls[served_kind]})
+        user_rows = np.load(export.path("query_users_test.npy"))[measured_indexes.test_rows]
+        table = pa.table({"user": pa.array(user_rows, pa.int64()), "recall": measured_indexes.recall_by_kind[served_kind]})
         pq.write_table(table, output_folder / RECALL_FILE_NAME)
         return stage.commit(
             served_index=served_kind,
@@ -67,7 +71,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             recall_target=config.recall_target,
             choice=choice,
             warning=warning,
-            reports=measured_indexes.reports,
+            reports=measured_indexes.report_by_kind,
         )
 
 
@@ -86,16 +90,16 @@ class _MeasuredIndexes:
 
     Attributes:
         test_rows: rows in query_vectors_test.npy of the queries that measure the indexes.
-        reports: the report of each index, by kind.
-        recalls: the recall of each test query, by kind.
+        report_by_kind: the report of each index.
+        recall_by_kind: the recall of each test query, [B].
     """
 
     def __init__(self, config: IndexConfig, export: ExportManifest, output_folder: Path) -> None:
         self._config, self._export, self._output_folder = config, export, output_folder
         self._item_vector_ID = _load_vectors(export.path("item_vectors.npy"))
         self._candidates: list[Candidate] = []
-        self.reports: dict[str, IndexReport] = {}
-        self.recalls: dict[str, NDArray[np.float64]] = {}
+        self.report_by_kind: dict[str, IndexReport] = {}
+        self.recall_by_kind: dict[str, NDArray[np.float64]] = {}
 
     def add(self, kind: AnyIndexKind) -> None:
         """Build the index, write it, tune its search parameters and measure it."""
@@ -107,15 +111,15 @@ class _MeasuredIndexes:
         index = map_index(paths)
         if kind.kind == "flat":
             self._set_queries(index)
-        kind, search_points = tune(kind, index, self._tuning, recall_target=self._config.recall_target)
+        kind, search_points = tune(kind, index, self._tuning_queries, recall_target=self._config.recall_target)
         parameters, num_bytes = kind.model_dump(exclude={"kind"}), sum(path.stat().st_size for path in paths)
         if isinstance(self._config.served, Auto):
             point = next((point for point in search_points if point.parameters == parameters), None)
-            point = point or self._tuning.measure(index, kind)
+            point = point or self._tuning_queries.measure(index, kind)
             self._candidates.append(Candidate(kind.kind, point.recall, point.ms_per_query, num_bytes))
-        recall_B, ms_per_query = self._test.recall_and_latency(index, kind)
-        self.recalls[kind.kind] = recall_B
-        self.reports[kind.kind] = IndexReport(
+        recall_B, ms_per_query = self._test_queries.recall_and_latency(index, kind)
+        self.recall_by_kind[kind.kind] = recall_B
+        self.report_by_kind[kind.kind] = IndexReport(
             recall=float(recall_B.mean()),
             k=self._config.recall_k,
             ms_per_query=ms_per_query,
@@ -125,17 +129,17 @@ class _MeasuredIndexes:
             tried=search_points,
         )
 
-    def choose(self) -> tuple[str, str | None, str | None]:
+    def choose_served(self) -> tuple[str, str | None, str | None]:
         """Return the served kind, why `auto` chose it, and a warning if it does not reach the recall target."""
         served, target = self._config.served, self._config.recall_target
         if isinstance(served, Auto):
             too_large_kinds = served.too_large_kinds(num_items=self._export.num_items, dim=self._export.dim)
-            too_large_kinds = tuple(kind for kind in too_large_kinds if kind not in self.reports)
+            too_large_kinds = tuple(kind for kind in too_large_kinds if kind not in self.report_by_kind)
             choice = choose_kind(
                 self._candidates, recall_target=target, max_bytes=served.max_bytes, too_large_kinds=too_large_kinds
             )
             return choice.kind, choice.reason, None if choice.reaches_target else choice.reason
-        report = self.reports[served.kind]
+        report = self.report_by_kind[served.kind]
         best_recall = max((point.recall for point in report.tried), default=report.recall)
         if best_recall >= target:
             return served.kind, None, None
@@ -166,14 +170,14 @@ class _MeasuredIndexes:
             for query_RD in vectors_by_split.values()
         ]
         # Without validation queries, the queries of the test split tune an index too.
-        self._test, self._tuning = query_sets[0], query_sets[-1]
+        self._test_queries, self._tuning_queries = query_sets[0], query_sets[-1]
 
 
 def write_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], paths: Sequence[Path]) -> None:
     """Build an index shard by shard (see `build_shards`), and write each shard to its file."""
     for path, shard in zip(paths, build_shards(kind, item_vector_ID, num_shards=len(paths)), strict=True):
         faiss.write_index(shard, str(path))
-        del shard  # before the next one is built
+        del shard  # before the next shard is built
 
 
 def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:

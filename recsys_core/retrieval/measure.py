@@ -21,7 +21,7 @@ from recsys_core.retrieval.kinds import AnyIndexKind, Flat
 from recsys_core.retrieval.search import search
 
 MAX_GATHERED_VALUES = 1 << 23
-"""Values of the item vectors that are in memory at once while scores are computed."""
+"""Number of values of item vectors that are in memory at once while scores are computed."""
 MIN_MEASURED_S, MAX_REPEATS = 0.2, 3
 """A search is repeated until its repetitions take MIN_MEASURED_S, at most MAX_REPEATS times. The fastest repetition counts,
 because other processes disturb short measurements most."""

@@ -163,6 +163,6 @@ def decoded_vectors(index: Any) -> ShardVectors:
     """Return the vectors of an index for which `stored_vectors` returns None, decoded from its codes."""
     inner_indexes = [faiss.downcast_index(shard.index) for shard in shards_of(index)]
     for inner_index in inner_indexes:
-        if not isinstance(inner_index, faiss.IndexRefine):  # which has the vectors in the order of the positions
+        if not isinstance(inner_index, faiss.IndexRefine):  # an IndexRefine has its vectors in the order of the positions
             faiss.extract_index_ivf(inner_index).make_direct_map()
     return ShardVectors(index, [inner_index.reconstruct_batch for inner_index in inner_indexes])

@@ -42,7 +42,7 @@ class ShardedIndex:
 
 
 def shards_of(index: Any) -> tuple[Any, ...]:
-    """Return the shards of an index. An IndexIDMap is its only shard."""
+    """Return the shards of an index. An IndexIDMap is its own only shard."""
     return index.shards if isinstance(index, ShardedIndex) else (index,)
 
 

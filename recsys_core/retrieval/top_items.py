@@ -113,7 +113,7 @@ class IndexSearch:
         for a query, the query is searched again over all vectors.
 
         Args:
-            query_indices: positions of the queries in the batch.
+            query_indices: indices of the queries in the batch.
             query_BD: vectors of these queries, in the same order.
         """
         depth_B = top_items.depth_B[query_indices]

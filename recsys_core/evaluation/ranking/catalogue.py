@@ -127,9 +127,9 @@ def _rank_on_gpu(
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> Result:
         gpu_chunk = GpuChunk(grid, queries.query_BD[chunk].to(item_vector_CD.device), seen=seen, targets=targets)
-        for take_block in (gpu_chunk.add,) if grid.top_only else (gpu_chunk.find_target_scores, gpu_chunk.add):
+        for process_block in (gpu_chunk.add,) if grid.top_only else (gpu_chunk.find_target_scores, gpu_chunk.add):
             for first_column, block_CD in blocks:
-                take_block(first_column, block_CD)
+                process_block(first_column, block_CD)
         return gpu_chunk.result()
 
     return rank_in_chunks(

@@ -30,17 +30,17 @@ from recsys_core.evaluation.ranking.top_k import (
 )
 
 CHUNK_SCORES = 1 << 22
-"""Scores that one thread holds at once: 16 MiB in float32."""
+"""Number of scores that one thread holds at once: 16 MiB in float32."""
 MIN_CHUNK_QUERIES, MAX_CHUNK_QUERIES = 16, 4_096
 """Bounds of the queries per chunk. Each chunk costs a pass over the item vectors, and `TopLists` allows 65,536 queries."""
 GPU_CHUNK_SCORES = 1 << 26
-"""Scores that are in the memory of a GPU at once: 256 MiB, and about 1 GiB of intermediate results."""
+"""Number of scores in the memory of a GPU at once: 256 MiB, and about 1 GiB of intermediate results."""
 TILE_COLUMNS = 2_048
-"""Columns of a score matrix that are computed at once, so that the scores of a chunk stay in the cache of a core."""
+"""Number of columns whose scores are computed at once, so that the scores of a chunk stay in the cache of a core."""
 BOUND_COLUMNS = 1 << 14
-"""First columns, which give a lower bound of the scores in the top list, if the positions of all targets are not needed."""
+"""Number of first columns that give a lower bound of the scores in the top list, if only the top lists are needed."""
 BLOCK_COLUMNS = 1 << 16
-"""Columns whose item vectors are sent between ranks, or are in the memory of a GPU, at once: 16 MiB with a width of 64."""
+"""Number of item vectors that are sent between ranks, or are in GPU memory, at once: 16 MiB with a width of 64."""
 
 ScoreTile = Callable[[slice, slice, NDArray[Any]], None]
 """Function that writes the scores of a slice of the queries and a slice of the columns into an array [B, C]."""
@@ -80,13 +80,13 @@ class Grid:
     @property
     def num_held_columns(self) -> int:
         """Number of columns whose scores a thread holds at once: all of them, unless only the top lists are needed."""
-        bound_columns = self._whole_tiles(max(BOUND_COLUMNS, self.k)) if self.top_only else self.num_columns
+        bound_columns = self._round_up_to_tiles(max(BOUND_COLUMNS, self.k)) if self.top_only else self.num_columns
         return min(self.num_columns, bound_columns)
 
     @property
     def block_columns(self) -> int:
         """Number of columns of a block: whole tiles, and the first block contains the first k columns."""
-        return self._whole_tiles(max(BLOCK_COLUMNS, BOUND_COLUMNS, self.k))
+        return self._round_up_to_tiles(max(BLOCK_COLUMNS, BOUND_COLUMNS, self.k))
 
     def chunk_queries(self, *, on_gpu: bool) -> int:
         """Return the number of queries of a chunk."""
@@ -94,7 +94,7 @@ class Grid:
             return max(1, min(MAX_CHUNK_QUERIES, GPU_CHUNK_SCORES // max(1, min(self.num_columns, self.block_columns))))
         return max(MIN_CHUNK_QUERIES, min(MAX_CHUNK_QUERIES, CHUNK_SCORES // max(1, self.num_held_columns)))
 
-    def _whole_tiles(self, num_columns: int) -> int:
+    def _round_up_to_tiles(self, num_columns: int) -> int:
         return -(-num_columns // self.tile_columns) * self.tile_columns
 
 
@@ -200,13 +200,15 @@ class CpuChunk:
         target_T = np.flatnonzero((column_T >= 0) & (column_T < len(item_vector_CD)))
         distinct_columns, index_T = np.unique(column_T[target_T], return_inverse=True)
         place = distinct_columns % tile_columns
-        for width, members in _filled_tiles(distinct_columns, num_columns=len(item_vector_CD), tile_columns=tile_columns):
+        for width, column_indices in _filled_tiles(
+            distinct_columns, num_columns=len(item_vector_CD), tile_columns=tile_columns
+        ):
             filled_CD = np.zeros((width, item_vector_CD.shape[1]), item_vector_CD.dtype)
-            filled_CD[place[members]] = item_vector_CD[distinct_columns[members]]
+            filled_CD[place[column_indices]] = item_vector_CD[distinct_columns[column_indices]]
             score_BC = self._query_BD @ filled_CD.T
-            is_member_T = np.isin(index_T, members)
-            query_T = self._targets.list_index_L[target_T[is_member_T]]
-            self._target_score_T[target_T[is_member_T]] = score_BC[query_T, place[index_T[is_member_T]]]
+            is_in_tile_T = np.isin(index_T, column_indices)
+            query_T = self._targets.list_index_L[target_T[is_in_tile_T]]
+            self._target_score_T[target_T[is_in_tile_T]] = score_BC[query_T, place[index_T[is_in_tile_T]]]
 
     def add(self, first_column: int, block_CD: Tensor) -> None:
         """Rank the columns of a block."""
@@ -226,18 +228,19 @@ def _filled_tiles(
 
     columns: distinct columns of a block of `num_columns` columns. Its last tile may be narrower than `tile_columns`.
 
-    >>> [(width, members.tolist()) for width, members in _filled_tiles(np.array([1, 4, 5, 8]), num_columns=10, tile_columns=4)]
+    >>> tiles = _filled_tiles(np.array([1, 4, 5, 8]), num_columns=10, tile_columns=4)
+    >>> [(width, column_indices.tolist()) for width, column_indices in tiles]
     [(4, [1, 0]), (4, [2]), (2, [3])]
     """
     tile, place = np.divmod(columns, tile_columns)
     num_whole_tiles = num_columns // tile_columns
     whole_tile_indices = np.flatnonzero(tile < num_whole_tiles)
-    index_by_place = whole_tile_indices[np.argsort(place[whole_tile_indices], kind="stable")]
-    place_by_place = place[index_by_place]
+    indices_in_place_order = whole_tile_indices[np.argsort(place[whole_tile_indices], kind="stable")]
+    sorted_place = place[indices_in_place_order]
     # The n-th column with the same place in its tile goes into the n-th filled tile.
-    filled_tile = np.arange(len(index_by_place)) - np.searchsorted(place_by_place, place_by_place)
+    filled_tile = np.arange(len(indices_in_place_order)) - np.searchsorted(sorted_place, sorted_place)
     for tile_number in range(filled_tile.max(initial=-1) + 1):
-        yield tile_columns, index_by_place[filled_tile == tile_number]
+        yield tile_columns, indices_in_place_order[filled_tile == tile_number]
     if len(whole_tile_indices) < len(columns):
         yield num_columns % tile_columns, np.flatnonzero(tile == num_whole_tiles)
 

@@ -62,9 +62,9 @@ class TopLists:
         """
         num_queries, tiles = len(self.column_BK), iter(tiles)
         if self._score_BK is None:
-            first_column, first_BC = next(tiles)
-            bound_B1 = _lower_bound(first_BC, k=self._k)[:, None]
-            candidates = [_candidates(first_BC, first_BC >= bound_B1, first_column=first_column)]
+            first_column, first_score_BC = next(tiles)
+            bound_B1 = _lower_bound(first_score_BC, k=self._k)[:, None]
+            candidates = [_candidates_where(first_score_BC, first_score_BC >= bound_B1, first_column=first_column)]
         else:
             bound_B1 = self._score_BK[:, -1:]
             candidates = [self._listed_candidates(self._score_BK)]
@@ -73,7 +73,9 @@ class TopLists:
             # A later column whose score equals the bound is below k earlier columns with at least this score.
             is_above_L = is_above_L if len(is_above_L) >= score_BC.size else np.empty(score_BC.size, np.bool_)
             is_above_BC = is_above_L[: score_BC.size].reshape(score_BC.shape)
-            candidates.append(_candidates(score_BC, np.greater(score_BC, bound_B1, out=is_above_BC), first_column=first_column))
+            candidates.append(
+                _candidates_where(score_BC, np.greater(score_BC, bound_B1, out=is_above_BC), first_column=first_column)
+            )
         merged_candidates = _Candidates(*(np.concatenate(arrays) for arrays in zip(*candidates, strict=True)))
         column_BC, score_BC = _score_matrices(merged_candidates, num_queries=num_queries)
         if score_BC.shape[1] > self._k:  # sort only the scores that are at least the k-th best
@@ -155,14 +157,14 @@ def num_above_on_gpu(score_BC: Tensor, query_T: Tensor, column_T: Tensor, *, fir
 def _lower_bound(score_BC: Scores, *, k: int) -> Scores:
     """Return a lower bound of each query's k-th best score, [B]: the k-th highest maximum of at least k blocks of columns."""
     num_queries, num_columns = score_BC.shape
-    block_size = max(1, min(_MAX_BLOCK_COLUMNS, num_columns // (4 * k)))
-    num_blocks = num_columns // block_size
-    block_max_BC = score_BC[:, : block_size * num_blocks].reshape(num_queries, block_size, num_blocks).max(axis=1)
+    block_columns = max(1, min(_MAX_BLOCK_COLUMNS, num_columns // (4 * k)))
+    num_blocks = num_columns // block_columns
+    block_max_BC = score_BC[:, : block_columns * num_blocks].reshape(num_queries, block_columns, num_blocks).max(axis=1)
     bound_B: Scores = np.partition(block_max_BC, num_blocks - k, axis=1)[:, num_blocks - k]
     return bound_B
 
 
-def _candidates(score_BC: Scores, is_candidate_BC: NDArray[np.bool_], *, first_column: int) -> _Candidates:
+def _candidates_where(score_BC: Scores, is_candidate_BC: NDArray[np.bool_], *, first_column: int) -> _Candidates:
     """Return the scores where `is_candidate_BC` is true, without excluded columns."""
     index_L = np.flatnonzero(is_candidate_BC)
     score_L = score_BC.reshape(-1)[index_L]

@@ -50,15 +50,15 @@ def write_exports(formats: Sequence[ExportFormat], contents: PackageContents, *,
     if not formats:
         return []
     examples = _golden_examples(contents)
-    exported = _export(contents.tower, examples[0])
+    exported_program = _export(contents.tower, examples[0])
     names = []
     for export_format in formats:
         path = folder / export_name(export_format)
         if export_format == "pt2":
-            _write_pt2(exported, path)
+            _write_pt2(exported_program, path)
             encode = _load_pt2(path)
         else:
-            _write_onnx(exported, path, input_names=list(examples[0].inputs))
+            _write_onnx(exported_program, path, input_names=list(examples[0].inputs))
             encode = _load_onnx(path)
         _verify_vectors(encode, examples, path=path)
         names.append(path.name)
@@ -92,8 +92,8 @@ def _export(tower: ServedQueryTower, example: _Example) -> torch.export.Exported
     # A dimension of size 0 or 1 would become a constant of the program.
     row_indices = np.resize(np.arange(len(example.query_BD)), _NUM_EXAMPLE_QUERIES)
     inputs = {name: torch.from_numpy(values[row_indices]) for name, values in example.inputs.items()}
-    batch = torch.export.Dim("batch", min=1)
-    shapes: dict[str, dict[int, Any]] = {name: {0: batch} for name in inputs}
+    batch_dim = torch.export.Dim("batch", min=1)
+    shapes: dict[str, dict[int, Any]] = {name: {0: batch_dim} for name in inputs}
     for table_name in tower.dense.feature_names:
         if is_list(tower, table_name):
             name = module_name(table_name)
@@ -131,7 +131,7 @@ def _write_onnx(exported: torch.export.ExportedProgram, path: Path, *, input_nam
 def _load_onnx(path: Path) -> Any:
     from onnx.reference import ReferenceEvaluator
 
-    evaluator: Any = ReferenceEvaluator(str(path))  # its annotation says that `run` returns a dictionary
+    evaluator: Any = ReferenceEvaluator(str(path))  # the annotation of `run` is wrong
     return lambda inputs: evaluator.run([_OUTPUT_NAME], inputs)[0]
 
 
@@ -139,10 +139,10 @@ def _load_onnx(path: Path) -> Any:
 def _verify_vectors(encode: Any, examples: Sequence[_Example], *, path: Path) -> None:
     for example in examples:
         inputs: Mapping[str, Any] = example.inputs
-        difference = np.abs(encode(inputs) - example.query_BD).max(initial=0)
+        max_difference = np.abs(encode(inputs) - example.query_BD).max(initial=0)
         limit = MAX_DIFFERENCE * max(1.0, float(np.abs(example.query_BD).max(initial=0)))
-        if not difference <= limit:
+        if not max_difference <= limit:
             raise StageError(
-                f"{path.name}: the query vectors of the golden queries differ by {difference:g} from the vectors of the served "
-                f"query tower, but at most {limit:g} is allowed; leave {path.suffix[1:]} out of package.exports"
+                f"{path.name}: the query vectors of the golden queries differ by {max_difference:g} from the vectors of the "
+                f"served query tower, but at most {limit:g} is allowed; leave {path.suffix[1:]} out of package.exports"
             )

@@ -159,7 +159,7 @@ def padded_inputs(
 
 
 def list_width(tower: ServedQueryTower, table_name: str, *, longest: int) -> int:
-    """Return the width of a feature's inputs: 1, or at least 2 for a list, because torch.export makes 0 and 1 constants."""
+    """Return the width of a feature's inputs: 1, or at least 2 for a list, because torch.export fixes the sizes 0 and 1."""
     return max(2, longest) if is_list(tower, table_name) else 1
 
 

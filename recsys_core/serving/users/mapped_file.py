@@ -1,4 +1,4 @@
-"""Memory-mapped files that are verified in blocks, so that opening one takes as long for 100 users as for 100 million.
+"""Memory-mapped files that are verified in blocks, so that a file of 100 million users opens as fast as a file of 100.
 
 A checksum file has the sha256 of each block. The first read of a block compares the block with its sha256.
 """
@@ -75,7 +75,7 @@ class MappedFile:
         return self._buffer
 
     def values(self, dtype: DTypeLike, *, start_byte: int, length: int) -> NDArray[Any]:
-        """Return an array on `length` values of the file, without verifying them."""
+        """Return `length` values of the file, without copying or verifying them."""
         values: NDArray[Any] = np.frombuffer(self._map, dtype, count=length, offset=start_byte)
         return values
 

@@ -91,12 +91,12 @@ class UserTable:
     @classmethod
     def empty(cls) -> Self:
         """Return the table of a package that stores no users."""
-        no_rows = np.zeros(0, np.int64)
-        return cls(IdMap(pa.array([], pa.int64()), id_name="user_id"), no_rows, no_rows, FeatureStore({}))
+        empty_array = np.zeros(0, np.int64)
+        return cls(IdMap(pa.array([], pa.int64()), id_name="user_id"), empty_array, empty_array, FeatureStore({}))
 
     @classmethod
     def open(cls, path: Path, checksums: bytes, *, spec: ModelSpec) -> Self:
-        """Map users.arrow. checksums: content of users.sha256. Raises StageError if the file does not match the model.
+        """Memory-map users.arrow. checksums: content of users.sha256. Raises StageError if the file does not match the model.
 
         Only the blocks with the descriptions of the columns are read. Every other block is read and verified when one of its
         users is first looked up.

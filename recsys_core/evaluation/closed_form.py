@@ -99,8 +99,8 @@ def neighbour_weights(matrix_UI: csr_array) -> csr_array:
     num_items = matrix_UI.shape[1]
     unit_UI = matrix_UI @ diags_array(inverse_power(matrix_UI.sum(axis=0), 0.5))
     unit_IU = unit_UI.T.tocsr()
-    num_pairs_I = np.cumsum(unit_IU @ np.diff(matrix_UI.indptr).astype(np.float64))
-    block_I = (num_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
+    cumulative_pairs_I = np.cumsum(unit_IU @ np.diff(matrix_UI.indptr).astype(np.float64))
+    block_I = (cumulative_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
     bounds = [0, *(np.flatnonzero(np.diff(block_I)) + 1).tolist(), num_items]
     blocks = [_nearest((unit_IU[start:end] @ unit_UI).tocsr(), first_row=start) for start, end in pairwise(bounds)]
     return vstack(blocks, format="csr")
@@ -161,12 +161,12 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
 
     The truncated SVD reads only the training events. At most MAX_EXPONENT_SEARCH_USERS users are ranked.
     """
-    users = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
-    if not len(users):
+    user_rows = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
+    if not len(user_rows):
         return
-    users = users[sampled_users(len(users), max_users=MAX_EXPONENT_SEARCH_USERS)]
+    user_rows = user_rows[sampled_users(len(user_rows), max_users=MAX_EXPONENT_SEARCH_USERS)]
     matrix_UI = log_matrix(store, before="validation", max_events=MAX_EXPONENT_SEARCH_EVENTS)
-    histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
+    histories, targets = store.items_before(user_rows, "validation"), store.targets(user_rows, "validation")
     for item_exponent in config.item_exponents:
         query_BD, vector_ID = spectral_vectors(
             matrix_UI,
@@ -175,7 +175,7 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
             user_exponent=config.user_exponent,
             item_exponent=item_exponent,
         )
-        queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(users), bool), seen=histories, targets=targets)
+        queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(user_rows), bool), seen=histories, targets=targets)
         ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(vector_ID), k=0)
         yield item_exponent, ranking.target_positions()
 

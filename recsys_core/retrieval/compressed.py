@@ -90,7 +90,7 @@ class CompressedIvf(Ivf):
             yield from super(CompressedIvf, self.model_copy(update={"rescore": rescore})).search_variants(depth)
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:
-        """Return nprobe, the selector and `rescore`."""
+        """Return the FAISS parameters with nprobe, the selector and `rescore`."""
         parameters = self.compressed_search_parameters(depth, selector)
         if self.rescore == 0:
             return parameters
@@ -128,7 +128,7 @@ class IvfSq8(CompressedIvf):
         return index
 
     def builds_on_gpu(self) -> bool:
-        """Return whether the index has no half-precision vectors for `rescore`."""
+        """Return whether the index has no vectors for `rescore`, which FAISS does not support on GPUs."""
         return self.rescore == 0
 
 
@@ -221,7 +221,7 @@ class IvfPq(ProductQuantized):
         return max(super().num_training_vectors(), MAX_VECTORS_PER_CENTROID << self.pq_nbits)
 
     def builds_on_gpu(self) -> bool:
-        """Return whether FAISS supports the settings on GPUs. FAISS does not support vectors for `rescore` there."""
+        """Return whether FAISS supports the settings, which exclude vectors for `rescore`, on GPUs."""
         return self.rescore == 0 and self.pq_nbits == 8 and self.pq_m in _GPU_PQ_SIZES
 
 

@@ -3,7 +3,7 @@
 package.json has the size and sha256 of every other file. The sha256 of package.json is stored with the model version,
 outside the package.
 
-users.arrow, which may be large, is verified in blocks when they are read, so only its size is compared here.
+users.arrow, which may be large, is verified block by block when a block is read, so only its size is compared here.
 
 Shapes: I items.
 """
@@ -126,8 +126,8 @@ def _verify_files(folder: Path, package: PackageDescription) -> None:
     """Raise StageError unless the folder has exactly the files of the model, with the recorded checksums."""
     expected_names = package.file_names
     for file_name in sorted(expected_names ^ package.files.keys()):
-        difference = "does not list it" if file_name in expected_names else "lists it, but the model does not use it"
-        raise StageError(f"{folder / file_name}: {DESCRIPTION_NAME} {difference}; package the model again")
+        difference_text = "does not list it" if file_name in expected_names else "lists it, but the model does not use it"
+        raise StageError(f"{folder / file_name}: {DESCRIPTION_NAME} {difference_text}; package the model again")
     for file_name in sorted({path.name for path in folder.iterdir()} - expected_names - {DESCRIPTION_NAME}):
         raise StageError(
             f"{folder / file_name}: {DESCRIPTION_NAME} does not list this file; remove it, or package the model again"
@@ -135,7 +135,7 @@ def _verify_files(folder: Path, package: PackageDescription) -> None:
     for file_name, record in package.files.items():
         if file_name == USERS_NAME:
             verify_size(folder / file_name, record=record)
-        elif file_name not in package.index_names:  # load_index verifies them
+        elif file_name not in package.index_names:  # load_index verifies the index files
             verify_file(folder / file_name, record=record)
 
 

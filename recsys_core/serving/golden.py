@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 NUM_QUERIES = 8
 """Number of queries of each kind."""
 K = 10
+"""Number of items per answer."""
 MAX_SCORE_DIFFERENCE = 1e-3
-"""Largest difference of two scores, relative to the largest score of the answer. Rounding differs between processors."""
+"""Largest difference of two scores, relative to the largest score of the answer. Processors round differently."""
 
 
 class GoldenAnswer(Frozen):
@@ -72,15 +73,15 @@ def write_golden(retriever: "Retriever", path: Path) -> None:
 def verify_golden(retriever: "Retriever", path: Path) -> None:
     """Answer the golden queries of a package; raise StageError if an answer differs from the expected answer."""
     try:
-        golden = GoldenQueries.model_validate_json(path.read_bytes())
+        golden_queries = GoldenQueries.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StageError(f"{path}: cannot be read ({type(error).__name__}: {error}); package the model again") from error
-    if golden.space_id != retriever.space_id:
+    if golden_queries.space_id != retriever.space_id:
         raise StageError(
-            f"{path}: the queries are of the space_id {golden.space_id}, but the package has {retriever.space_id}; package the "
+            f"{path}: the queries are of the space_id {golden_queries.space_id}, but the package has {retriever.space_id}; package the "
             "model again"
         )
-    for golden_request in golden.requests:
+    for golden_request in golden_queries.requests:
         try:
             answers = respond(retriever, golden_request.request)
         except NightjarError as error:
@@ -108,10 +109,8 @@ def golden_vectors(retriever: "Retriever") -> NDArray[np.float32]:
 def _difference(answer: Answer, expected: GoldenAnswer) -> str | None:
     """Describe how an answer differs from the expected answer; None if only items with nearly equal scores change places."""
     if answer.error is not None or answer.fallback != expected.fallback or len(answer.item_ids) != len(expected.item_ids):
-        actual = answer.error or f"{len(answer.item_ids)} items from {answer.fallback or 'the model'}"
-        return (
-            f"the answer has {actual}, but {len(expected.item_ids)} items from {expected.fallback or 'the model'} are expected"
-        )
+        actual_text = answer.error or f"{len(answer.item_ids)} items from {answer.fallback or 'the model'}"
+        return f"the answer has {actual_text}, but {len(expected.item_ids)} items from {expected.fallback or 'the model'} are expected"
     if not expected.scores:
         return None
     tolerance = MAX_SCORE_DIFFERENCE * max(abs(score) for score in expected.scores)
@@ -120,8 +119,8 @@ def _difference(answer: Answer, expected: GoldenAnswer) -> str | None:
         # A missing item is allowed if an item with nearly the same score has replaced it at the end of the answer.
         actual_score = score_by_id.get(item_id, answer.scores[-1])
         if not abs(actual_score - score) <= tolerance:
-            actual = f"the score {actual_score:g}" if item_id in score_by_id else "no place in the answer"
-            return f"item {shown(item_id)} has {actual}, but the score {score:g} is expected"
+            actual_text = f"the score {actual_score:g}" if item_id in score_by_id else "no place in the answer"
+            return f"item {shown(item_id)} has {actual_text}, but the score {score:g} is expected"
     return None
 
 

@@ -78,8 +78,8 @@ def verify_golden(retriever: "Retriever", path: Path) -> None:
         raise StageError(f"{path}: cannot be read ({type(error).__name__}: {error}); package the model again") from error
     if golden_queries.space_id != retriever.space_id:
         raise StageError(
-            f"{path}: the queries are of the space_id {golden_queries.space_id}, but the package has {retriever.space_id}; package the "
-            "model again"
+            f"{path}: the queries are of the space_id {golden_queries.space_id}, but the package has {retriever.space_id}; "
+            "package the model again"
         )
     for golden_request in golden_queries.requests:
         try:
@@ -110,7 +110,8 @@ def _difference(answer: Answer, expected: GoldenAnswer) -> str | None:
     """Describe how an answer differs from the expected answer; None if only items with nearly equal scores change places."""
     if answer.error is not None or answer.fallback != expected.fallback or len(answer.item_ids) != len(expected.item_ids):
         actual_text = answer.error or f"{len(answer.item_ids)} items from {answer.fallback or 'the model'}"
-        return f"the answer has {actual_text}, but {len(expected.item_ids)} items from {expected.fallback or 'the model'} are expected"
+        expected_text = f"{len(expected.item_ids)} items from {expected.fallback or 'the model'}"
+        return f"the answer has {actual_text}, but {expected_text} are expected"
     if not expected.scores:
         return None
     tolerance = MAX_SCORE_DIFFERENCE * max(abs(score) for score in expected.scores)

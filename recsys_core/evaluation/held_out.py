@@ -49,7 +49,7 @@ class HeldOut:
 def ranking_settings(config: EvaluationConfig) -> RankingSettings:
     """Return the settings on which the rankings of an evaluation depend.
 
-    The top lists suffice for all cut-offs, including those of SERVED_METRICS. Only `auc` needs the positions of all targets.
+    The top lists suffice for the cut-offs of the config and of SERVED_METRICS. Only `auc` needs the positions of all targets.
     """
     return RankingSettings(
         k=max(*config.ks, *(k for _, k in SERVED_METRICS.values())),

@@ -66,7 +66,7 @@ class IntegerTable(nn.Module):
     """Embedding table of codes with 8 or 4 bits, and a float16 scale and offset per row: value = code * scale + offset.
 
     The codes equal those of FBGEMM's row-wise quantization with half-precision scale and offset. A byte holds two codes of 4
-    bits, the first one in its lower half.
+    bits, with the first code in its lower half.
     """
 
     code: Tensor
@@ -273,7 +273,7 @@ def build_tower(
     Args:
         history_items: [I, D], the vector of each item in histories.
         tables: weights [R, D] by table name, at least for `served_tables`. Arrays may be memory maps.
-        dense: tensors of the trained dense layers by name; only those of the query tower (prefix `query.`) are used.
+        dense: tensors of the trained dense layers by name; only tensors of the query tower (prefix `query.`) are used.
         block: arrays of the spectral block, for a model that has one.
     """
     tower = ServedQueryTower(spec, quantization=quantization)

@@ -27,7 +27,7 @@ RANKER_COLOURS = {
     "closed_form": "#7a5195",
     "zero_shot": plots.GREEN,
 }
-"""Colours of the recall plot, by ranker in the order of the tables."""
+"""Colours of the rankers in the recall plot, in the order in which tables list the rankers."""
 MAX_HORIZONTAL_LABELS = 3
 """Number of rankers up to which the recall plot has horizontal values."""
 SHOWN_METRICS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20", "known_negatives@10")
@@ -53,8 +53,8 @@ class MetricTable(Frozen):
     def interval_note(self) -> str:
         """Half widths of the model's intervals as a text, for a table without room for them; empty without intervals."""
         half_widths = zip(self.columns, self.half_widths.get("model", ()), strict=False)
-        texts = [f"{column} ± {half_width:.4f}" for column, half_width in half_widths if half_width is not None]
-        return f"model, confidence intervals: {', '.join(texts)}" if texts else ""
+        interval_texts = [f"{column} ± {half_width:.4f}" for column, half_width in half_widths if half_width is not None]
+        return f"model, confidence intervals: {', '.join(interval_texts)}" if interval_texts else ""
 
     def best_comparable(self, ranker: str) -> tuple[float, ...]:
         """Return the best value of each column among the rows that rank the same items as the row `ranker`.
@@ -65,10 +65,10 @@ class MetricTable(Frozen):
         """
         is_cold = ranker.endswith(COLD_SUFFIX)
         comparable_values = [values for row_ranker, values in self.rows.items() if row_ranker.endswith(COLD_SUFFIX) == is_cold]
-        best_by_column = [min if column.startswith(LOWER_IS_BETTER_PREFIX) else max for column in self.columns]
+        min_or_max_by_column = [min if column.startswith(LOWER_IS_BETTER_PREFIX) else max for column in self.columns]
         return tuple(
-            best([value for value in column_values if value is not None], default=0.0)
-            for best, column_values in zip(best_by_column, zip(*comparable_values, strict=True), strict=True)
+            min_or_max([value for value in column_values if value is not None], default=0.0)
+            for min_or_max, column_values in zip(min_or_max_by_column, zip(*comparable_values, strict=True), strict=True)
         )
 
 

@@ -1,7 +1,7 @@
 """The items of a package: ids, titles, vectors, and the filters on their columns.
 
-items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be
-mapped. The vectors may be left out if they can be read from the index.
+items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be memory-mapped. The
+vectors may be left out if they can be read from the index.
 
 Shapes: I items, L looked-up items, D width of the vectors.
 """
@@ -36,12 +36,12 @@ def join_columns(items: pa.Table, paths: Iterable[Path]) -> pa.Table:
     """Append columns of parquet files to `items`. The column `row` of a file has the item rows; missing items get null."""
     for path in paths:
         values = pq.read_table(path)
-        position_I = np.full(items.num_rows, -1, np.int64)
-        position_I[values["row"].to_numpy()] = np.arange(values.num_rows)
-        position = pa.array(position_I, mask=position_I < 0)
+        value_index_I = np.full(items.num_rows, -1, np.int64)
+        value_index_I[values["row"].to_numpy()] = np.arange(values.num_rows)
+        value_index_or_null = pa.array(value_index_I, mask=value_index_I < 0)
         for name in values.column_names:
             if name != "row":
-                items = items.append_column(name, values[name].take(position))
+                items = items.append_column(name, values[name].take(value_index_or_null))
     return items
 
 
@@ -92,13 +92,13 @@ class ItemTable:
         self._footer = pq.read_metadata(path, memory_map=True)
         schema_metadata = self._footer.schema.to_arrow_schema().metadata or {}
         self.space_id = schema_metadata.get(SPACE_ID_KEY.encode(), b"").decode()
-        self._filters = pq.read_table(path, columns=list(filter_columns), memory_map=True).combine_chunks()
+        self._filter_table = pq.read_table(path, columns=list(filter_columns), memory_map=True).combine_chunks()
         self._titles = pq.read_table(path, columns=["title"], memory_map=True)["title"] if has_titles else None
 
     @property
     def filter_columns(self) -> list[str]:
         """Names of the columns by which items can be filtered."""
-        return list(self._filters.column_names)
+        return list(self._filter_table.column_names)
 
     def titles(self, item_row_L: NDArray[np.int64]) -> list[str | None]:
         """Return the title of each item; None for an item without a title."""
@@ -122,17 +122,18 @@ class ItemTable:
     def vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of items from the file, [L, D]."""
         file = pq.ParquetFile(self._path, metadata=self._footer, memory_map=True)
-        group_L = item_row_L // ROW_GROUP_ROWS
+        row_group_L = item_row_L // ROW_GROUP_ROWS
         vector_LD = np.zeros((len(item_row_L), file.schema_arrow.field("vector").type.list_size), np.float32)
-        for group in np.unique(group_L):
-            values = file.read_row_group(int(group), columns=["vector"])["vector"].combine_chunks().flatten()
+        for row_group in np.unique(row_group_L):
+            values = file.read_row_group(int(row_group), columns=["vector"])["vector"].combine_chunks().flatten()
             vector_RD = values.to_numpy().reshape(-1, vector_LD.shape[1])
-            vector_LD[group_L == group] = vector_RD[item_row_L[group_L == group] % ROW_GROUP_ROWS]
+            is_in_group_L = row_group_L == row_group
+            vector_LD[is_in_group_L] = vector_RD[item_row_L[is_in_group_L] % ROW_GROUP_ROWS]
         return vector_LD
 
     def most_frequent(self, column: str) -> Any:
         """Return the most frequent value of a filter column as JSON represents it; None if the column has no value."""
-        values = self._filters[column].drop_null()
+        values = self._filter_table[column].drop_null()
         if pa.types.is_floating(values.type):
             values = values.filter(pc.is_finite(values))  # JSON has no NaN and no infinity
         counts = pc.value_counts(values)
@@ -149,14 +150,14 @@ class ItemTable:
         """
         if not isinstance(item_filter, Mapping):
             raise InputError(f"filter: {shown(item_filter)} is not an object; write conditions by column")
-        is_match_I = np.ones(self._filters.num_rows, np.bool_)
+        is_match_I = np.ones(self._filter_table.num_rows, np.bool_)
         for column, conditions in item_filter.items():
-            if column not in self._filters.column_names:
+            if column not in self._filter_table.column_names:
                 raise InputError(
-                    f"filter: unknown column {shown(column)}; the model has {shown_names(self._filters.column_names)}, from "
+                    f"filter: unknown column {shown(column)}; the model has {shown_names(self._filter_table.column_names)}, from "
                     "features.items.filter_columns"
                 )
-            values = self._filters[column]
+            values = self._filter_table[column]
             for operator, operand in _conditions(column, conditions).items():
                 is_match = _is_match(values, column, operator, operand)
                 is_match_I &= pc.fill_null(is_match, False).to_numpy()

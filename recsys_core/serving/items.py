@@ -152,9 +152,9 @@ class ItemTable:
             raise InputError(f"filter: {shown(item_filter)} is not an object; write conditions by column")
         is_match_I = np.ones(self._filter_table.num_rows, np.bool_)
         for column, conditions in item_filter.items():
-            if column not in self._filter_table.column_names:
+            if column not in self.filter_columns:
                 raise InputError(
-                    f"filter: unknown column {shown(column)}; the model has {shown_names(self._filter_table.column_names)}, from "
+                    f"filter: unknown column {shown(column)}; the model has {shown_names(self.filter_columns)}, from "
                     "features.items.filter_columns"
                 )
             values = self._filter_table[column]

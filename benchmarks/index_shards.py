@@ -65,7 +65,7 @@ def compare(folder: Path) -> list[dict[str, Any]]:
                 )
             fitted = kind.fitted(len(item_vector_ID), DIM)
             tuned, _ = tune(fitted, index, tuning, recall_target=RECALL_TARGET)
-            recall_B, ms_per_query = test.recall(index, tuned)
+            recall_B, ms_per_query = test.recall_and_latency(index, tuned)
             row |= {"recall": float(recall_B.mean()), "queries_per_s": 1000 / ms_per_query}
             rows.append(row | {"parameters": tuned.model_dump(exclude={"kind"})})
     return rows

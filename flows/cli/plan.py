@@ -146,7 +146,7 @@ def estimate_rows(estimate: RunEstimate) -> list[list[str]]:
             format_bytes(stage.memory_bytes),
             format_bytes(stage.disk_bytes or None),
             format_duration(stage.seconds),
-            stage.measured,
+            stage.measured_text,
         ]
         for stage in estimate.stages
     ]

@@ -101,7 +101,7 @@ def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines:
         table_bytes=table_bytes,
         num_kept=config.training.keep_checkpoints + (config.training.validation is not None),
     )
-    built = config.index.built(num_items=data.num_items, dim=config.model.output_dim)
+    built = config.index.indexes_to_build(num_items=data.num_items, dim=config.model.output_dim)
     workload = Workload(
         data=data,
         training=training,

@@ -19,9 +19,9 @@ Floats32 = NDArray[np.float32]
 
 def user_item_matrix(items: JaggedArray, *, num_items: int) -> csr_array:
     """Return the matrix [lists, I] with a 1 for each distinct item of a list."""
-    distinct = items.distinct(bound=num_items)
-    ones_L = np.ones(len(distinct.values_L), np.float32)
-    return csr_array((ones_L, distinct.values_L, distinct.offset), shape=(len(items), num_items))
+    distinct_items = items.distinct(bound=num_items)
+    ones_L = np.ones(len(distinct_items.values_L), np.float32)
+    return csr_array((ones_L, distinct_items.values_L, distinct_items.offset), shape=(len(items), num_items))
 
 
 def log_matrix(store: EventStore, *, before: EvaluationSplit, max_events: int, max_history: int | None = None) -> csr_array:
@@ -29,7 +29,7 @@ def log_matrix(store: EventStore, *, before: EvaluationSplit, max_events: int, m
 
     Args:
         max_events: number of events before the split above which the users are sampled.
-        max_history: number of events of each user, the newest ones; None for all.
+        max_history: number of newest events of each user that are read; None for all events.
     """
     user_U = np.arange(store.num_users)
     share = max_events / max(1, int(store.item_counts_before(before).sum()))
@@ -40,7 +40,7 @@ def log_matrix(store: EventStore, *, before: EvaluationSplit, max_events: int, m
 
 
 def ease_weights(matrix_UI: csr_array, *, l2: float) -> Floats32:
-    """Return the weights [I, I] of EASE, the linear model that predicts each item from the others (Steck, WWW 2019).
+    """Return the weights [I, I] of EASE, the linear model that predicts each item from the other items (Steck, WWW 2019).
 
     The weights W minimise ||X - X W||^2 + l2 ||W||^2 with a diagonal of 0: W = I - P diag(1 / diag P), P = (X'X + l2 I)^-1.
 
@@ -55,19 +55,20 @@ def ease_weights(matrix_UI: csr_array, *, l2: float) -> Floats32:
 
 
 def ease_vectors(matrix_UI: csr_array, *, l2: float, dim: int) -> Floats32:
-    """Return item vectors [I, D] whose inner products are nearly the weights of EASE, up to a factor for each row and column.
+    """Return item vectors [I, D] whose inner products approximate the weights of EASE, up to a factor per row and column.
 
     With Q = diag P, the matrix Q^-1/2 W Q^1/2 is symmetric. Its largest eigenvalues and their eigenvectors give one vector
     per item, for the history and for the candidates alike.
     """
-    weight_II = _ease_inverse(matrix_UI, l2=l2)
-    root_I = np.sqrt(np.diag(weight_II))
-    weight_II /= -root_I
-    weight_II /= root_I[:, None]
-    np.fill_diagonal(weight_II, 0.0)
-    value_D, vector_ID = eigsh(weight_II, k=dim, which="LA", v0=_start(len(weight_II)))
-    order_D = np.argsort(-value_D)
-    return np.ascontiguousarray(vector_ID[:, order_D] * np.sqrt(np.maximum(value_D[order_D], 0)), np.float32)
+    inverse_II = _ease_inverse(matrix_UI, l2=l2)
+    root_I = np.sqrt(np.diag(inverse_II))
+    symmetric_II = inverse_II  # scaled in place, because the matrix is large
+    symmetric_II /= -root_I
+    symmetric_II /= root_I[:, None]
+    np.fill_diagonal(symmetric_II, 0.0)
+    eigenvalue_D, vector_ID = eigsh(symmetric_II, k=dim, which="LA", v0=_start_vector(len(symmetric_II)))
+    order_D = np.argsort(-eigenvalue_D)
+    return np.ascontiguousarray(vector_ID[:, order_D] * np.sqrt(np.maximum(eigenvalue_D[order_D], 0)), np.float32)
 
 
 def singular_vectors(
@@ -80,11 +81,11 @@ def singular_vectors(
     """
     user_weight_U = inverse_power(matrix_UI.sum(axis=1), user_exponent)
     item_weight_I = inverse_power(matrix_UI.sum(axis=0), item_exponent)
-    normalised = (diags_array(user_weight_U) @ matrix_UI @ diags_array(item_weight_I)).astype(np.float32)
-    start = _start(min(normalised.shape))
-    _, value_D, vector_DI = svds(normalised, k=num_vectors, v0=start, return_singular_vectors="vh")
-    order_D = np.argsort(-value_D)
-    return value_D[order_D].astype(np.float32), np.ascontiguousarray(vector_DI[order_D].T, np.float32)
+    normalised_UI = (diags_array(user_weight_U) @ matrix_UI @ diags_array(item_weight_I)).astype(np.float32)
+    start_vector = _start_vector(min(normalised_UI.shape))
+    _, singular_value_D, vector_DI = svds(normalised_UI, k=num_vectors, v0=start_vector, return_singular_vectors="vh")
+    order_D = np.argsort(-singular_value_D)
+    return singular_value_D[order_D].astype(np.float32), np.ascontiguousarray(vector_DI[order_D].T, np.float32)
 
 
 def inverse_power(count_R: NDArray[Any], exponent: float) -> Floats32:
@@ -98,6 +99,6 @@ def _ease_inverse(matrix_UI: csr_array, *, l2: float) -> NDArray[Any]:
     return np.linalg.inv(gram_II)
 
 
-def _start(length: int) -> Floats32:
+def _start_vector(length: int) -> Floats32:
     """Return the vector with which an iterative decomposition starts, so that its result is always the same."""
     return np.random.default_rng(CLOSED_FORM_SEED).random(length, np.float32)

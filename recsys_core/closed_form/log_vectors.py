@@ -56,10 +56,10 @@ def item_vectors(config: LogVectorsConfig, matrix_UV: csr_array) -> Floats32:
         return ease_vectors(matrix_UV, l2=config.l2, dim=config.dim)
     if isinstance(config, IalsVectorsConfig):
         return ials_vectors(config, matrix_UV)
-    value_D, vector_VD = singular_vectors(
+    singular_value_D, vector_VD = singular_vectors(
         matrix_UV, num_vectors=config.dim, user_exponent=config.user_exponent, item_exponent=config.item_exponent
     )
-    return vector_VD * value_D**config.singular_power
+    return vector_VD * singular_value_D**config.singular_power
 
 
 def ials_vectors(config: IalsVectorsConfig, matrix_UV: csr_array) -> Floats32:
@@ -79,7 +79,7 @@ def ials_vectors(config: IalsVectorsConfig, matrix_UV: csr_array) -> Floats32:
 
 
 def check_size(config: LogVectorsConfig, *, num_users: int, num_items: int, num_pairs: int) -> None:
-    """Raise InputError if the matrix has too few rows or columns for `dim` dimensions, or needs too much memory."""
+    """Raise InputError if the matrix has too few users or items for `dim` dimensions, or needs too much memory."""
     if not num_pairs:
         raise InputError("embeddings: source is log, but the log has no training event; remove the entry, or add events")
     num_available, subject = min((num_items, "items"), (num_users, "users"))
@@ -94,17 +94,19 @@ def check_size(config: LogVectorsConfig, *, num_users: int, num_items: int, num_
         )
     if isinstance(config, EaseVectorsConfig):
         needed_bytes = 12 * num_items**2
-        text, advice = f"three matrices of {num_items:,} x {num_items:,} items", "set method to spectral"
+        memory_text, advice = f"three matrices of {num_items:,} x {num_items:,} items", "set method to spectral"
     elif isinstance(config, IalsVectorsConfig):
         needed_bytes = 36 * num_pairs + 4 * config.dim * (num_users + num_items)
-        text = f"three copies of {num_pairs:,} events, and {config.dim} factors of {num_users:,} users and {num_items:,} items"
+        memory_text = (
+            f"three copies of {num_pairs:,} events, and {config.dim} factors of {num_users:,} users and {num_items:,} items"
+        )
         advice = "lower embeddings.dim or embeddings.max_events"
     else:
         needed_bytes = 24 * num_pairs + (8 * config.dim + 4) * num_available + 8 * config.dim * num_items
-        text = f"three copies of {num_pairs:,} events, and {2 * config.dim + 1} vectors of {num_available:,} {subject}"
+        memory_text = f"three copies of {num_pairs:,} events, and {2 * config.dim + 1} vectors of {num_available:,} {subject}"
         advice = "lower embeddings.dim or embeddings.max_events"
     if needed_bytes > config.memory_gb * GIGABYTE:
         raise InputError(
             f"embeddings.memory_gb is {config.memory_gb:g}, but method {config.method} needs {needed_bytes / GIGABYTE:,.3g} GB "
-            f"({text}); raise memory_gb, or {advice}"
+            f"({memory_text}); raise memory_gb, or {advice}"
         )

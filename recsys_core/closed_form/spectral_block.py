@@ -17,7 +17,7 @@ from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.errors import InputError
 
 CHUNK_ROWS = 1 << 16
-"""Vectors whose moments are summed at once: in double precision, they take twice their memory."""
+"""Number of vectors that are converted to double precision at once, in which they take twice as much memory."""
 RELATIVE_RIDGE = 1e-6
 """Ridge of the covariance, relative to its mean diagonal. Without it, few distinct candidates make it singular."""
 
@@ -30,8 +30,8 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
     proportional to X D^-a V V' D^a, where a is `item_exponent`. With the exponent 0.5, it is the ideal low-pass filter of
     GF-CF (Shen et al., CIKM 2021).
 
-    Both vectors are given in a basis in which the candidate vectors have the covariance 1. The standard deviation of the scores
-    of a query over the catalogue is then the length of the query vector.
+    Both vectors are given in a basis in which the covariance of the candidate vectors is the identity matrix. The standard
+    deviation of the scores of a query over the catalogue is then the norm of the query vector.
 
     Args:
         matrix_UI: 1 for each item of a user.
@@ -57,7 +57,7 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
     history_factor_IM, candidate_factor_IM = (np.zeros((len(count_I), dim), np.float32) for _ in range(2))
     history_factor_IM[has_event_I] = vector_VM / scale_V1 @ root_MM.astype(np.float32)
     candidate_factor_IM[has_event_I] = vector_VM * scale_V1 @ np.linalg.inv(root_MM).T.astype(np.float32)
-    # The length of a sum of history vectors has no meaning: a query vector is scaled to the length 1.
+    # The scale of history vectors has no effect, because the query vector, their sum, is scaled to the norm 1.
     history_factor_IM /= max(history_factor_IM.max(), -history_factor_IM.min())
     return history_factor_IM, candidate_factor_IM
 
@@ -68,7 +68,7 @@ def row_chunks(vector_RD: Floats32) -> Iterator[Floats32]:
 
 
 def second_moments(chunks: Iterable[Floats32], *, width: int) -> NDArray[Any]:
-    """Return the sum of the products of each vector with itself, [D, D].
+    """Return the sum of the outer products of each vector with itself, [D, D].
 
     >>> second_moments([np.array([[1, 2]], np.float32), np.array([[3, 0]], np.float32)], width=2).tolist()
     [[10.0, 2.0], [2.0, 4.0]]
@@ -83,13 +83,13 @@ def second_moments(chunks: Iterable[Floats32], *, width: int) -> NDArray[Any]:
 def covariance(vector_RD: Floats32, *, num_rows: int | None = None) -> NDArray[Any]:
     """Return the covariance of the vectors, [D, D], like np.cov.
 
-    num_rows: number of rows with those that are zero and not in `vector_RD`; None if all are there.
+    num_rows: number of rows including zero rows that are not in `vector_RD`; None if there are no such rows.
 
     >>> covariance(np.array([[1, 0], [3, 2]], np.float32)).tolist()
     [[2.0, 2.0], [2.0, 2.0]]
     """
-    count = len(vector_RD) if num_rows is None else num_rows
+    num_rows = len(vector_RD) if num_rows is None else num_rows
     total_D = vector_RD.sum(axis=0, dtype=np.float64)
     moments_DD = second_moments(row_chunks(vector_RD), width=vector_RD.shape[1])
-    covariance_DD: NDArray[Any] = (moments_DD - np.outer(total_D, total_D) / count) / (count - 1)
+    covariance_DD: NDArray[Any] = (moments_DD - np.outer(total_D, total_D) / num_rows) / (num_rows - 1)
     return covariance_DD

@@ -11,16 +11,16 @@ from recsys_core.evaluation.metrics import Floats
 from recsys_core.seeds import BOOTSTRAP_SEED
 
 NUM_BLOCKS = 64
-"""Blocks of resamples, each with its own random stream. The result does not depend on the number of threads."""
-USERS_PER_GROUP = 16
-"""Mean size of a group from which the draws per group are faster than the draws per user."""
+"""Number of blocks of resamples. Each block has its own random stream, so the result does not depend on the threads."""
+MIN_USERS_PER_GROUP = 16
+"""Mean number of users per group from which it is faster to draw counts of groups than users."""
 
 
 def resample_means(value_UM: Floats, *, num_resamples: int) -> Floats:
     """Return the means of the measures in resamples of the users, [R, M].
 
-    A resample draws U users with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993). Every measure of a
-    user is drawn together, so differences and ratios of the columns are paired.
+    A resample draws U users with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993). All measures of a
+    user are drawn together, so differences and ratios of the columns are paired.
 
     Args:
         value_UM: measures of each user, such as the recall of the champion and of the new version.
@@ -30,13 +30,13 @@ def resample_means(value_UM: Floats, *, num_resamples: int) -> Floats:
     True
     """
     num_users = len(value_UM)
-    # Users with the same values form a group. With few groups, the number of draws per group is faster than a draw per user.
+    # Users with the same values form a group. If there are few groups, drawing their counts is faster than drawing users.
     value_GM, size_G = np.unique(value_UM, axis=0, return_counts=True)
-    has_few_groups = len(size_G) * USERS_PER_GROUP <= num_users
+    has_few_groups = len(size_G) * MIN_USERS_PER_GROUP <= num_users
     value_by_measure = np.ascontiguousarray(value_GM.T if has_few_groups else value_UM.T)
     mean_RM = np.empty((num_resamples, value_UM.shape[1]))
 
-    def fill(block: int) -> None:
+    def fill_block(block: int) -> None:
         generator = np.random.default_rng([BOOTSTRAP_SEED, block])
         for resample in range(block, num_resamples, NUM_BLOCKS):
             if has_few_groups:
@@ -46,5 +46,5 @@ def resample_means(value_UM: Floats, *, num_resamples: int) -> Floats:
             mean_RM[resample] = value_by_measure @ num_draws.astype(np.float64) / num_users
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, range(NUM_BLOCKS)))
+        list(pool.map(fill_block, range(NUM_BLOCKS)))
     return mean_RM

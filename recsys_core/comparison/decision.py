@@ -1,6 +1,6 @@
 """Decision about a new version, from comparisons with the champion, with baselines, and on slices of the users and items.
 
-`e_value` watches several runs: it is evidence that the champion loses to versions that were not promoted.
+The product of `e_value` over several runs is evidence that the champion is worse than versions that were not promoted.
 """
 
 import math
@@ -16,9 +16,9 @@ from recsys_core.config import Frozen
 Verdict = Literal["promoted", "not_promoted", "not_enough_data"]
 EVIDENCE_FILE = "evidence.json"
 ALARM_E_VALUE = 20.0
-"""Product of e-values that raises an alarm. A champion that does not lose raises it with a probability of at most 1/20."""
+"""Product of e-values that raises an alarm. For a champion that is not worse, the probability of an alarm is at most 1/20."""
 MAX_LOG_E_VALUE = 300.0
-"""Limit of the exponent, far above any threshold."""
+"""Largest exponent of an e-value, which prevents an overflow. It is far above any threshold."""
 
 
 class Evidence(Frozen):
@@ -27,7 +27,7 @@ class Evidence(Frozen):
     Attributes:
         subject: what is compared, such as recall@20 or recall@20 of tail items.
         baseline: what it is compared with, such as version 3 or popularity.
-        is_guardrail: whether the comparison can only prevent a promotion. A guardrail with too few users prevents none.
+        is_guardrail: whether the comparison can only prevent a promotion. A guardrail with too few users does not prevent it.
     """
 
     subject: str
@@ -42,28 +42,28 @@ class Evidence(Frozen):
 
 
 def decide(evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
-    """Return the verdict and its reasons, the most important one first.
+    """Return the verdict and its reasons, the most important first.
 
     A version is promoted if all comparisons are accepted, apart from guardrails with too few users. A rejected comparison
     outweighs a comparison with too few users, and guardrails are a reason only if no other comparison is rejected.
     """
-    main = [item for item in evidence if not item.is_guardrail]
+    main_evidence = [entry for entry in evidence if not entry.is_guardrail]
     cases: tuple[tuple[Sequence[Evidence], Outcome, Verdict], ...] = (
-        (main, "rejected", "not_promoted"),
+        (main_evidence, "rejected", "not_promoted"),
         (evidence, "rejected", "not_promoted"),
-        (main, "not_enough_data", "not_enough_data"),
+        (main_evidence, "not_enough_data", "not_enough_data"),
     )
-    for items, outcome, verdict in cases:
-        reasons = tuple(item.sentence for item in items if item.comparison.outcome == outcome)
+    for entries, outcome, verdict in cases:
+        reasons = tuple(entry.sentence for entry in entries if entry.comparison.outcome == outcome)
         if reasons:
             return verdict, reasons
-    return "promoted", tuple(item.sentence for item in main)
+    return "promoted", tuple(entry.sentence for entry in main_evidence)
 
 
 def missing_evidence(evidence: Sequence[Evidence]) -> tuple[str, ...]:
-    """Return a sentence that names the guardrails with too few users; empty if all guardrails have enough."""
-    guardrails = [item for item in evidence if item.is_guardrail]
-    missing_subjects = [item.subject for item in guardrails if item.comparison.outcome == "not_enough_data"]
+    """Return one sentence that names the guardrails with too few users; no sentence if all guardrails have enough users."""
+    guardrails = [entry for entry in evidence if entry.is_guardrail]
+    missing_subjects = [entry.subject for entry in guardrails if entry.comparison.outcome == "not_enough_data"]
     if not missing_subjects:
         return ()
     return (f"not enough data for {len(missing_subjects)} of {len(guardrails)} guardrails: {', '.join(missing_subjects)}",)
@@ -71,23 +71,23 @@ def missing_evidence(evidence: Sequence[Evidence]) -> tuple[str, ...]:
 
 def write_evidence(evidence: Sequence[Evidence], folder: Path) -> None:
     """Write the comparisons to EVIDENCE_FILE."""
-    (folder / EVIDENCE_FILE).write_bytes(_EVIDENCE.dump_json(tuple(evidence), indent=2))
+    (folder / EVIDENCE_FILE).write_bytes(_EVIDENCE_ADAPTER.dump_json(tuple(evidence), indent=2))
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, ...]:
     """Read the file of `write_evidence`."""
-    return _EVIDENCE.validate_json((folder / EVIDENCE_FILE).read_bytes())
+    return _EVIDENCE_ADAPTER.validate_json((folder / EVIDENCE_FILE).read_bytes())
 
 
-_EVIDENCE = TypeAdapter(tuple[Evidence, ...])
+_EVIDENCE_ADAPTER = TypeAdapter(tuple[Evidence, ...])
 
 
 def e_value(num_better: int, num_worse: int) -> float:
     """Return the evidence of one run that the new version is better than the champion for more users than it is worse for.
 
-    If it is not, a user whose metric differs is better off with a probability of at most 1/2. The e-value is half 1 and half
-    the likelihood ratio of a uniform mixture over (1/2, 1] against 1/2. Its expectation is then at most 1, so the product over
-    runs exceeds 20 with a probability of at most 1/20, however many runs are watched (Ville's inequality; Ramdas et al.,
+    If the new version is not better, a user whose metric differs is better off with a probability of at most 1/2. The e-value
+    is the mean of 1 and the likelihood ratio of a uniform mixture over (1/2, 1] against 1/2. Its expectation is then at most
+    1, so the product over any number of runs exceeds 20 with a probability of at most 1/20 (Ville's inequality; Ramdas et al.,
     Game-theoretic statistics and safe anytime-valid inference, 2023).
 
     >>> round(e_value(600, 500), 1), round(e_value(50, 50), 2), e_value(0, 100_000)

@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 
 Outcome = Literal["accepted", "rejected", "not_enough_data"]
 MIN_MARGIN = 0.001
+"""Smallest relative drop that a bootstrap rule can allow."""
 POWER = 0.8
-"""Probability with which an equally good version has to be accepted. If it is lower, there are too few users for the margin."""
+"""Required probability of accepting an equally good version. If it is lower, there are too few users for the margin."""
 
 
 class Comparison(Frozen):
     """Result of a rule for one metric of the same users.
 
     Attributes:
-        outcome: whether the new version may replace the baseline, or whether the users are too few to tell.
-        reason: both values and the rule in one clause.
+        outcome: whether the new version may replace the baseline, or whether there are too few users for an answer.
+        reason: both means and the condition of the rule, as a clause that follows "<metric> is".
         num_users: number of users that are compared.
         new_mean, baseline_mean: means over the users.
         interval: one-sided bounds of the relative difference, at the confidence of the rule; None without bounds.
-        absolute_interval: the same bounds of the difference of the means.
-        num_better_users, num_worse_users: number of users whose value is higher or lower with the new version.
+        absolute_interval: one-sided bounds of the absolute difference; None without bounds.
+        num_better_users, num_worse_users: numbers of users whose value is higher, and lower, with the new version.
         detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER; None if
             unknown.
         num_needed_users: number of users that would be enough for a decision; None if unknown.
@@ -57,12 +58,14 @@ class Comparison(Frozen):
 
     @property
     def relative_difference(self) -> float | None:
-        """Difference of the means divided by the mean of the baseline; None if that is 0."""
+        """Difference of the means divided by the mean of the baseline; None if the baseline has the mean 0."""
         return self.new_mean / self.baseline_mean - 1 if self.baseline_mean else None
 
 
 class Rule(Protocol):
-    """Decides from one metric of the same users. A larger new value never turns an accepted version into a rejected one.
+    """A rule decides from one metric of the same users whether a new version may replace a baseline.
+
+    If a rule accepts a version, it also accepts a version with larger values of the metric.
 
     Attributes:
         min_users: number of users below which the outcome is not_enough_data.
@@ -71,12 +74,14 @@ class Rule(Protocol):
     @property
     def min_users(self) -> int: ...
 
-    def compare(self, new_U: "Floats", baseline_U: "Floats", *, baseline: str, num_comparisons: int = 1) -> Comparison:
-        """Compare the users' values [U] with those of `baseline`, which is named in the reason.
+    def compare(
+        self, new_value_U: "Floats", baseline_value_U: "Floats", *, baseline: str, num_comparisons: int = 1
+    ) -> Comparison:
+        """Compare the metric [U] of a new version and of a baseline for the same users. The reason names `baseline`.
 
         Args:
-            num_comparisons: number of comparisons of which each must be accepted. A statistical rule needs more users for
-                several comparisons, because one of them is more often rejected by chance.
+            num_comparisons: number of comparisons that must all be accepted. A statistical rule needs more users for several
+                comparisons, because chance more often leads to the rejection of one of them.
         """
 
     def with_margin(self, max_relative_drop: float) -> "Rule":
@@ -102,7 +107,9 @@ class Margin(Settings):
         1, ge=1, le=10_000_000, description="number of test users below which no version is promoted automatically"
     )
 
-    def compare(self, new_U: "Floats", baseline_U: "Floats", *, baseline: str, num_comparisons: int = 1) -> Comparison:
+    def compare(
+        self, new_value_U: "Floats", baseline_value_U: "Floats", *, baseline: str, num_comparisons: int = 1
+    ) -> Comparison:
         """Compare the means.
 
         >>> import numpy as np
@@ -110,15 +117,19 @@ class Margin(Settings):
         >>> comparison.outcome, comparison.reason
         ('rejected', '0.2000, less than 0.98 times the 0.2500 of version 3')
         """
-        if (too_few := _too_few_users(new_U, baseline_U, baseline=baseline, min_users=self.min_users)) is not None:
+        if (too_few := _too_few_users(new_value_U, baseline_value_U, baseline=baseline, min_users=self.min_users)) is not None:
             return too_few
-        min_ratio, new_mean, baseline_mean = 1 - self.max_relative_drop, float(new_U.mean()), float(baseline_U.mean())
+        min_ratio, new_mean, baseline_mean = (
+            1 - self.max_relative_drop,
+            float(new_value_U.mean()),
+            float(baseline_value_U.mean()),
+        )
         is_accepted = new_mean >= baseline_mean * min_ratio
         relation = "at least" if is_accepted else "less than"
         return Comparison(
             outcome="accepted" if is_accepted else "rejected",
             reason=f"{new_mean:.4f}, {relation} {min_ratio:g} times the {baseline_mean:.4f} of {baseline}",
-            **_counts_and_means(new_U, baseline_U),
+            **_counts_and_means(new_value_U, baseline_value_U),
         )
 
     def with_margin(self, max_relative_drop: float) -> Self:
@@ -137,8 +148,8 @@ class Margin(Settings):
 class PairedBootstrap(Settings):
     """The relative drop must be smaller than max_relative_drop with the given confidence (a test of non-inferiority).
 
-    The unit is the user. Both versions answer for the same users, which a paired bootstrap resamples. Fewer users than the
-    margin needs give the outcome not_enough_data, unless the new version is significantly better or worse.
+    A paired bootstrap resamples the users, who are the same for both versions. If there are fewer users than the margin needs,
+    the outcome is not_enough_data, unless the new version is significantly better or worse.
     """
 
     kind: Literal["paired_bootstrap"] = Field("paired_bootstrap", description="compare with a paired bootstrap over the users")
@@ -158,64 +169,70 @@ class PairedBootstrap(Settings):
     )
     num_resamples: int = Field(10_000, ge=100, le=1_000_000, description="number of resamples of the users")
 
-    def compare(self, new_U: "Floats", baseline_U: "Floats", *, baseline: str, num_comparisons: int = 1) -> Comparison:
-        """Compare by the bootstrap distribution of both means.
+    def compare(
+        self, new_value_U: "Floats", baseline_value_U: "Floats", *, baseline: str, num_comparisons: int = 1
+    ) -> Comparison:
+        """Compare the means by their joint bootstrap distribution.
 
         >>> import numpy as np
-        >>> rule, new_U = PairedBootstrap(num_resamples=1000), np.tile([0.0, 1.0], 500)
-        >>> rule.compare(new_U, new_U, baseline="version 3").reason
+        >>> rule, new_value_U = PairedBootstrap(num_resamples=1000), np.tile([0.0, 1.0], 500)
+        >>> rule.compare(new_value_U, new_value_U, baseline="version 3").reason
         '0.5000, +0.0 % (+0.0 to +0.0 %) from the 0.5000 of version 3 (margin -5 %; users +0 / -0)'
-        >>> rule.compare(new_U[:8], new_U[:8], baseline="version 3").reason
+        >>> rule.compare(new_value_U[:8], new_value_U[:8], baseline="version 3").reason
         '0.5000, not compared with version 3: 8 test users, but the gate needs at least 200'
         """
         import numpy as np
 
         from recsys_core.comparison.bootstrap import resample_means
 
-        fields = _counts_and_means(new_U, baseline_U)
-        if (too_few := _too_few_users(new_U, baseline_U, baseline=baseline, min_users=self.min_users)) is not None:
+        fields = _counts_and_means(new_value_U, baseline_value_U)
+        if (too_few := _too_few_users(new_value_U, baseline_value_U, baseline=baseline, min_users=self.min_users)) is not None:
             return too_few
-        num_users, new_mean, baseline_mean = len(new_U), float(new_U.mean()), float(baseline_U.mean())
+        num_users, new_mean, baseline_mean = len(new_value_U), float(new_value_U.mean()), float(baseline_value_U.mean())
         if new_mean == baseline_mean == 0:
             reason = f"0.0000, not compared with {baseline}: both have no hit for any of {num_users:,} test users"
             return Comparison(outcome="not_enough_data", reason=reason, **fields)
 
-        new_R, baseline_R = resample_means(np.stack([new_U, baseline_U], axis=1), num_resamples=self.num_resamples).T
+        new_mean_R, baseline_mean_R = resample_means(
+            np.stack([new_value_U, baseline_value_U], axis=1), num_resamples=self.num_resamples
+        ).T
         margin = 0.0 if self.must_be_better else self.max_relative_drop
-        margin_bound = float(np.quantile(new_R - (1 - margin) * baseline_R, 1 - self.confidence))
-        is_worse = float(np.quantile(new_R - baseline_R, 1 - (1 - self.confidence) / num_comparisons)) < 0
-        z = NormalDist().inv_cdf(self.confidence) + NormalDist().inv_cdf(1 - (1 - POWER) / num_comparisons)
-        error = float(np.std(new_U - (1 - margin) * baseline_U, ddof=1)) / math.sqrt(num_users)
-        detectable_drop = z * error / baseline_mean if baseline_mean else math.inf
+        margin_bound = float(np.quantile(new_mean_R - (1 - margin) * baseline_mean_R, 1 - self.confidence))
+        is_worse = float(np.quantile(new_mean_R - baseline_mean_R, 1 - (1 - self.confidence) / num_comparisons)) < 0
+        z_score = NormalDist().inv_cdf(self.confidence) + NormalDist().inv_cdf(1 - (1 - POWER) / num_comparisons)
+        standard_error = float(np.std(new_value_U - (1 - margin) * baseline_value_U, ddof=1)) / math.sqrt(num_users)
+        detectable_drop = z_score * standard_error / baseline_mean if baseline_mean else math.inf
         if margin_bound > 0 or (margin_bound == 0 and not self.must_be_better):
             outcome: Outcome = "accepted"
         else:
             outcome = "rejected" if is_worse or detectable_drop <= self.max_relative_drop else "not_enough_data"
-        interval, difference = None, "a hit"
+        interval, difference_text = None, "a hit"
         if baseline_mean:
-            ratio_R = new_R / np.maximum(baseline_R, np.finfo(np.float64).tiny) - 1
+            ratio_R = new_mean_R / np.maximum(baseline_mean_R, np.finfo(np.float64).tiny) - 1
             low, high = np.quantile(ratio_R, [1 - self.confidence, self.confidence]).tolist()
             interval = (low, high)
-            difference = f"{100 * (new_mean / baseline_mean - 1):+.1f} % ({100 * low:+.1f} to {100 * high:+.1f} %)"
+            difference_text = f"{100 * (new_mean / baseline_mean - 1):+.1f} % ({100 * low:+.1f} to {100 * high:+.1f} %)"
         condition = "must be better" if self.must_be_better else f"margin {-100 * margin:.3g} %"
         reason = (
-            f"{new_mean:.4f}, {difference} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
+            f"{new_mean:.4f}, {difference_text} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
             f"+{fields['num_better_users']:,} / -{fields['num_worse_users']:,})"
         )
-        num_needed = None
+        num_needed_users = None
         if outcome == "not_enough_data":
             reason += f"; {num_users:,} test users are too few for this margin"
             if math.isfinite(detectable_drop):
-                num_needed = math.ceil(num_users * (detectable_drop / self.max_relative_drop) ** 2)
-                reason += f", which needs about {num_needed:,}"
-        low, high = np.quantile(new_R - baseline_R, [1 - self.confidence, self.confidence]).tolist()
+                num_needed_users = math.ceil(num_users * (detectable_drop / self.max_relative_drop) ** 2)
+                reason += f", which needs about {num_needed_users:,}"
+        low_difference, high_difference = np.quantile(
+            new_mean_R - baseline_mean_R, [1 - self.confidence, self.confidence]
+        ).tolist()
         return Comparison(
             outcome=outcome,
             reason=reason,
             interval=interval,
-            absolute_interval=(low, high),
+            absolute_interval=(low_difference, high_difference),
             detectable_drop=detectable_drop,
-            num_needed_users=num_needed,
+            num_needed_users=num_needed_users,
             **fields,
         )
 
@@ -229,31 +246,33 @@ class PairedBootstrap(Settings):
         return self.with_margin(max_relative_drop).model_copy(update=update)
 
     def for_baseline(self) -> Self:
-        """Return the rule that a version must be better."""
+        """Return the rule that accepts only a better version."""
         return self.model_copy(update={"must_be_better": True})
 
 
-def _too_few_users(new_U: "Floats", baseline_U: "Floats", *, baseline: str, min_users: int) -> Comparison | None:
-    """Return the comparison of fewer than min_users users; None if there are enough."""
-    num_users = len(new_U)
+def _too_few_users(new_value_U: "Floats", baseline_value_U: "Floats", *, baseline: str, min_users: int) -> Comparison | None:
+    """Return a comparison with the outcome not_enough_data if there are fewer than `min_users` users; otherwise None."""
+    num_users = len(new_value_U)
     if num_users >= max(1, min_users):
         return None
-    fields = _counts_and_means(new_U, baseline_U)
-    refused = f"{fields['new_mean']:.4f}, not compared with {baseline}" if num_users else f"not compared with {baseline}"
-    reason = f"{refused}: {num_users:,} test users, but the gate needs at least {min_users:,}"
+    fields = _counts_and_means(new_value_U, baseline_value_U)
+    no_comparison_text = (
+        f"{fields['new_mean']:.4f}, not compared with {baseline}" if num_users else f"not compared with {baseline}"
+    )
+    reason = f"{no_comparison_text}: {num_users:,} test users, but the gate needs at least {min_users:,}"
     return Comparison(outcome="not_enough_data", reason=reason, num_needed_users=max(1, min_users), **fields)
 
 
-def _counts_and_means(new_U: "Floats", baseline_U: "Floats") -> dict[str, Any]:
+def _counts_and_means(new_value_U: "Floats", baseline_value_U: "Floats") -> dict[str, Any]:
     """Return the fields of a Comparison that do not depend on the rule. The mean over no user is 0."""
     return {
-        "num_users": len(new_U),
-        "new_mean": float(new_U.mean()) if len(new_U) else 0.0,
-        "baseline_mean": float(baseline_U.mean()) if len(baseline_U) else 0.0,
-        "num_better_users": int((new_U > baseline_U).sum()),
-        "num_worse_users": int((new_U < baseline_U).sum()),
+        "num_users": len(new_value_U),
+        "new_mean": float(new_value_U.mean()) if len(new_value_U) else 0.0,
+        "baseline_mean": float(baseline_value_U.mean()) if len(baseline_value_U) else 0.0,
+        "num_better_users": int((new_value_U > baseline_value_U).sum()),
+        "num_worse_users": int((new_value_U < baseline_value_U).sum()),
     }
 
 
 RuleConfig = Annotated[Margin | PairedBootstrap, Field(discriminator="kind")]
-"""The config of a rule, distinguished by `kind`."""
+"""Config of a rule. The field `kind` selects the class."""

@@ -1,4 +1,4 @@
-"""The constants of the estimates. Benchmarks have measured most of them; the others are assumed."""
+"""The constants of the estimates. Benchmarks have measured most constants; the others are assumed."""
 
 from functools import cache
 from pathlib import Path
@@ -14,8 +14,8 @@ class Constant(Frozen):
     """One number with its origin.
 
     Attributes:
-        measured_at: largest size at which the number was measured, in the unit after "per" in `unit`. None: the number does not
-            depend on the size, or it is assumed.
+        measured_at: largest size at which the number was measured, in the unit after "per" in `unit`. None if the number
+            does not depend on the size, or is assumed.
     """
 
     value: float

@@ -10,7 +10,7 @@ INT32_LIMIT = 2**31
 FLOAT_BYTES, TIME_BYTES, OFFSET_BYTES = 4, 8, 8
 ONE_HOST = "1 host"
 BENCHMARK_CORES = 2
-"""Cores on which the constants were measured."""
+"""Number of cores with which the constants were measured."""
 
 
 def store_bytes(data: Data) -> int:
@@ -46,8 +46,9 @@ def ingest_embeddings(data: Data, constants: Mapping[str, Constant]) -> StageEst
 def ingest_interactions(data: Data, machines: Machines, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the first ingest of a log, which reads all events.
 
-    DuckDB: one host with as many cores as the benchmark had, because more cores were not measured. Spark: the same CPU time,
-    times an assumed factor, divided by the cores of all hosts. The store, the parts and the ids are written once.
+    DuckDB runs on one host. Its time is the time with the cores of the benchmark, because more cores were not measured. Spark
+    takes the CPU time of DuckDB times an assumed factor, divided among the cores of all hosts. The store, the parts and the ids
+    are written once.
     """
     rates = Rates(constants)
     seconds = rates("event_s", data.num_events)

@@ -1,6 +1,6 @@
 """Estimates of the stages that train and measure the model: training, export, evaluation, index, package and registration.
 
-Letters in the formulas: B queries of a rank's batch, C candidates, D width of a vector, W ranks, U held-out users, I items.
+Letters in the formulas: B queries of a rank's batch, C candidates, D width of a vector, U held-out users, I items.
 """
 
 import math
@@ -12,16 +12,16 @@ from recsys_core.estimates.stage_estimate import Rates, StageEstimate
 from recsys_core.estimates.workload import Workload
 
 FLOPS_PER_SCORE_VALUE = 6
-"""Floating-point operations per query, candidate and value of a vector: a multiplication and an addition forward, two of each
-backward."""
-INDEX_DIM = 64
-"""Width of the vectors of benchmarks/index.py."""
-PACKAGE_HISTORY = 20
-"""Items in the history of a user of benchmarks/serve_users.py."""
+"""Floating-point operations per query, candidate and vector component: a multiplication and an addition in the forward pass,
+and two of each in the backward pass."""
+BENCHMARK_INDEX_DIM = 64
+"""Width of the vectors in benchmarks/index.py."""
+BENCHMARK_HISTORY_LENGTH = 20
+"""Number of items in a user's history in benchmarks/serve_users.py."""
 
 
 def num_steps(workload: Workload) -> int:
-    """Return the steps of the training: the epochs times the batches of all ranks.
+    """Return the number of training steps: the number of epochs times the number of global batches.
 
     >>> from recsys_core.estimates.workload import Data, Machines, TrainingLoad
     >>> training = TrainingLoad(dim=1, epochs=3, batch_size=10, num_candidates=1, lookups_ms=0, rank_bytes=0, table_bytes=0)
@@ -36,8 +36,9 @@ def num_steps(workload: Workload) -> int:
 def step_seconds(workload: Workload, rates: Rates) -> float:
     """Return the duration of a training step.
 
-    On a GPU: the planner's lookups and 6 B C D operations at an assumed speed, but at least the time of the loader for a batch.
-    On a CPU: B times the measured time of a query, which includes its lookups, plus 6 B C D operations at the measured speed.
+    On a GPU, it is the planner's time of the lookups plus 6 B C D operations at an assumed speed, but at least the time of the
+    loader for a batch. On a CPU, it is B times the measured time of a query, which includes its lookups, plus 6 B C D
+    operations at the measured speed.
     """
     training = workload.training
     operations = FLOPS_PER_SCORE_VALUE * training.batch_size * training.num_candidates * training.dim
@@ -45,7 +46,8 @@ def step_seconds(workload: Workload, rates: Rates) -> float:
         compute_s = training.lookups_ms / 1000 + operations * rates("gpu_operation_s")
         return max(compute_s, rates("loaded_example_s", times=training.batch_size))
     num_items = workload.data.num_items
-    example_s = rates("trained_example_s", num_items, times=1 / num_items)  # measured with a catalogue of a certain size
+    # The constant is for one example. The size and `times` only record the extrapolation from the catalogue of the benchmark.
+    example_s = rates("trained_example_s", num_items, times=1 / num_items)
     return training.batch_size * example_s + operations * rates("cpu_operation_s")
 
 
@@ -58,10 +60,10 @@ def train(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimat
     )
     seconds = rates("rank_start_s") + max(steps_s, checkpoint_s * training.num_saves)
     if checkpoint_s * training.num_saves > steps_s:
-        rates("checkpoint_hash_byte_s")
+        rates("checkpoint_hash_byte_s")  # records that an assumed constant determines the time
     return rates.estimate(
         "train",
-        where=_ranks(workload),
+        where=_rank_count_text(workload),
         seconds=seconds,
         memory_bytes=training.rank_bytes,
         disk_bytes=training.num_kept * training.table_bytes,
@@ -72,10 +74,10 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
     """Estimate the export, which ranks all items for the held-out users: U I D multiplications, divided among the ranks."""
     rates, data, machines = Rates(constants), workload.data, workload.machines
     num_pairs = data.num_held_out_users * data.num_items
-    constant = "ranked_target_value_s" if workload.ranks_all_targets else "ranked_value_s"
+    constant_name = "ranked_target_value_s" if workload.ranks_all_targets else "ranked_value_s"
     if machines.device == "cuda":
-        constant = "gpu_ranked_value_s"
-    ranking_s = rates(constant, num_pairs, times=workload.training.dim) / machines.num_ranks
+        constant_name = "gpu_ranked_value_s"
+    ranking_s = rates(constant_name, num_pairs, times=workload.training.dim) / machines.num_ranks
     encoding_s = rates("encoded_vector_s", data.num_items + data.num_held_out_users) / machines.num_ranks
     item_bytes = data.num_items * workload.training.dim * FLOAT_BYTES
     vector_bytes = item_bytes + data.num_held_out_users * workload.training.dim * FLOAT_BYTES
@@ -83,7 +85,7 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
     user_bytes = constants["ranked_user_bytes"].value * data.num_held_out_users
     return rates.estimate(
         "export",
-        where=_ranks(workload),
+        where=_rank_count_text(workload),
         seconds=rates("rank_start_s") + ranking_s + encoding_s,
         memory_bytes=(vector_bytes + user_bytes) / machines.num_ranks,
         disk_bytes=exported_bytes + workload.training.table_bytes,
@@ -117,9 +119,11 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     rates, num_items = Rates(constants), workload.data.num_items
     seconds, memory_bytes = 0.0, 0.0
     for index in workload.indexes:
-        name = f"index_{index.kind}_item_s"
-        growth = index_growth(index.kind, num_items, measured_at=constants[name].measured_at or num_items)
-        seconds += rates(name, num_items, times=growth * index.build_factor * workload.training.dim / INDEX_DIM)
+        constant_name = f"index_{index.kind}_item_s"
+        growth = index_growth(index.kind, num_items, measured_at=constants[constant_name].measured_at or num_items)
+        seconds += rates(
+            constant_name, num_items, times=growth * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM
+        )
         shard_bytes = index.num_bytes / index.num_shards
         memory_bytes = max(memory_bytes, shard_bytes * constants[f"index_{index.kind}_memory_factor"].value)
         rates.extrapolate(index.build_factor)
@@ -133,7 +137,7 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
 
 
 def index_growth(kind: str, num_items: int, *, measured_at: float) -> float:
-    """Return how much longer an item takes than in an index of `measured_at` items.
+    """Return the build time of an item relative to its build time in an index of `measured_at` items.
 
     >>> [index_growth(kind, 4_000_000, measured_at=1e6) for kind in ("flat", "ivf_flat")]
     [1.0, 2.0]
@@ -150,7 +154,7 @@ def index_growth(kind: str, num_items: int, *, measured_at: float) -> float:
 def package(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the package on one host: the served index, the item vectors, and the histories of all users."""
     rates, data = Rates(constants), workload.data
-    history_share = min(1.0, data.num_events / data.num_users / PACKAGE_HISTORY)
+    history_share = min(1.0, data.num_events / data.num_users / BENCHMARK_HISTORY_LENGTH)
     user_bytes = constants["package_user_bytes"].value * data.num_users * history_share
     num_bytes = user_bytes + workload.package_bytes_per_item * data.num_items
     num_bytes += max((index.num_bytes for index in workload.indexes), default=0)
@@ -161,11 +165,11 @@ def package(workload: Workload, constants: Mapping[str, Constant]) -> StageEstim
         + num_bytes * rates("checkpoint_hash_byte_s")
         + num_bytes * rates("checkpoint_write_byte_s"),
         memory_bytes=None,
-        disk_bytes=2 * num_bytes,  # the folder of the run, and MLflow's copy
+        disk_bytes=2 * num_bytes,  # the run folder, and MLflow's copy
     )
 
 
-def _ranks(workload: Workload) -> str:
+def _rank_count_text(workload: Workload) -> str:
     num_ranks = workload.machines.num_ranks
     unit = "GPU" if workload.machines.device == "cuda" else "rank"
     return f"{num_ranks:,} {unit}{'' if num_ranks == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The estimate of a complete run: its stages, and what the machines cost under an assumed price."""
+"""The estimate of a complete run: its stages, and the costs of the machines at assumed prices."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ SECONDS_PER_HOUR = 3600
 
 
 class RunEstimate(Frozen):
-    """Stages in the order of a run. dollars: price of the machines under the assumed prices of the constants."""
+    """Estimates of the stages, in the order of a run. dollars: costs of the machines at the assumed prices."""
 
     workload: Workload
     stages: tuple[StageEstimate, ...]
@@ -46,24 +46,25 @@ def estimate_run(workload: Workload) -> RunEstimate:
     return RunEstimate(
         workload=workload,
         stages=tuple(stages),
-        dollars=sum(dollars(stage, workload.machines, constants) for stage in stages),
+        dollars=sum(stage_dollars(stage, workload.machines, constants) for stage in stages),
     )
 
 
-def dollars(stage: StageEstimate, machines: Machines, constants: Mapping[str, Constant]) -> float:
-    """Return the price of a stage: GPUs only where they work, and all cores of the hosts that execute the stage.
+def stage_dollars(stage: StageEstimate, machines: Machines, constants: Mapping[str, Constant]) -> float:
+    """Return the costs of a stage in dollars: its GPUs, if it uses any, and all cores of its hosts.
 
     >>> stage = StageEstimate(
     ...     stage="train", where="8 GPUs", seconds=7200, memory_bytes=0, disk_bytes=0, constants=(), basis="assumed"
     ... )
     >>> prices = {"gpu_hour_dollars": 2.5, "core_hour_dollars": 0.05}
     >>> prices = {name: Constant(value=price, unit="dollars per hour", source="") for name, price in prices.items()}
-    >>> dollars(stage, Machines(device="cuda", ranks_per_host=8, cores_per_host=10), prices)  # 2 h x (8 x 2.5 + 10 x 0.05)
+    >>> machines = Machines(device="cuda", ranks_per_host=8, cores_per_host=10)
+    >>> stage_dollars(stage, machines, prices)  # 2 h x (8 x 2.5 + 10 x 0.05)
     41.0
     """
     hours = stage.seconds / SECONDS_PER_HOUR
-    is_single = stage.where == data_stages.ONE_HOST
-    num_cores = machines.cores_per_host * (1 if is_single else machines.num_hosts)
+    is_on_one_host = stage.where == data_stages.ONE_HOST
+    num_cores = machines.cores_per_host * (1 if is_on_one_host else machines.num_hosts)
     uses_gpus = machines.device == "cuda" and stage.stage in ("train", "export")
     gpu_dollars = machines.num_ranks * constants["gpu_hour_dollars"].value if uses_gpus else 0.0
     return hours * (gpu_dollars + num_cores * constants["core_hour_dollars"].value)

@@ -13,13 +13,13 @@ class StageEstimate(Frozen):
     """Time, memory and disk of one stage.
 
     Attributes:
-        where: the machines that execute the stage.
-        seconds: duration.
+        where: text that names the machines that execute the stage, e.g. "8 GPUs".
+        seconds: duration of the stage.
         memory_bytes: peak memory of one process, without its libraries; None if it was never measured.
-        disk_bytes: bytes on disk, on all hosts together: what the stage leaves, and for a training its peak.
+        disk_bytes: bytes on the disks of all hosts that the stage leaves. For a training, it is the peak.
         constants: names of the constants in `seconds`.
-        basis: "assumed" if one of these constants was not measured, "extrapolated" if one was measured at a smaller size.
-        factor: largest size of the stage divided by the size at which its constant was measured; at least 1.
+        basis: "assumed" if a constant was not measured, otherwise "extrapolated" if a constant was measured at a smaller size.
+        factor: size of the stage divided by the size at which a constant was measured: the largest ratio, at least 1.
     """
 
     stage: str
@@ -32,12 +32,12 @@ class StageEstimate(Frozen):
     factor: float = 1.0
 
     @property
-    def measured(self) -> str:
-        """At which size the speed of the stage was measured.
+    def measured_text(self) -> str:
+        """Text for the size at which the speed was measured, relative to the size of the stage; "no" if it was assumed.
 
         >>> stage = {"stage": "", "where": "", "seconds": 1, "memory_bytes": 0, "disk_bytes": 0, "constants": ()}
         >>> cases = ("measured", 1), ("extrapolated", 1.26), ("extrapolated", 5e3), ("assumed", 5e3)
-        >>> [StageEstimate(**stage, basis=basis, factor=factor).measured for basis, factor in cases]
+        >>> [StageEstimate(**stage, basis=basis, factor=factor).measured_text for basis, factor in cases]
         ['at this size', 'at 1/1.3', 'at 1/5,000', 'no']
         """
         if self.basis == "extrapolated":
@@ -46,7 +46,7 @@ class StageEstimate(Frozen):
 
 
 class Rates:
-    """The constants, as the factors of one estimate: it records which are used, and at what size.
+    """The constants of one estimate. A call multiplies a constant by a size, and records its name and the extrapolation.
 
     >>> rates = Rates({"event_s": Constant(value=2.0, unit="s per event", source="x", date="2026-11-21", measured_at=10)})
     >>> rates("event_s", 30)
@@ -58,23 +58,25 @@ class Rates:
 
     def __init__(self, constants: Mapping[str, Constant]) -> None:
         self._constants = constants
-        self._used: dict[str, Constant] = {}
-        self._factor = 1.0
+        self._used_constants: dict[str, Constant] = {}
+        self._extrapolation_factor = 1.0
 
     def __call__(self, name: str, size: float = 1.0, *, times: float = 1.0) -> float:
-        """Return constant x size x times. times: a factor of the result that is no extrapolation."""
-        constant = self._used[name] = self._constants[name]
+        """Return constant x size x times. `times` is a further factor of the result, which is no extrapolation."""
+        constant = self._used_constants[name] = self._constants[name]
         if constant.measured_at:
             self.extrapolate(size / constant.measured_at)
         return constant.value * size * times
 
     def extrapolate(self, factor: float) -> None:
-        """Record that the estimate is for `factor` times what was measured."""
-        self._factor = max(self._factor, factor)
+        """Record that the estimate is for `factor` times the measured size."""
+        self._extrapolation_factor = max(self._extrapolation_factor, factor)
 
     def estimate(self, stage: str, **quantities: Any) -> StageEstimate:
         """Return the estimate of a stage whose duration was computed with these rates."""
-        basis: Basis = "extrapolated" if self._factor > 1 else "measured"
-        if any(constant.date is None for constant in self._used.values()):
+        basis: Basis = "extrapolated" if self._extrapolation_factor > 1 else "measured"
+        if any(constant.date is None for constant in self._used_constants.values()):
             basis = "assumed"
-        return StageEstimate(stage=stage, constants=tuple(self._used), basis=basis, factor=self._factor, **quantities)
+        return StageEstimate(
+            stage=stage, constants=tuple(self._used_constants), basis=basis, factor=self._extrapolation_factor, **quantities
+        )

@@ -8,7 +8,7 @@ from recsys_core.config import Frozen
 
 
 class Data(Frozen):
-    """Sizes of the data. num_held_out_users: users whose items are ranked by the evaluation."""
+    """Sizes of the data. num_held_out_users: number of users for whom the evaluation ranks the items."""
 
     num_users: int = Field(ge=1)
     num_items: int = Field(ge=1)
@@ -23,7 +23,7 @@ class TrainingLoad(Frozen):
     """Sizes of the training.
 
     Attributes:
-        num_candidates: candidates that a rank scores for each of its queries.
+        num_candidates: number of candidates that a rank scores for each of its queries.
         lookups_ms: the sharding planner's estimate of the lookups of a step, on the slowest rank.
         rank_bytes: the planner's estimate of the tables and buffers of the fullest rank.
         table_bytes: weights and optimizer states of all tables.
@@ -41,7 +41,7 @@ class TrainingLoad(Frozen):
 
 
 class IndexLoad(Frozen):
-    """One kind of FAISS index that is built. num_bytes: its size; build_factor: its build time relative to the benchmark's."""
+    """A FAISS index to build. num_bytes: size of the index. build_factor: build time relative to the benchmark's settings."""
 
     kind: str
     num_bytes: int = Field(ge=0)

@@ -38,7 +38,7 @@ def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np
 
 
 def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:
-    """Return item rows by falling number of events before `split`, int32 [I]. Unknown users get this order."""
+    """Return item rows by falling number of events before `split`, int32 [I]: the order in which unknown users get items."""
     item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
     return popularity_order(store.item_counts_before(split), item_ids=item_ids)
 
@@ -48,7 +48,7 @@ def recent_popularity_order(
 ) -> NDArray[np.int32]:
     """Return item rows by falling number of events in the last `days` before `split`, int32 [I].
 
-    The period ends at the newest event before `split`. Items with equal numbers are in the order `popularity_order_I`.
+    The period ends at the newest event before `split`. Items with equal numbers keep the order of `popularity_order_I`.
     """
     newest_us, count_I = 0, np.zeros(store.num_items, np.int64)
     for time_E, _ in _events_before(split, store=store):
@@ -59,7 +59,7 @@ def recent_popularity_order(
 
 
 def _events_before(split: EvaluationSplit, *, store: EventStore) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield the times and items of the events before `split`, in chunks. The log has timestamps."""
+    """Yield the times and items of the events before `split`, in chunks. The log must have timestamps."""
     for chunk in store.user_chunks(max_events=max(store.num_items, EVENTS_PER_CHUNK)):
         assert chunk.time_E is not None
         is_before_E = chunk.split_E < SPLITS.index(split)
@@ -75,7 +75,7 @@ class ZeroShot:
     """The zero-shot model. The score is the cosine between an item and the mean of the normalised vectors of a history.
 
     The inner product of a query vector [D + 1] and an item vector [D + 1] is the score. The last number of an item is a penalty
-    that ranks items without a vector below all others; the last number of a query is 1.
+    that ranks items without a vector below all other items; the last number of a query is 1.
 
     Attributes:
         item_vector_ID: item vectors, [I, D + 1].
@@ -97,7 +97,7 @@ class ZeroShot:
         penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
         self.item_vector_ID = torch.cat([item_vector_ID, penalty_I1], dim=1)
 
-    def queries(self, histories: JaggedArray) -> Tensor:
+    def query_vectors(self, histories: JaggedArray) -> Tensor:
         """Return the query vectors of these histories of item rows, [B, D + 1].
 
         If no item of a history has a vector, every item with a vector has the score 0.

@@ -1,6 +1,7 @@
 """Baselines in closed form, computed from the log alone: EASE, a truncated SVD, and item-to-item co-occurrence.
 
-They need memory and time for pairs of items, so the log is sampled and the catalogue limited (`evaluation.closed_form`).
+Their memory and time grow with the number of item pairs, so the log is sampled and the catalogue limited
+(`evaluation.closed_form`).
 
 Shapes: U users, I items, C items in the order of the scores, B queries, D singular vectors, R rows of a block, L entries of a
 sparse matrix.
@@ -33,21 +34,25 @@ from recsys_core.evaluation.ranking.chunks import TILE_COLUMNS, ScoreTile
 from recsys_core.evaluation.ranking.queries import Queries
 
 MAX_EVENTS = 5_000_000
-"""Events from which the models are computed. With more events, the users are sampled."""
+"""Largest number of events from which a model is computed. Users are sampled if the log has more events."""
 MAX_EXPONENT_SEARCH_EVENTS, MAX_EXPONENT_SEARCH_USERS = 1_000_000, 3_000
-"""Training events and validation users by which the exponent of the items is chosen. Fewer than MAX_EVENTS, because each tested
-exponent needs its own decomposition."""
+"""Largest numbers of training events and validation users for the choice of the item exponent. There are fewer events than
+MAX_EVENTS, because each tested exponent needs its own decomposition."""
 MAX_HISTORY = 200
-"""Only these newest items of a user form pairs: the number of pairs grows with the square of the history."""
+"""Number of newest items of a user that form pairs. The number of pairs grows with the square of this number."""
 MAX_NEIGHBOURS = 100
+"""Number of most similar items of an item that contribute to the co-occurrence scores."""
 BLOCK_PAIRS = 1 << 22
-"""Pairs of items of a user that are counted at once. Sorting them takes about 100 bytes each."""
+"""Number of item pairs that are counted at once. Sorting takes about 100 bytes per pair."""
 
 
 def spectral_vectors(
     matrix_UI: csr_array, *, rank: int, queries: csr_array, user_exponent: float, item_exponent: float
 ) -> tuple[Floats32, Floats32]:
     """Return query vectors [B, D] and item vectors [I, D] of a low-pass filter of the log.
+
+    Args:
+        queries: the matrix X of the formula below, [B, I]: 1 for each item of a query's history.
 
     With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b. Du has
     the number of items per user, Di the number of users per item, and a and b are the exponents. With exponents of 0.5, it is
@@ -76,6 +81,7 @@ def spectral_weights(
 
 
 def _spectral_queries(history_BI: csr_array, weight_ID: NDArray[Any]) -> Floats32:
+    """Return the query vectors, [B, D]."""
     return np.ascontiguousarray(history_BI @ weight_ID, np.float32)
 
 
@@ -93,8 +99,8 @@ def neighbour_weights(matrix_UI: csr_array) -> csr_array:
     num_items = matrix_UI.shape[1]
     unit_UI = matrix_UI @ diags_array(inverse_power(matrix_UI.sum(axis=0), 0.5))
     unit_IU = unit_UI.T.tocsr()
-    num_pairs_I = np.cumsum(unit_IU @ np.diff(matrix_UI.indptr).astype(np.float64))
-    block_I = (num_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
+    cumulative_pairs_I = np.cumsum(unit_IU @ np.diff(matrix_UI.indptr).astype(np.float64))
+    block_I = (cumulative_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
     bounds = [0, *(np.flatnonzero(np.diff(block_I)) + 1).tolist(), num_items]
     blocks = [_nearest((unit_IU[start:end] @ unit_UI).tocsr(), first_row=start) for start, end in pairwise(bounds)]
     return vstack(blocks, format="csr")
@@ -108,14 +114,13 @@ class LinearScores(NamedTuple):
 
 
 LinearModel = Callable[[JaggedArray], LinearScores]
-"""A function that returns the scores for the item rows of the queries' histories."""
+"""A function that returns the scores of queries, given the item rows of their histories."""
 
 
 def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArray[Any]) -> LinearModel:
     """Compute EASE, or the truncated SVD if there are more than `ease_max_items` items, from the events before the test split.
 
-    Args:
-        order_I: item row of each column of the scores.
+    order_I: item row of each column of the scores.
     """
     matrix_UI = log_matrix(store, before="test", max_events=MAX_EVENTS)
     if store.num_items <= config.ease_max_items:
@@ -129,7 +134,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
     )
     vector_CD = vector_ID[order_I]
 
-    def scores(histories: JaggedArray) -> LinearScores:
+    def spectral_scores(histories: JaggedArray) -> LinearScores:
         query_BD = _spectral_queries(user_item_matrix(histories, num_items=len(order_I)), weight_ID)
 
         def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
@@ -137,7 +142,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
 
         return LinearScores(score_tile, TILE_COLUMNS)
 
-    return scores
+    return spectral_scores
 
 
 def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float:
@@ -156,12 +161,12 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
 
     The truncated SVD reads only the training events. At most MAX_EXPONENT_SEARCH_USERS users are ranked.
     """
-    users = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
-    if not len(users):
+    user_rows = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
+    if not len(user_rows):
         return
-    users = users[sampled_users(len(users), max_users=MAX_EXPONENT_SEARCH_USERS)]
+    user_rows = user_rows[sampled_users(len(user_rows), max_users=MAX_EXPONENT_SEARCH_USERS)]
     matrix_UI = log_matrix(store, before="validation", max_events=MAX_EXPONENT_SEARCH_EVENTS)
-    histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
+    histories, targets = store.items_before(user_rows, "validation"), store.targets(user_rows, "validation")
     for item_exponent in config.item_exponents:
         query_BD, vector_ID = spectral_vectors(
             matrix_UI,
@@ -170,20 +175,20 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
             user_exponent=config.user_exponent,
             item_exponent=item_exponent,
         )
-        queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(users), bool), seen=histories, targets=targets)
+        queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(user_rows), bool), seen=histories, targets=targets)
         ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(vector_ID), k=0)
         yield item_exponent, ranking.target_positions()
 
 
-def cooccurrence(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:
-    """Compute the sum of the cosines between each item and the items of a history. See `linear_model` for the arguments."""
+def cooccurrence_model(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:
+    """Return the model whose score is the sum of an item's cosines with the items of a history. order_I: see `linear_model`."""
     matrix_UI = log_matrix(store, before="test", max_events=MAX_EVENTS, max_history=MAX_HISTORY)
     weight_IC = neighbour_weights(matrix_UI)[:, order_I]
     return lambda histories: _row_scores(histories, lambda history_BI: (history_BI @ weight_IC).toarray(), order_I=order_I)
 
 
 def _row_scores(histories: JaggedArray, score_rows: Callable[[csr_array], Floats32], *, order_I: NDArray[Any]) -> LinearScores:
-    """Return LinearScores for `score_rows`, which scores all items for some queries at once."""
+    """Return LinearScores that compute whole rows. score_rows: function that scores all items for some queries."""
     history_BI = user_item_matrix(histories, num_items=len(order_I))
 
     def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
@@ -193,12 +198,12 @@ def _row_scores(histories: JaggedArray, score_rows: Callable[[csr_array], Floats
 
 
 def _nearest(weight_RI: csr_array, *, first_row: int) -> csr_array:
-    """Keep the MAX_NEIGHBOURS largest weights of each row, without the item itself; rows are items from `first_row`."""
+    """Return the MAX_NEIGHBOURS largest weights of each row. Row r is item `first_row` + r, which is not its own neighbour."""
     row_L = np.repeat(np.arange(weight_RI.shape[0]), np.diff(weight_RI.indptr))
     is_other_L = weight_RI.indices != row_L + first_row
     row_L, column_L, weight_L = row_L[is_other_L], weight_RI.indices[is_other_L], weight_RI.data[is_other_L]
     order_L = np.lexsort((column_L, -weight_L, row_L))
-    num_columns_R = np.bincount(row_L, minlength=weight_RI.shape[0])
-    index_L = np.arange(len(order_L)) - np.repeat(np.cumsum(num_columns_R) - num_columns_R, num_columns_R)
-    kept_entries = order_L[index_L < MAX_NEIGHBOURS]
-    return csr_array((weight_L[kept_entries], (row_L[kept_entries], column_L[kept_entries])), shape=weight_RI.shape)
+    num_neighbours_R = np.bincount(row_L, minlength=weight_RI.shape[0])
+    index_L = np.arange(len(order_L)) - np.repeat(np.cumsum(num_neighbours_R) - num_neighbours_R, num_neighbours_R)
+    nearest_entries = order_L[index_L < MAX_NEIGHBOURS]
+    return csr_array((weight_L[nearest_entries], (row_L[nearest_entries], column_L[nearest_entries])), shape=weight_RI.shape)

@@ -1,6 +1,6 @@
 """Metrics of the recommended items: coverage, novelty, concentration, popularity, diversity and known negatives.
 
-Shapes: B queries, K items of a list, I items, D width. -1 in a list is no item.
+Shapes: B queries, K items of a list, I items, D width. -1 in a list means that the list has no further item.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ CHUNK_QUERIES = 4_096
 
 
 def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
-    """Return the share of the catalogue that is among the first k items of at least one query; -1 in `top_BK` is no item.
+    """Return the share of the catalogue that is among the first k items of at least one query.
 
     >>> coverage(np.array([[3, 1, 2], [3, 0, -1]], np.int32), k=2, num_items=4)
     0.75
     """
-    covered = Coverage((k,), num_items=num_items)
-    covered.add(top_BK)
-    return covered.shares()[k]
+    coverage_at_k = Coverage((k,), num_items=num_items)
+    coverage_at_k.add(top_BK)
+    return coverage_at_k.shares()[k]
 
 
 class Coverage:
@@ -30,19 +30,20 @@ class Coverage:
 
     def __init__(self, ks: Sequence[int], *, num_items: int) -> None:
         self._ks = sorted(ks)
-        self._first_cut_off_I = np.full(num_items + 1, len(ks), np.uint8)  # the last entry is that of row -1
+        self._first_cut_off_index_I = np.full(num_items + 1, len(ks), np.uint8)  # the last entry is for row -1
 
     def add(self, top_BK: NDArray[np.int32]) -> None:
-        """Add top lists; -1 is no item."""
-        for cut_off, k in enumerate(self._ks):
+        """Add the top lists of a chunk of queries."""
+        for cut_off_index, k in enumerate(self._ks):
             rows_BK = top_BK[:, :k]
-            self._first_cut_off_I[rows_BK] = np.minimum(self._first_cut_off_I[rows_BK], cut_off)
+            self._first_cut_off_index_I[rows_BK] = np.minimum(self._first_cut_off_index_I[rows_BK], cut_off_index)
 
     def shares(self) -> dict[int, float]:
         """Return the coverage at each cut-off."""
-        first_cut_off_I = self._first_cut_off_I[:-1]
+        first_cut_off_index_I = self._first_cut_off_index_I[:-1]
         return {
-            k: float(np.count_nonzero(first_cut_off_I <= cut_off) / len(first_cut_off_I)) for cut_off, k in enumerate(self._ks)
+            k: float(np.count_nonzero(first_cut_off_index_I <= cut_off_index) / len(first_cut_off_index_I))
+            for cut_off_index, k in enumerate(self._ks)
         }
 
 
@@ -64,7 +65,7 @@ def item_information(train_count_I: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def gini(top_BK: NDArray[Any], *, num_items: int) -> float:
-    """Return the Gini coefficient of the recommendations per item: 0 if all items are recommended equally often.
+    """Return the Gini coefficient of the number of recommendations per item: 0 if all items are recommended equally often.
 
     >>> gini(np.array([[0, 1], [2, 3]]), num_items=4), gini(np.array([[0], [0]]), num_items=4)
     (0.0, 0.75)
@@ -73,7 +74,7 @@ def gini(top_BK: NDArray[Any], *, num_items: int) -> float:
 
 
 def gini_of_counts(count_I: NDArray[np.int64]) -> float:
-    """Return the Gini coefficient of the recommendations per item."""
+    """Return the Gini coefficient of the number of recommendations per item; see `gini`."""
     count_I, num_items = np.sort(count_I), len(count_I)
     rank_I = np.arange(1, num_items + 1)
     return float((2 * rank_I - num_items - 1) @ count_I / (num_items * count_I.sum()))
@@ -82,7 +83,8 @@ def gini_of_counts(count_I: NDArray[np.int64]) -> float:
 def popularity_lift(top_BK: NDArray[Any], *, history_item_L: NDArray[Any], train_count_I: NDArray[Any]) -> float:
     """Return the relative difference between the popularity of recommended items and of items in histories.
 
-    The popularity is the mean number of training events (Abdollahpouri et al., UMAP 2021). NaN without histories.
+    The popularity is the mean number of training events (Abdollahpouri et al., UMAP 2021). NaN if all histories are
+    empty.
 
     >>> popularity_lift(np.array([[0, 1]]), history_item_L=np.array([1, 2]), train_count_I=np.array([4, 2, 1]))
     1.0
@@ -94,7 +96,7 @@ def popularity_lift(top_BK: NDArray[Any], *, history_item_L: NDArray[Any], train
 def intra_list_diversity(top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32], vector_row_I: NDArray[Any]) -> float:
     """Return the mean cosine distance of two items in a list, averaged over the lists (Ziegler et al., WWW 2005).
 
-    Items without a vector are left out, and so are lists with fewer than two other items. NaN without a list.
+    Items without a vector are ignored, and so are lists with fewer than two items that have a vector. NaN if no list is left.
 
     Args:
         vectors_RD: pretrained vectors.
@@ -113,7 +115,7 @@ def intra_list_diversity(top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32
 def list_distances(
     top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32], vector_row_I: NDArray[Any]
 ) -> Iterator[tuple[float, int]]:
-    """Yield the sum of the mean distances of chunks of lists, and the number of lists; see `intra_list_diversity`."""
+    """Yield the sum of the lists' mean distances and the number of lists for each chunk; see `intra_list_diversity`."""
     for start in range(0, len(top_BK), CHUNK_QUERIES):
         chunk_BK = top_BK[start : start + CHUNK_QUERIES]
         row_BK = np.where(chunk_BK >= 0, np.asarray(vector_row_I)[chunk_BK], -1)
@@ -122,7 +124,7 @@ def list_distances(
         is_used_BK = (row_BK >= 0) & (norm_BK1[..., 0] > 0)
         unit_BKD = np.where(is_used_BK[..., None], vector_BKD / np.maximum(norm_BK1, np.finfo(np.float64).tiny), 0.0)
         num_used_B = is_used_BK.sum(axis=1)
-        # The squared length of the sum of unit vectors is their number plus the cosines of all ordered pairs.
+        # The squared norm of a sum of unit vectors is their number plus the cosines of all ordered pairs.
         cosine_sum_B = (unit_BKD.sum(axis=1) ** 2).sum(axis=1) - num_used_B
         has_pair_B = num_used_B > 1
         num_pairs_B = num_used_B[has_pair_B] * (num_used_B[has_pair_B] - 1)

@@ -24,13 +24,14 @@ from recsys_core.manifests import SliceReport
 
 
 class Estimate(NamedTuple):
-    """A metric. half_width: half the width of its confidence interval, None if it is no mean over the users."""
+    """A metric. half_width: half the width of its confidence interval; None if the metric is no mean over the users."""
 
     value: float
     half_width: float | None = None
 
 
 Estimates = dict[str, Estimate]
+"""Estimates by the name of their metric."""
 
 
 def mean_estimate(value_U: Floats, *, confidence: float) -> Estimate:
@@ -44,48 +45,48 @@ def mean_estimate(value_U: Floats, *, confidence: float) -> Estimate:
     num_users = len(defined_value_U)
     if num_users < 2:
         return Estimate(float(defined_value_U[0]) if num_users else math.nan)
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    half_width = z * float(defined_value_U.std(ddof=1)) / math.sqrt(num_users)
+    z_score = NormalDist().inv_cdf(0.5 + confidence / 2)
+    half_width = z_score * float(defined_value_U.std(ddof=1)) / math.sqrt(num_users)
     return Estimate(float(defined_value_U.mean()), half_width)
 
 
 class Columns:
-    """Columns of values that are appended for one chunk of users after the other, in scratch files in `folder`.
+    """Columns of values in scratch files in `folder`. Values are appended for one chunk of users after the other.
 
-    An evaluation then has a chunk in memory, and one column while its mean is computed. The mean of a whole column does not
-    depend on the chunks, not even in its last bit.
+    Memory holds one chunk of users, and one column while its mean is computed. As the mean is taken over the whole column, the
+    size of the chunks does not even affect its last bit.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, tuple[Path, np.dtype[Any]]] = {}
+        self._file_by_name: dict[str, tuple[Path, np.dtype[Any]]] = {}
         self._file_number = itertools.count()
 
     def append(self, name: str, values: NDArray[Any]) -> None:
-        """Append values to a column, which has one type."""
-        path, dtype = self._files.setdefault(name, (self._folder / f"{next(self._file_number)}.values", values.dtype))
+        """Append values to a column. All values of a column have the same type."""
+        path, dtype = self._file_by_name.setdefault(name, (self._folder / f"{next(self._file_number)}.values", values.dtype))
         assert dtype == values.dtype, f"the column {name} has the type {dtype}, not {values.dtype}"
         with path.open("ab") as file:
             values.tofile(file)
 
     def read(self, name: str) -> NDArray[Any]:
-        """Map a column; a column to which nothing was appended has no value."""
-        path, dtype = self._files.get(name, (None, np.dtype(np.float64)))
+        """Memory-map a column. It is empty if nothing was appended to it."""
+        path, dtype = self._file_by_name.get(name, (None, np.dtype(np.float64)))
         return np.memmap(path, dtype, mode="r") if path is not None and path.stat().st_size else np.empty(0, dtype)
 
     def take(self, name: str) -> NDArray[Any]:
-        """Map a column, and remove its file. The disk space is free when the array is."""
+        """Memory-map a column, and remove its file. Its disk space is freed together with the array."""
         values = self.read(name)
-        if name in self._files:
-            self._files.pop(name)[0].unlink()
+        if name in self._file_by_name:
+            self._file_by_name.pop(name)[0].unlink()
         return values
 
 
 class Accuracy:
-    """The metrics at the cut-offs of a ranking, or of a part of its targets, as means over the users of all chunks.
+    """Metrics at cut-offs of a ranking, or of a part of its targets, as means over the users of all chunks.
 
     Attributes:
-        num_users, num_targets: numbers of all chunks.
+        num_users, num_targets: number of users and of targets in all chunks.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class Accuracy:
         """Start without users.
 
         Args:
-            prefix: name of the columns, before the name of the metric.
-            names: names of `evaluation.metrics`; empty for all of the config.
-            ks: cut-offs; None for those of the config.
+            prefix: start of the column names, before the name of the metric.
+            names: metrics to compute if the config has them; empty for all metrics of the config.
+            ks: cut-offs; None for the cut-offs of the config.
         """
         self._columns, self._prefix, self._confidence = columns, prefix, config.confidence
         self._metric_by_name = {
@@ -131,7 +132,7 @@ class Accuracy:
 
 
 class RankingMetrics:
-    """All metrics of a ranking of the catalogue, from the rankings of chunks of users.
+    """All metrics of a ranking of the catalogue, which is added in chunks of users.
 
     Attributes:
         num_seen_targets: number of targets that were excluded because the user had seen them.
@@ -150,11 +151,11 @@ class RankingMetrics:
         return self._accuracy.num_targets
 
     def add(self, ranking: Ranking, targets: TargetPositions, *, known_negatives: JaggedArray | None = None) -> None:
-        """Add a chunk.
+        """Add a chunk of users.
 
         Args:
             targets: the positions of all targets of the ranking.
-            known_negatives: item rows that the user of each query has rejected before the split; None if the log has no such
+            known_negatives: item rows that the user of each query rejected before the split; None if the log has no rejected
                 items.
         """
         self.num_seen_targets += ranking.num_seen_targets
@@ -185,20 +186,20 @@ class RankingMetrics:
             share_by_k = self._coverage.shares()
             estimates |= {f"coverage@{k}": Estimate(share_by_k[k]) for k in self._config.ks}
         if self._has_known_negatives:
-            estimates |= {f"known_negatives@{k}": self._mean(f"known_negatives@{k}") for k in self._config.ks}
+            estimates |= {f"known_negatives@{k}": self._mean_of_column(f"known_negatives@{k}") for k in self._config.ks}
         if "auc" in self._config.metrics:
             auc_U, num_targets_U = (self._columns.take(f"{self._prefix}/{name}") for name in ("auc", "num_targets"))
-            estimates["mrr"] = self._mean("mrr")
+            estimates["mrr"] = self._mean_of_column("mrr")
             estimates["auc"] = mean_estimate(auc_U, confidence=self._config.confidence)
             estimates["gauc"] = Estimate(metrics.weighted_mean(auc_U, weight_U=num_targets_U))
         return {name: estimate for name, estimate in estimates.items() if not math.isnan(estimate.value)}
 
-    def _mean(self, name: str) -> Estimate:
+    def _mean_of_column(self, name: str) -> Estimate:
         return mean_estimate(self._columns.take(f"{self._prefix}/{name}"), confidence=self._config.confidence)
 
 
 class ColdMetrics:
-    """The metrics of cold items ranked among cold items, from the rankings of chunks of users."""
+    """The metrics of a ranking of only the cold items, which is added in chunks of users."""
 
     def __init__(self, columns: Columns, prefix: str, *, config: EvaluationConfig) -> None:
         self._columns, self._prefix, self._config = columns, prefix, config
@@ -206,10 +207,10 @@ class ColdMetrics:
         self._num_items = 0
 
     def add(self, ranking: Ranking) -> None:
-        """Add a chunk."""
+        """Add a chunk of users."""
         if self._accuracy is None:
             self._num_items = ranking.num_items
-            # With a larger cut-off, every item is among the first k.
+            # With a larger cut-off, every cold item is among the first k.
             ks, names = [k for k in self._config.ks if k < ranking.num_items], ("recall", "ndcg", "hit_rate")
             self._accuracy = Accuracy(self._columns, self._prefix, config=self._config, names=names, ks=ks)
         self._accuracy.add(ranking.target_positions())
@@ -223,7 +224,7 @@ class ColdMetrics:
 
 
 class ListMetrics:
-    """Novelty, Gini coefficient, popularity lift and diversity of the first k items, from the top lists of chunks of users."""
+    """Novelty, Gini coefficient, popularity lift and diversity of the first k items of top lists, which are added in chunks."""
 
     def __init__(
         self, columns: Columns, prefix: str, *, k: int, store: EventStore, vectors_RD: NDArray[np.float32] | None
@@ -233,18 +234,18 @@ class ListMetrics:
         self._vectors_RD, self._vector_row_I = vectors_RD, store.vector_rows("item")
         self._train_count_I = store.train_count_I
         self._information_I = diversity.item_information(self._train_count_I)
-        self._count_I = np.zeros(store.num_items, np.int64)
-        self._history_events, self._history_length = 0, 0
+        self._num_recommendations_I = np.zeros(store.num_items, np.int64)
+        self._history_popularity, self._num_history_items = 0, 0
         self._distance_sum, self._num_lists = 0.0, 0
 
     def add(self, top_BK: NDArray[np.int32], *, history_item_L: NDArray[Any]) -> None:
-        """Add top lists. history_item_L: items of the histories of their users."""
+        """Add top lists. history_item_L: item rows of the histories of the same users."""
         top_BK = top_BK[:, : self._k]
         item_L = top_BK[top_BK >= 0]
         self._columns.append(self._novelty_name, self._information_I[item_L])
-        self._count_I += np.bincount(item_L, minlength=len(self._count_I))
-        self._history_events += int(self._train_count_I[history_item_L].sum())
-        self._history_length += len(history_item_L)
+        self._num_recommendations_I += np.bincount(item_L, minlength=len(self._num_recommendations_I))
+        self._history_popularity += int(self._train_count_I[history_item_L].sum())
+        self._num_history_items += len(history_item_L)
         if self._vectors_RD is not None and self._vector_row_I is not None:
             for distance_sum, num_lists in diversity.list_distances(
                 top_BK, vectors_RD=self._vectors_RD, vector_row_I=self._vector_row_I
@@ -256,18 +257,18 @@ class ListMetrics:
         """Return the metrics by <metric>@<k>. Undefined metrics are left out."""
         values = {
             "novelty": float(self._columns.take(self._novelty_name).mean()),
-            "gini": diversity.gini_of_counts(self._count_I),
+            "gini": diversity.gini_of_counts(self._num_recommendations_I),
         }
-        if self._history_events:
-            mean_events = int(self._count_I @ self._train_count_I) / int(self._count_I.sum())
-            values["popularity_lift"] = mean_events / (self._history_events / self._history_length) - 1
+        if self._history_popularity:
+            mean_popularity = int(self._num_recommendations_I @ self._train_count_I) / int(self._num_recommendations_I.sum())
+            values["popularity_lift"] = mean_popularity / (self._history_popularity / self._num_history_items) - 1
         if self._num_lists:
             values["diversity"] = self._distance_sum / self._num_lists
         return {f"{name}@{self._k}": Estimate(value) for name, value in values.items() if not math.isnan(value)}
 
 
 def slice_report(name: str, accuracy: Accuracy, *, min_users: int) -> SliceReport:
-    """Return the metrics of a slice, or its numbers only if it has fewer than `min_users` users."""
+    """Return the report of a slice, without metrics if the slice has fewer than `min_users` users."""
     estimates = accuracy.estimates() if accuracy.num_users >= min_users else {}
     return SliceReport(
         name=name,
@@ -280,10 +281,10 @@ def slice_report(name: str, accuracy: Accuracy, *, min_users: int) -> SliceRepor
 
 
 def prefixed(prefix: str, estimates: Mapping[str, Estimate]) -> Estimates:
-    """Return the metrics under <prefix>/<metric>."""
+    """Return the metrics by <prefix>/<metric>."""
     return {f"{prefix}/{name}": estimate for name, estimate in estimates.items()}
 
 
 def half_widths(estimates: Mapping[str, Estimate]) -> dict[str, float]:
-    """Return the half widths of the intervals, for the metrics that have one."""
+    """Return the half widths of the intervals by metric, without the metrics that have no interval."""
     return {name: estimate.half_width for name, estimate in estimates.items() if estimate.half_width is not None}

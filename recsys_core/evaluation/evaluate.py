@@ -49,12 +49,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Results:
-    """The metrics of the rankers. Rankings come in chunks of users, and only the values of the users are kept, on disk.
+    """The metrics of all rankers (the model and the baselines).
+
+    Rankings are added in chunks of users. Only the metrics of each user and the positions of the targets are kept, on disk.
 
     Attributes:
-        values: metrics by name, including those without an interval.
+        values: metrics by name.
         half_widths: see EvaluationManifest.
-        rankers: the rankers of the test split.
+        rankers: names of the rankers of the test split.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class _Results:
         self.rankers: list[str] = []
 
     def add(self, estimates: Estimates) -> None:
-        """Add metrics."""
+        """Add metrics by name."""
         self.values |= {name: float(estimate.value) for name, estimate in estimates.items()}
         self.half_widths |= half_widths(estimates)
 
@@ -87,12 +89,14 @@ class _Results:
         """
         prefix = "test" if ranker == "model" else f"baseline/{ranker}"
         catalogue_metrics, cold_metrics = self._ranking_metrics(prefix), self._cold_metrics(prefix)
-        lists = ListMetrics(self._columns, prefix, k=min(self._config.ks), store=self._store, vectors_RD=self._vectors_RD)
+        list_metrics = ListMetrics(
+            self._columns, prefix, k=min(self._config.ks), store=self._store, vectors_RD=self._vectors_RD
+        )
         for held_out, ranking, cold_ranking in rankings:
             targets = ranking.target_positions()
             catalogue_metrics.add(ranking, targets, known_negatives=held_out.known_negatives)
-            lists.add(ranking.top_BK, history_item_L=held_out.history.values_L)
-            self._append_users(ranker, targets, held_out=held_out, ranking=ranking)
+            list_metrics.add(ranking.top_BK, history_item_L=held_out.history.values_L)
+            self._append_chunk(ranker, targets, held_out=held_out, ranking=ranking)
             if cold_ranking is not None:
                 cold_metrics.add(cold_ranking)
         if not catalogue_metrics.num_targets:
@@ -102,27 +106,28 @@ class _Results:
             )
         self.rankers.append(ranker)
         self.add(prefixed(prefix, catalogue_metrics.estimates()))
-        self.add(prefixed(prefix, lists.estimates()))
+        self.add(prefixed(prefix, list_metrics.estimates()))
         self.add(prefixed(f"{prefix}/cold", cold_metrics.estimates()))
 
     def append_user_metrics(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut) -> None:
-        """Append the served metrics of a chunk of users, which `write` writes."""
+        """Append the SERVED_METRICS of a chunk of users to scratch files, for `write`."""
         user_metrics = metrics.UserMetrics.of(targets, user_row_B=held_out.user_row_B)
         for metric, value_U in {"user_row": user_metrics.user_row_U, **user_metrics.value_U_by_metric}.items():
             self._columns.append(f"user/{ranker}/{metric}", value_U)
 
     def write(self, output_folder: Path) -> None:
-        """Write the files of the values of the users and their targets.
+        """Write the files with the metrics of each user and the positions of each target.
 
-        A served version never recommends items that the user has seen, so the metrics of rankings with these items are left
-        out.
+        A served version never recommends items that the user has seen, so rankings with seen items are left out of the file
+        with the metrics.
         """
-        read, rankers = self._columns.read, self.rankers if self._config.exclude_seen else ["popularity"]
+        read = self._columns.read
+        served_rankers = self.rankers if self._config.exclude_seen else ["popularity"]
         user_metrics = {
             ranker: metrics.UserMetrics(
                 read(f"user/{ranker}/user_row"), {name: read(f"user/{ranker}/{name}") for name in metrics.SERVED_METRICS}
             )
-            for ranker in rankers
+            for ranker in served_rankers
         }
         metrics.write_user_metrics(user_metrics, output_folder / metrics.USER_METRICS_FILE)
         metrics.write_positions(
@@ -132,8 +137,8 @@ class _Results:
             path=output_folder / metrics.POSITIONS_FILE,
         )
 
-    def _append_users(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut, ranking: Ranking) -> None:
-        """Append the positions and the metrics of a chunk of users."""
+    def _append_chunk(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut, ranking: Ranking) -> None:
+        """Append the positions and the metrics of a chunk of users to scratch files."""
         self._columns.append(f"position/{ranker}", targets.position_T)
         if self._config.exclude_seen:
             self.append_user_metrics(ranker, targets, held_out=held_out)
@@ -172,7 +177,7 @@ def evaluate(
     ranking of the cold items only. They are averaged over the users with a cold target, and left out if there is no such user.
     A cut-off K is used only if there are more than K cold items.
 
-    on_progress: called with the number of queries ranked so far and their total.
+    on_progress: called with the number of queries ranked so far, and the number of all queries to rank.
 
     Raises:
         InputError: no test user has a target.
@@ -196,29 +201,29 @@ def evaluate(
         store, scratch_folder = EventStore.open(interactions), output_folder / "scratch"
         scratch_folder.mkdir()
         columns = Columns(scratch_folder)
-        load = partial(HeldOutSplit, config=config, store=store, export=export, interactions=interactions)
-        on_ranked = _counter(on_progress, total=_num_rankings(config, export=export, dataset=dataset))
-        rank = partial(model_rankings, config=config, export=export, on_ranked=on_ranked)
+        open_split = partial(HeldOutSplit, config=config, store=store, export=export, interactions=interactions)
+        on_ranked = _progress_counter(on_progress, total=_num_ranked_queries(config, export=export, dataset=dataset))
+        rank_split = partial(model_rankings, config=config, export=export, on_ranked=on_ranked)
         vectors_RD = None if item_embeddings is None else np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
         results = _Results(config, columns, store=store, vectors_RD=vectors_RD)
         if export.num_queries.get("validation", 0):
-            results.add_validation(rank(load("validation")))
-        test = load("test")
-        results.add_ranker("model", rank(test))
+            results.add_validation(rank_split(open_split("validation")))
+        test_split = open_split("test")
+        results.add_ranker("model", rank_split(test_split))
         slices = slice_reports(columns, config=config, store=store, features=dataset.features)
         results.add(_slice_estimates(slices))
-        for name, rank_chunk in _baselines(config, order_I=test.popularity_order_I, store=store, on_ranked=on_ranked):
-            results.add_ranker(name, ((held_out, rank_chunk(held_out), None) for held_out in test))
+        for name, rank_chunk in _baselines(config, order_I=test_split.popularity_order_I, store=store, on_ranked=on_ranked):
+            results.add_ranker(name, ((held_out, rank_chunk(held_out), None) for held_out in test_split))
         if vectors_RD is not None:
-            zero_shot = zero_shot_rankings(test, vectors_RD, config=config, store=store, on_ranked=on_ranked)
-            results.add_ranker("zero_shot", zero_shot)
+            rankings = zero_shot_rankings(test_split, vectors_RD, config=config, store=store, on_ranked=on_ranked)
+            results.add_ranker("zero_shot", rankings)
         if not config.exclude_seen:
-            for held_out in test:
-                unseen = replace(held_out.queries, seen=held_out.history)
-                ranking = rank_by_order(unseen, order_I=test.popularity_order_I, k=0)
+            for held_out in test_split:
+                served_queries = replace(held_out.queries, seen=held_out.history)  # a served version excludes seen items
+                ranking = rank_by_order(served_queries, order_I=test_split.popularity_order_I, k=0)
                 results.append_user_metrics("popularity", ranking.target_positions(), held_out=held_out)
         results.write(output_folder)
-        np.save(output_folder / "popularity.npy", test.popularity_order_I)
+        np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(results.values, indent=2))
         shutil.rmtree(scratch_folder)
         return stage.commit(metrics=results.values, half_widths=results.half_widths, slices=slices)
@@ -227,7 +232,7 @@ def evaluate(
 def _baselines(
     config: EvaluationConfig, *, order_I: NDArray[np.int32], store: EventStore, on_ranked: Callable[[int], None]
 ) -> Iterator[tuple[str, Callable[[HeldOut], Ranking]]]:
-    """Yield the name of each baseline that needs only the log, and its function that ranks the items for a chunk of users.
+    """Yield the name of each baseline that needs only the log, and the function that ranks the items for a chunk of users.
 
     These baselines cannot rank cold items.
     """
@@ -237,10 +242,10 @@ def _baselines(
         return rank_by_order(held_out.queries, order_I=order_I, k=settings.k)
 
     def rank_linearly(held_out: HeldOut, *, model: closed_form.LinearModel) -> Ranking:
-        # Without a history all scores are 0, and the items are ranked by popularity.
-        scores = model(held_out.history)._asdict()
+        # Without a history, all scores are 0, so the items keep the order of `order_I`, by popularity.
+        linear_scores = model(held_out.history)._asdict()
         return rank_by_scores(
-            held_out.queries, **scores, row_C=order_I, k=settings.k, top_only=settings.top_only, on_progress=on_ranked
+            held_out.queries, **linear_scores, row_C=order_I, k=settings.k, top_only=settings.top_only, on_progress=on_ranked
         )
 
     yield "popularity", partial(rank_in_order, order_I=order_I)
@@ -255,39 +260,45 @@ def _baselines(
         )  # fmt: skip
         return
     for name in linear_baselines:
-        fit = closed_form.cooccurrence if name == "cooccurrence" else partial(closed_form.linear_model, config.closed_form)
-        yield name, partial(rank_linearly, model=fit(store=store, order_I=order_I))
+        fit_model = (
+            closed_form.cooccurrence_model if name == "cooccurrence" else partial(closed_form.linear_model, config.closed_form)
+        )
+        yield name, partial(rank_linearly, model=fit_model(store=store, order_I=order_I))
 
 
 def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
-    """Return the metrics of the slices without features, by names such as test/slice/cold_items/recall@20."""
+    """Return the metrics of all slices but the feature slices, by names such as test/slice/cold_items/recall@20."""
     return {
         f"test/slice/{report.name.replace(' ', '_')}/{name}": Estimate(value, report.half_widths.get(name))
         for report in slices
-        if "=" not in report.name
+        if "=" not in report.name  # the name of a feature slice is <feature>=<value>
         for name, value in {"targets": report.num_targets, "users": report.num_users, **report.metrics}.items()
     }
 
 
-def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset) -> int:
-    """Return for how many queries the catalogue is ranked, without the baselines by popularity, which are fast."""
-    num_linear = len({"cooccurrence", "closed_form"} & {*config.baselines})
+def _num_ranked_queries(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset) -> int:
+    """Return the number of queries to rank, summed over the rankers. Baselines by popularity are fast and do not count."""
+    num_linear_baselines = len({"cooccurrence", "closed_form"} & {*config.baselines})
     if export.num_items > config.closed_form.max_items:
-        num_linear = 0
-    num_model = int(export.ranking != ranking_settings(config))
-    num_rankings_by_split = {"validation": num_model, "test": num_model + (dataset.item_embeddings is not None) + num_linear}
+        num_linear_baselines = 0
+    num_model_rankings = int(export.ranking != ranking_settings(config))
+    num_rankings_by_split = {
+        "validation": num_model_rankings,
+        "test": num_model_rankings + (dataset.item_embeddings is not None) + num_linear_baselines,
+    }
     return sum(
-        min(count, config.max_users or count) * num_rankings_by_split[split] for split, count in export.num_queries.items()
+        min(num_queries, config.max_users or num_queries) * num_rankings_by_split[split]
+        for split, num_queries in export.num_queries.items()
     )
 
 
-def _counter(on_progress: Callable[[int, int], None], *, total: int) -> Callable[[int], None]:
-    """Return a function that adds up the numbers that it is called with, and reports the sum and `total`."""
-    num_ranked = 0
+def _progress_counter(on_progress: Callable[[int, int], None], *, total: int) -> Callable[[int], None]:
+    """Return a function that adds up numbers of queries, and calls `on_progress` with their sum and `total`."""
+    num_ranked_queries = 0
 
-    def add(num_queries: int) -> None:
-        nonlocal num_ranked
-        num_ranked += num_queries
-        on_progress(num_ranked, total)
+    def add_queries(num_queries: int) -> None:
+        nonlocal num_ranked_queries
+        num_ranked_queries += num_queries
+        on_progress(num_ranked_queries, total)
 
-    return add
+    return add_queries

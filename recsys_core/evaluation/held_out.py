@@ -28,14 +28,14 @@ CHUNK_USERS = 1 << 16
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The users with targets in one split, and the items.
+    """The users with targets in one split, and their items.
 
     Attributes:
         user_row_B: rows of the users, ascending.
         history: item rows of each user's events before the split, oldest first.
         popularity_order_I: item rows by falling popularity before the split.
         cold_row_C: rows of the items without an event before the split.
-        known_negatives: item rows that each user has rejected before the split; None if the ingest did not keep them.
+        known_negatives: item rows that each user rejected before the split; None if the ingest did not keep rejected items.
     """
 
     queries: Queries
@@ -49,7 +49,7 @@ class HeldOut:
 def ranking_settings(config: EvaluationConfig) -> RankingSettings:
     """Return the settings on which the rankings of an evaluation depend.
 
-    The top lists contain the cut-offs of the evaluation and of the served metrics. Only `auc` needs more.
+    The top lists suffice for the cut-offs of the config and of SERVED_METRICS. Only `auc` needs the positions of all targets.
     """
     return RankingSettings(
         k=max(*config.ks, *(k for _, k in SERVED_METRICS.values())),
@@ -60,7 +60,7 @@ def ranking_settings(config: EvaluationConfig) -> RankingSettings:
 
 
 def sampled_users(num_users: int, *, max_users: int | None) -> Int64Array:
-    """Return the indices of the evaluated users: all, or a random sample of `max_users` with a fixed seed; ascending."""
+    """Return the ascending indices of the evaluated users: all users, or a random sample of `max_users` with a fixed seed."""
     if max_users is None or max_users >= num_users:
         return np.arange(num_users)
     return np.sort(np.random.default_rng(EVALUATION_USERS_SEED).choice(num_users, max_users, replace=False))
@@ -81,13 +81,13 @@ def queries_of(
 
 
 def cold_queries(queries: Queries, cold_row_C: NDArray[np.int64], *, num_items: int) -> Queries:
-    """Return the queries of a ranking of the cold items: those with a cold target. A cold item is in no history."""
-    unseen = replace(queries, seen=JaggedArray.empty(len(queries.targets)))
-    return among_candidates(unseen, cold_row_C, num_items=num_items)
+    """Return the queries with a cold target, for a ranking of the cold items alone. No user has seen a cold item."""
+    queries_with_nothing_seen = replace(queries, seen=JaggedArray.empty(len(queries.targets)))
+    return among_candidates(queries_with_nothing_seen, cold_row_C, num_items=num_items)
 
 
 class HeldOutSplit:
-    """The evaluated users of a split. An iteration yields them in chunks."""
+    """The evaluated users of a split, in chunks."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class HeldOutSplit:
         export: ExportManifest,
         interactions: InteractionsManifest,
     ) -> None:
-        """Map the query vectors only if the export has no ranking for `config`."""
+        """Open the split. The query vectors are memory-mapped only if the export has no ranking for `config`."""
         self.split, self._store, self._exclude_seen = split, store, config.exclude_seen
         self._user_row_R = np.load(export.path(f"query_users_{split}.npy"), mmap_mode="r")
         self._index_B = sampled_users(len(self._user_row_R), max_users=config.max_users)
@@ -114,7 +114,7 @@ class HeldOutSplit:
         return map(self.load, chunk_slices(len(self._index_B), length=CHUNK_USERS))
 
     def load(self, users: slice = slice(None)) -> HeldOut:
-        """Load some of the evaluated users; all by default."""
+        """Load a slice of the evaluated users, by default all of them."""
         index_B = self._index_B[users]
         user_row_B, query_BD = np.asarray(self._user_row_R[index_B]), torch.empty((len(index_B), 0))
         if self._vector_RD is not None:
@@ -124,7 +124,7 @@ class HeldOutSplit:
         )
         known_negatives = None
         if self._store.known_negatives is not None:
-            # An event wins over a label below the threshold, and a validation event may be later than the label.
+            # An event overrides a rejection of the same item. A validation event may come after the rejection.
             known_negatives = self._store.known_negatives.before(user_row_B, self.split).difference(
                 history, bound=self._store.num_items
             )

@@ -48,7 +48,7 @@ class TargetPositions:
     Attributes:
         position_T: int64, 0 for the best item, ascending within a user.
         user_T: int64, 0 to U - 1, ascending.
-        original_user_U: int64, number of each user in the pairs, ascending.
+        original_user_U: int64, number that each user had before the renumbering of `from_pairs`, ascending.
         num_candidates_U: int64, number of ranked items.
         num_targets_U: int64, at least 1.
     """
@@ -61,7 +61,7 @@ class TargetPositions:
 
     @classmethod
     def from_pairs(cls, *, user_T: NDArray[Any], position_T: NDArray[Any], num_candidates_B: NDArray[Any]) -> Self:
-        """Build from pairs in any order. Users without a pair are dropped, and the other users are renumbered.
+        """Build from (user, target) pairs in any order. Users without a pair are dropped, and the other users are renumbered.
 
         >>> TargetPositions.from_pairs(
         ...     user_T=np.array([5, 2, 5]), position_T=np.array([3, 0, 1]), num_candidates_B=np.full(6, 4)
@@ -160,7 +160,7 @@ def auc(targets: TargetPositions) -> Floats:
 
 
 def weighted_mean(value_U: Floats, *, weight_U: NDArray[np.int64]) -> float:
-    """Return the weighted mean of the values that are not NaN; NaN if all are.
+    """Return the weighted mean of the values that are not NaN; NaN if all values are NaN.
 
     The mean of the AUC, weighted by the numbers of targets, is the grouped AUC (Zhu et al., KDD 2017).
     """
@@ -210,7 +210,7 @@ class UserMetrics:
         return cls(user_row_B[targets.original_user_U].astype(np.int64), values)
 
     def means(self, ranker: str) -> dict[str, float]:
-        """Return <ranker>/<metric> by name: the mean over the users."""
+        """Return the mean of each metric over the users, by <ranker>/<metric>."""
         return {f"{ranker}/{metric}": float(value_U.mean()) for metric, value_U in self.value_U_by_metric.items()}
 
     def common_with(self, other: "UserMetrics") -> Self:
@@ -226,7 +226,7 @@ class UserMetrics:
 
 
 def write_user_metrics(metrics_by_ranker: Mapping[str, UserMetrics], path: Path) -> None:
-    """Write the values of rankers with the same users: the column user_row, and one column <ranker>/<metric> for each value."""
+    """Write the metrics of rankers with the same users: the column user_row, and one column <ranker>/<metric> per metric."""
     columns: dict[str, NDArray[Any]] = {}
     for ranker, metrics in metrics_by_ranker.items():
         columns["user_row"] = metrics.user_row_U
@@ -257,7 +257,7 @@ def write_positions(
 ) -> None:
     """Write the positions of the same targets in several rankings, from which every metric of a user can be computed.
 
-    The columns are user_row, num_candidates, and the positions of the user's targets for each ranker, ascending from 0.
+    The columns are user_row, num_candidates, and one column of positions (0 is the best item) for each ranker.
     """
     pq.write_table(pa.table({"user_row": user_row_T, "num_candidates": num_candidates_T, **position_T_by_ranker}), path)
 

@@ -1,7 +1,7 @@
 """Rankings of the held-out users by vectors: read from the export, or computed in this process.
 
-The files of the export contain only what needs the vectors: the top lists, and the positions of the targets. Targets and
-candidates follow from the log.
+The files of the export contain only the results that need the vectors: the top lists, and the positions of the targets. The
+targets and candidates themselves are read from the log.
 
 Shapes: I items, D width.
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def ranking_file(split: str, content: str) -> str:
-    """Return the name of a file; content: top, positions or cold_positions."""
+    """Return the name of a ranking file of the export. content: top, positions or cold_positions."""
     return f"ranking_{split}_{content}.npy"
 
 
@@ -45,7 +45,7 @@ class StoredRanking:
     def read(self, known_queries: Queries, *, num_items: int) -> Ranking:
         """Return the ranking of the next queries. num_items: number of ranked items.
 
-        Raises StageError if the files do not fit the queries.
+        Raises StageError if the files end before these queries.
         """
         pairs = known_queries.ranked_pairs(num_items=num_items)
         first_query, first_target = self._num_queries, self._num_targets
@@ -60,15 +60,15 @@ class StoredRanking:
         return pairs.ranking(position_T=position_T, top_BK=top_BK, num_items=num_items)
 
     def check_end(self) -> None:
-        """Raise StageError if the files have more queries or targets than were read."""
-        num_stored = self._num_queries if self._top_RK is None else len(self._top_RK)
-        if (len(self._position_T), num_stored) != (self._num_targets, self._num_queries):
+        """Raise StageError if the files have more users or targets than were read."""
+        num_stored_users = self._num_queries if self._top_RK is None else len(self._top_RK)
+        if (len(self._position_T), num_stored_users) != (self._num_targets, self._num_queries):
             raise self._mismatch()
 
     def _mismatch(self) -> StageError:
-        num_stored = self._num_queries if self._top_RK is None else len(self._top_RK)
+        num_stored_users = self._num_queries if self._top_RK is None else len(self._top_RK)
         return StageError(
-            f"{self._path}: the ranking has {num_stored:,} users and {len(self._position_T):,} targets, but the log has "
+            f"{self._path}: the ranking has {num_stored_users:,} users and {len(self._position_T):,} targets, but the log has "
             f"{self._num_queries:,} known users with {self._num_targets:,} targets; repeat the export"
         )
 
@@ -78,7 +78,7 @@ def model_rankings(
 ) -> Iterator[tuple[HeldOut, Ranking, Ranking]]:
     """Yield each chunk of users with the model's ranking of the catalogue and of the cold items.
 
-    The export has written these rankings. If it has none with the settings of the evaluation, this process ranks.
+    The export contains these rankings. If it was made with other settings of the evaluation, this process ranks the items.
     """
     settings = ranking_settings(config)
     if export.ranking == settings:
@@ -95,18 +95,21 @@ def model_rankings(
 
 
 def _stored_rankings(split: HeldOutSplit, *, export: ExportManifest, k: int) -> Iterator[tuple[HeldOut, Ranking, Ranking]]:
-    """Yield the rankings that the ranks have written, with the ranking by popularity of the unknown users."""
+    """Yield the rankings that the ranks have written, completed by popularity rankings for the unknown users."""
     order_I, cold_row_C = split.popularity_order_I, split.cold_row_C
     cold_order_C = candidate_order(order_I, cold_row_C)
-    stored, stored_cold = (StoredRanking(export, split=split.split, is_cold=is_cold) for is_cold in (False, True))
+    stored_ranking, stored_cold_ranking = (
+        StoredRanking(export, split=split.split, is_cold=is_cold) for is_cold in (False, True)
+    )
     for held_out in split:
         queries = held_out.queries
-        ranking = add_unknown_queries(stored.read(queries.known(), num_items=len(order_I)), queries, order_I=order_I, k=k)
-        among_cold = cold_queries(queries, cold_row_C, num_items=len(order_I))
-        known_cold = stored_cold.read(among_cold.known(), num_items=len(cold_row_C))
-        yield held_out, ranking, add_unknown_queries(known_cold, among_cold, order_I=cold_order_C, k=0)
-    stored.check_end()
-    stored_cold.check_end()
+        known_ranking = stored_ranking.read(queries.known(), num_items=len(order_I))
+        ranking = add_unknown_queries(known_ranking, queries, order_I=order_I, k=k)
+        queries_of_cold = cold_queries(queries, cold_row_C, num_items=len(order_I))
+        known_cold_ranking = stored_cold_ranking.read(queries_of_cold.known(), num_items=len(cold_row_C))
+        yield held_out, ranking, add_unknown_queries(known_cold_ranking, queries_of_cold, order_I=cold_order_C, k=0)
+    stored_ranking.check_end()
+    stored_cold_ranking.check_end()
 
 
 def rank_with_vectors(
@@ -123,8 +126,9 @@ def rank_with_vectors(
         device="cuda" if torch.cuda.is_available() else "cpu",
         on_progress=on_ranked,
     )
-    unseen = replace(held_out.queries, seen=JaggedArray.empty(len(held_out.history)))  # a cold item is in no history
-    cold_ranking = rank_among(unseen, item_vector_ID=item_vector_ID, order_I=order_I, candidate_rows=held_out.cold_row_C, k=0)
+    # No user has seen a cold item.
+    queries = replace(held_out.queries, seen=JaggedArray.empty(len(held_out.history)))
+    cold_ranking = rank_among(queries, item_vector_ID=item_vector_ID, order_I=order_I, candidate_rows=held_out.cold_row_C, k=0)
     return ranking, cold_ranking
 
 
@@ -141,12 +145,12 @@ def zero_shot_rankings(
     assert vector_row_I is not None  # the ingest requires that items have vectors
     model = ZeroShot(vectors_RD, vector_row_I=vector_row_I)
     for held_out in split:
-        query_BD = model.queries(held_out.history)
-        every_user = replace(held_out.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
+        query_BD = model.query_vectors(held_out.history)
+        zero_shot_queries = replace(held_out.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
         yield (
             held_out,
             *rank_with_vectors(
-                replace(held_out, queries=every_user),
+                replace(held_out, queries=zero_shot_queries),
                 item_vector_ID=model.item_vector_ID,
                 config=config,
                 on_ranked=on_ranked,

@@ -1,4 +1,4 @@
-"""The trade between accuracy, coverage and novelty: metrics of the validation users with several weights of item popularity.
+"""Trade-off between accuracy, coverage and novelty: metrics of the validation users with several weights of item popularity.
 
 The vectors of one export are ranked with each weight. Serving with this weight (`model.popularity`) gives the same rankings.
 
@@ -28,6 +28,7 @@ from recsys_core.models.spec import ModelSpec
 DEFAULT_MULTIPLES = (-0.5, -0.25, -0.1, 0.0, 0.1, 0.25, 0.5)
 """The default weights, as multiples of the weight with which the popularity term varies as much as the scores of a user."""
 MAX_SAMPLED_QUERIES = 256
+"""Number of queries from which the variation of the scores is estimated."""
 
 
 class CurvePoint(Frozen):
@@ -60,9 +61,11 @@ def popularity_curve(
         raise InputError("the validation split has no event, so there is no curve; change interactions.split")
     store = EventStore.open(interactions)
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
-    # Without a ranking in the manifest, the query vectors are loaded.
-    unranked = export.model_copy(update={"ranking": None})
-    held_out = HeldOutSplit("validation", config=config, store=store, export=unranked, interactions=interactions).load()
+    # HeldOutSplit loads the query vectors only if the manifest has no ranking.
+    export_without_ranking = export.model_copy(update={"ranking": None})
+    held_out = HeldOutSplit(
+        "validation", config=config, store=store, export=export_without_ranking, interactions=interactions
+    ).load()
     query_BD, item_vector_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
     # The vectors have single precision: a weight of 0.1 must not become a second point next to the 0.1 of `weights`.
     served_weight = float(f"{float(query_BD[0, -1]):.6g}") if spec.config.has_popularity else 0.0
@@ -73,27 +76,27 @@ def popularity_curve(
     item_vector_ID, points = append_popularity(item_vector_ID, popularity_I), []
     for weight in sorted({*weights, served_weight}):
         weighted_BD = append_popularity(query_BD, torch.full((len(query_BD),), weight))
-        weighted = replace(held_out, queries=replace(held_out.queries, query_BD=weighted_BD))
-        values = _metrics(config, weighted, item_vector_ID=item_vector_ID, store=store)
+        weighted_held_out = replace(held_out, queries=replace(held_out.queries, query_BD=weighted_BD))
+        values = _metrics(config, weighted_held_out, item_vector_ID=item_vector_ID, store=store)
         points.append(CurvePoint(weight=weight, is_served=weight == served_weight, metrics=values))
     return points
 
 
 def default_weights(query_BD: Tensor, *, item_vector_ID: Tensor, popularity_I: Tensor) -> list[float]:
-    """Return weights around 0. The largest term varies between items half as much as the scores of a query do.
+    """Return weights around 0. With the largest, the popularity term varies half as much as the scores of a query.
 
     >>> item_vector_ID, popularity_I = torch.tensor([[0.0], [0.2]]), torch.tensor([0.0, 1.0])
     >>> default_weights(torch.ones(1, 1), item_vector_ID=item_vector_ID, popularity_I=popularity_I)
     [-0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1]
     """
-    sampled = np.unique(np.linspace(0, len(query_BD) - 1, MAX_SAMPLED_QUERIES).astype(np.int64))
-    score_BI = query_BD[torch.from_numpy(sampled)] @ item_vector_ID.T
-    unit = float(score_BI.std(dim=1).mean() / popularity_I.std().clamp(min=1e-6))
-    return [float(f"{multiple * unit:.2g}") for multiple in DEFAULT_MULTIPLES]
+    query_indices = np.unique(np.linspace(0, len(query_BD) - 1, MAX_SAMPLED_QUERIES).astype(np.int64))
+    score_BI = query_BD[torch.from_numpy(query_indices)] @ item_vector_ID.T
+    unit_weight = float(score_BI.std(dim=1).mean() / popularity_I.std().clamp(min=1e-6))
+    return [float(f"{multiple * unit_weight:.2g}") for multiple in DEFAULT_MULTIPLES]
 
 
 def _metrics(config: EvaluationConfig, held_out: HeldOut, *, item_vector_ID: Tensor, store: EventStore) -> dict[str, float]:
-    """Return the metrics of a ranking by these vectors."""
+    """Return the metrics of the ranking by these vectors, by <metric>@<k>."""
     k, train_count_I = min(config.ks), store.train_count_I
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranking = rank_served(
@@ -120,14 +123,16 @@ def plot_curve(points: Sequence[CurvePoint], *, path: Path) -> Path:
         next(name for name in points[0].metrics if name.startswith(f"{metric}@")) for metric in ("ndcg", "coverage", "novelty")
     )
     figure, panels = plots.new_panels(2, title="Weights of item popularity, validation users", size=(6.4, 6.4))
-    ndcg = [point.metrics[ndcg_name] for point in points]
-    best_index = int(np.argmax(ndcg))
+    ndcg_values = [point.metrics[ndcg_name] for point in points]
+    best_index = int(np.argmax(ndcg_values))
     for axes, name in zip(panels, (coverage_name, novelty_name), strict=True):
         values = [point.metrics[name] for point in points]
-        axes.plot(ndcg, values, color=plots.BLUE, marker="o", markersize=4)
-        for index, (point, x, y) in enumerate(zip(points, ndcg, values, strict=True)):
-            place = (6, 3) if index < best_index else (6, -9)  # the line bends at the best weight
-            axes.annotate(f"{point.weight:.3g}", (x, y), xytext=place, textcoords="offset points", fontsize=8, color=plots.INK)
+        axes.plot(ndcg_values, values, color=plots.BLUE, marker="o", markersize=4)
+        for index, (point, x, y) in enumerate(zip(points, ndcg_values, values, strict=True)):
+            label_offset = (6, 3) if index < best_index else (6, -9)  # the curve turns at the best weight
+            axes.annotate(
+                f"{point.weight:.3g}", (x, y), xytext=label_offset, textcoords="offset points", fontsize=8, color=plots.INK
+            )
             if point.is_served:
                 axes.plot(x, y, color=plots.ORANGE, marker="o", markersize=8, linestyle="none", label="weight of this run")
         axes.margins(0.08)

@@ -27,12 +27,13 @@ RANKER_COLOURS = {
     "closed_form": "#7a5195",
     "zero_shot": plots.GREEN,
 }
-"""Colours of the recall plot, by ranker in the order of the tables."""
+"""Colours of the rankers in the recall plot, in the order in which tables list the rankers."""
 MAX_HORIZONTAL_LABELS = 3
-"""Rankers of the recall plot up to which the values are written horizontally."""
-COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20", "known_negatives@10")
-LOWER_IS_BETTER = "known_negatives@"
-"""Start of the names of the metrics whose lowest value is the best."""
+"""Number of rankers up to which the recall plot has horizontal values."""
+SHOWN_METRICS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20", "known_negatives@10")
+"""Metrics that the tables show by default."""
+LOWER_IS_BETTER_PREFIX = "known_negatives@"
+"""Prefix of the metrics whose lowest value is the best."""
 MAX_LABELLED_EPOCHS = 15
 COLD_SUFFIX = ", cold"
 """Suffix of the rows whose metrics rank only cold items."""
@@ -50,10 +51,10 @@ class MetricTable(Frozen):
 
     @property
     def interval_note(self) -> str:
-        """Half widths of the model's intervals, for a table that has no room for them; empty without intervals."""
+        """Half widths of the model's intervals as a text, for a table without room for them; empty without intervals."""
         half_widths = zip(self.columns, self.half_widths.get("model", ()), strict=False)
-        texts = [f"{column} ± {half_width:.4f}" for column, half_width in half_widths if half_width is not None]
-        return f"model, confidence intervals: {', '.join(texts)}" if texts else ""
+        interval_texts = [f"{column} ± {half_width:.4f}" for column, half_width in half_widths if half_width is not None]
+        return f"model, confidence intervals: {', '.join(interval_texts)}" if interval_texts else ""
 
     def best_comparable(self, ranker: str) -> tuple[float, ...]:
         """Return the best value of each column among the rows that rank the same items as the row `ranker`.
@@ -64,15 +65,15 @@ class MetricTable(Frozen):
         """
         is_cold = ranker.endswith(COLD_SUFFIX)
         comparable_values = [values for row_ranker, values in self.rows.items() if row_ranker.endswith(COLD_SUFFIX) == is_cold]
-        best_by_column = [min if column.startswith(LOWER_IS_BETTER) else max for column in self.columns]
+        min_or_max_by_column = [min if column.startswith(LOWER_IS_BETTER_PREFIX) else max for column in self.columns]
         return tuple(
-            best([value for value in column_values if value is not None], default=0.0)
-            for best, column_values in zip(best_by_column, zip(*comparable_values, strict=True), strict=True)
+            min_or_max([value for value in column_values if value is not None], default=0.0)
+            for min_or_max, column_values in zip(min_or_max_by_column, zip(*comparable_values, strict=True), strict=True)
         )
 
 
 def metric_table(
-    metrics: Mapping[str, float], *, half_widths: Mapping[str, float] | None = None, shown: Sequence[str] = COLUMNS
+    metrics: Mapping[str, float], *, half_widths: Mapping[str, float] | None = None, shown: Sequence[str] = SHOWN_METRICS
 ) -> MetricTable:
     """Build the table of the test metrics of the model and its baselines. Rows for cold items come last.
 
@@ -89,8 +90,8 @@ def metric_table(
         ranker for ranker, values in metrics_by_ranker.items() if not ranker.endswith(COLD_SUFFIX) or values.keys() & {*columns}
     ]
     if f"model{COLD_SUFFIX}" in shown_rankers:
-        cold_model = metrics_by_ranker[f"model{COLD_SUFFIX}"]
-        note = f"cold: {cold_model['items']:,.0f} items without an earlier event, for {cold_model['users']:,.0f} users"
+        cold_metrics = metrics_by_ranker[f"model{COLD_SUFFIX}"]
+        note = f"cold: {cold_metrics['items']:,.0f} items without an earlier event, for {cold_metrics['users']:,.0f} users"
     return MetricTable(
         columns=columns,
         rows={ranker: tuple(metrics_by_ranker[ranker].get(column) for column in columns) for ranker in shown_rankers},
@@ -117,7 +118,7 @@ def to_markdown(table: MetricTable) -> str:
     return "\n".join([*lines, "", table.note] if table.note else lines)
 
 
-def slices_to_markdown(slices: Sequence[SliceReport], *, shown: Sequence[str] = COLUMNS) -> str:
+def slices_to_markdown(slices: Sequence[SliceReport], *, shown: Sequence[str] = SHOWN_METRICS) -> str:
     """Return a table of the slices in GitHub's Markdown. A slice with too few users has no metrics.
 
     >>> small = SliceReport(name="cold items", num_users=3, num_targets=4, min_users=30, metrics={}, half_widths={})
@@ -134,7 +135,7 @@ def slices_to_markdown(slices: Sequence[SliceReport], *, shown: Sequence[str] = 
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = COLUMNS) -> list[list[str]]:
+def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = SHOWN_METRICS) -> list[list[str]]:
     """Return the cells of a table of slices: the titles of the columns, then one row for each slice."""
     columns = [column for column in shown if any(column in report.metrics for report in slices)]
     rows = [["slice", "users", "targets", *(columns or ["metrics"])]]
@@ -147,7 +148,7 @@ def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = COLUMNS)
 
 
 def _cell(value: float | None, half_width: float | None) -> str:
-    """Return a value with its interval, in four digits; - for no value."""
+    """Return a value with its interval, with four decimals; - for no value."""
     if value is None:
         return "-"
     return f"{value:.4f}" if half_width is None else f"{value:.4f} ± {half_width:.4f}"
@@ -170,7 +171,7 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     axes.set_xticks(range(len(cut_offs)), [str(k) for k in cut_offs])
     axes.set_xlabel("cut-off K")
     axes.set_ylabel("recall@K (share of the test items among the first K)")
-    axes.margins(y=0.14)  # for the values above the bars
+    axes.margins(y=0.14)  # leaves room for the values above the bars
     plots.legend_above(axes, num_columns=len(RANKER_COLOURS))
     return plots.save_png(figure, path)
 
@@ -183,8 +184,8 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
 def draw_loss(train: TrainManifest) -> "Figure":
     """Draw the training loss and, below it, the validation metrics after each epoch.
 
-    The loss falls in steps: from the second epoch on, the model has already learned from the events of the epoch. The dotted
-    lines mark the ends of the epochs. The mean loss of each epoch shows the trend.
+    The loss falls in a step at each new epoch, because the model sees the same events again. Dotted lines mark the ends of the
+    epochs. The mean loss of each epoch shows the trend.
     """
     lines = train.path("metrics.jsonl").read_text().splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
@@ -244,19 +245,21 @@ def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any
 def _metrics_by_row(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the test metrics of the model and of each baseline, first for all items, then for the cold items."""
     metrics_by_ranker = _metrics_by_ranker(metrics)
-    cold = {f"{ranker}{COLD_SUFFIX}": _metrics_under("cold/", values) for ranker, values in metrics_by_ranker.items()}
-    return metrics_by_ranker | {ranker: values for ranker, values in cold.items() if values}
+    cold_metrics_by_row = {
+        f"{ranker}{COLD_SUFFIX}": _metrics_under("cold/", values) for ranker, values in metrics_by_ranker.items()
+    }
+    return metrics_by_ranker | {ranker: values for ranker, values in cold_metrics_by_row.items() if values}
 
 
 def _metrics_by_ranker(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the test metrics of the model and of each baseline, without their prefixes."""
-    measured = {metric_name.split("/")[1] for metric_name in metrics if metric_name.startswith("baseline/")}
-    baselines = [name for name in RANKER_COLOURS if name in measured]
+    measured_baselines = {metric_name.split("/")[1] for metric_name in metrics if metric_name.startswith("baseline/")}
+    baselines = [name for name in RANKER_COLOURS if name in measured_baselines]
     return {"model": _metrics_under("test/", metrics)} | {
         baseline: _metrics_under(f"baseline/{baseline}/", metrics) for baseline in baselines
     }
 
 
 def _metrics_under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics whose names start with `prefix`, under their names without it."""
+    """Return the metrics whose names start with `prefix`, by their names without the prefix."""
     return {metric_name.removeprefix(prefix): value for metric_name, value in metrics.items() if metric_name.startswith(prefix)}

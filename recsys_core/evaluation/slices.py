@@ -58,7 +58,7 @@ def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median:
 
     New users have no history. Light users have at most as many items as the median of the other users, heavy users have more.
 
-    median: number of items that divides light and heavy users. Default: the median of these users.
+    median: number of items that divides light and heavy users. Default: the median over the users that have a history.
 
     >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]))
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}
@@ -79,28 +79,28 @@ def _median_length(history_length_U: NDArray[Any]) -> float:
 def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, owner_T: Int64Array) -> Masks:
     """Return a slice <feature>=<value> for each of the most frequent values of a feature among the targets.
 
-    With a list of values, a target belongs to the slice of each of its values.
+    If a target has several values, it belongs to the slice of each of them.
 
     Args:
-        owner_T: row of the user or item, or index of the event, whose feature each target has.
+        owner_T: row of the user or item, or index of the event, that has the feature value of each target.
 
     Raises InputError if the feature is not declared, or has numbers instead of values.
     """
-    values = FeatureValues(config, features)
-    values.count(owner_T)
-    return values.slices(owner_T)
+    feature_values = FeatureValues(config, features)
+    feature_values.count(owner_T)
+    return feature_values.slices(owner_T)
 
 
 class FeatureValues:
-    """The most frequent values of a feature among targets that come in chunks: first all are counted, and then divided."""
+    """The most frequent values of a feature among targets in chunks. Count all chunks before you slice the first."""
 
     def __init__(self, config: FeatureSlice, features: FeaturesManifest | None) -> None:
-        """Open the feature. Raises InputError as `feature_slices`."""
+        """Open the feature. Raises InputError like `feature_slices`."""
         self._key = key = config.feature
         if features is None or key not in features.features:
-            declared = ", ".join(sorted(features.features)) if features is not None else "none"
+            declared_text = ", ".join(sorted(features.features)) if features is not None else "none"
             raise InputError(
-                f"evaluation.slices: {key} is not declared under features (declared: {declared}); declare it, or remove it"
+                f"evaluation.slices: {key} is not declared under features (declared: {declared_text}); declare it, or remove it"
             )
         if features.features[key].mean is not None:
             raise InputError(
@@ -112,18 +112,18 @@ class FeatureValues:
 
     def count(self, owner_T: Int64Array) -> None:
         """Count the values of a chunk of targets."""
-        values, _ = self._feature.rows_and_weights(owner_T)
-        count_R = np.bincount(values.values_L, minlength=len(self._target_count_R))
+        value_rows, _ = self._feature.rows_and_weights(owner_T)
+        count_R = np.bincount(value_rows.values_L, minlength=len(self._target_count_R))
         count_R[: len(self._target_count_R)] += self._target_count_R
         self._target_count_R = count_R
 
     def slices(self, owner_T: Int64Array) -> Masks:
         """Return the slices of a chunk of targets; see `feature_slices`."""
-        values, _ = self._feature.rows_and_weights(owner_T)
+        value_rows, _ = self._feature.rows_and_weights(owner_T)
         masks = {}
         for row, name in self._name_by_row.items():
             mask_T = np.zeros(len(owner_T), np.bool_)
-            mask_T[values.list_index_L[values.values_L == row]] = True
+            mask_T[value_rows.list_index_L[value_rows.values_L == row]] = True
             masks[name] = mask_T
         return masks
 
@@ -146,13 +146,13 @@ def guarded_slices(
 ) -> tuple[Masks, dict[str, int | None]]:
     """Return the slices of test targets by the values of several features, and `min_users` of each slice.
 
-    A feature without a value for any target has one empty slice with the name of the feature, so that it stays visible.
+    If no target has a value of a feature, there is one empty slice with the name of the feature, so that it stays visible.
 
     Args:
         user_row_U: rows of the users.
-        user_T, item_T: index of each target's user in `user_row_U`, and row of its item.
+        user_T, item_T: each target's index of the user in `user_row_U`, and its item row.
 
-    Raises InputError as `feature_slices`.
+    Raises InputError like `feature_slices`.
     """
     masks: Masks = {}
     min_users_by_slice: dict[str, int | None] = {}
@@ -184,7 +184,7 @@ def feature_owners(
 
 
 def _value_name(features: FeaturesManifest, key: str, *, row: int) -> str:
-    """Return the value of a row of the feature's table; its bucket for a number."""
+    """Return the name of the value, or of the bucket of a number, that has this row in the feature's table."""
     if row == 0:
         return "(other)"
     boundaries = features.features[key].boundaries
@@ -213,7 +213,7 @@ class _TargetChunk(NamedTuple):
     position_T: NDArray[np.int64]
 
     def positions(self, mask_T: NDArray[np.bool_]) -> TargetPositions:
-        """Return the positions of some targets. The numbers of candidates are 0, because the metrics of slices ignore them."""
+        """Return the positions of some targets. The metrics of slices do not need the numbers of candidates, which are 0."""
         return TargetPositions.from_pairs(
             user_T=self.user_T[mask_T],
             position_T=self.position_T[mask_T],
@@ -221,12 +221,12 @@ class _TargetChunk(NamedTuple):
         )
 
     def owners(self, feature: str, *, store: EventStore) -> NDArray[np.int64]:
-        """Return what has the feature of each target; see `feature_owners`."""
+        """Return the owner of the feature for each target; see `feature_owners`."""
         return feature_owners(feature, store=store, user_row_U=self.user_row_U, user_T=self.user_T, item_T=self.item_T)
 
 
 def _target_chunks(columns: Columns) -> Iterator[_TargetChunk]:
-    """Yield the targets of the model's ranking."""
+    """Yield the targets of the model's ranking in chunks of users."""
     user_row_B, user_T = columns.read("target/user_row"), columns.read("target/user")
     item_T, position_T = columns.read("target/item"), columns.read("target/position")
     for users in chunk_slices(len(user_row_B), length=CHUNK_USERS):
@@ -249,22 +249,26 @@ def slice_reports(
             values.count(chunk.owners(slice_config.feature, store=store))
     accuracy_by_slice: dict[tuple[int, str], Accuracy] = {}
 
-    def add(masks: Masks, chunk: _TargetChunk, *, group: int) -> None:
+    def add_chunk(masks: Masks, chunk: _TargetChunk, *, slice_set: int) -> None:
+        """Add a chunk to its slices. slice_set: 0 for slices by popularity and history, otherwise the number of the feature."""
         for name, mask_T in masks.items():
-            if (group, name) not in accuracy_by_slice:
-                prefix = f"slice/{group}/{name}"
-                accuracy_by_slice[group, name] = Accuracy(columns, prefix, config=config, names=("recall", "ndcg"))
-            accuracy_by_slice[group, name].add(chunk.positions(mask_T))
+            if (slice_set, name) not in accuracy_by_slice:
+                prefix = f"slice/{slice_set}/{name}"
+                accuracy_by_slice[slice_set, name] = Accuracy(columns, prefix, config=config, names=("recall", "ndcg"))
+            accuracy_by_slice[slice_set, name].add(chunk.positions(mask_T))
 
     for chunk in _target_chunks(columns):
         masks = _group_slices(group_I, item_T=chunk.item_T)
         masks |= user_slices(history_length_B[chunk.users], user_T=chunk.user_T, median=median)
         masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
-        add(masks, chunk, group=0)
-        for group, (slice_config, values) in enumerate(zip(config.slices, feature_values, strict=True), start=1):
-            add(values.slices(chunk.owners(slice_config.feature, store=store)), chunk, group=group)
-    min_users_by_group = [config.min_slice_users, *(other.min_users or config.min_slice_users for other in config.slices)]
+        add_chunk(masks, chunk, slice_set=0)
+        for slice_set, (slice_config, values) in enumerate(zip(config.slices, feature_values, strict=True), start=1):
+            add_chunk(values.slices(chunk.owners(slice_config.feature, store=store)), chunk, slice_set=slice_set)
+    min_users_by_set = [
+        config.min_slice_users,
+        *(slice_config.min_users or config.min_slice_users for slice_config in config.slices),
+    ]
     return tuple(
-        slice_report(name, accuracy, min_users=min_users_by_group[group])
-        for (group, name), accuracy in sorted(accuracy_by_slice.items(), key=lambda item: item[0][0])
+        slice_report(name, accuracy, min_users=min_users_by_set[slice_set])
+        for (slice_set, name), accuracy in sorted(accuracy_by_slice.items(), key=lambda item: item[0][0])
     )

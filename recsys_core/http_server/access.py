@@ -14,7 +14,7 @@ MIN_TOKEN_CHARACTERS = 16
 
 
 class RequestError(Exception):
-    """A request that gets no answer, with its HTTP status and the reason in one sentence."""
+    """The HTTP status and the reason, in one sentence, of a request that gets no answer."""
 
     def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class RequestError(Exception):
 
 
 def token_from_environment() -> str | None:
-    """Return the token that requests must contain; None if there is none.
+    """Return the token that requests must contain; None if the variable is not set.
 
     Raises:
         InputError: the token is too short, or has characters that a header cannot contain.

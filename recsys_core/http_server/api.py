@@ -1,4 +1,4 @@
-"""Bodies of requests and responses as pydantic models, with the limits of the config: they validate, and document the API."""
+"""Pydantic models of request and response bodies, which validate requests against the config and document the API."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -26,7 +26,7 @@ class _Row(BaseModel):
 
 
 class Bodies(NamedTuple):
-    """Models of the bodies of both requests."""
+    """Models of the bodies of requests to `/recommend` and `/similar`."""
 
     recommend: type[BaseModel]
     similar: type[BaseModel]
@@ -44,8 +44,9 @@ class Prediction(_Body):
     version: str = Field(description="number of the version in the registry", examples=["7"])
     space_id: str = Field(description="id of the vector space of the query tower and the items", examples=["3f6c1f0a9b1e4d52"])
     fallback: str | None = Field(
-        description="null: the model knows the user, or the rows of `/similar`; `history` and `features`: the user is unknown, "
-        "and the items come from the row; `popularity`: the most popular items, because the model reads nothing of the row",
+        description="null: the model knows the user, or the request is for similar items; `history` and `features`: the user "
+        "is unknown, and the items come from the row; `popularity`: the most popular items, because the model reads nothing of "
+        "the row",
         examples=[None],
     )
     num_unknown_items: int = Field(description="number of items of the history that are not in the catalogue", examples=[0])
@@ -67,7 +68,7 @@ class Problem(_Body):
 
 
 class RegistryState(_Body):
-    """Whether the registry answers the question which version is the champion."""
+    """State of the registry, from which the server reads the version of the champion."""
 
     answered_at: str = Field(description="time of the last answer (UTC)", examples=["2026-11-25T02:15:00Z"])
     down_since: str | None = Field(description="time since which the registry does not answer; null if it answers")
@@ -84,8 +85,8 @@ class Readiness(_Body):
 
 
 def request_bodies(limits: ServeConfig) -> Bodies:
-    """Return the models of the bodies, with these limits."""
-    params = _model("Params", _Body, "Options of a request, which apply to all rows.", _params(limits))
+    """Return the models of request bodies with these limits."""
+    params = _model("Params", _Body, "Options of a request, which apply to all rows.", _param_fields(limits))
     history = Annotated[
         list[Id] | None,
         Field(description="item ids in time order, which replace the user's history in the log", max_length=limits.max_history),
@@ -102,13 +103,13 @@ def request_bodies(limits: ServeConfig) -> Bodies:
     )
     similar_row = _model("SimilarRow", _Body, "One item.", {"item_id": (Id, Field(description="id of the item"))})
     return Bodies(
-        _request("RecommendRequest", row, params, limits=limits, example=RECOMMEND_EXAMPLE),
-        _request("SimilarRequest", similar_row, params, limits=limits, example=SIMILAR_EXAMPLE),
+        _request_model("RecommendRequest", row, params, limits=limits, example=RECOMMEND_EXAMPLE),
+        _request_model("SimilarRequest", similar_row, params, limits=limits, example=SIMILAR_EXAMPLE),
     )
 
 
-def _params(limits: ServeConfig) -> dict[str, Any]:
-    """Return type and default of each param."""
+def _param_fields(limits: ServeConfig) -> dict[str, Any]:
+    """Return the type and the default of each param."""
     excluded = Annotated[list[Id] | None, Field(description="ids of items to leave out", max_length=limits.max_excluded)]
     min_score = Annotated[StrictFloat | StrictInt | None, Field(description="leave out items with a lower score")]
     popularity_weight = Annotated[
@@ -126,7 +127,9 @@ def _params(limits: ServeConfig) -> dict[str, Any]:
         "k": (Annotated[StrictInt, Field(ge=1, le=limits.max_k, description="number of items per row")], DEFAULT_K),
         "exclude_seen": (Annotated[StrictBool, Field(description="leave out the items of the histories")], True),
         "exclude_stored_history": (
-            Annotated[StrictBool, Field(description="leave out a stored history also if the row has another one")],
+            Annotated[
+                StrictBool, Field(description="leave out the items of the stored history even if the row has another history")
+            ],
             True,
         ),
         "exclude": (excluded, None),
@@ -142,7 +145,7 @@ def _model(name: str, base: type[BaseModel], description: str, fields: dict[str,
     return model
 
 
-def _request(
+def _request_model(
     name: str, row: type[BaseModel], params: type[BaseModel], *, limits: ServeConfig, example: dict[str, Any]
 ) -> type[BaseModel]:
     rows = Field(min_length=1, max_length=limits.max_rows, description="one object per query")
@@ -158,7 +161,7 @@ def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -
     """Return the JSON object of a body after its validation.
 
     Raises:
-        RequestError: not JSON; NaN and Infinity are not JSON.
+        RequestError: the body is not JSON, which contains neither NaN nor Infinity.
         InputError: the object does not fit the model or exceeds a limit. The message names the field.
     """
     try:
@@ -175,14 +178,14 @@ def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -
         raise InputError(
             f"{num_rows} rows with k = {k} are {num_rows * k} items; at most {limits.max_results} are allowed; send fewer rows"
         )
-    checked: dict[str, Any] = body
-    return checked
+    validated_body: dict[str, Any] = body
+    return validated_body
 
 
 def _first_problem(error: ValidationError) -> str:
     """Return a sentence about the first problem of a body."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    # The names of union members, such as `int` in history.0.int, are no part of the body.
+    # The names of union members, such as `int` in history.0.int, are not part of the body.
     place = ".".join(str(part) for part in problem["loc"] if part not in _UNION_MEMBERS)
     message = problem["msg"].replace("Input should be", "it must be")
     if problem["type"] == "missing":

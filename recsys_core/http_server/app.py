@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
@@ -21,7 +21,7 @@ from recsys_core.http_server.api import Readiness, RegistryState, parse_body, re
 from recsys_core.http_server.batching import Batcher, QueueFullError
 from recsys_core.http_server.config import ServeConfig
 from recsys_core.http_server.follower import Follower
-from recsys_core.http_server.openapi import documented, openapi_schema
+from recsys_core.http_server.openapi import openapi_schema, route_documentation
 from recsys_core.http_server.release import Champion, WorkerState
 from recsys_core.http_server.served_model import Query
 from recsys_core.serving.requests import parse, parse_similar
@@ -29,14 +29,12 @@ from recsys_core.serving.requests import parse, parse_similar
 LOG = logging.getLogger("nightjar.serve")
 JSON = "application/json"
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 class _Predictor:
-    """Answers of the two prediction requests.
+    """Answers requests to `/recommend`, `/similar` and `/metrics`.
 
     Args:
-        token: token that requests must contain; None if they need none.
+        token: token that requests must contain; None if no token is needed.
     """
 
     def __init__(self, batcher: Batcher, *, limits: ServeConfig, token: str | None) -> None:
@@ -46,8 +44,8 @@ class _Predictor:
         """Return the predictions for a request, or raise RequestError, InputError, QueueFullError or TimeoutError."""
         require_token(request, self._token)
         body = parse_body(await read_body(request, self._limits), body_model, limits=self._limits)
-        parsed = parse_similar(body) if is_similar else parse(body)
-        result = await self._batcher.submit(Query(parsed, is_similar))
+        parsed_request = parse_similar(body) if is_similar else parse(body)
+        result = await self._batcher.submit(Query(parsed_request, is_similar))
         if isinstance(result, Exception):
             raise result
         if all(answer.error is not None for answer in result):
@@ -55,8 +53,8 @@ class _Predictor:
         for answer in result:
             origin = "error" if answer.error is not None else answer.fallback or "none"
             metrics.PREDICTIONS.labels(answer.version, origin).inc()
-        has_vectors = bool(parsed.options.get("with_vectors"))
-        predictions = [answer.to_dict(with_vectors=has_vectors) for answer in result]
+        with_vectors = bool(parsed_request.options.get("with_vectors"))
+        predictions = [answer.to_dict(with_vectors=with_vectors) for answer in result]
         return Response(orjson.dumps({"predictions": predictions}), media_type=JSON)
 
     async def metrics_text(self, request: Request) -> Response:
@@ -66,7 +64,7 @@ class _Predictor:
 
 
 def create_app(follower: Follower, *, limits: ServeConfig, token: str | None) -> FastAPI:
-    """Return the application for the models of `follower`, which has loaded the first one. See _Predictor for the token."""
+    """Return the application, which answers with the model of `follower`. token: see _Predictor."""
     batcher = Batcher(follower.respond, limits=limits, observe=metrics.BATCH_ROWS.observe)
     predictor, bodies = _Predictor(batcher, limits=limits, token=token), request_bodies(limits)
 
@@ -78,39 +76,43 @@ def create_app(follower: Follower, *, limits: ServeConfig, token: str | None) ->
 
     app = FastAPI(title="nightjar", version=recsys_core.__version__, lifespan=run_batcher, docs_url=None, redoc_url=None)
 
-    @app.post("/recommend", **documented(bodies.recommend, "Recommend items to users, or for histories."))
+    @app.post("/recommend", **route_documentation(bodies.recommend, "Recommend items to users, or for histories."))
     async def recommend(request: Request) -> Response:
         answer = predictor.answer(request, body_model=bodies.recommend, is_similar=False)
-        return await _answered(answer, path="/recommend")
+        return await _measured_answer(answer, path="/recommend")
 
-    @app.post("/similar", **documented(bodies.similar, "Return the items that are most similar to an item."))
+    @app.post("/similar", **route_documentation(bodies.similar, "Return the items that are most similar to an item."))
     async def similar(request: Request) -> Response:
         answer = predictor.answer(request, body_model=bodies.similar, is_similar=True)
-        return await _answered(answer, path="/similar")
+        return await _measured_answer(answer, path="/similar")
 
-    @app.get("/healthz", **documented(None, "Return whether the process answers."))
+    @app.get("/healthz", **route_documentation(None, "Return whether the process answers."))
     async def healthz() -> Response:
         return Response(b'{"status":"ok"}', media_type=JSON)
 
-    @app.get("/readyz", **documented(None, "Return which version is served, and why a newer champion is not."))
+    @app.get("/readyz", **route_documentation(None, "Return which version is served, and why a newer champion is not served."))
     async def readyz() -> Response:
         assert follower.champion is not None  # the server starts after the first version is loaded
         return Response(readiness(follower.state, follower.champion).model_dump_json(), media_type=JSON)
 
-    @app.get("/metrics", **documented(None, "Return the metrics in Prometheus' text format.", content_type="text/plain"))
+    @app.get(
+        "/metrics", **route_documentation(None, "Return the metrics in Prometheus' text format.", content_type="text/plain")
+    )
     async def prometheus_metrics(request: Request) -> Response:
-        return await _answered(predictor.metrics_text(request), path="/metrics")
+        return await _measured_answer(predictor.metrics_text(request), path="/metrics")
 
     @app.exception_handler(HTTPException)
     async def answer_http_exception(_: Request, error: HTTPException) -> Response:
-        return _problem(error.status_code, f"{error.detail}; the paths and methods are in /openapi.json", error.headers)
+        return _problem_response(
+            error.status_code, f"{error.detail}; the paths and methods are in /openapi.json", error.headers
+        )
 
     app.openapi = lambda: openapi_schema(app, bodies)  # type: ignore[method-assign]
     return app
 
 
-async def _answered(answer: Awaitable[Response], *, path: str) -> Response:
-    """Wait for an answer; return an error as a sentence with its status. No exception ends the process."""
+async def _measured_answer(answer: Awaitable[Response], *, path: str) -> Response:
+    """Await an answer and record its metrics. Any exception becomes a response with a status and a sentence."""
     start_s = time.perf_counter()
     response = await _answer_or_problem(answer, path=path)
     metrics.REQUESTS.labels(path, str(response.status_code)).inc()
@@ -122,33 +124,33 @@ async def _answer_or_problem(answer: Awaitable[Response], *, path: str) -> Respo
     try:
         return await answer
     except RequestError as error:
-        return _problem(error.status, str(error), error.headers)
+        return _problem_response(error.status, str(error), error.headers)
     except InputError as error:
-        return _problem(422, str(error))
+        return _problem_response(422, str(error))
     except QueueFullError:
-        return _problem(503, "too many requests wait; send the request again later", {"Retry-After": "1"})
+        return _problem_response(503, "too many requests wait; send the request again later", {"Retry-After": "1"})
     except TimeoutError:
-        return _problem(504, "there was no answer in time; send the request again, or one with fewer rows")
+        return _problem_response(504, "there was no answer in time; send the request again, or one with fewer rows")
     except Exception:  # a bug
         LOG.exception("%s: a request has no answer", path)
-        return _problem(500, "the server could not answer; the reason is in its log")
+        return _problem_response(500, "the server could not answer; the reason is in its log")
 
 
-def _problem(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+def _problem_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps({"error": message}), status, headers=dict(headers or {}), media_type=JSON)
 
 
 def readiness(state: WorkerState, champion: Champion) -> Readiness:
-    """Return what is served, why a newer champion is not, and whether the registry answers."""
+    """Return the served version, why a newer champion is not served, and whether the registry answers."""
     down_since = champion.registry_down_since
     registry = RegistryState(
-        answered_at=_time(champion.registry_answered_at),
-        down_since=None if down_since is None else _time(down_since),
+        answered_at=_time_text(champion.registry_answered_at),
+        down_since=None if down_since is None else _time_text(down_since),
         problem=champion.registry_problem,
     )
     problem = champion.problem or state.problem
     return Readiness(status="ready", version=state.version, problem=problem, registry=registry)
 
 
-def _time(seconds: float) -> str:
+def _time_text(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"

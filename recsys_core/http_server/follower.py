@@ -1,8 +1,8 @@
 """The model of a worker, replaced whenever release.json has another version.
 
-Another version is loaded while the present one is served. `Retriever.load` verifies its files and golden queries. Then it
-replaces the present version between two batches, so each request is answered by one version, and no request waits. If it does
-not load, the present version stays.
+A new version is loaded while the current version is served. `Retriever.load` verifies its files and golden queries. Then the
+new version replaces the current version between two batches, so that one version answers a whole request and no request waits.
+If the new version does not load, the current version stays.
 """
 
 import logging
@@ -40,16 +40,16 @@ class Follower:
 
     @property
     def state(self) -> WorkerState:
-        """What this worker serves."""
+        """The version that this worker serves, and the version that it could not load."""
         return self._state
 
     def respond(self, queries: Sequence[Query]) -> list[Result]:
-        """Answer a batch with the model that is served at its start."""
+        """Answer a batch with the current model."""
         assert self._model is not None  # the server starts after the first model is loaded
         return self._model.respond(queries)
 
     def start(self) -> None:
-        """Load the version in release.json, and follow the file from then on.
+        """Load the version in release.json, and start the thread that follows the file.
 
         Raises:
             StageError: the version does not load.
@@ -60,11 +60,11 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """Do not follow the file any more."""
+        """Stop following release.json."""
         self._stop_event.set()
 
     def check(self) -> None:
-        """Read release.json, and load its version if it is another one."""
+        """Read release.json, and load its version if this version is not served."""
         champion = Champion.read(self._release_path)
         if champion is None:
             return
@@ -73,7 +73,7 @@ class Follower:
         if self._release is None or champion.release != self._release:
             if champion.release.version != self._state.refused_version:
                 self._replace(champion.release)
-        elif self._state.refused_version is not None:  # the command has returned to the served version
+        elif self._state.refused_version is not None:  # release.json names the served version again
             self._set_state(WorkerState(pid=self._state.pid, version=self._release.version))
 
     def _replace(self, release: Release) -> None:
@@ -81,7 +81,7 @@ class Follower:
             retriever = Retriever.load(release.folder, sha256=release.sha256, version=release.version)
             model = ServedModel(retriever)
             model.warm_up()
-        except Exception as error:  # any error of a damaged version; the served one remains
+        except Exception as error:  # any error of a damaged version; the served version stays
             if not isinstance(error, NightjarError):
                 LOG.exception("version %s does not load", release.version)
             metrics.SWAPS.labels("refused").inc()
@@ -104,5 +104,5 @@ class Follower:
         while not self._stop_event.wait(CHECK_INTERVAL_S):
             try:
                 self.check()
-            except Exception:  # the file system does not work; the next check may
+            except Exception:  # the next check may succeed, if the file system works again
                 LOG.exception("%s cannot be read", self._release_path)

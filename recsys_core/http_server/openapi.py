@@ -29,8 +29,10 @@ _DESCRIPTION = (
 )
 
 
-def documented(body: type[BaseModel] | None, summary: str, *, content_type: str = "application/json") -> dict[str, Any]:
-    """Return the arguments of a route for its documentation. body: model of the body of a POST request."""
+def route_documentation(
+    body: type[BaseModel] | None, summary: str, *, content_type: str = "application/json"
+) -> dict[str, Any]:
+    """Return the keyword arguments that document a route. body: model of the body of a POST request; None for a GET request."""
     arguments: dict[str, Any] = {"summary": summary, "response_class": Response}
     if body is None:
         answer = {"description": "The answer.", "content": {content_type: {}}}
@@ -48,7 +50,7 @@ def documented(body: type[BaseModel] | None, summary: str, *, content_type: str 
 
 
 def openapi_schema(app: FastAPI, bodies: Bodies) -> dict[str, Any]:
-    """Return the document with the schemas of all bodies."""
+    """Return the OpenAPI document with the schemas of all bodies."""
     schema = get_openapi(title=app.title, version=app.version, description=_DESCRIPTION, routes=app.routes)
     models: list[type[BaseModel]] = [*bodies, Predictions, Problem, Readiness]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)

@@ -1,6 +1,6 @@
-"""Files by which the command and its workers exchange what to serve and what is served.
+"""Files that `nightjar serve` and its workers exchange: the version to serve, and the version that each worker serves.
 
-The command writes release.json, which all workers read; worker I writes worker-I.json. A file is replaced as a whole.
+The command writes release.json, which all workers read. Worker I writes worker-I.json. Files are replaced atomically.
 """
 
 import os
@@ -14,7 +14,7 @@ RELEASE_NAME, CONFIG_NAME = "release.json", "config.json"
 
 class _StateFile(Frozen):
     def write(self, path: Path) -> None:
-        """Replace the file."""
+        """Replace the file at `path`."""
         temporary_path = path.with_name(f"{path.name}.{os.getpid()}")
         temporary_path.write_text(self.model_dump_json())
         temporary_path.replace(path)
@@ -32,7 +32,7 @@ class Release(Frozen):
     """A version of the registry on the disk of this machine.
 
     Attributes:
-        folder: the model package, whose files do not change.
+        folder: folder of the model package, whose files do not change.
         sha256: checksum of its package.json.
     """
 
@@ -47,8 +47,8 @@ class Champion(_StateFile):
     Attributes:
         problem: why a newer champion is not served; None if the champion is served.
         registry_problem: why the registry does not answer; None if it answers.
-        registry_down_since: time of the first question without an answer, in seconds since 1970.
-        registry_answered_at: time of the last answer.
+        registry_down_since: time of the first request without an answer, in seconds since 1970; None if the registry answers.
+        registry_answered_at: time of the last answer, in seconds since 1970.
     """
 
     release: Release
@@ -72,6 +72,6 @@ class WorkerState(_StateFile):
     problem: str | None = None
 
 
-def worker_path(folder: Path, index: int) -> Path:
+def worker_path(folder: Path, worker_index: int) -> Path:
     """Return the path of the state file of a worker."""
-    return folder / f"worker-{index}.json"
+    return folder / f"worker-{worker_index}.json"

@@ -1,4 +1,4 @@
-"""A retriever that answers the requests of a batch with few searches."""
+"""Answers to a batch of requests with few searches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from recsys_core.serving.retriever import Retriever
 
 
 class Query(NamedTuple):
-    """A parsed request. is_similar: it asks for similar items, not for recommendations."""
+    """A parsed request. is_similar: whether it is a request for similar items, not for recommendations."""
 
     request: Request
     is_similar: bool
 
 
 Result = list[Answer] | Exception
-"""The answers of the rows of a request, or why it has none: an InputError, or the exception of a bug."""
+"""The answers to the rows of a request, or the exception that prevented them: an InputError, or an exception from a bug."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Group:
         positions: position of each query in the batch.
     """
 
-    first: Query
+    first_query: Query
     queries: list[Query] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
@@ -50,15 +50,17 @@ class ServedModel:
         return results
 
     def warm_up(self) -> None:
-        """Answer one request, which loads the mapped pages and the code that the first request would have to wait for."""
+        """Answer one request, so that the first real request does not wait until memory-mapped pages and code are loaded."""
         self._retriever.recommend([None], histories=[self._retriever.item_ids.ids(np.arange(1)).tolist()])
 
     def _respond_together(self, queries: Sequence[Query]) -> list[Result]:
         if len(queries) == 1:
             return [self._respond_alone(queries[0])]
         try:
-            answers = iter(self._answer(_merged([query.request for query in queries]), is_similar=queries[0].is_similar))
-        except Exception:  # of one of the queries, which must not affect the others
+            answers = iter(
+                self._answer(_merge_requests([query.request for query in queries]), is_similar=queries[0].is_similar)
+            )
+        except Exception:  # from one query, which must not affect the other queries
             return [self._respond_alone(query) for query in queries]
         return [[next(answers) for _ in range(query.request.num_rows)] for query in queries]
 
@@ -75,7 +77,7 @@ class ServedModel:
 def _groups(queries: Sequence[Query]) -> Iterator[_Group]:
     groups: list[_Group] = []
     for position, query in enumerate(queries):
-        group = next((group for group in groups if _share_a_search(group.first, query)), None)
+        group = next((group for group in groups if _can_share_search(group.first_query, query)), None)
         if group is None:
             group = _Group(query)
             groups.append(group)
@@ -84,20 +86,19 @@ def _groups(queries: Sequence[Query]) -> Iterator[_Group]:
     yield from groups
 
 
-def _share_a_search(first: Query, second: Query) -> bool:
-    return (first.is_similar, first.request.k, first.request.options) == (
-        second.is_similar,
-        second.request.k,
-        second.request.options,
+def _can_share_search(query: Query, other_query: Query) -> bool:
+    return (query.is_similar, query.request.k, query.request.options) == (
+        other_query.is_similar,
+        other_query.request.k,
+        other_query.request.options,
     )
 
 
-def _merged(requests: Sequence[Request]) -> Request:
-    """Return one request with the rows of all. A column that a request does not have is null in its rows."""
+def _merge_requests(requests: Sequence[Request]) -> Request:
+    """Return one request with the rows of all requests. A column that a request does not have is None in its rows."""
     names = dict.fromkeys(name for request in requests for name in request.columns)
     columns: dict[str, list[Any]] = {
         name: [value for request in requests for value in request.columns.get(name) or [None] * request.num_rows]
         for name in names
     }
-    first = requests[0]
-    return Request(columns, sum(request.num_rows for request in requests), first.k, first.options)
+    return Request(columns, sum(request.num_rows for request in requests), requests[0].k, requests[0].options)

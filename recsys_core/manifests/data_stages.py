@@ -17,7 +17,7 @@ class SourceFile(Frozen):
     path: str
     size_bytes: int
     num_rows: int
-    modified_ns: int = Field(description="modification time, because a file with other values can have the same footer")
+    modified_ns: int = Field(description="modification time in nanoseconds. A changed file can have the same footer")
     footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
 
 
@@ -55,11 +55,11 @@ class EmbeddingsManifest(Manifest):
     sources: tuple[SourceFile, ...]
 
     def vectors_path(self, table: str) -> Path:
-        """Return the path of the matrix of `table`."""
+        """Return the path of the vectors of `table`."""
         return self.path(f"{table}.vectors.npy")
 
     def ids_path(self, table: str) -> Path:
-        """Return the path of the ids of the matrix's rows."""
+        """Return the path of the ids of these vectors."""
         return self.path(f"{table}.ids.parquet")
 
 
@@ -87,7 +87,7 @@ class IngestedFile(Frozen):
 
 
 class LogPart(Frozen):
-    """A parquet file with the events of the input files that one run read. Later runs reuse it unchanged.
+    """A parquet file with the events of the input files that one run has read. Later runs reuse it unchanged.
 
     The Spark engine writes a folder of parquet files instead.
 
@@ -141,7 +141,8 @@ class InteractionsManifest(Manifest):
             index k + event_offset[u // S] in the shard.
 
     Known negatives, only with explicit_negatives, ordered by user, then split, then time (see KnownNegatives):
-        negative_offset.npy: int64 [3 * users + 1]. Those of user u in split s start at index negative_offset[3 * u + s].
+        negative_offset.npy: int64 [3 * users + 1]. The known negatives of user u in split s start at
+            index negative_offset[3 * u + s].
         negative_item.npy: [known negatives], item rows.
         negative_event.npy: int64 [known negatives], index of the user's first event in this split that is not before the known
             negative, or the end of the user's events in this split; only if the events are ordered.
@@ -172,7 +173,7 @@ class InteractionsManifest(Manifest):
     )
     first_time: str | None = None
     last_time: str | None = None
-    test_days: float | None = Field(None, description="length of the test period in days; null for other splits than by time")
+    test_days: float | None = Field(None, description="length of the test period in days; null unless the split is by time")
     lineage: str = Field(description="fingerprint of the run that built this vocabulary")
     continued_fingerprint: str | None = Field(
         None,
@@ -211,7 +212,7 @@ class IngestedFeature(Frozen):
     )
     num_truncated: int = Field(0, description="lists longer than max_values; values after the first max_values were dropped")
     boundaries: tuple[float, ...] | None = Field(
-        None, description="numeric: bucket boundaries in ascending order; values below the first one have row 1"
+        None, description="numeric: bucket boundaries in ascending order; values below the first boundary have row 1"
     )
     mean: float | None = Field(None, description="numeric, standardised: subtracted from each value")
     std: float | None = Field(None, description="numeric, standardised: divisor of each value; if it is 0, all weights are 0")
@@ -233,7 +234,7 @@ class IngestedFeature(Frozen):
 
 
 class FeatureTableStatistics(Frozen):
-    """One input table of features."""
+    """Statistics of one input table of features."""
 
     num_rows: int
     num_not_in_catalogue: int = Field(description="rows whose id is not in the catalogue; ignored")
@@ -281,12 +282,12 @@ class LogVectorsManifest(Manifest):
 
     @property
     def vectors_path(self) -> Path:
-        """Path of the matrix."""
+        """Path of the vectors."""
         return self.path("item.vectors.npy")
 
     @property
     def vector_row_path(self) -> Path:
-        """Path of the rows of the items' vectors."""
+        """Path of the row of each item's vector."""
         return self.path("item.vector_row.npy")
 
 
@@ -309,7 +310,7 @@ class Dataset:
         interactions: vocabularies and the event store.
         embeddings: pretrained vectors by table; None without pretrained vectors.
         features: features of users, items and events; None without features.
-        log_vectors: item vectors computed from the training events; None if the config does not ask for them.
+        log_vectors: item vectors computed from the training events; None if the config has no vectors with `source: log`.
     """
 
     interactions: InteractionsManifest
@@ -336,12 +337,12 @@ class Dataset:
 
     @property
     def vector_dim_by_table(self) -> dict[str, int]:
-        """Width of the vectors of each table with vectors, from files or from the log."""
+        """Width of the vectors of each table that has vectors from files or from the log."""
         tables = {} if self.embeddings is None else self.embeddings.tables
         dim_by_table = {table_name: table.dim for table_name, table in tables.items()}
         return dim_by_table if self.log_vectors is None else dim_by_table | {"item": self.log_vectors.dim}
 
     @property
     def item_embeddings(self) -> EmbeddingsManifest | None:
-        """The embeddings if they hold vectors of items; otherwise None."""
+        """The manifest `embeddings` if it has vectors of items; otherwise None."""
         return self.embeddings if self.embeddings is not None and "item" in self.embeddings.tables else None

@@ -43,7 +43,7 @@ class TrainManifest(Manifest):
     num_examples: int
     final_loss: float
     samples_per_s: float
-    num_attempts: int = Field(description="number of attempts to train, including those that failed")
+    num_attempts: int = Field(description="number of attempts, including failed attempts")
     best_epoch: int | None = Field(
         description="epoch with the best validation metric, whose model the checkpoint holds; null without validation"
     )
@@ -71,7 +71,8 @@ class ExportManifest(Manifest):
     """Vectors and parameters for evaluation, index and serving. Each rank writes its own rows.
 
     The score of an item is the inner product of two vectors. If `similarity` is cosine, the vectors are normalised. With a
-    popularity term, their last number is not part of the normalised vector: it is the weight, or the popularity. Files:
+    popularity term, the normalised vector is followed by one more number: the weight of popularity in a query vector, and the
+    popularity in an item vector. Files:
 
         item_vectors.npy: float32 [items, dim].
         query_vectors_<split>.npy: float32 [queries, dim]; split is validation or test. One query per user with at least one
@@ -91,7 +92,7 @@ class ExportManifest(Manifest):
     If `ranking` is not null, there are rankings of the items by the model, for the known users in the order of the queries:
 
         ranking_<split>_top.npy: int32 [known users, k], item rows, best first; -1 after the last candidate.
-        ranking_<split>_positions.npy: int64 [targets], position of each target, see recsys_core.evaluation.ranking.queries.
+        ranking_<split>_positions.npy: int64 [targets], position of each target; see `Ranking.position_T`.
         ranking_<split>_cold_positions.npy: int64 [cold targets], positions in the ranking of the cold items.
     """
 
@@ -109,7 +110,7 @@ class ExportManifest(Manifest):
 
     @property
     def weight_by_term(self) -> dict[str, float]:
-        """The weights that the export has chosen or got from the config, by the name of their term in the score."""
+        """The weights of the terms of the score, by name of the term. The export has chosen them, or the config sets them."""
         weights = {"spectral block": self.spectral_block_weight, "popularity": self.popularity_weight}
         return {name: weight for name, weight in weights.items() if weight is not None}
 
@@ -121,16 +122,18 @@ class SliceReport(Frozen):
     num_users: int
     num_targets: int
     min_users: int = Field(description="number of users below which there are no metrics")
-    metrics: dict[str, float] = Field(description="metrics by name, e.g. recall@20; empty if the users are too few")
+    metrics: dict[str, float] = Field(description="metrics by name, e.g. recall@20; empty if there are too few users")
     half_widths: dict[str, float]
 
 
 class EvaluationManifest(Manifest):
     """Exact metrics of the model and the baselines.
 
-    Files: metrics.json. popularity.npy: int32 [items], item rows by descending popularity over train and validation.
-    user_metrics.parquet: values of the test users, see `write_user_metrics`. positions.parquet: position of each test target in
-    the ranking of the model and of each baseline, see `write_positions`.
+    Files:
+        metrics.json: `metrics`.
+        popularity.npy: int32 [items], item rows by descending popularity over train and validation.
+        user_metrics.parquet: metrics of each test user; see `write_user_metrics`.
+        positions.parquet: position of each test target in the rankings of the model and the baselines; see `write_positions`.
     """
 
     stage: ClassVar[str] = "evaluate"
@@ -164,11 +167,12 @@ class IndexReport(Frozen):
 
 
 class IndexManifest(Manifest):
-    """<kind>.faiss for each kind of index that was built, with `auto` only for flat, the chosen and the configured kinds.
+    """The indexes and their comparison.
 
-    An index of several shards has the files <kind>.0.faiss, <kind>.1.faiss, ...; see recsys_core.retrieval.shards.
-
-    served_recall.parquet: recall of the served index for each measured test query, columns user int64 (row) and recall.
+    Files:
+        <kind>.faiss, or <kind>.0.faiss, <kind>.1.faiss, ... for several shards: each index. With `auto`, only the flat index,
+            the chosen index and the indexes in the config are kept.
+        served_recall.parquet: recall of the served index for each measured test query; columns user (int64, row) and recall.
     """
 
     stage: ClassVar[str] = "build_index"
@@ -185,12 +189,12 @@ class IndexManifest(Manifest):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The reason of auto, and the warning if it says more."""
+        """The reason of the choice and the warning, if there are any, without repetition."""
         return tuple(dict.fromkeys(note for note in (self.choice, self.warning) if note is not None))
 
 
 class PackageManifest(Manifest):
-    """package/: the files that recsys_core.serving.retriever.Retriever loads, with their own checksums."""
+    """package/: the files that recsys_core.serving.retriever.Retriever loads; package.json has their checksums."""
 
     stage: ClassVar[str] = "package"
     group: ClassVar[StageGroup] = "release"

@@ -4,7 +4,7 @@ A stage writes its files to `<folder>.tmp`. Then all files are hashed and fsynce
 renamed into place. A folder without a valid manifest is removed and built again. The manifest's fingerprint identifies the
 inputs and settings of the stage: a resumed run reuses a stage if its fingerprint is still the same.
 
-Each folder that nightjar creates has a marker file. A folder without it is never removed or overwritten.
+Each folder that nightjar creates has a marker file. A folder without the marker is never removed or overwritten.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class Manifest(Frozen):
     Attributes:
         stage: name of the stage, which is also the name of its folder.
         group: group of the stage in the plot of the durations.
-        pages: pages and plots of the stage for people: text of the link, and path in the folder of the run.
+        pages: paths in the run folder of the pages and plots of the stage, by the text of the link.
     """
 
     stage: ClassVar[str]
@@ -94,7 +94,7 @@ def _canonical(fingerprint_input: object) -> Any:
 
 
 class StageFolder(Generic[ManifestT]):
-    """The folder of one stage. The stage is either complete, or it has to be written.
+    """The folder of one stage, which is either complete or has to be written:
 
         stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
         if stage.manifest is not None:
@@ -120,10 +120,10 @@ class StageFolder(Generic[ManifestT]):
         """Remove an older stage and yield the folder for the new files. Files that are not committed in the block are removed.
 
         Args:
-            min_bytes: number of bytes that the block writes at least.
+            min_bytes: lower bound of the bytes that the block writes.
 
         Raises:
-            InputError: the disk has too little space or fills up, or the folder is not a folder that nightjar created.
+            InputError: the disk has too little space or fills up, or nightjar did not create the existing folder.
         """
         for old_folder in (self._folder, self._staging_folder):
             remove_own_folder(old_folder)
@@ -157,7 +157,7 @@ def commit_folder(
 ) -> ManifestT:
     """Hash and fsync the files in `staging_folder`, write the manifest, and rename the folder to `folder`.
 
-    records: files that their writers have hashed and synced, by name; they are not read again.
+    records: records of the files that their writers have already hashed and synced, by name.
     """
     (staging_folder / MARKER_NAME).touch()
     paths = (path for path in staging_folder.rglob("*") if path.is_file() and path != staging_folder / MARKER_NAME)
@@ -167,8 +167,8 @@ def commit_folder(
     _write_durably(
         staging_folder / MANIFEST_NAME, json.dumps(content | {"sha256": _content_sha256(content)}, indent=2).encode()
     )
-    for directory in (staging_folder, *(path for path in staging_folder.rglob("*") if path.is_dir())):
-        _fsync(directory)
+    for changed_folder in (staging_folder, *(path for path in staging_folder.rglob("*") if path.is_dir())):
+        _fsync(changed_folder)
     staging_folder.rename(folder)
     _fsync(folder.parent)
     return manifest
@@ -240,7 +240,7 @@ def record_files(paths: Iterable[Path], *, folder: Path) -> dict[str, FileRecord
 
 
 def record_file(path: Path) -> FileRecord:
-    """Return size and sha256 of `path`."""
+    """Return the size and the sha256 of the file `path`."""
     with path.open("rb") as file:
         return FileRecord(size_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -280,7 +280,7 @@ def require_own_folder(folder: Path) -> None:
 
 
 def require_no_link(folder: Path) -> None:
-    """Raise InputError if `folder` is a link or a file: nightjar may not own the files behind a link."""
+    """Raise InputError if `folder` is a link or a file: the files behind a link may not belong to nightjar."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise InputError(
             f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, to "

@@ -38,11 +38,11 @@ class Changes:
     """Differences between a package and the input tables of today.
 
     Attributes:
-        kept_row_I: rows of the package's items that stay, ascending. They are the first items of the new package.
+        kept_row_I: rows in the package of the items that stay, ascending. They are the first items of the new package.
         removed_ids: ids of the removed items of the package.
-        items: item_id, title and filter columns of all items of the new package; the new items are last.
-        source_I: bit flags of the input tables that contain each row of `items`, see SOURCES_NAME.
-        changed_row_I: rows in `items` of items that stay, and whose title or filter columns changed.
+        items: item_id, title and filter columns of all items of the new package. New items are last.
+        source_I: bit flags of the input tables that have each row of `items`; see SOURCES_NAME.
+        changed_row_I: rows in `items` of the items that stay but whose title or filter columns changed.
         history_VD, candidate_VD: vectors of the new items in histories, and their candidate vectors.
     """
 
@@ -66,7 +66,7 @@ class Changes:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of added, removed and changed items."""
+        """Numbers of added, removed and changed items, in this order."""
         return {"added": self.num_added, "removed": len(self.removed_ids), "changed": len(self.changed_row_I)}
 
     def __bool__(self) -> bool:
@@ -82,9 +82,9 @@ class _CurrentItems:
     """The items of the package, followed by the new items.
 
     Attributes:
-        vector_row_U: row of each item in the pretrained vectors, -1 for none.
-        item_table: the table of items, read for these items; None without such a table.
-        has_row_U: whether each item is in this table; None without a table.
+        vector_row_U: row of each item in the pretrained vectors; -1 for an item without a vector.
+        item_table: features, titles and filter columns of these items; None if the config has no table of items.
+        has_row_U: whether each item has a row in this table; None without a table.
     """
 
     ids: pa.Array
@@ -105,7 +105,7 @@ def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription,
         scratch_folder: an empty folder for temporary files.
 
     Raises:
-        InputError: the tables are invalid, or do not fit the model of the package.
+        InputError: the tables are invalid, or do not match the model of the package.
     """
     package_items = pq.read_table(
         folder / ITEMS_NAME, columns=["item_id", *(["title"] * package.has_titles), *package.filter_columns]
@@ -130,7 +130,7 @@ def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription,
         () if current_items.item_table is None else current_items.item_table.column_paths,
     )
     items = items.take(np.concatenate([kept_row_I, new_row_V]))
-    history_VD, candidate_VD = _embed(
+    history_VD, candidate_VD = _embed_new_items(
         folder, package, vectors_manifest=vectors_manifest, current_items=current_items, new_row_V=new_row_V
     )
     return Changes(
@@ -138,7 +138,7 @@ def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription,
         removed_ids=package_ids.filter(pa.array(is_removed_I)),
         items=items,
         source_I=source_U[np.concatenate([kept_row_I, new_row_V])],
-        changed_row_I=np.flatnonzero(_differs(package_items.take(kept_row_I), items.slice(0, len(kept_row_I)))),
+        changed_row_I=np.flatnonzero(_is_changed(package_items.take(kept_row_I), items.slice(0, len(kept_row_I)))),
         history_VD=history_VD,
         candidate_VD=candidate_VD,
     )
@@ -147,20 +147,21 @@ def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription,
 def _ingest_vectors(
     inputs: InputConfig, package: PackageDescription, *, id_type: IdType, folder: Path
 ) -> EmbeddingsManifest | None:
-    """Ingest the pretrained vectors of the items; None if the model has none."""
-    item_configs, table = [config for config in inputs.embeddings if config.table == "item"], package.model.tables["item"]
+    """Ingest the pretrained vectors of the items; return None if the model does not use pretrained vectors."""
+    item_configs = [config for config in inputs.embeddings if config.table == "item"]
     configs = [config for config in item_configs if config.source == "parquet"]
     if len(configs) < len(item_configs):
         raise InputError(
             "embeddings: a refresh is not possible with source: log, because an item without an event has no vector; the next "
             "`nightjar run` adds new items"
         )
-    if table.pretrained != bool(configs):
-        with_or_without = ("with", "has none") if table.pretrained else ("without", "has them")
-        raise InputError(
-            f"embeddings: the served model was trained {with_or_without[0]} vectors of items, but the config "
-            f"{with_or_without[1]}; go back to the former config, or {_FIX}"
+    if (is_pretrained := package.model.tables["item"].pretrained) != bool(configs):
+        difference = (
+            "with vectors of items, but the config has none"
+            if is_pretrained
+            else "without vectors of items, but the config has them"
         )
+        raise InputError(f"embeddings: the served model was trained {difference}; go back to the former config, or {_FIX}")
     if any(config.pca_dim is not None for config in configs):
         raise InputError(
             "embeddings.pca_dim: a refresh is not possible with a projection, because it depends on the vectors of each run; "
@@ -169,15 +170,18 @@ def _ingest_vectors(
     if not configs:
         return None
     manifest = ingest_embeddings(configs, folder=folder, allowed_data_root=inputs.allowed_data_root)
-    ingested = manifest.tables["item"]
+    vector_table = manifest.tables["item"]
     path = manifest.sources[0].path
-    if ingested.dim != (trained_dim := package.model.member_dim("item")):
+    if vector_table.dim != (trained_dim := package.model.member_dim("item")):
         raise InputError(
-            f"{path}: the vectors have {ingested.dim} numbers, but the served model was trained with vectors of {trained_dim}; "
-            f"write vectors of the same model, or {_FIX}"
+            f"{path}: the vectors have {vector_table.dim} numbers, but the served model was trained with vectors of "
+            f"{trained_dim}; write vectors of the same model, or {_FIX}"
         )
     require_one_type(
-        ingested.id_type, subject=f"{path}: the item id", other_type=id_type, other_subject="the item id of the served model"
+        vector_table.id_type,
+        subject=f"{path}: the item id",
+        other_type=id_type,
+        other_subject="the item id of the served model",
     )
     return manifest
 
@@ -191,7 +195,7 @@ def _read_tables(
     vectors_manifest: EmbeddingsManifest | None,
     scratch_folder: Path,
 ) -> _CurrentItems:
-    """Read the table of items, and find the new items."""
+    """Read the table of items, and append the new items to the items of the package."""
     id_type: IdType = "int64" if pa.types.is_integer(package_ids.type) else "string"
     table = None
     if inputs.features is not None and inputs.features.items is not None:
@@ -231,7 +235,7 @@ def _read_tables(
     return _CurrentItems(item_ids, vector_row_U, item_table, has_row_U)
 
 
-def _embed(
+def _embed_new_items(
     folder: Path,
     package: PackageDescription,
     *,
@@ -253,23 +257,23 @@ def _embed(
     return history_VD, candidate_VD
 
 
-def _differs(before: pa.Table, after: pa.Table) -> NDArray[np.bool_]:
-    """Return whether each row has another value in any column. A column that a table does not have is null."""
-    differs_I = np.zeros(before.num_rows, np.bool_)
-    for name in dict.fromkeys([*before.column_names, *after.column_names]):
-        if name not in before.column_names or name not in after.column_names:
-            values = (before if name in before.column_names else after)[name]
-            differs_I |= values.is_valid().to_numpy()
+def _is_changed(old_items: pa.Table, new_items: pa.Table) -> NDArray[np.bool_]:
+    """Return whether the value of any column has changed, for each row. A column that a table does not have is null."""
+    is_changed_I = np.zeros(old_items.num_rows, np.bool_)
+    for name in dict.fromkeys([*old_items.column_names, *new_items.column_names]):
+        if name not in old_items.column_names or name not in new_items.column_names:
+            values = (old_items if name in old_items.column_names else new_items)[name]
+            is_changed_I |= values.is_valid().to_numpy()
             continue
-        old, new = _without_nan(before[name]), _without_nan(after[name])
-        if old.type != new.type:
-            return np.ones(before.num_rows, np.bool_)
-        is_equal = pc.fill_null(pc.equal(old, new), False).to_numpy()
-        differs_I |= ~(is_equal | (old.is_null().to_numpy() & new.is_null().to_numpy()))
-    return differs_I
+        old_values, new_values = _nan_to_null(old_items[name]), _nan_to_null(new_items[name])
+        if old_values.type != new_values.type:
+            return np.ones(old_items.num_rows, np.bool_)
+        is_equal = pc.fill_null(pc.equal(old_values, new_values), False).to_numpy()
+        is_changed_I |= ~(is_equal | (old_values.is_null().to_numpy() & new_values.is_null().to_numpy()))
+    return is_changed_I
 
 
-def _without_nan(values: pa.ChunkedArray) -> pa.ChunkedArray:
+def _nan_to_null(values: pa.ChunkedArray) -> pa.ChunkedArray:
     if not pa.types.is_floating(values.type):
         return values
     return pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)

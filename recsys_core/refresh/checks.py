@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from recsys_core.config import Frozen
 from recsys_core.refresh.changes import Changes
 from recsys_core.refresh.config import RefreshConfig
-from recsys_core.refresh.package import refreshed_vectors, stored_vectors
+from recsys_core.refresh.package import read_item_vectors, refreshed_vectors
 from recsys_core.retrieval.index import build_index
 from recsys_core.retrieval.kinds import Flat
 from recsys_core.retrieval.measure import MeasuredQueries
@@ -27,10 +27,10 @@ from recsys_core.serving.requests import respond
 from recsys_core.serving.retriever import Retriever
 
 MAX_QUERIES = 1_000
-"""Number of users, and of items, whose searches are measured."""
+"""Largest number of users, and of items, whose vectors are searched to measure the recall."""
 RECALL_K = 100
 MAX_VECTOR_DIFFERENCE = 1e-5
-"""Largest difference of a value of a golden query's vector, which the refresh must not change."""
+"""Largest allowed difference of any component of a golden query's vector before and after the refresh."""
 
 
 class Check(Frozen):
@@ -66,55 +66,56 @@ def check_package(
     """Compare a refreshed package with its parent.
 
     Args:
-        parent, contents: the two packages. The first one was read from `parent_folder`.
-        changes: the differences of their items.
+        parent, contents: the parent package, which was read from `parent_folder`, and the refreshed package.
+        changes: the differences between their items.
     """
-    before, after = Retriever(parent, version=""), Retriever(contents, version="")
+    parent_retriever, retriever = Retriever(parent, version=""), Retriever(contents, version="")
     golden = GoldenQueries.model_validate_json((parent_folder / GOLDEN_NAME).read_bytes())
-    checks = list(_golden_checks(golden, before, after, parent, changes, min_overlap=config.min_golden_overlap))
+    checks = list(_golden_checks(golden, parent_retriever, retriever, parent, changes, min_overlap=config.min_golden_overlap))
     all_rows = np.arange(parent.package.model.num_items)
-    recall_before = _recalls(before, parent, stored_vectors(parent, all_rows), all_rows)
+    parent_recall_by_kind = _recall_by_kind(parent_retriever, parent, read_item_vectors(parent, all_rows), all_rows)
     new_rows = np.arange(len(changes.kept_row_I), contents.package.model.num_items)
     item_rows = new_rows if len(new_rows) else np.arange(contents.package.model.num_items)
-    for queries, recall in _recalls(after, contents, refreshed_vectors(parent, changes), item_rows).items():
-        limit = max(0.0, recall_before[queries] - config.max_recall_drop)
-        name = f"recall@{RECALL_K} of the index for the vectors of {queries}"
-        checks.append(Check(metric=f"index_recall_{queries}", name=name, value=recall, limit=limit))
+    for query_kind, recall in _recall_by_kind(retriever, contents, refreshed_vectors(parent, changes), item_rows).items():
+        limit = max(0.0, parent_recall_by_kind[query_kind] - config.max_recall_drop)
+        name = f"recall@{RECALL_K} of the index for the vectors of {query_kind}"
+        checks.append(Check(metric=f"index_recall_{query_kind}", name=name, value=recall, limit=limit))
     return tuple(checks)
 
 
 def _golden_checks(
     golden: GoldenQueries,
-    before: Retriever,
-    after: Retriever,
+    parent_retriever: Retriever,
+    retriever: Retriever,
     parent: PackageContents,
     changes: Changes,
     *,
     min_overlap: float,
 ) -> Iterator[Check]:
-    """Yield the checks of the parent's golden queries. Queries with an item that left, in query or answer, are left out.
+    """Yield the checks of the parent's golden queries.
 
-    The new items are excluded, so both packages give the same answers, apart from the errors of an approximate index.
+    A golden query is skipped if a removed item is in its request, in its user's history or in its expected answer. New items
+    are excluded from the answers, so both packages give the same answers, apart from the errors of an approximate index.
     """
     removed_ids = {*changes.removed_ids.to_pylist()}
-    users_of_removed = _users_of_removed(golden, before, parent, changes) if removed_ids else set()
-    overlaps, are_equal = [], []
+    users_of_removed_items = _users_of_removed_items(golden, parent_retriever, parent, changes) if removed_ids else set()
+    overlaps, has_equal_vector = [], []
     for golden_request in golden.requests:
         if "filter" in golden_request.request["params"] and len(changes.changed_row_I):
-            continue  # other items satisfy the filter now
-        answers_before = _answers(before, golden_request.request)
-        answers_after = _answers(after, golden_request.request, excluded_ids=changes.new_ids)
+            continue  # other items may satisfy the filter now
+        answers_before = _answers(parent_retriever, golden_request.request)
+        answers_after = _answers(retriever, golden_request.request, excluded_ids=changes.new_ids)
         rows = zip(_ids_of_rows(golden_request.request), golden_request.answers, answers_before, answers_after, strict=True)
         for (user_id, item_ids), expected, answer_before, answer_after in rows:
-            if user_id in users_of_removed or removed_ids & {*item_ids, *expected.item_ids}:
+            if user_id in users_of_removed_items or removed_ids & {*item_ids, *expected.item_ids}:
                 continue
             overlaps.append(len({*expected.item_ids} & {*answer_after.item_ids}) / max(1, len(expected.item_ids)))
-            are_equal.append(_vector_difference(answer_before, answer_after) <= MAX_VECTOR_DIFFERENCE)
+            has_equal_vector.append(_vector_difference(answer_before, answer_after) <= MAX_VECTOR_DIFFERENCE)
     yield Check(metric="golden_queries", name="number of golden queries whose items stay", value=len(overlaps), limit=1)
     yield Check(
         metric="golden_equal_vectors",
         name="share of golden queries with an equal vector",
-        value=float(np.mean(are_equal or [False])),
+        value=float(np.mean(has_equal_vector or [False])),
         limit=1,
     )
     yield Check(
@@ -139,15 +140,17 @@ def _ids_of_rows(request: Mapping[str, Any]) -> list[tuple[Any, list[Any]]]:
     return [(row.get("user_id"), [*row.get("history", ()), *excluded]) for row in request["rows"]]
 
 
-def _users_of_removed(golden: GoldenQueries, before: Retriever, parent: PackageContents, changes: Changes) -> set[Any]:
-    """Return the users of golden queries whose stored history has an item that left."""
+def _users_of_removed_items(
+    golden: GoldenQueries, parent_retriever: Retriever, parent: PackageContents, changes: Changes
+) -> set[Any]:
+    """Return the users of golden queries whose stored history has a removed item."""
     user_ids = [user_id for golden_request in golden.requests for user_id, _ in _ids_of_rows(golden_request.request)]
     user_ids = [user_id for user_id in user_ids if user_id is not None]
     if not user_ids or parent.package.users == "none":
         return set()
     is_kept_I = np.zeros(parent.package.model.num_items, np.bool_)
     is_kept_I[changes.kept_row_I] = True
-    histories = parent.users.histories(before.user_ids.rows(user_ids))
+    histories = parent.users.histories(parent_retriever.user_ids.rows(user_ids))
     return {user_ids[index] for index in np.unique(histories.list_index_L[~is_kept_I[histories.values_L]]).tolist()}
 
 
@@ -155,34 +158,39 @@ def _vector_difference(before: Answer, after: Answer) -> float:
     return float(np.abs(np.array(before.query_vector or 0.0) - np.array(after.query_vector or 0.0)).max())
 
 
-def _recalls(
+def _recall_by_kind(
     retriever: Retriever, contents: PackageContents, item_vector_ID: NDArray[np.float32], item_rows: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Return the mean recall of the index against an exact search, for queries of users and for the vectors of some items."""
+    """Return the mean recall of the index against an exact search, for query vectors (`users`) and item vectors (`items`).
+
+    item_rows: rows of the items whose vectors are searched, or of which a sample is searched.
+    """
     exact_index = build_index(Flat(), item_vector_ID)
-    recall_by_queries = {}
-    for name, query_BD in (
+    recall_by_kind = {}
+    for query_kind, query_BD in (
         ("users", _user_queries(retriever)),
-        ("items", item_vector_ID[_sample(item_rows)]),
+        ("items", item_vector_ID[_sample_rows(item_rows)]),
     ):
         if len(query_BD):
-            measured = MeasuredQueries.with_exact_results(
+            measured_queries = MeasuredQueries.with_exact_results(
                 query_BD, exact_index=exact_index, item_vector_ID=item_vector_ID, depth=min(RECALL_K, len(item_vector_ID))
             )
-            recall_by_queries[name] = float(measured.recall(contents.index, contents.package.index)[0].mean())
-    return recall_by_queries
+            recall_by_kind[query_kind] = float(
+                measured_queries.recall_and_latency(contents.index, contents.package.index)[0].mean()
+            )
+    return recall_by_kind
 
 
 def _user_queries(retriever: Retriever) -> NDArray[np.float32]:
     """Return the query vectors of stored users, or of the golden queries if no users are stored, [B, D]."""
     if not len(retriever.user_ids):
         return golden_vectors(retriever)
-    user_ids = retriever.user_ids.ids(_sample(np.arange(len(retriever.user_ids))))
+    user_ids = retriever.user_ids.ids(_sample_rows(np.arange(len(retriever.user_ids))))
     query_BD = retriever.recommend(user_ids, k=1, with_vectors=True).query_BD
     assert query_BD is not None  # with_vectors
     return query_BD[np.abs(query_BD).any(axis=1)]
 
 
-def _sample(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def _sample_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return up to MAX_QUERIES of the rows, drawn with a fixed seed."""
     return np.random.default_rng(REFRESH_QUERIES_SEED).permutation(rows)[:MAX_QUERIES]

@@ -33,14 +33,14 @@ from recsys_core.serving.popularity.segment_counts import replace_items_of_segme
 from recsys_core.serving.quantise import BLOCK_TABLE, HISTORY_TABLE, ServedQueryTower, make_table, save_tower
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
-from recsys_core.serving.users.user_table import replace_items
+from recsys_core.serving.users.user_table import replace_history_items
 
 
 def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder: Path, folder: Path) -> PackageManifest:
     """Write a stage folder with a package of the same format, model and space_id as its parent.
 
     The vectors of items that stay are copied bit by bit. New items have the last rows and the lowest popularity. Events of
-    items that left are removed from the histories. The index is built again with the settings of the parent's index.
+    removed items are deleted from the histories. The index is built again with the settings of the parent's index.
 
     Args:
         parent_folder: folder of the parent package, whose contents are `parent`.
@@ -51,7 +51,7 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
     with stage.writing(min_bytes=sum(path.stat().st_size for path in parent_folder.iterdir())) as output_folder:
         package_folder = output_folder / "package"
         package_folder.mkdir()
-        tower = _with_history_items(parent, spec, changes)
+        tower = _refreshed_tower(parent, spec, changes)
         save_tower(tower, package_folder / "tower.safetensors", space_id=package.space_id)
         item_vector_ID = refreshed_vectors(parent, changes)
         kind = package.index.fitted(len(item_vector_ID), package.dim)
@@ -71,8 +71,8 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
         if package.popularity_by is not None:
             replace_items_of_segments(parent_folder / SEGMENTS_NAME, package_folder / SEGMENTS_NAME, new_row_I)
         if package.users == "stored":
-            verify_file(parent_folder / USERS_NAME, record=package.files[USERS_NAME])  # users are verified when they are read
-            replace_items(parent_folder / USERS_NAME, package_folder / USERS_NAME, new_row_I)
+            verify_file(parent_folder / USERS_NAME, record=package.files[USERS_NAME])  # read_package did not verify this file
+            replace_history_items(parent_folder / USERS_NAME, package_folder / USERS_NAME, new_row_I)
             write_block_checksums(package_folder / USERS_NAME, package_folder / USERS_CHECKSUMS_NAME)
         for file_name in (*package.vocabulary_names, CANDIDATE_NAME):
             shutil.copyfile(parent_folder / file_name, package_folder / file_name)
@@ -95,11 +95,11 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
 
 def refreshed_vectors(parent: PackageContents, changes: Changes) -> NDArray[np.float32]:
     """Return the item vectors of the refreshed package, [I, D]: first the items of the parent, then the new items."""
-    return np.concatenate([stored_vectors(parent, changes.kept_row_I), changes.candidate_VD])
+    return np.concatenate([read_item_vectors(parent, changes.kept_row_I), changes.candidate_VD])
 
 
-def stored_vectors(contents: PackageContents, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the vectors of items from items.parquet, or from the index if the file has none, [L, D]."""
+def read_item_vectors(contents: PackageContents, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the vectors of items from items.parquet, or from the index if the file has no vectors, [L, D]."""
     if contents.items.has_vectors:
         return contents.items.vectors(item_row_L)
     return Retriever(contents, version="").item_vectors(item_row_L)
@@ -107,15 +107,15 @@ def stored_vectors(contents: PackageContents, item_row_L: NDArray[np.int64]) -> 
 
 def _with_items(spec: ModelSpec, num_items: int) -> ModelSpec:
     """Return the spec with another number of items."""
-    resized = {
+    resized_tables = {
         name: spec.tables[name].model_copy(update={"num_rows": num_items})
         for name in ("item", OFFSET_TABLE, TEACHER_TABLE)
         if name in spec.tables
     }
-    return spec.model_copy(update={"num_items": num_items, "tables": {**spec.tables, **resized}})
+    return spec.model_copy(update={"num_items": num_items, "tables": {**spec.tables, **resized_tables}})
 
 
-def _with_history_items(parent: PackageContents, spec: ModelSpec, changes: Changes) -> ServedQueryTower:
+def _refreshed_tower(parent: PackageContents, spec: ModelSpec, changes: Changes) -> ServedQueryTower:
     """Return the query tower with the unchanged rows of the items that stay, followed by the rows of the new items."""
     quantization, block = parent.package.quantization, spec.config.spectral_block
     vectors_by_table = {HISTORY_TABLE: changes.history_VD}
@@ -128,8 +128,8 @@ def _with_history_items(parent: PackageContents, spec: ModelSpec, changes: Chang
         new_table = make_table(*new_vector_VD.shape, quantization=quantization)
         new_table.fill(new_vector_VD)
         for name, new_rows in new_table.state_dict().items():
-            key = f"tables.{table_name}.{name}"
-            state[key] = torch.cat([state[key][kept_rows], new_rows])
+            tensor_name = f"tables.{table_name}.{name}"
+            state[tensor_name] = torch.cat([state[tensor_name][kept_rows], new_rows])
     with torch.device("meta"):
         new_tower = ServedQueryTower(spec, quantization=quantization)
     new_tower.load_state_dict(state, assign=True)

@@ -1,4 +1,4 @@
-"""The steps of a refresh: compare the items, embed new items, write the package and its delta file, check the package."""
+"""Steps of a refresh: compare the items, embed new items, write the package and its delta file, and check the package."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ from recsys_core.manifests import PackageManifest
 from recsys_core.refresh.changes import Changes, read_changes
 from recsys_core.refresh.checks import Check, check_package
 from recsys_core.refresh.config import RefreshConfig
-from recsys_core.refresh.package import refresh_package, stored_vectors
+from recsys_core.refresh.package import read_item_vectors, refresh_package
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import description_sha256
 from recsys_core.serving.quantise import SPACE_ID_KEY
 
 DELTA_NAME = "delta.parquet"
-"""File for a system with its own copy of the vectors: the items that it has to insert, replace or delete."""
+"""File with the items that a system with its own copy of the vectors has to insert, replace or delete."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Refreshed:
     """A refreshed package.
 
     Attributes:
-        delta_path: the delta file, see `write_delta`.
+        delta_path: path of the delta file; see `write_delta`.
     """
 
     package: PackageManifest
@@ -37,15 +37,16 @@ class Refreshed:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The checks that failed."""
+        """Descriptions of the checks that failed."""
         return tuple(str(check) for check in self.checks if not check.is_passed)
 
 
 def refresh(config: RefreshConfig, inputs: InputConfig, *, parent_folder: Path, sha256: str, folder: Path) -> Refreshed | None:
-    """Write a package with the items of the input tables of today to `folder`; return None if no item has changed.
+    """Write a package with the items of today's input tables to `folder`; return None if no item has changed.
 
     Args:
-        parent_folder: package whose model embeds the new items. sha256: expected checksum of its package.json.
+        parent_folder: package whose model embeds the new items.
+        sha256: expected checksum of package.json in `parent_folder`.
         folder: an empty folder, for the package, the delta file and temporary files.
 
     Raises:
@@ -79,14 +80,14 @@ def _check_removed_share(config: RefreshConfig, changes: Changes, *, num_items: 
 def write_delta(path: Path, changes: Changes, contents: PackageContents) -> None:
     """Write a parquet file with the column `operation` and the columns of items.parquet.
 
-    `upsert`: a new item, or an item with another title or filter column. `delete`: an item that left; only its id is set. The
-    metadata of the schema have the space_id.
+    `upsert` is a new item, or an item whose title or filter columns changed. `delete` is a removed item, which has only its id.
+    The metadata of the schema contains the space_id.
 
     contents: the refreshed package.
     """
-    num_kept = len(changes.kept_row_I)
-    row_L = np.concatenate([changes.changed_row_I, np.arange(num_kept, num_kept + changes.num_added)])
-    vector_LD = stored_vectors(contents, row_L)
+    num_kept_items = len(changes.kept_row_I)
+    row_L = np.concatenate([changes.changed_row_I, np.arange(num_kept_items, num_kept_items + changes.num_added)])
+    vector_LD = read_item_vectors(contents, row_L)
     # Not a list of fixed size, because pyarrow cannot read such a column with nulls.
     offsets = np.arange(len(row_L) + 1, dtype=np.int32) * vector_LD.shape[1]
     vectors = pa.ListArray.from_arrays(offsets, pa.array(vector_LD.reshape(-1)))

@@ -1,7 +1,7 @@
 """The IVF kinds with compressed vectors.
 
-They may store the whole vectors in half precision besides, to compute the scores of the best candidates again. FAISS's
-IndexRefine does this, so the vectors are part of the index file.
+An index of these kinds can also store the vectors in half precision. FAISS's IndexRefine then computes the scores of the best
+candidates again from these vectors, which are part of the index file.
 
 Shapes: B queries, D width, N rows returned by an index, R vectors that train it.
 """
@@ -56,7 +56,7 @@ class CompressedIvf(Ivf):
 
     @abstractmethod
     def code_bytes(self, dim: int) -> int:
-        """Return the bytes of a compressed vector of fitted settings."""
+        """Return the number of bytes of a compressed vector. The settings are fitted."""
 
     def max_value(self) -> float | None:
         """Return the limit of half precision with `rescore`: FAISS replaces a larger value by infinity."""
@@ -67,21 +67,21 @@ class CompressedIvf(Ivf):
         return super().search_parameters(depth, selector)
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:
-        """Return the bytes of the codes, of the vectors if they are stored, and of the row numbers, stored twice."""
+        """Return the bytes of the codes, of the half-precision vectors if there are any, and of two row numbers per vector."""
         vector_bytes = RESCORE_VALUE_BYTES * dim if self.rescore != 0 else 0
         return num_items * (self.fitted(num_items, dim).code_bytes(dim) + vector_bytes + 2 * ROW_NUMBER_BYTES)
 
     def empty_index(self, dim: int) -> Any:
-        """Return the index of compressed vectors, with `rescore` inside an IndexRefine."""
+        """Return the index of compressed vectors; with `rescore`, an IndexRefine that contains this index."""
         index = self.compressed_index(dim)
         if self.rescore == 0:
             return index
         faiss = faiss_module()
-        vectors = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT)
-        return faiss.IndexRefine(index, vectors)
+        refine_index = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT)
+        return faiss.IndexRefine(index, refine_index)
 
     def search_variants(self, depth: int) -> Iterator[list[Self]]:
-        """Yield the numbers of searched cells, for each value of an empty `rescore`.
+        """Yield a series of values of nprobe for each tested value of `rescore`, or for the value that is set.
 
         >>> [[(variant.nprobe, variant.rescore) for variant in series] for series in PqFastScan(nlist=2).search_variants(10)]
         [[(1, 2), (2, 2)], [(1, 4), (2, 4)], [(1, 8), (2, 8)], [(1, 16), (2, 16)]]
@@ -90,7 +90,7 @@ class CompressedIvf(Ivf):
             yield from super(CompressedIvf, self.model_copy(update={"rescore": rescore})).search_variants(depth)
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:
-        """Return nprobe, the selector and `rescore`."""
+        """Return the FAISS parameters with nprobe, the selector and `rescore`."""
         parameters = self.compressed_search_parameters(depth, selector)
         if self.rescore == 0:
             return parameters
@@ -101,11 +101,11 @@ class CompressedIvf(Ivf):
     def search_exhaustively(
         self, index: Any, query_BD: "NDArray[np.float32]", depth: int, selector: Any = None
     ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
-        """Search all cells, or with `rescore` the vectors without the cells."""
+        """Search all cells; with `rescore`, search the half-precision vectors, which are not in cells."""
         if self.rescore == 0:
             return super().search_exhaustively(index, query_BD, depth, selector)
-        vectors = faiss_module().downcast_index(index.index).refine_index
-        return search_vectors(vectors, index, query_BD, depth, faiss_module().SearchParameters(sel=selector))
+        refine_index = faiss_module().downcast_index(index.index).refine_index
+        return search_vectors(refine_index, index, query_BD, depth, faiss_module().SearchParameters(sel=selector))
 
 
 class IvfSq8(CompressedIvf):
@@ -116,7 +116,7 @@ class IvfSq8(CompressedIvf):
     kind: Literal["ivf_sq8"] = Field("ivf_sq8", description="like `ivf_flat`, with one byte per value of a vector")
 
     def code_bytes(self, dim: int) -> int:
-        """Return the width."""
+        """Return the vector width, because a value takes one byte."""
         return dim
 
     def compressed_index(self, dim: int) -> Any:
@@ -128,7 +128,7 @@ class IvfSq8(CompressedIvf):
         return index
 
     def builds_on_gpu(self) -> bool:
-        """Return whether the index is without vectors for `rescore`."""
+        """Return whether the index has no vectors for `rescore`, which FAISS does not support on GPUs."""
         return self.rescore == 0
 
 
@@ -138,7 +138,7 @@ class ProductQuantized(CompressedIvf):
     pq_m: _PqM = 8
 
     def problem(self, dim: int) -> str | None:
-        """Require that pq_m divides the width."""
+        """Return an error message if pq_m does not divide the width, otherwise None."""
         if self.pq_m is None or dim % self.pq_m == 0:
             return None
         kind = type(self).model_fields["kind"].default
@@ -148,7 +148,7 @@ class ProductQuantized(CompressedIvf):
         )
 
     def fitted(self, num_items: int, dim: int) -> Self:
-        """Also set an empty pq_m.
+        """Also set pq_m, if it is None, to the largest divisor of the width up to half the width.
 
         >>> [PqFastScan().fitted(1_000, dim).pq_m for dim in (64, 50, 7)]
         [32, 25, 1]
@@ -168,7 +168,7 @@ class ProductQuantized(CompressedIvf):
         return 1
 
     def train(self, index: Any, training_vector_RD: "NDArray[np.float32]") -> None:
-        """Train an empty index, in a tiny catalogue with repeated vectors."""
+        """Train an empty index. The vectors of a tiny catalogue are repeated until there are enough."""
         import numpy as np
 
         num_vectors, dim = training_vector_RD.shape
@@ -194,8 +194,8 @@ class IvfPq(ProductQuantized):
     def fitted(self, num_items: int, dim: int) -> Self:
         """Also reduce pq_nbits until there is at least one item per centroid, as FAISS requires.
 
-        MIN_ITEMS_PER_CENTROID, which keeps k-means from overfitting its sample, does not apply to pq_nbits. In a small
-        catalogue, the sample contains all vectors.
+        MIN_ITEMS_PER_CENTROID, which keeps k-means from overfitting its sample, does not apply to pq_nbits, because the sample
+        of a small catalogue contains all vectors.
 
         >>> [IvfPq(pq_nbits=8).fitted(num_items, 64).pq_nbits for num_items in (12_101, 256, 255)]
         [8, 8, 7]
@@ -221,12 +221,12 @@ class IvfPq(ProductQuantized):
         return max(super().num_training_vectors(), MAX_VECTORS_PER_CENTROID << self.pq_nbits)
 
     def builds_on_gpu(self) -> bool:
-        """Return whether FAISS supports the settings, which excludes vectors for `rescore`."""
+        """Return whether FAISS supports the settings, which exclude vectors for `rescore`, on GPUs."""
         return self.rescore == 0 and self.pq_nbits == 8 and self.pq_m in _GPU_PQ_SIZES
 
 
 class OpqPq(IvfPq):
-    """IVF-PQ of vectors that are rotated before (OPQ), so that the sub-vectors have similar variances and fit their codes."""
+    """IVF-PQ of vectors that are first rotated (OPQ), so that the sub-vectors have similar variances and fit their codes."""
 
     OPQ_ITERATIONS: ClassVar[int] = 10
 
@@ -239,11 +239,11 @@ class OpqPq(IvfPq):
         faiss = faiss_module()
         rotation = faiss.OPQMatrix(dim, self.num_sub_vectors)
         rotation.niter = self.OPQ_ITERATIONS
-        # By default the rotation is trained with 8 bits per sub-vector, which a small catalogue does not have.
+        # By default, the rotation is trained with 8 bits per sub-vector, for which a small catalogue has too few vectors.
         training_quantizer = faiss.ProductQuantizer(dim, self.num_sub_vectors, self.pq_nbits)
         training_quantizer.cp.min_points_per_centroid = 1
         rotation.pq = training_quantizer
-        rotation.referenced_objects = [training_quantizer]  # FAISS's wrapper does not keep it alive
+        rotation.referenced_objects = [training_quantizer]  # FAISS's wrapper does not keep the quantizer alive
         return faiss.IndexPreTransform(rotation, super().compressed_index(dim))
 
     def min_training_vectors(self, dim: int) -> int:
@@ -261,7 +261,7 @@ class OpqPq(IvfPq):
 
 
 class PqFastScan(ProductQuantized):
-    """Cells of vectors with 4 bits per sub-vector, which are compared with SIMD instructions."""
+    """Cells of vectors with codes of 4 bits per sub-vector, which SIMD instructions compare."""
 
     kind: Literal["pq_fastscan"] = Field(
         "pq_fastscan",
@@ -284,5 +284,5 @@ class PqFastScan(ProductQuantized):
         return index
 
     def min_training_vectors(self, dim: int) -> int:
-        """Return the number of centroids of 4 bits."""
+        """Return the number of centroids that 4 bits distinguish."""
         return 16

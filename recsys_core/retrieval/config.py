@@ -13,9 +13,9 @@ from recsys_core.units import GIB
 _CLASS_BY_KIND = {kind_class.model_fields["kind"].default: kind_class for kind_class in get_args(get_args(AnyIndexKind)[0])}
 _EARLIER_NAMES = {"served_kind": "served", "compared_kinds": "compared"}
 _EARLIER_SETTINGS = ("nlist", "nprobe", "pq_m", "pq_nbits", "hnsw_m", "ef_construction", "ef_search")
-"""Settings of single kinds that were settings of all indexes in earlier versions."""
+"""Settings that applied to all indexes in earlier versions. Now each index has the settings of its kind."""
 MAX_SHARD_BYTES = 4 * GIB
-"""Size of a shard with `shards: auto`."""
+"""Size of a shard with `shards: auto`, which a shard may exceed a little."""
 
 
 class IndexConfig(Settings):
@@ -50,19 +50,19 @@ class IndexConfig(Settings):
     )
 
     @property
-    def configured(self) -> tuple[AnyIndexKind, ...]:
-        """Indexes with settings, without repetitions. flat is first, because the others are measured against it.
+    def configured_indexes(self) -> tuple[AnyIndexKind, ...]:
+        """The flat index and all indexes in the config, without repetitions. flat is first because it gives the exact results.
 
-        >>> [index.kind for index in IndexConfig(served="hnsw", compared=("ivf_pq", "hnsw")).configured]
+        >>> [index.kind for index in IndexConfig(served="hnsw", compared=("ivf_pq", "hnsw")).configured_indexes]
         ['flat', 'hnsw', 'ivf_pq']
         """
         served = () if isinstance(self.served, Auto) else (self.served,)
         return tuple(dict.fromkeys((Flat(), *served, *self.compared)))
 
-    def built(self, *, num_items: int, dim: int) -> tuple[AnyIndexKind, ...]:
-        """Return the indexes to build for a catalogue: `configured`, and the other candidates of auto.
+    def indexes_to_build(self, *, num_items: int, dim: int) -> tuple[AnyIndexKind, ...]:
+        """Return the indexes to build for a catalogue: `configured_indexes`, and the other candidates of `auto`.
 
-        >>> [index.kind for index in IndexConfig(served="auto", compared=("ivf_pq",)).built(num_items=9_000, dim=64)]
+        >>> [index.kind for index in IndexConfig(served="auto", compared=("ivf_pq",)).indexes_to_build(num_items=9_000, dim=64)]
         ['flat', 'ivf_pq', 'hnsw']
 
         Raises:
@@ -71,10 +71,10 @@ class IndexConfig(Settings):
         if (problem := self.problem(dim)) is not None:
             raise InputError(f"index: {problem}")
         if not isinstance(self.served, Auto):
-            return self.configured
-        configured_kinds = {index.kind for index in self.configured}
+            return self.configured_indexes
+        configured_kinds = {index.kind for index in self.configured_indexes}
         candidates = self.served.candidates(num_items=num_items, dim=dim)
-        return (*self.configured, *(index for index in candidates if index.kind not in configured_kinds))
+        return (*self.configured_indexes, *(index for index in candidates if index.kind not in configured_kinds))
 
     def num_shards(self, index: AnyIndexKind, *, num_items: int, dim: int) -> int:
         """Return the number of shards of an index.
@@ -88,20 +88,20 @@ class IndexConfig(Settings):
         return min(-(-index.min_bytes(num_items=num_items, dim=dim) // MAX_SHARD_BYTES), num_items)
 
     def result_settings(self) -> dict[str, Any]:
-        """Return the settings that change the result. With one shard, they are those of a config without the setting."""
+        """Return the settings that change the result, without `shards: 1`, which earlier versions did not have."""
         settings = super().result_settings()
         if self.shards == 1:
             del settings["shards"]
         return settings
 
     def problem(self, dim: int) -> str | None:
-        """Return the first problem of an index with vectors of width `dim`; None if there is no problem."""
-        return next((problem for index in self.configured if (problem := index.problem(dim)) is not None), None)
+        """Return the error message of the first index that vectors of width `dim` do not fit; None if they fit all indexes."""
+        return next((problem for index in self.configured_indexes if (problem := index.problem(dim)) is not None), None)
 
     @model_validator(mode="after")
     def _check_settings_are_equal(self) -> Self:
         for index in self.compared:
-            for other_index in self.configured:
+            for other_index in self.configured_indexes:
                 if index.kind == other_index.kind and index != other_index:
                     raise ValueError(
                         f"two indexes have the kind {index.kind}, but different settings ({other_index!r} and {index!r}); "
@@ -112,7 +112,7 @@ class IndexConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_forms(cls, settings: Any) -> Any:
-        """Convert the name of a kind to its group of settings, and the settings of earlier versions to the present ones."""
+        """Convert the name of a kind to its group of settings, and settings of earlier versions to current settings."""
         if not isinstance(settings, dict):
             return settings
         settings = dict(settings)
@@ -129,7 +129,7 @@ class IndexConfig(Settings):
 
 
 def _as_group(index: Any, shared_settings: dict[str, Any], *, default_kind: str | None = None) -> Any:
-    """Return the settings of an index, with the shared settings that its kind has. Other types than text and dict stay."""
+    """Return the settings of an index and the shared settings that its kind has. Only text and dicts are converted."""
     group = {"kind": index} if isinstance(index, str) else index
     if not isinstance(group, dict):
         return group

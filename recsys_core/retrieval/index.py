@@ -1,7 +1,7 @@
 """Stage `build_index`: FAISS indexes over the exported item vectors, each measured against exact search.
 
-One shard of one index is in memory at a time, besides the vectors that train it and a block of the memory-mapped vectors. The
-indexes are measured as mapped files.
+Memory holds one shard of one index, the vectors that train it and a block of the memory-mapped vectors. Recall and latency are
+measured on memory-mapped index files.
 
 Shapes: I items, D width, B queries, R rows of a file or of a shard.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, StageFolder, fingerprint_of
-from recsys_core.retrieval.auto import Auto, Candidate, choose
+from recsys_core.retrieval.auto import Auto, Candidate, choose_kind
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.retrieval.measure import MeasuredQueries, faiss_threads, tune
@@ -32,7 +32,7 @@ RECALL_FILE_NAME = "served_recall.parquet"
 
 
 def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) -> IndexManifest:
-    """Build the indexes of `config.built`, measure recall and latency of each on the test queries, and choose the served one.
+    """Build the indexes of `config.indexes_to_build`, measure them on the test queries, and choose the served index.
 
     Raises:
         InputError: the settings of an index do not fit the vector width; no index fits into index.served.max_bytes; a value of
@@ -40,7 +40,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         StageError: a vector is not finite.
     """
     num_items, dim = export.num_items, export.dim
-    kinds = config.built(num_items=num_items, dim=dim)
+    kinds = config.indexes_to_build(num_items=num_items, dim=dim)
     if num_items < 2:
         raise InputError(f"the catalogue has {num_items} item(s), but an index needs at least 2; add items")
 
@@ -48,16 +48,20 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing(min_bytes=sum(kind.min_bytes(num_items=num_items, dim=dim) for kind in kinds)) as output_folder:
-        measured = _MeasuredIndexes(config, export, output_folder)
+        measured_indexes = _MeasuredIndexes(config, export, output_folder)
         for kind in kinds:
-            measured.add(kind)
-        served_kind, choice, warning = measured.choose()
+            measured_indexes.add(kind)
+        served_kind, choice, warning = measured_indexes.choose_served()
         if isinstance(config.served, Auto):
-            for other_kind in {*measured.reports} - {index.kind for index in config.configured} - {served_kind}:
-                for path in index_paths(output_folder, other_kind, num_shards=measured.reports[other_kind].shards):
+            for other_kind in (
+                {*measured_indexes.report_by_kind} - {index.kind for index in config.configured_indexes} - {served_kind}
+            ):
+                for path in index_paths(
+                    output_folder, other_kind, num_shards=measured_indexes.report_by_kind[other_kind].shards
+                ):
                     path.unlink()
-        users = np.load(export.path("query_users_test.npy"))[measured.test_rows]
-        table = pa.table({"user": pa.array(users, pa.int64()), "recall": measured.recalls[served_kind]})
+        user_rows = np.load(export.path("query_users_test.npy"))[measured_indexes.test_rows]
+        table = pa.table({"user": pa.array(user_rows, pa.int64()), "recall": measured_indexes.recall_by_kind[served_kind]})
         pq.write_table(table, output_folder / RECALL_FILE_NAME)
         return stage.commit(
             served_index=served_kind,
@@ -67,35 +71,35 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             recall_target=config.recall_target,
             choice=choice,
             warning=warning,
-            reports=measured.reports,
+            reports=measured_indexes.report_by_kind,
         )
 
 
 def served_recall_by_user(index: IndexManifest) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the measured users as rows [B], and the recall of the served index for each of them [B].
 
-    The recall compares the first index.recall_k items with those of exact search. At most MAX_MEASURED_QUERIES users of the
-    test split are measured; if there are more, they are a random sample.
+    The recall compares the first index.recall_k items with the result of an exact search. If the test split has more than
+    MAX_MEASURED_QUERIES users, a random sample of that size is measured.
     """
     table = pq.read_table(index.path(RECALL_FILE_NAME))
     return table["user"].to_numpy(), table["recall"].to_numpy()
 
 
 class _MeasuredIndexes:
-    """The indexes of a stage that are built, written and measured one after the other; the first one is flat.
+    """The indexes of a stage, which are built, written and measured one after the other; the first is the flat index.
 
     Attributes:
-        test_rows: the test queries that measure the indexes, as rows of query_vectors_test.npy.
-        reports: the report of each index, by kind.
-        recalls: the recall of each test query, by kind.
+        test_rows: rows in query_vectors_test.npy of the queries that measure the indexes.
+        report_by_kind: the report of each index.
+        recall_by_kind: the recall of each test query, [B].
     """
 
     def __init__(self, config: IndexConfig, export: ExportManifest, output_folder: Path) -> None:
         self._config, self._export, self._output_folder = config, export, output_folder
         self._item_vector_ID = _load_vectors(export.path("item_vectors.npy"))
         self._candidates: list[Candidate] = []
-        self.reports: dict[str, IndexReport] = {}
-        self.recalls: dict[str, NDArray[np.float64]] = {}
+        self.report_by_kind: dict[str, IndexReport] = {}
+        self.recall_by_kind: dict[str, NDArray[np.float64]] = {}
 
     def add(self, kind: AnyIndexKind) -> None:
         """Build the index, write it, tune its search parameters and measure it."""
@@ -106,34 +110,36 @@ class _MeasuredIndexes:
         write_index(kind, self._item_vector_ID, paths)
         index = map_index(paths)
         if kind.kind == "flat":
-            self._search_exact_results(index)
-        kind, tried = tune(kind, index, self._tuning, recall_target=self._config.recall_target)
+            self._set_queries(index)
+        kind, search_points = tune(kind, index, self._tuning_queries, recall_target=self._config.recall_target)
         parameters, num_bytes = kind.model_dump(exclude={"kind"}), sum(path.stat().st_size for path in paths)
         if isinstance(self._config.served, Auto):
-            point = next((point for point in tried if point.parameters == parameters), None)
-            point = point or self._tuning.measure(index, kind)
+            point = next((point for point in search_points if point.parameters == parameters), None)
+            point = point or self._tuning_queries.measure(index, kind)
             self._candidates.append(Candidate(kind.kind, point.recall, point.ms_per_query, num_bytes))
-        recall_B, ms_per_query = self._test.recall(index, kind)
-        self.recalls[kind.kind] = recall_B
-        self.reports[kind.kind] = IndexReport(
+        recall_B, ms_per_query = self._test_queries.recall_and_latency(index, kind)
+        self.recall_by_kind[kind.kind] = recall_B
+        self.report_by_kind[kind.kind] = IndexReport(
             recall=float(recall_B.mean()),
             k=self._config.recall_k,
             ms_per_query=ms_per_query,
             size_bytes=num_bytes,
             shards=num_shards,
             parameters=parameters,
-            tried=tried,
+            tried=search_points,
         )
 
-    def choose(self) -> tuple[str, str | None, str | None]:
+    def choose_served(self) -> tuple[str, str | None, str | None]:
         """Return the served kind, why `auto` chose it, and a warning if it does not reach the recall target."""
         served, target = self._config.served, self._config.recall_target
         if isinstance(served, Auto):
-            left_out = served.left_out(num_items=self._export.num_items, dim=self._export.dim)
-            left_out = tuple(kind for kind in left_out if kind not in self.reports)
-            choice = choose(self._candidates, recall_target=target, max_bytes=served.max_bytes, left_out=left_out)
+            too_large_kinds = served.too_large_kinds(num_items=self._export.num_items, dim=self._export.dim)
+            too_large_kinds = tuple(kind for kind in too_large_kinds if kind not in self.report_by_kind)
+            choice = choose_kind(
+                self._candidates, recall_target=target, max_bytes=served.max_bytes, too_large_kinds=too_large_kinds
+            )
             return choice.kind, choice.reason, None if choice.reaches_target else choice.reason
-        report = self.reports[served.kind]
+        report = self.report_by_kind[served.kind]
         best_recall = max((point.recall for point in report.tried), default=report.recall)
         if best_recall >= target:
             return served.kind, None, None
@@ -143,7 +149,8 @@ class _MeasuredIndexes:
         )
         return served.kind, None, warning
 
-    def _search_exact_results(self, flat_index: Any) -> None:
+    def _set_queries(self, flat_index: Any) -> None:
+        """Set the test and tuning queries, with the exact results that `flat_index` returns."""
         depth = min(self._config.recall_k, self._export.num_items)
         vectors_by_split = {
             split: _load_vectors(self._export.path(f"query_vectors_{split}.npy"))
@@ -163,31 +170,32 @@ class _MeasuredIndexes:
             for query_RD in vectors_by_split.values()
         ]
         # Without validation queries, the queries of the test split tune an index too.
-        self._test, self._tuning = query_sets[0], query_sets[-1]
+        self._test_queries, self._tuning_queries = query_sets[0], query_sets[-1]
 
 
 def write_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], paths: Sequence[Path]) -> None:
-    """Build an index shard by shard, and write each shard to its file. See `build_shards`."""
+    """Build an index shard by shard (see `build_shards`), and write each shard to its file."""
     for path, shard in zip(paths, build_shards(kind, item_vector_ID, num_shards=len(paths)), strict=True):
         faiss.write_index(shard, str(path))
-        del shard  # before the next one is built
+        del shard  # before the next shard is built
 
 
 def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
-    """Return an IndexIDMap with all vectors. See `build_shards`."""
+    """Return an IndexIDMap with all vectors; see `build_shards`."""
     (index,) = build_shards(kind, item_vector_ID, num_shards=1)
     return index
 
 
 def build_shards(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], *, num_shards: int) -> Iterator[Any]:
-    """Yield an IndexIDMap with the vectors of each shard, which loses them when the next shard is built.
+    """Yield an IndexIDMap with the vectors of each shard. It loses its vectors when the next shard is built.
 
     The index is trained once, so that all shards have the same cells and codes.
 
-    A GPU trains and fills the index if FAISS can use one and has the kind for it. The index is yielded in host memory.
+    A GPU trains and fills the index if there is a GPU and FAISS implements the kind for GPUs. The yielded index is in host
+    memory.
 
     Args:
-        kind: the settings for this number of items.
+        kind: settings that are fitted to the catalogue.
 
     Raises:
         InputError: a value of a vector is larger than the index can hold.
@@ -228,7 +236,7 @@ def _check_values(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> No
             raise InputError(
                 f"index: the item vector in row {start + row:,} has the value {float(vector_RD[row, column]):,.0f} in column "
                 f"{column}, but the kind {kind.kind} with rescore holds vectors in half precision, up to {max_value:,.0f}; set "
-                "rescore: 0 or another kind, such as ivf_sq8 or hnsw, or model.similarity: cosine, whose vectors have length 1"
+                "rescore: 0 or another kind, such as ivf_sq8 or hnsw, or model.similarity: cosine, whose vectors have norm 1"
             )
 
 
@@ -239,13 +247,13 @@ def num_gpus() -> int:
 
 
 def _replace_index(index_with_row_numbers: Any, index: Any) -> None:
-    """Replace the index inside an IndexIDMap by one with the same vectors, and keep the row numbers."""
+    """Replace the index inside an IndexIDMap by an index with the same vectors, and keep the row numbers."""
     index_with_row_numbers.index = index
-    index_with_row_numbers.referenced_objects = [index]  # FAISS's wrapper does not keep an index that is set later
+    index_with_row_numbers.referenced_objects = [index]  # FAISS's wrapper does not keep an assigned index alive
 
 
 def _load_vectors(path: Path) -> NDArray[np.float32]:
-    """Map the vectors of a file. Raises StageError for the first row with a value that is not finite."""
+    """Memory-map the vectors of a file. Raises StageError for the first row with a value that is not finite."""
     vector_RD: NDArray[np.float32] = np.load(path, mmap_mode="r")
     for start in range(0, len(vector_RD), ADD_BATCH_ROWS):
         is_finite_R = np.isfinite(vector_RD[start : start + ADD_BATCH_ROWS]).all(axis=1)
@@ -256,7 +264,7 @@ def _load_vectors(path: Path) -> NDArray[np.float32]:
 
 
 def _random_rows(num_available: int, *, num_rows: int) -> slice | NDArray[np.int64]:
-    """Return random rows; if `num_rows` covers all rows, return a slice.
+    """Return `num_rows` random rows, or a slice of all rows if `num_rows` is not smaller than `num_available`.
 
     The rows are in ascending order, so that a memory map is read from front to back.
     """

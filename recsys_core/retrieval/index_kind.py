@@ -1,4 +1,4 @@
-"""The base class of the index kinds: how an index of a kind is built, searched and measured.
+"""Base class of the index kinds, with the methods that build, search and tune an index.
 
 Shapes: B queries, D width, N rows returned by an index.
 """
@@ -18,7 +18,7 @@ ROW_NUMBER_BYTES = 8
 
 
 class IndexKind(Settings):
-    """The methods of a kind. These defaults are for an index that has no training and no search parameters.
+    """Settings and methods of a kind. The methods here suit an index that has no training and no search parameters.
 
     The settings of a kind except `kind` are integers. They are the parameters of an IndexReport and of package.json.
     """
@@ -27,18 +27,18 @@ class IndexKind(Settings):
     """Whether the vectors of items can be read from the index, with a precision of at least one byte per value."""
 
     def problem(self, dim: int) -> str | None:
-        """Return the problem of the settings with vectors of width `dim`, and its fix; None if there is no problem."""
+        """Return an error message if the settings do not suit vectors of width `dim`, otherwise None."""
         return None
 
     def fitted(self, num_items: int, dim: int) -> Self:
-        """Return the settings with all build parameters. Search parameters may stay empty, because they are tuned."""
+        """Return the settings with all build parameters for a catalogue. Search parameters that will be tuned may be None."""
         return self
 
     def search_variants(self, depth: int) -> Iterator[list[Self]]:
         """Yield series of variants of these settings, with increasing recall and latency of a search for `depth` items.
 
-        A parameter that the user has set does not vary. An index with one search parameter has one series. A second parameter
-        gives a series for each of its values.
+        A parameter that the user has set does not vary. An index with one search parameter has one series, and
+        an index with two parameters has a series for each value of the second parameter.
         """
         yield [self]
 
@@ -55,7 +55,7 @@ class IndexKind(Settings):
         return None
 
     def num_training_vectors(self) -> int:
-        """Return the number of vectors on which FAISS trains the index at most; 0 for an index without training."""
+        """Return the largest number of vectors on which FAISS trains the index; 0 for an index without training."""
         return 0
 
     def train(self, index: Any, training_vector_RD: "NDArray[np.float32]") -> None:
@@ -73,14 +73,14 @@ class IndexKind(Settings):
     def search_parameters(self, depth: int, selector: Any = None) -> Any:
         """Return the FAISS parameters of a search for `depth` items.
 
-        selector: a FAISS IDSelector of positions inside the index, for a search of a part of the items; None for all items.
+        selector: a FAISS IDSelector of the positions inside the index that are searched; None for all positions.
         """
         return faiss_module().SearchParameters(sel=selector)
 
     def search_exhaustively(
         self, index: Any, query_BD: "NDArray[np.float32]", depth: int, selector: Any = None
     ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
-        """Return inner products [B, N] and item rows [B, N] after a comparison of the queries with all selected vectors.
+        """Compare the queries with all selected vectors. Return inner products [B, N] and item rows [B, N].
 
         index: an IndexIDMap around the FAISS index of this kind.
         """
@@ -88,12 +88,12 @@ class IndexKind(Settings):
 
 
 def search_vectors(
-    vectors: Any, index: Any, query_BD: "NDArray[np.float32]", depth: int, parameters: Any
+    inner_index: Any, index: Any, query_BD: "NDArray[np.float32]", depth: int, parameters: Any
 ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
-    """Search `vectors`, which has the vectors of the IndexIDMap `index` in the same order, and return item rows."""
+    """Search an index with the vectors of the IndexIDMap `index` in the same order. Return scores and item rows [B, N]."""
     import numpy as np
 
-    score_BN, position_BN = vectors.search(query_BD, depth, params=parameters)
+    score_BN, position_BN = inner_index.search(query_BD, depth, params=parameters)
     return score_BN, np.where(position_BN >= 0, item_row_by_position(index)[position_BN], -1)
 
 
@@ -104,7 +104,7 @@ def item_row_by_position(index: Any) -> "NDArray[np.int64]":
 
 
 def faiss_module() -> Any:
-    """Import FAISS at the first use: reading a config takes .3 s less without it."""
+    """Return the FAISS module. It is imported only when it is used, because the import takes 0.3 s."""
     import faiss
 
     return faiss

@@ -63,7 +63,7 @@ class Ivf(IndexKind):
         return self.nlist
 
     def search_variants(self, depth: int) -> Iterator[list[Self]]:
-        """Yield one list of settings with nprobe 1, 2, 3, 4, 6, 8, 12, ... and all cells. A configured nprobe is the only one.
+        """Yield one series, with nprobe 1, 2, 3, 4, 6, 8, 12, ... and all cells. If nprobe is set, yield only this value.
 
         >>> [[variant.nprobe for variant in series] for series in IvfFlat(nlist=30).search_variants(10)]
         [[1, 2, 3, 4, 6, 8, 12, 16, 24, 30]]
@@ -73,7 +73,7 @@ class Ivf(IndexKind):
         yield [self.model_copy(update={"nprobe": nprobe}) for nprobe in nprobes]
 
     def num_training_vectors(self) -> int:
-        """Return the size of the sample for k-means. With many cells, it is FAISS's minimum, because k-means takes long."""
+        """Return the size of the k-means sample. With many cells, it is FAISS's minimum, because k-means takes long."""
         return max(MAX_VECTORS_PER_CENTROID * MIN_SAMPLED_CENTROIDS, MIN_ITEMS_PER_CENTROID * self.num_cells)
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:
@@ -85,8 +85,8 @@ class Ivf(IndexKind):
     ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
         """Search all cells."""
         num_cells = faiss_module().extract_index_ivf(index).nlist
-        all_cells = self.model_copy(update={"nprobe": num_cells}).search_parameters(depth, selector)
-        return search_vectors(index.index, index, query_BD, depth, all_cells)
+        parameters = self.model_copy(update={"nprobe": num_cells}).search_parameters(depth, selector)
+        return search_vectors(index.index, index, query_BD, depth, parameters)
 
 
 class IvfFlat(Ivf):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_SINGLE_THREAD_ITEMS = 100_000
 """Up to this number of items, one thread builds HNSW. Its links then do not depend on timing, so a rerun is identical."""
 MIN_EF_SEARCH = 8
-"""Smallest size of the candidate list; also the size if ef_search is not set and the search is not deeper."""
+"""Smallest size of the candidate list. It is also the size without ef_search, unless more items are requested."""
 EF_SEARCH_PER_HALF_DEPTH = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tested list sizes in units of depth / 2, so 2 means `depth` and 64 means 32 * `depth`."""
 
@@ -82,7 +82,7 @@ class Hnsw(IndexKind):
         return index
 
     def uses_one_thread(self, num_items: int) -> bool:
-        """Return whether the catalogue is small."""
+        """Return whether there are at most MAX_SINGLE_THREAD_ITEMS items."""
         return num_items <= MAX_SINGLE_THREAD_ITEMS
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:

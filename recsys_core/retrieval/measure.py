@@ -21,13 +21,14 @@ from recsys_core.retrieval.kinds import AnyIndexKind, Flat
 from recsys_core.retrieval.search import search
 
 MAX_GATHERED_VALUES = 1 << 23
-"""Values of the item vectors that are in memory at once while scores are computed."""
+"""Number of values of item vectors that are in memory at once while scores are computed."""
 MIN_MEASURED_S, MAX_REPEATS = 0.2, 3
-"""A shorter search is repeated, and the fastest counts. Other processes disturb short durations most."""
+"""A search is repeated until its repetitions take MIN_MEASURED_S, at most MAX_REPEATS times. The fastest repetition counts,
+because other processes disturb short measurements most."""
 
 MIN_RECALL_GAIN = 0.001
-"""Smallest gain of recall by a search with twice the work. A series of variants ends where the gain is smaller: a higher
-target is out of reach, for example of compressed vectors."""
+"""A series of variants ends when twice the work gains less recall than this, because the series then cannot reach a much higher
+recall, for example with compressed vectors."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class MeasuredQueries:
     def with_exact_results(
         cls, query_BD: NDArray[np.float32], *, exact_index: Any, item_vector_ID: NDArray[np.float32], depth: int
     ) -> "MeasuredQueries":
-        """Search the exact results with a flat index."""
+        """Return the queries with the exact results that a flat index returns."""
         _, exact_row_BK = search(exact_index, query_BD, kind=Flat(), depth=depth)
         return cls(query_BD, exact_row_BK, item_vector_ID)
 
-    def recall(self, index: Any, kind: AnyIndexKind) -> tuple[NDArray[np.float64], float]:
+    def recall_and_latency(self, index: Any, kind: AnyIndexKind) -> tuple[NDArray[np.float64], float]:
         """Return the recall of each query [B], and the milliseconds per query of one thread that searches all in one batch."""
         durations_s: list[float] = []
         with faiss_threads(1):
@@ -61,7 +62,7 @@ class MeasuredQueries:
 
     def measure(self, index: Any, kind: AnyIndexKind) -> SearchPoint:
         """Return mean recall and latency of the index."""
-        recall_B, ms_per_query = self.recall(index, kind)
+        recall_B, ms_per_query = self.recall_and_latency(index, kind)
         return SearchPoint(
             parameters=kind.model_dump(exclude={"kind"}), recall=float(recall_B.mean()), ms_per_query=ms_per_query
         )
@@ -72,7 +73,8 @@ def tune(
 ) -> tuple[AnyIndexKind, tuple[SearchPoint, ...]]:
     """Return the settings of the fastest search that reaches the target on the queries, and the points that were measured.
 
-    The points are empty if there is one setting only. If no setting reaches the target, return the one with the highest recall.
+    If there is only one setting, nothing is measured. If no setting reaches the target, return the setting with the highest
+    recall.
     """
     all_series: list[list[AnyIndexKind]] = [[*series] for series in kind.search_variants(queries.exact_row_BK.shape[1])]
     if sum(map(len, all_series)) == 1:
@@ -88,13 +90,13 @@ def tune(
             is_slower = best_pair is not None and point.ms_per_query >= best_pair[1].ms_per_query
             if point.recall >= recall_target and not is_slower:
                 best_pair = variant, point
-            if point.recall >= recall_target or is_slower or _is_flat(recalls):
+            if point.recall >= recall_target or is_slower or _has_stalled(recalls):
                 break
     best_pair = best_pair or max(measured_pairs, key=lambda pair: pair[1].recall)
     return best_pair[0], tuple(point for _, point in measured_pairs)
 
 
-def _is_flat(recalls: Sequence[float]) -> bool:
+def _has_stalled(recalls: Sequence[float]) -> bool:
     """Return whether the last two steps of a series, which double the work of a search, gained less than MIN_RECALL_GAIN."""
     return len(recalls) > 2 and recalls[-3] > 0 and recalls[-1] - recalls[-3] < MIN_RECALL_GAIN
 

@@ -21,12 +21,12 @@ def plot_indexes(index: IndexManifest, path: Path) -> Path:
 
 
 def draw_indexes(index: IndexManifest) -> "Figure":
-    """Draw recall and latency with one point per index, and a curve of its tried settings. The served index is filled."""
+    """Draw a point per index at its recall and latency, and a curve of its tried settings. The served index is filled."""
     report_by_kind, served_kind = index.reports, index.served_index
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes", size=(6.4, 4.4))
-    for number, (kind, report) in enumerate(report_by_kind.items()):
-        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+    for index_number, (kind, report) in enumerate(report_by_kind.items()):
+        colour, marker = _COLOURS[index_number % len(_COLOURS)], _MARKERS[index_number % len(_MARKERS)]
         for points in _curves(report):
             axes.plot(*zip(*points, strict=True), color=colour, alpha=0.5, linewidth=1, marker=".", markersize=3, zorder=2)
         axes.scatter(
@@ -55,7 +55,7 @@ def draw_indexes(index: IndexManifest) -> "Figure":
 
 
 def _curves(report: IndexReport) -> list[list[tuple[float, float]]]:
-    """Return latency and recall of the settings that were tried, as one curve for each number of rescored candidates."""
+    """Return a curve for each tried value of `rescore`, with the latency and recall of each setting."""
     curve_by_rescore: dict[int, list[tuple[float, float]]] = {}
     for point in report.tried:
         curve_by_rescore.setdefault(point.parameters.get("rescore", 0), []).append((point.ms_per_query, point.recall))
@@ -81,7 +81,7 @@ def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, 
         shown_kind += "" if report.shards == 1 else f", {report.shards} shards"
         lines.append(
             f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.size_bytes / MIB:.1f} "
-            f"| {_as_text(report.parameters)} |"
+            f"| {_parameters_text(report.parameters)} |"
         )
     for note in notes:
         lines += ["", note]
@@ -89,12 +89,12 @@ def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, 
         lines += ["", "Settings that were tried on validation queries:", ""]
         lines += [f"| index | recall@{recall_k} of exact search | ms per query | parameters |", "|:---|---:|---:|:---|"]
     lines += [
-        f"| {kind} | {point.recall:.4f} | {point.ms_per_query:.3f} | {_as_text(point.parameters)} |"
+        f"| {kind} | {point.recall:.4f} | {point.ms_per_query:.3f} | {_parameters_text(point.parameters)} |"
         for kind, report in report_by_kind.items()
         for point in report.tried
     ]
     return "\n".join(lines)
 
 
-def _as_text(parameters: Mapping[str, int]) -> str:
+def _parameters_text(parameters: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {value}" for name, value in parameters.items()) or "none"

@@ -17,9 +17,12 @@ from recsys_core.retrieval.index_kind import item_row_by_position, search_vector
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.retrieval.shards import ShardedIndex, ShardVectors, merge, shards_of
 
+MAX_EXACT_ITEMS = 20_000
+"""At most this many selected items are all compared with the queries, which is exact and about as fast as a search."""
+
 
 def load_index(record_by_path: Mapping[Path, FileRecord]) -> Any:
-    """Map the index whose shards are in these files. Raises StageError if a file differs from its record.
+    """Memory-map the index whose shards are in these files. Raises StageError if a file differs from its record.
 
     The checksums are verified first, because faiss silently reads most corrupt files and hangs on others
     (facebookresearch/faiss#5400).
@@ -30,9 +33,9 @@ def load_index(record_by_path: Mapping[Path, FileRecord]) -> Any:
 
 
 def map_index(paths: Sequence[Path]) -> Any:
-    """Map the index whose shards are in these files, so that processes share its memory.
+    """Memory-map the index whose shards are in these files, so that processes share its memory.
 
-    The files must not be changed as long as the index is used.
+    The files must not change while the index is used.
     """
     shards = tuple(faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC) for path in paths)
     return shards[0] if len(shards) == 1 else ShardedIndex(shards)
@@ -60,16 +63,12 @@ def verify_file(path: Path, *, record: FileRecord) -> None:
         )
 
 
-MAX_EXACT_ITEMS = 20_000
-"""Up to this many selected items are compared with the queries one by one: that is exact, and about as fast as a search."""
-
-
 class Selection:
-    """A part of the items, as FAISS selects them. It belongs to one index.
+    """A subset of the items, in the form that FAISS needs to search one particular index.
 
     Attributes:
         num_items: number of selected items.
-        shards: the part of each shard.
+        shards: the selected items of each shard.
     """
 
     def __init__(self, index: Any, is_selected_I: NDArray[np.bool_]) -> None:
@@ -81,7 +80,7 @@ class ShardSelection:
     """The selected items of a shard.
 
     Attributes:
-        num_items: their number.
+        num_items: number of selected items in the shard.
         selector: a FAISS selector of their positions inside the shard.
     """
 
@@ -89,7 +88,7 @@ class ShardSelection:
         is_selected_R = is_selected_I[item_row_by_position(shard)]
         self.num_items = int(is_selected_R.sum())
         self._bits = np.packbits(is_selected_R, bitorder="little")  # FAISS reads it in place
-        self.selector: Any = faiss.IDSelectorBitmap(self._bits)  # type: ignore[call-arg,arg-type]  # the stubs are of C++
+        self.selector: Any = faiss.IDSelectorBitmap(self._bits)  # type: ignore[call-arg,arg-type]  # the stubs have the C++ signature
 
 
 def search(
@@ -100,7 +99,12 @@ def search(
     If fewer than `depth` items are found for a query, its remaining rows are -1. With a selection, only its items are returned.
     """
     query_BD = np.ascontiguousarray(query_BD, dtype=np.float32)
-    return merge([_search_shard(shard, query_BD, kind, depth, part) for shard, part in _parts(index, selection)])
+    return merge(
+        [
+            _search_shard(shard, query_BD, kind, depth, shard_selection)
+            for shard, shard_selection in _shard_selections(index, selection)
+        ]
+    )
 
 
 def search_exhaustively(
@@ -108,13 +112,13 @@ def search_exhaustively(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the results of an exhaustive search, in the format of `search`.
 
-    They are exact unless the index holds compressed vectors, from which it computes the scores.
+    The results are exact unless the index holds only compressed vectors, from which it computes the scores.
     """
     query_BD = np.ascontiguousarray(query_BD, dtype=np.float32)
     return merge(
         [
-            kind.search_exhaustively(shard, query_BD, depth, None if part is None else part.selector)
-            for shard, part in _parts(index, selection)
+            kind.search_exhaustively(shard, query_BD, depth, None if shard_selection is None else shard_selection.selector)
+            for shard, shard_selection in _shard_selections(index, selection)
         ]
     )
 
@@ -133,20 +137,20 @@ def _search_shard(
     return search_vectors(shard.index, shard, query_BD, depth, parameters)
 
 
-def _parts(index: Any, selection: Selection | None) -> Iterator[tuple[Any, ShardSelection | None]]:
-    """Yield each shard of an index, and its part of the selection."""
+def _shard_selections(index: Any, selection: Selection | None) -> Iterator[tuple[Any, ShardSelection | None]]:
+    """Yield each shard of an index and its part of the selection; None if all items are selected."""
     shards = shards_of(index)
     yield from zip(shards, [None] * len(shards) if selection is None else selection.shards, strict=True)
 
 
 def stored_vectors(index: Any) -> ShardVectors | None:
-    """Return the vectors of an index that holds them as a whole, in one array: a flat index, or one with flat storage."""
+    """Return the vectors of an index that stores the uncompressed vectors of a shard in one array; None for other indexes."""
     arrays = [vector_RD for shard in shards_of(index) if (vector_RD := _stored_array(shard)) is not None]
     return ShardVectors(index, [vector_RD.__getitem__ for vector_RD in arrays]) if arrays else None
 
 
 def _stored_array(shard: Any) -> NDArray[np.float32] | None:
-    """Return the array with the whole vectors of a shard in its memory, by position; None if the shard has none."""
+    """Return a shard's array of uncompressed vectors without a copy, by position; None if the shard has no such array."""
     inner_index = faiss.downcast_index(shard.index)
     storage = faiss.downcast_index(inner_index.storage) if hasattr(inner_index, "storage") else inner_index
     if not isinstance(storage, faiss.IndexFlat):
@@ -156,9 +160,9 @@ def _stored_array(shard: Any) -> NDArray[np.float32] | None:
 
 
 def decoded_vectors(index: Any) -> ShardVectors:
-    """Return the vectors of an index without such an array, decoded from their codes."""
+    """Return the vectors of an index for which `stored_vectors` returns None, decoded from its codes."""
     inner_indexes = [faiss.downcast_index(shard.index) for shard in shards_of(index)]
     for inner_index in inner_indexes:
-        if not isinstance(inner_index, faiss.IndexRefine):  # it has the vectors in the order of the positions
+        if not isinstance(inner_index, faiss.IndexRefine):  # an IndexRefine has its vectors in the order of the positions
             faiss.extract_index_ivf(inner_index).make_direct_map()
     return ShardVectors(index, [inner_index.reconstruct_batch for inner_index in inner_indexes])

@@ -1,9 +1,9 @@
 """An index in several shards. Each shard is an index of a part of the items, in a file of its own.
 
-FAISS's IndexShards is not used: it has no file format, and a selection of items is another one in each shard. The shards are
-not merged into one file: FAISS cannot merge graphs, and a merge takes the memory of the whole index.
+FAISS's IndexShards is not used, because it has no file format and would search all shards with the same item selector. The
+shards are not merged into one file, because FAISS cannot merge graphs, and a merge takes the memory of the whole index.
 
-Shapes: S shards, B queries, N rows returned by a search, I items, L items.
+Shapes: S shards, B queries, N rows returned by a search, I items, L looked-up items, D width.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShardedIndex:
-    """The IndexIDMap of each shard. Their item rows are those of the whole catalogue."""
+    """The IndexIDMaps of the shards, which return item rows of the whole catalogue."""
 
     shards: tuple[Any, ...]
 
@@ -42,7 +42,7 @@ class ShardedIndex:
 
 
 def shards_of(index: Any) -> tuple[Any, ...]:
-    """Return the shards of an index. An IndexIDMap is its only shard."""
+    """Return the shards of an index. An IndexIDMap is its own only shard."""
     return index.shards if isinstance(index, ShardedIndex) else (index,)
 
 
@@ -66,7 +66,7 @@ def rows_by_shard(num_items: int, *, num_shards: int) -> list[Rows]:
 
 
 def merge(results: Sequence[tuple[Floats32, Rows]]) -> tuple[Floats32, Rows]:
-    """Merge scores [B, N] and item rows [B, N] of each shard, best first. Of equal scores, those of the first shard come first.
+    """Merge scores [B, N] and item rows [B, N] of each shard, best first. Among equal scores, earlier shards come first.
 
     >>> first, second = (np.array([[3, 1]]), np.array([[7, 8]])), (np.array([[2, 1]]), np.array([[4, 5]]))
     >>> [array.tolist() for array in merge([first, second])]
@@ -75,19 +75,19 @@ def merge(results: Sequence[tuple[Floats32, Rows]]) -> tuple[Floats32, Rows]:
     if len(results) == 1:
         return results[0]
     score_BN, row_BN = (np.concatenate(arrays, axis=1) for arrays in zip(*results, strict=True))
-    best_BN = np.argsort(-score_BN, axis=1, kind="stable")[:, : results[0][0].shape[1]]
-    return np.take_along_axis(score_BN, best_BN, axis=1), np.take_along_axis(row_BN, best_BN, axis=1)
+    order_BN = np.argsort(-score_BN, axis=1, kind="stable")[:, : results[0][0].shape[1]]
+    return np.take_along_axis(score_BN, order_BN, axis=1), np.take_along_axis(row_BN, order_BN, axis=1)
 
 
 class ShardVectors:
     """The vectors in the shards of an index, by item row.
 
     Args:
-        read_S: function of each shard that returns the vectors at positions inside the shard.
+        read_vectors_S: function of each shard that returns the vectors at positions inside the shard.
     """
 
-    def __init__(self, index: Any, read_S: Sequence[Callable[[Rows], Floats32]]) -> None:
-        self._index, self._read_S = index, read_S
+    def __init__(self, index: Any, read_vectors_S: Sequence[Callable[[Rows], Floats32]]) -> None:
+        self._index, self._read_vectors_S = index, read_vectors_S
         row_S = [item_row_by_position(shard) for shard in shards_of(index)]
         self._end_S = np.cumsum([len(row_R) for row_R in row_S])
         self._position_I = np.argsort(np.concatenate(row_S))
@@ -98,5 +98,5 @@ class ShardVectors:
         shard_L = np.searchsorted(self._end_S, position_L, side="right")
         for shard, indices in positions_by_shard(shard_L, num_shards=len(self._end_S)):
             start = self._end_S[shard - 1] if shard else 0
-            vector_LD[indices] = self._read_S[shard](position_L[indices] - start)
+            vector_LD[indices] = self._read_vectors_S[shard](position_L[indices] - start)
         return vector_LD

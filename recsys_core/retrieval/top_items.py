@@ -14,7 +14,7 @@ from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.retrieval.search import Selection, search, search_exhaustively
 
 MAX_SEARCHED_SHARE = 1 / 16
-"""A search for a larger share of the allowed items compares all of them, which is faster than a deep search of the index."""
+"""A query that needs a larger share of the allowed items is compared with all of them, which is faster than a deep search."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Candidates:
 
     Attributes:
         num_items: number of allowed items.
-        is_allowed_I, selection: the allowed items; None if all items are allowed.
+        is_allowed_I, selection: the allowed items in two forms; None if all items are allowed.
         excluded_rows: distinct rows of allowed items that no query gets.
     """
 
@@ -37,8 +37,8 @@ class Candidates:
         if len(self.excluded_rows):
             num_queries = len(excluded_items)
             length_B = np.full(num_queries, len(self.excluded_rows))
-            common = JaggedArray.from_lengths(length_B, np.tile(self.excluded_rows, num_queries))
-            excluded_items = excluded_items.union(common, bound=bound)
+            excluded_everywhere = JaggedArray.from_lengths(length_B, np.tile(self.excluded_rows, num_queries))
+            excluded_items = excluded_items.union(excluded_everywhere, bound=bound)
         if self.is_allowed_I is None:
             return excluded_items
         return excluded_items.filter(self.is_allowed_I[excluded_items.values_L])
@@ -86,10 +86,10 @@ class TopItems:
         self.num_items_B[query_indices] = is_recommended_BN.sum(axis=1)
 
     def drop_below(self, min_score: float, query_indices: NDArray[np.int64]) -> None:
-        """Drop the items whose score is below `min_score`, which are the last items of their query."""
-        num_above = (self.score_BK[query_indices] >= min_score).sum(axis=1)
-        # Unused places have a score of 0.
-        self.num_items_B[query_indices] = np.minimum(self.num_items_B[query_indices], num_above)
+        """Drop the items whose score is below `min_score`: the last items of each query."""
+        num_above_B = (self.score_BK[query_indices] >= min_score).sum(axis=1)
+        # The minimum is needed because unused places have a score of 0, which may be above `min_score`.
+        self.num_items_B[query_indices] = np.minimum(self.num_items_B[query_indices], num_above_B)
 
     @property
     def is_item_BK(self) -> NDArray[np.bool_]:
@@ -113,7 +113,7 @@ class IndexSearch:
         for a query, the query is searched again over all vectors.
 
         Args:
-            query_indices: positions of the queries in the batch.
+            query_indices: indices of the queries in the batch.
             query_BD: vectors of these queries, in the same order.
         """
         depth_B = top_items.depth_B[query_indices]

@@ -14,11 +14,12 @@ from recsys_core.serving.ids import Id
 
 Fallback = Literal["history", "features", "popularity"]
 FALLBACKS: tuple[Fallback | None, ...] = (None, "history", "features", "popularity")
-"""Origin of the recommendations of a query; the position is the code in Recommendations.
+"""Origins of the recommendations of a query. The index of an origin is its code in Recommendations.
 
-None: the model knows the user, or the package has no users and the request has the history. history: the user is unknown, and
-the items come from the history in the request. features: the same with features in the request. popularity: the most popular
-items, because the request has nothing that the model reads.
+- None: the model knows the user, or the package has no users.
+- history: the user is unknown, and the items come from the history in the request.
+- features: the user is unknown, and the items come from the features in the request.
+- popularity: the items are the most popular ones, because the request has nothing that the model reads.
 """
 
 
@@ -26,9 +27,9 @@ class Answer(NamedTuple):
     """Recommended items for one row of a request, best first. An invalid row has an error and no items.
 
     Attributes:
-        version, space_id: the version that answered, and the vector space of its query tower and items.
+        version, space_id: the model version that answered, and the id of its vector space.
         fallback: see FALLBACKS.
-        num_unknown_items: number of items of the history that are not in the catalogue, and are ignored.
+        num_unknown_items: number of items of the history that are ignored because they are not in the catalogue.
         query_vector, item_vectors: only with `with_vectors`.
     """
 
@@ -45,22 +46,22 @@ class Answer(NamedTuple):
     def to_dict(self, *, with_vectors: bool) -> dict[str, Any]:
         """Return the fields by name, without the vectors unless they were requested."""
         fields = self._asdict()
-        return fields if with_vectors else {name: value for name, value in fields.items() if not name.endswith(_VECTORS)}
+        return fields if with_vectors else {name: value for name, value in fields.items() if name not in _VECTOR_FIELDS}
 
 
-_VECTORS = ("query_vector", "item_vectors")
+_VECTOR_FIELDS = ("query_vector", "item_vectors")
 
 
 @dataclass(frozen=True)
 class Recommendations(Sequence[Answer]):
-    """Recommendations for some queries, as arrays. Item i of the sequence is the Answer of query i.
+    """Recommendations for some queries, as arrays. Element i of the sequence is the Answer of query i.
 
     Attributes:
         item_id_L, score_L: item ids and scores of all queries, one query after the other.
-        offset: [B + 1], the bounds of each query in these arrays.
+        offset: [B + 1]; query i has the elements from offset[i] to offset[i + 1] of these arrays.
         fallback_code_B: index into FALLBACKS.
-        errors: error by query; such a query has no items.
-        query_BD, item_vector_LD: only with `with_vectors`. The query vector of a query without one is zero.
+        errors: error messages by query; a query with an error has no items.
+        query_BD, item_vector_LD: only with `with_vectors`. The vector of a query that the model does not rank is zero.
     """
 
     item_id_L: NDArray[Any]
@@ -81,7 +82,7 @@ class Recommendations(Sequence[Answer]):
 
     @property
     def scores(self) -> list[NDArray[np.float32]]:
-        """The scores of the ids of each query: inner products of query and item vector, or shares of all events."""
+        """The scores of the items of each query: inner products of query and item vector, or shares of events."""
         return np.split(self.score_L, self.offset[1:-1]) if len(self) else []
 
     @property
@@ -96,40 +97,40 @@ class Recommendations(Sequence[Answer]):
         if isinstance(query, slice):
             return [self[index] for index in range(*query.indices(len(self)))]
         query = range(len(self))[query]
-        items = slice(int(self.offset[query]), int(self.offset[query + 1]))
+        item_slice = slice(int(self.offset[query]), int(self.offset[query + 1]))
         return Answer(
-            item_ids=self.item_id_L[items].tolist(),
-            scores=self.score_L[items].tolist(),
+            item_ids=self.item_id_L[item_slice].tolist(),
+            scores=self.score_L[item_slice].tolist(),
             version=self.version,
             space_id=self.space_id,
             fallback=FALLBACKS[self.fallback_code_B[query]],
             num_unknown_items=int(self.num_unknown_items_B[query]),
             error=self.errors.get(query),
             query_vector=None if self.query_BD is None else self.query_BD[query].tolist(),
-            item_vectors=None if self.item_vector_LD is None else self.item_vector_LD[items].tolist(),
+            item_vectors=None if self.item_vector_LD is None else self.item_vector_LD[item_slice].tolist(),
         )
 
     def __iter__(self) -> Iterator[Answer]:
         return (self[query] for query in range(len(self)))
 
 
-def joined(parts: Sequence[Recommendations], *, errors: Mapping[int, str] | None = None) -> Recommendations:
-    """Join the recommendations of consecutive batches. errors: error by query."""
-    first = parts[0]
-    if len(parts) == 1 and not errors:
-        return first
-    num_items_B = np.concatenate([np.diff(part.offset) for part in parts])
-    query_BDs = [part.query_BD for part in parts if part.query_BD is not None]
-    item_vector_LDs = [part.item_vector_LD for part in parts if part.item_vector_LD is not None]
+def join_batches(batches: Sequence[Recommendations], *, errors: Mapping[int, str] | None = None) -> Recommendations:
+    """Join the recommendations of consecutive batches. errors: error messages by query."""
+    first_batch = batches[0]
+    if len(batches) == 1 and not errors:
+        return first_batch
+    num_items_B = np.concatenate([np.diff(batch.offset) for batch in batches])
+    query_BD_by_batch = [batch.query_BD for batch in batches if batch.query_BD is not None]
+    item_vector_LD_by_batch = [batch.item_vector_LD for batch in batches if batch.item_vector_LD is not None]
     return Recommendations(
-        item_id_L=np.concatenate([part.item_id_L for part in parts]),
-        score_L=np.concatenate([part.score_L for part in parts]),
+        item_id_L=np.concatenate([batch.item_id_L for batch in batches]),
+        score_L=np.concatenate([batch.score_L for batch in batches]),
         offset=np.concatenate([[0], np.cumsum(num_items_B)]),
-        fallback_code_B=np.concatenate([part.fallback_code_B for part in parts]),
-        num_unknown_items_B=np.concatenate([part.num_unknown_items_B for part in parts]),
-        version=first.version,
-        space_id=first.space_id,
+        fallback_code_B=np.concatenate([batch.fallback_code_B for batch in batches]),
+        num_unknown_items_B=np.concatenate([batch.num_unknown_items_B for batch in batches]),
+        version=first_batch.version,
+        space_id=first_batch.space_id,
         errors=errors or {},
-        query_BD=np.concatenate(query_BDs) if query_BDs else None,
-        item_vector_LD=np.concatenate(item_vector_LDs) if item_vector_LDs else None,
+        query_BD=np.concatenate(query_BD_by_batch) if query_BD_by_batch else None,
+        item_vector_LD=np.concatenate(item_vector_LD_by_batch) if item_vector_LD_by_batch else None,
     )

@@ -3,7 +3,7 @@
 package.json has the size and sha256 of every other file. The sha256 of package.json is stored with the model version,
 outside the package.
 
-users.arrow, which may be large, is verified in blocks when they are read, so only its size is compared here.
+users.arrow, which may be large, is verified block by block when a block is read, so only its size is compared here.
 
 Shapes: I items.
 """
@@ -58,10 +58,10 @@ class PackageContents:
 def read_package(folder: Path, *, sha256: str) -> PackageContents:
     """Read the package in `folder`. sha256: expected checksum of package.json.
 
-    Raises StageError if a file is missing, superfluous or changed, or does not match package.json. The message names the file.
+    Raises StageError, which names the file, if a file is missing, superfluous or changed, or does not match package.json.
     """
     package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
-    # The errors of the functions that read another file contain its path. All other errors come from values in package.json.
+    # An error in another file has the path of that file. All remaining errors come from values in package.json.
     with _name_unreadable_file(folder / DESCRIPTION_NAME):
         _verify_files(folder, package)
         return open_contents(folder, package)
@@ -71,10 +71,8 @@ def open_contents(folder: Path, package: PackageDescription) -> PackageContents:
     """Read the files of a package without comparing their checksums. Raises StageError if they do not match the description."""
     spec = package.model
     tower_path = folder / "tower.safetensors"
-    tower, items = (
-        load_tower(tower_path, spec=spec, quantization=package.quantization),
-        _read_items(folder / ITEMS_NAME, package),
-    )
+    tower = load_tower(tower_path, spec=spec, quantization=package.quantization)
+    items = _read_items(folder / ITEMS_NAME, package)
     for path, space_id in ((tower_path, read_space_id(tower_path)), (folder / ITEMS_NAME, items.space_id)):
         if space_id != package.space_id:
             raise StageError(
@@ -128,8 +126,8 @@ def _verify_files(folder: Path, package: PackageDescription) -> None:
     """Raise StageError unless the folder has exactly the files of the model, with the recorded checksums."""
     expected_names = package.file_names
     for file_name in sorted(expected_names ^ package.files.keys()):
-        difference = "does not list it" if file_name in expected_names else "lists it, but the model does not use it"
-        raise StageError(f"{folder / file_name}: {DESCRIPTION_NAME} {difference}; package the model again")
+        difference_text = "does not list it" if file_name in expected_names else "lists it, but the model does not use it"
+        raise StageError(f"{folder / file_name}: {DESCRIPTION_NAME} {difference_text}; package the model again")
     for file_name in sorted({path.name for path in folder.iterdir()} - expected_names - {DESCRIPTION_NAME}):
         raise StageError(
             f"{folder / file_name}: {DESCRIPTION_NAME} does not list this file; remove it, or package the model again"
@@ -137,7 +135,7 @@ def _verify_files(folder: Path, package: PackageDescription) -> None:
     for file_name, record in package.files.items():
         if file_name == USERS_NAME:
             verify_size(folder / file_name, record=record)
-        elif file_name not in package.index_names:  # load_index verifies them
+        elif file_name not in package.index_names:  # load_index verifies the index files
             verify_file(folder / file_name, record=record)
 
 
@@ -199,12 +197,11 @@ def _read_item_ids(path: Path, *, num_items: int) -> IdMap:
     return ids
 
 
-def _read_array(path: Path, dtype: type[np.generic], *, length: int | None = None) -> NDArray[Any]:
+def _read_array(path: Path, dtype: type[np.generic], *, length: int) -> NDArray[Any]:
     with _name_unreadable_file(path):
         array: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    if array.dtype != dtype or array.ndim != 1 or (length is not None and len(array) != length):
-        expected = f"{np.dtype(dtype)} [{'any' if length is None else length}]"
-        raise _mismatch(path, f"{array.dtype} {list(array.shape)}", expected)
+    if array.dtype != dtype or array.shape != (length,):
+        raise _mismatch(path, f"{array.dtype} {list(array.shape)}", f"{np.dtype(dtype)} [{length}]")
     return array
 
 

@@ -32,28 +32,30 @@ ITEMS_NAME = "items.parquet"
 USERS_NAME, USERS_CHECKSUMS_NAME = "users.arrow", "users.sha256"
 SEGMENTS_NAME = "popularity_by.parquet"
 GOLDEN_NAME = "golden.json"
-"""File with requests and the expected answers, which are compared when the package is loaded."""
+"""File with requests and their expected answers. Loading the package compares its answers with them."""
 CANDIDATE_NAME = "candidate.safetensors"
-"""File with the candidate tower, which embeds items that come later; see recsys_core.refresh."""
+"""File with the candidate tower, which embeds items that are added after the training; see recsys_core.refresh."""
 SOURCES_NAME = "item_sources.npy"
-"""File with the input tables of each item, coded as a sum of FROM_VECTORS and FROM_FEATURES."""
+"""File with a number per item for the input tables that have the item: the sum of FROM_VECTORS and FROM_FEATURES."""
 FROM_VECTORS, FROM_FEATURES = 1, 2
 FORMAT_VERSION: Final = 7
 QUERY_COLUMNS = ("user_id", "history")
-"""Columns of a request for recommendations in addition to features."""
+"""Columns that a request for recommendations can have in addition to feature columns."""
 ITEM_COLUMN = "item_id"
 """Column of a request for similar items."""
-_INDEX_KIND: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
+_INDEX_KIND_ADAPTER: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
 
 
 class QueryFeature(Frozen):
-    """A feature of the query side, with all that turns its values into rows of its embedding table.
+    """A feature of the query tower, with the settings that map its values to rows of its embedding table.
 
     Attributes:
-        column, weight_column: columns with the values and weights, in the log or the feature table, and in a request.
-        value_type: None for numbers.
-        hash_rows: rows onto which a hash maps the values; None for a vocabulary.
-        boundaries, mean, std: buckets of a number, or its standardisation.
+        column, weight_column: columns with the values and the weights in the log or in the feature table.
+        value_type: type of the values; None for numbers.
+        hash_rows: number of rows onto which a hash maps the values; None for a vocabulary.
+        max_values: largest number of values of a list that the model reads; None for all.
+        boundaries: limits of the buckets of a number.
+        mean, std: standardisation of a number that has no buckets.
     """
 
     kind: Literal["categorical", "list", "weighted_list", "numeric"]
@@ -68,10 +70,10 @@ class QueryFeature(Frozen):
 
     @classmethod
     def of(cls, key: str, manifest: FeaturesManifest) -> Self:
-        """Return the feature `key` of an ingest. The values have the type of the vocabulary, if there is one."""
-        facts = manifest.features[key]
-        values = facts.model_dump(include=cls.model_fields.keys() - {"column"})
-        feature = cls(column=facts.column or key.partition(".")[2], **values)
+        """Return the feature `key` of a features stage. Its `value_type` is the type of its vocabulary, if there is one."""
+        ingested_feature = manifest.features[key]
+        settings = ingested_feature.model_dump(include=cls.model_fields.keys() - {"column"})
+        feature = cls(column=ingested_feature.column or key.partition(".")[2], **settings)
         if not feature.has_vocabulary:
             return feature
         value_type = pq.read_schema(manifest.path(vocabulary_name(key))).field("value").type
@@ -84,7 +86,7 @@ class QueryFeature(Frozen):
 
 
 class DataWindow(Frozen):
-    """The events with which the model was trained and evaluated."""
+    """Times and sizes of the log with which the model was trained and evaluated."""
 
     first_time: str | None
     last_time: str | None
@@ -105,14 +107,17 @@ class DataWindow(Frozen):
 
 
 class Metric(Frozen):
-    """A metric of the model on the test split, with half the width of its confidence interval if it is a mean over users."""
+    """A metric of the model on the test split.
+
+    half_width: half the width of the confidence interval; None if the metric is no mean over users.
+    """
 
     value: float
     half_width: float | None
 
 
 class PackageDescription(Frozen):
-    """package.json: what the package is, and the size and checksum of every other file."""
+    """package.json: properties of the package, and the size and checksum of every other file."""
 
     format_version: Literal[7] = FORMAT_VERSION
     model: ModelSpec
@@ -142,7 +147,7 @@ class PackageDescription(Frozen):
     @property
     def index(self) -> AnyIndexKind:
         """Kind of the index, with the settings with which it was built."""
-        return _INDEX_KIND.validate_python({"kind": self.index_kind} | self.index_parameters)
+        return _INDEX_KIND_ADAPTER.validate_python({"kind": self.index_kind} | self.index_parameters)
 
     @model_validator(mode="after")
     def _index_is_valid(self) -> Self:
@@ -175,7 +180,7 @@ class PackageDescription(Frozen):
     def vocabulary_names(self) -> list[str]:
         """Names of the files with the vocabularies of the features."""
         query_names = [vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary]
-        return query_names + [vocabulary_name(key) for key, facts in self.item_features.items() if has_vocabulary(facts)]
+        return query_names + [vocabulary_name(key) for key, feature in self.item_features.items() if has_vocabulary(feature)]
 
 
 def verify_users(folder: Path) -> None:
@@ -194,15 +199,15 @@ def verify_users(folder: Path) -> None:
 
 
 def export_name(export_format: ExportFormat) -> str:
-    """Return the name of the file with the query tower in a format."""
+    """Return the name of the file with the query tower in `export_format`."""
     return f"query.{export_format}"
 
 
 def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str, str | None]]:
     """Return the names of two columns for each feature in a request: values, and weights or None.
 
-    A column has its name in the log or in the feature table. If users and context both have a column of that name, or if a
-    request has another column of that name, it is called user.<column> or context.<column>.
+    A column keeps its name from the log or the feature table. It is called user.<column> or context.<column> if users and
+    context both have a column of that name, or if the name is `user_id`, `history` or `item_id`.
     """
     sides_by_column: dict[str, set[str]] = {}
     for key, feature in features.items():
@@ -210,18 +215,21 @@ def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str
             if column is not None:
                 sides_by_column.setdefault(column, set()).add(key.partition(".")[0])
 
-    def name(key: str, column: str) -> str:
+    def request_column(key: str, column: str) -> str:
         is_ambiguous = len(sides_by_column[column]) > 1 or column in (*QUERY_COLUMNS, ITEM_COLUMN)
         return f"{key.partition('.')[0]}.{column}" if is_ambiguous else column
 
     return {
-        key: (name(key, feature.column), None if feature.weight_column is None else name(key, feature.weight_column))
+        key: (
+            request_column(key, feature.column),
+            None if feature.weight_column is None else request_column(key, feature.weight_column),
+        )
         for key, feature in features.items()
     }
 
 
 def has_vocabulary(feature: IngestedFeature) -> bool:
-    """Return whether a feature has a vocabulary; numbers and hashed values have none."""
+    """Return whether a feature has a vocabulary, which numbers and hashed values do not have."""
     return feature.kind != "numeric" and feature.hash_rows is None
 
 
@@ -231,7 +239,7 @@ def description_sha256(package: PackageManifest) -> str:
 
 
 def vocabulary_name(key: str) -> str:
-    """Return the name of the file with the vocabulary of a feature, in a features stage and in a package."""
+    """Return the name of a feature's vocabulary file, which is the same in a features stage and in a package."""
     return f"{key}.vocabulary.parquet"
 
 

@@ -1,6 +1,6 @@
-"""Features that a request contains: values of users and of the context as rows of embedding tables.
+"""Features in a request: conversion of the values of user and context features to rows of embedding tables.
 
-A value gets the row that the ingest gives it (`recsys_core/ingest/features`). Row 0 is for a value without a row of its own.
+A value gets the same row as in the ingest (`recsys_core/ingest/features`). Row 0 is for all values without a row of their own.
 
 Shapes: B rows of a request, L values of all lists.
 """
@@ -26,11 +26,11 @@ from recsys_core.units import FLOAT32_MAX
 
 @dataclass(frozen=True)
 class GivenFeature:
-    """A feature as the rows of a request give it.
+    """The values of one feature in a request.
 
     Attributes:
-        is_given_B: whether a row has the feature.
-        rows: rows of the embedding table; an empty list for a row without the feature.
+        is_given_B: whether a row of the request has the feature.
+        rows: rows of the embedding table for each row of the request; an empty list without the feature.
         weight_L: weight of each value of `rows`; None if all are 1.
     """
 
@@ -38,12 +38,12 @@ class GivenFeature:
     rows: JaggedArray
     weight_L: NDArray[np.float32] | None
 
-    def take(self, row_index: NDArray[Any]) -> "GivenFeature":
+    def take(self, row_indices: NDArray[Any]) -> "GivenFeature":
         """Return the feature of these rows of the request."""
-        value_index = JaggedArray(self.rows.offset, np.arange(len(self.rows.values_L))).take(row_index)
+        value_index = JaggedArray(self.rows.offset, np.arange(len(self.rows.values_L))).take(row_indices)
         rows = JaggedArray(value_index.offset, self.rows.values_L[value_index.values_L])
         weight_L = None if self.weight_L is None else self.weight_L[value_index.values_L]
-        return GivenFeature(self.is_given_B[row_index], rows, weight_L)
+        return GivenFeature(self.is_given_B[row_indices], rows, weight_L)
 
 
 class FeatureEncoder:
@@ -58,7 +58,7 @@ class FeatureEncoder:
             self._vocabulary = IdMap(values.slice(1), id_name="value")  # row 0 of the file is null
 
     def encode(self, values: Sequence[Any], weights: Sequence[Any] | None) -> GivenFeature:
-        """Encode one value per row of a request; None if the row does not have the feature.
+        """Encode a value for each row of a request. The value and the weight are None if the row does not have the feature.
 
         Raises:
             InputError: a value has the wrong type, or is not finite.
@@ -70,17 +70,17 @@ class FeatureEncoder:
             return GivenFeature(is_given_B, JaggedArray.from_lengths(is_given_B, rows), weight_L)
         if self.feature.kind == "categorical":
             return GivenFeature(is_given_B, JaggedArray.from_lengths(is_given_B, self._table_rows(given_values)), None)
-        lists = [_checked_list(value)[: self.feature.max_values] for value in given_values]
+        used_lists = [_checked_list(value)[: self.feature.max_values] for value in given_values]
         length_B = np.zeros(len(values), np.int64)
-        length_B[is_given_B] = [len(value_list) for value_list in lists]
-        table_row_L = self._table_rows([value for value_list in lists for value in value_list])
+        length_B[is_given_B] = [len(value_list) for value_list in used_lists]
+        table_row_L = self._table_rows([value for value_list in used_lists for value in value_list])
         weight_L = None
         if self.feature.weight_column is not None:
             weight_L = self._checked_weights(given_values, [] if weights is None else weights, is_given_B)
         return GivenFeature(is_given_B, JaggedArray.from_lengths(length_B, table_row_L), weight_L)
 
     def values_of(self, rows: NDArray[np.int64]) -> list[Any]:
-        """Return the values with these rows, which are at least 1, in the vocabulary."""
+        """Return the values that have these rows in the embedding table. The rows are at least 1."""
         assert self._vocabulary is not None
         values: list[Any] = self._vocabulary.ids(rows - 1).tolist()
         return values
@@ -94,18 +94,20 @@ class FeatureEncoder:
 
     def _table_rows(self, values: list[Any]) -> NDArray[np.int64]:
         if self.feature.value_type == "string":
-            values = [str(value).lower() if isinstance(value, bool) else value for value in values]  # the ingest casts it
+            values = [str(value).lower() if isinstance(value, bool) else value for value in values]  # as the ingest casts them
         if self._vocabulary is not None:
             return 1 + self._vocabulary.rows(values)
         assert self.feature.hash_rows is not None
         return np.array([_hash_row(value, self.feature) for value in values], np.int64)
 
-    def _checked_weights(self, lists: list[Any], weights: Sequence[Any], is_given_B: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Return the weights of all used values; raise InputError unless each value has a weight from 0 to FLOAT32_MAX."""
+    def _checked_weights(
+        self, value_lists: list[Any], weights: Sequence[Any], is_given_B: NDArray[np.bool_]
+    ) -> NDArray[np.float32]:
+        """Return the weights of the used values. Raises InputError unless each value has a weight from 0 to FLOAT32_MAX."""
         column = self.feature.weight_column
         given_weights = [weight for weight, is_given in zip(weights, is_given_B, strict=False) if is_given]
-        lengths = [None if weight is None else len(_checked_list(weight)) for weight in given_weights]
-        if lengths != [len(value_list) for value_list in lists]:
+        weight_counts = [None if weight is None else len(_checked_list(weight)) for weight in given_weights]
+        if weight_counts != [len(value_list) for value_list in value_lists]:
             raise InputError(f"{column!r} does not have one weight for each value of {self.feature.column!r}")
         flat_weights = [_checked_number(value) for weight in given_weights for value in weight[: self.feature.max_values]]
         if any(not 0 <= weight <= FLOAT32_MAX for weight in flat_weights):
@@ -117,37 +119,37 @@ class RequestFeatures:
     """The features that a request may contain, by the names of their columns; see `request_columns`."""
 
     def __init__(self, features: Mapping[str, QueryFeature], *, folder: Path) -> None:
-        """features: by user.<name> or context.<name>. folder: folder of the package."""
+        """features: features by key, user.<name> or context.<name>. folder: folder of the package."""
         self._encoders = {key: FeatureEncoder(feature, key=key, folder=folder) for key, feature in features.items()}
-        self._names_by_key = request_columns(features)
+        self._column_names_by_key = request_columns(features)
 
     @property
     def columns(self) -> list[str]:
         """Names of the columns that a request may have in addition to user_id and history."""
-        return list(dict.fromkeys(name for names in self._names_by_key.values() for name in names if name is not None))
+        return list(dict.fromkeys(name for names in self._column_names_by_key.values() for name in names if name is not None))
 
     def values_of(self, key: str, rows: NDArray[np.int64]) -> tuple[str, list[Any]]:
-        """Return the name of the column of a feature with a vocabulary in a request, and the values of some rows."""
-        return self._names_by_key[key][0], self._encoders[key].values_of(rows)
+        """Return the request column of a feature with a vocabulary, and its values with these rows in the embedding table."""
+        return self._column_names_by_key[key][0], self._encoders[key].values_of(rows)
 
     def require_known(self, columns: Mapping[str, Any]) -> None:
-        """Raise InputError for a column that is none of `columns`."""
+        """Raise InputError for a feature column that the model does not have."""
         if unknown_columns := [name for name in columns if name not in self.columns]:
             known_columns = [*QUERY_COLUMNS, *self.columns]
             raise InputError(f"unknown column {shown_names(unknown_columns)}; the model has {shown_names(known_columns)}")
 
     def encode(self, columns: Mapping[str, Sequence[Any]], *, num_rows: int) -> dict[str, GivenFeature]:
-        """Encode the columns of a request: one value per row, None for a row without the feature.
+        """Encode the feature columns of a request, each with one value per row; None for a row without the feature.
 
         Raises:
-            InputError: an unknown column, a column of another length, or an invalid value.
+            InputError: a column is unknown or does not have `num_rows` values, or a value is invalid.
         """
         self.require_known(columns)
         for name, values in columns.items():
             if len(values) != num_rows:
                 raise InputError(f"column {name!r} has {len(values)} values for {num_rows} rows; pass one per row")
         given_features = {}
-        for key, (name, weight_name) in self._names_by_key.items():
+        for key, (name, weight_name) in self._column_names_by_key.items():
             if name in columns or weight_name in columns:
                 assert name is not None
                 values = columns[name] if name in columns else [None] * num_rows
@@ -188,7 +190,7 @@ def _checked_number(value: Any) -> float:
 
 
 def _hash_row(value: Any, feature: QueryFeature) -> int:
-    """Return the row of a value: the lower half of its MD5, as DuckDB's md5_number_lower computes it during the ingest."""
+    """Return 1 + the lower half of the MD5 of a value modulo `hash_rows`, like DuckDB's md5_number_lower in the ingest."""
     is_string = feature.value_type == "string"
     if isinstance(value, bool) or not isinstance(value, str if is_string else int | np.integer):
         raise InputError(f"value {shown(value)} is not {'a string' if is_string else 'an integer'}")

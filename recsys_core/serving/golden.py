@@ -1,7 +1,7 @@
-"""Golden queries: requests with their expected answers, which every consumer of a package compares before it serves.
+"""Golden queries: requests whose expected answers every consumer of a package compares with its own answers before it serves.
 
-They find what checksums do not: a query tower and an index of different versions, ids in another order, or another version of a
-library that computes other scores.
+They detect errors that checksums do not detect: a query tower and an index of different versions, ids in another order, or a
+version of a library that computes other scores.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 NUM_QUERIES = 8
 """Number of queries of each kind."""
 K = 10
+"""Number of items per answer."""
 MAX_SCORE_DIFFERENCE = 1e-3
-"""Largest difference of two scores, relative to the largest score of the answer. Rounding differs between processors."""
+"""Largest difference of two scores, relative to the largest score of the answer. Processors round differently."""
 
 
 class GoldenAnswer(Frozen):
@@ -51,9 +52,9 @@ class GoldenQueries(Frozen):
 
 
 def write_golden(retriever: "Retriever", path: Path) -> None:
-    """Write the answers of `retriever` to requests for known users, for histories, for nothing, with filters and for items.
+    """Write requests of every kind that the package answers, with the answers of `retriever`.
 
-    The histories are random items, not histories of users.
+    The histories consist of random items, so that no user's history is written.
     """
     requests = _requests(retriever)
     golden_requests = tuple(
@@ -70,17 +71,17 @@ def write_golden(retriever: "Retriever", path: Path) -> None:
 
 
 def verify_golden(retriever: "Retriever", path: Path) -> None:
-    """Answer the golden queries of a package; raise StageError if an answer differs from the expected one."""
+    """Answer the golden queries of a package; raise StageError if an answer differs from the expected answer."""
     try:
-        golden = GoldenQueries.model_validate_json(path.read_bytes())
+        golden_queries = GoldenQueries.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StageError(f"{path}: cannot be read ({type(error).__name__}: {error}); package the model again") from error
-    if golden.space_id != retriever.space_id:
+    if golden_queries.space_id != retriever.space_id:
         raise StageError(
-            f"{path}: the queries are of the space_id {golden.space_id}, but the package has {retriever.space_id}; package the "
-            "model again"
+            f"{path}: the queries are of the space_id {golden_queries.space_id}, but the package has {retriever.space_id}; "
+            "package the model again"
         )
-    for golden_request in golden.requests:
+    for golden_request in golden_queries.requests:
         try:
             answers = respond(retriever, golden_request.request)
         except NightjarError as error:
@@ -106,22 +107,21 @@ def golden_vectors(retriever: "Retriever") -> NDArray[np.float32]:
 
 
 def _difference(answer: Answer, expected: GoldenAnswer) -> str | None:
-    """Describe the difference of an answer from the expected one. Items with nearly equal scores may change places."""
+    """Describe how an answer differs from the expected answer; None if only items with nearly equal scores change places."""
     if answer.error is not None or answer.fallback != expected.fallback or len(answer.item_ids) != len(expected.item_ids):
-        actual = answer.error or f"{len(answer.item_ids)} items from {answer.fallback or 'the model'}"
-        return (
-            f"the answer has {actual}, but {len(expected.item_ids)} items from {expected.fallback or 'the model'} are expected"
-        )
+        actual_text = answer.error or f"{len(answer.item_ids)} items from {answer.fallback or 'the model'}"
+        expected_text = f"{len(expected.item_ids)} items from {expected.fallback or 'the model'}"
+        return f"the answer has {actual_text}, but {expected_text} are expected"
     if not expected.scores:
         return None
     tolerance = MAX_SCORE_DIFFERENCE * max(abs(score) for score in expected.scores)
     score_by_id = dict(zip(answer.item_ids, answer.scores, strict=True))
     for item_id, score in zip(expected.item_ids, expected.scores, strict=True):
-        # An item that is not in the answer is replaced by one with nearly the same score, at the end of the answer.
+        # A missing item is allowed if an item with nearly the same score has replaced it at the end of the answer.
         actual_score = score_by_id.get(item_id, answer.scores[-1])
         if not abs(actual_score - score) <= tolerance:
-            actual = f"the score {actual_score:g}" if item_id in score_by_id else "no place in the answer"
-            return f"item {shown(item_id)} has {actual}, but the score {score:g} is expected"
+            actual_text = f"the score {actual_score:g}" if item_id in score_by_id else "no place in the answer"
+            return f"item {shown(item_id)} has {actual_text}, but the score {score:g} is expected"
     return None
 
 
@@ -130,15 +130,15 @@ def _requests(retriever: "Retriever") -> list[dict[str, Any]]:
     params, num_items = {"k": K}, len(retriever.item_ids)
     item_rows = np.random.default_rng(GOLDEN_QUERIES_SEED).permutation(num_items)[: NUM_QUERIES * NUM_QUERIES]
     item_ids = retriever.item_ids.ids(item_rows).tolist()
-    # Each history is longer than the one before; in a small catalogue, the last ones are empty.
-    history_rows = [{"history": item_ids[length * length : length * (length + 2) + 1]} for length in range(NUM_QUERIES)]
+    # History i has 2 i + 1 items, which are in no other history. In a small catalogue, the last histories are empty.
+    history_rows = [{"history": item_ids[index**2 : (index + 1) ** 2]} for index in range(NUM_QUERIES)]
     requests: list[dict[str, Any]] = [
         {"rows": [*history_rows, {"history": []}, {}], "params": params},
-        {"inputs": {"item_id": _spread(retriever.item_ids)}, "params": params},
+        {"inputs": {"item_id": _spread_ids(retriever.item_ids)}, "params": params},
         {"rows": history_rows, "params": params | {"exclude": item_ids[:K], "exclude_seen": False}},
     ]
     if len(retriever.user_ids):
-        user_ids = _spread(retriever.user_ids)
+        user_ids = _spread_ids(retriever.user_ids)
         requests.append({"rows": [{"user_id": user_id} for user_id in user_ids], "params": params})
     if (segment_values := retriever.segment_values(NUM_QUERIES)) is not None:
         name, values = segment_values
@@ -150,8 +150,8 @@ def _requests(retriever: "Retriever") -> list[dict[str, Any]]:
     return requests
 
 
-def _spread(ids: IdMap) -> Sequence[Id]:
-    """Return NUM_QUERIES ids, from the first to the last one."""
+def _spread_ids(ids: IdMap) -> Sequence[Id]:
+    """Return at most NUM_QUERIES ids at equal distances, from the first id to the last."""
     rows = np.unique(np.linspace(0, len(ids) - 1, NUM_QUERIES).astype(np.int64))
     spread_ids: list[Id] = ids.ids(rows).tolist()
     return spread_ids

@@ -19,8 +19,10 @@ from recsys_core.units import INT64_MAX
 Id = int | str
 INT64_RANGE = range(-INT64_MAX - 1, INT64_MAX + 1)
 EXACT_FLOAT64_INTEGERS = range(-(2**53) + 1, 2**53)
-_HALF, _HASH_FACTORS = np.uint64(32), (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
-"""A bucket is the upper half of a hash, scaled to the number of buckets. The factors are from SplitMix64."""
+_HALF_BITS = np.uint64(32)
+"""A bucket number is the upper half of a 64-bit hash, scaled to the number of buckets."""
+_HASH_FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
+"""Factors from SplitMix64."""
 _DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
@@ -38,43 +40,46 @@ class IdColumn(Protocol):
 
 
 class Buckets(NamedTuple):
-    """Rows by the hash of their id: bucket b has the rows row[offset[b]:offset[b + 1]]. There are as many buckets as ids."""
+    """Table rows grouped by the hash of their id: bucket b has the rows row[offset[b]:offset[b + 1]].
+
+    There are as many buckets as ids.
+    """
 
     offset: IndexedArray
     row: IndexedArray
 
 
 def hash_buckets(ids: pa.Array) -> Buckets:
-    """Return the buckets of a column of ids: offset int64 [number of ids + 1], row int32 [number of ids]."""
-    bucket_L = _buckets(ids, num_buckets=len(ids))
+    """Group the rows of an id column into buckets: offset int64 [number of ids + 1], row int32 [number of ids]."""
+    bucket_L = _bucket_numbers(ids, num_buckets=len(ids))
     offset = np.concatenate([[0], np.cumsum(np.bincount(bucket_L, minlength=len(ids)))]).astype(np.int64)
     return Buckets(offset, np.argsort(bucket_L, kind="stable").astype(np.int32))
 
 
-def _buckets(ids: pa.Array, *, num_buckets: int) -> NDArray[np.int64]:
-    """Return the bucket of each id, which is the same in each process."""
+def _bucket_numbers(ids: pa.Array, *, num_buckets: int) -> NDArray[np.int64]:
+    """Return the bucket number of each id. The same id gets the same number in every process."""
     values: NDArray[Any] = ids.to_numpy(zero_copy_only=False)
     if values.dtype == np.int64:
         hash_L = values.view(np.uint64)
         for factor in _HASH_FACTORS:
-            hash_L = (hash_L ^ (hash_L >> _HALF)) * factor
+            hash_L = (hash_L ^ (hash_L >> _HALF_BITS)) * factor
     else:
         hash_L = pd.util.hash_array(values, categorize=False)
-    return (((hash_L >> _HALF) * np.uint64(num_buckets)) >> _HALF).astype(np.int64)
+    return (((hash_L >> _HALF_BITS) * np.uint64(num_buckets)) >> _HALF_BITS).astype(np.int64)
 
 
 class IdMap:
     """Map between ids (int64 or string) and table rows. The row of an id is its index in a column of ids.
 
-    An id is compared with the few ids in the bucket of its hash. The buckets are computed, which takes 12 bytes per id, or they
-    are in a file with the ids, which is not loaded.
+    A lookup compares an id only with the few ids in the bucket of its hash. The buckets are either computed, which takes 12
+    bytes of memory per id, or stored with the ids in a memory-mapped file.
     """
 
     def __init__(self, ids: Any, *, id_name: str, buckets: Buckets | None = None) -> None:
-        """Map ids, an IdColumn.
+        """Map the ids of an IdColumn to their indices.
 
         Args:
-            id_name: name of the ids in error messages, e.g. "user_id".
+            id_name: what error messages call an id, e.g. "user_id".
             buckets: None to compute them, which needs an Arrow array of ids.
         """
         self._id_name = id_name
@@ -102,15 +107,15 @@ class IdMap:
         if len(ids) == 0 or len(self) == 0:
             return rows
         parsed_ids = self.parse(ids)
-        bucket_L = _buckets(parsed_ids, num_buckets=len(self))
+        bucket_L = _bucket_numbers(parsed_ids, num_buckets=len(self))
         start_L, end_L = self._buckets.offset[bucket_L], self._buckets.offset[bucket_L + 1]
-        candidates = JaggedArray.from_slices(self._buckets.row, start=start_L, end=end_L)
-        candidate_ids, id_index = self._ids.take(pa.array(candidates.values_L)), candidates.list_index_L
+        candidate_rows = JaggedArray.from_slices(self._buckets.row, start=start_L, end=end_L)
+        candidate_ids, id_index_L = self._ids.take(pa.array(candidate_rows.values_L)), candidate_rows.list_index_L
         if self._has_string_ids:
-            is_match = pc.equal(candidate_ids, parsed_ids.take(pa.array(id_index))).to_numpy(zero_copy_only=False)
+            is_match = pc.equal(candidate_ids, parsed_ids.take(pa.array(id_index_L))).to_numpy(zero_copy_only=False)
         else:
-            is_match = candidate_ids.to_numpy() == parsed_ids.to_numpy()[id_index]
-        rows[id_index[is_match]] = candidates.values_L[is_match]
+            is_match = candidate_ids.to_numpy() == parsed_ids.to_numpy()[id_index_L]
+        rows[id_index_L[is_match]] = candidate_rows.values_L[is_match]
         return rows
 
     def ids(self, rows: NDArray[np.integer[Any]]) -> NDArray[Any]:
@@ -121,8 +126,8 @@ class IdMap:
     def parse(self, ids: Sequence[Any] | NDArray[Any]) -> pa.Array:
         """Convert ids to the type of the map. Raises InputError for the first invalid id.
 
-        Integer ids may also be decimal strings. They may be whole floats below 2**53, because pandas converts an integer column
-        with a missing value to floats.
+        An integer id may also be a decimal string, or a whole float between -2**53 and 2**53, because pandas converts an
+        integer column with a missing value to floats.
         """
         python_type, arrow_type = (str, pa.large_string()) if self._has_string_ids else (int, pa.int64())
         is_int64 = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._has_string_ids

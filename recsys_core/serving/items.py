@@ -1,7 +1,7 @@
 """The items of a package: ids, titles, vectors, and the filters on their columns.
 
-items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be mapped. It may have
-no vectors if the index has them.
+items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be memory-mapped. The
+vectors may be left out if they can be read from the index.
 
 Shapes: I items, L looked-up items, D width of the vectors.
 """
@@ -22,26 +22,26 @@ from recsys_core.errors import InputError, StageError, shown, shown_names
 from recsys_core.serving.quantise import SPACE_ID_KEY
 
 ROW_GROUP_ROWS = 2_048
-"""A lookup of one vector reads a row group, so it is small."""
+"""A lookup of one vector reads a whole row group, so row groups are small."""
 RESERVED_ITEM_COLUMNS = ("item_id", "title", "vector")
-"""Columns of items.parquet that are no filter columns."""
+"""Columns of items.parquet that are not filter columns."""
 _COMPARISONS = {"ge": pc.greater_equal, "gt": pc.greater, "le": pc.less_equal, "lt": pc.less, "since": pc.greater_equal}
 _OPERATORS = ("in", *_COMPARISONS)
 
 Filter = Mapping[str, Any]
-"""Conditions by filter column, which an item has to satisfy all: {"genre": {"in": ["rock"]}, "price": {"ge": 5, "lt": 20}}."""
+"""Conditions by filter column; an item must satisfy all of them: {"genre": {"in": ["rock"]}, "price": {"ge": 5, "lt": 20}}."""
 
 
 def join_columns(items: pa.Table, paths: Iterable[Path]) -> pa.Table:
-    """Append the columns of files with the column `row`, the row of each value in `items`. Other items get null."""
+    """Append columns of parquet files to `items`. The column `row` of a file has the item rows; missing items get null."""
     for path in paths:
         values = pq.read_table(path)
-        position_I = np.full(items.num_rows, -1, np.int64)
-        position_I[values["row"].to_numpy()] = np.arange(values.num_rows)
-        position = pa.array(position_I, mask=position_I < 0)
+        value_index_I = np.full(items.num_rows, -1, np.int64)
+        value_index_I[values["row"].to_numpy()] = np.arange(values.num_rows)
+        value_index_or_null = pa.array(value_index_I, mask=value_index_I < 0)
         for name in values.column_names:
             if name != "row":
-                items = items.append_column(name, values[name].take(position))
+                items = items.append_column(name, values[name].take(value_index_or_null))
     return items
 
 
@@ -55,10 +55,10 @@ def write_items(
 ) -> None:
     """Write items.parquet: `columns` (item_id, title, filter columns) and the column `vector`, in blocks of rows.
 
-    The metadata of its schema have the space_id of the vectors.
+    The metadata of the schema contains the space_id of the vectors.
 
     Args:
-        precision: precision of the vectors; none to leave out the column.
+        precision: precision of the vectors; `none` leaves out the column.
 
     Raises:
         StageError: a value does not fit into half precision.
@@ -85,20 +85,20 @@ def write_items(
 
 
 class ItemTable:
-    """Titles and filter columns of the items in memory-mapped columns, and their vectors, which are read on demand."""
+    """Titles and filter columns of the items, which are memory-mapped, and their vectors, which are read on demand."""
 
     def __init__(self, path: Path, *, filter_columns: tuple[str, ...], has_titles: bool) -> None:
         self._path = path
         self._footer = pq.read_metadata(path, memory_map=True)
         schema_metadata = self._footer.schema.to_arrow_schema().metadata or {}
         self.space_id = schema_metadata.get(SPACE_ID_KEY.encode(), b"").decode()
-        self._filters = pq.read_table(path, columns=list(filter_columns), memory_map=True).combine_chunks()
+        self._filter_table = pq.read_table(path, columns=list(filter_columns), memory_map=True).combine_chunks()
         self._titles = pq.read_table(path, columns=["title"], memory_map=True)["title"] if has_titles else None
 
     @property
     def filter_columns(self) -> list[str]:
         """Names of the columns by which items can be filtered."""
-        return list(self._filters.column_names)
+        return list(self._filter_table.column_names)
 
     def titles(self, item_row_L: NDArray[np.int64]) -> list[str | None]:
         """Return the title of each item; None for an item without a title."""
@@ -107,11 +107,11 @@ class ItemTable:
         titles: list[str | None] = self._titles.take(pa.array(item_row_L)).to_pylist()
         return titles
 
-    def batches(self, num_rows: int) -> Iterator[pa.Table]:
-        """Read all columns of the items except the vectors, in blocks of at most `num_rows` rows."""
+    def batches(self, max_rows: int) -> Iterator[pa.Table]:
+        """Read all columns of the items except the vectors, in blocks of at most `max_rows` rows."""
         with pq.ParquetFile(self._path, memory_map=True) as file:
             names = [name for name in file.schema_arrow.names if name != "vector"]
-            for batch in file.iter_batches(num_rows, columns=names):
+            for batch in file.iter_batches(max_rows, columns=names):
                 yield pa.Table.from_batches([batch])
 
     @property
@@ -122,17 +122,18 @@ class ItemTable:
     def vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of items from the file, [L, D]."""
         file = pq.ParquetFile(self._path, metadata=self._footer, memory_map=True)
-        group_L = item_row_L // ROW_GROUP_ROWS
+        row_group_L = item_row_L // ROW_GROUP_ROWS
         vector_LD = np.zeros((len(item_row_L), file.schema_arrow.field("vector").type.list_size), np.float32)
-        for group in np.unique(group_L):
-            values = file.read_row_group(int(group), columns=["vector"])["vector"].combine_chunks().flatten()
+        for row_group in np.unique(row_group_L):
+            values = file.read_row_group(int(row_group), columns=["vector"])["vector"].combine_chunks().flatten()
             vector_RD = values.to_numpy().reshape(-1, vector_LD.shape[1])
-            vector_LD[group_L == group] = vector_RD[item_row_L[group_L == group] % ROW_GROUP_ROWS]
+            is_in_group_L = row_group_L == row_group
+            vector_LD[is_in_group_L] = vector_RD[item_row_L[is_in_group_L] % ROW_GROUP_ROWS]
         return vector_LD
 
     def most_frequent(self, column: str) -> Any:
-        """Return the most frequent value of a filter column in the form that JSON has for it; None without a value."""
-        values = self._filters[column].drop_null()
+        """Return the most frequent value of a filter column as JSON represents it; None if the column has no value."""
+        values = self._filter_table[column].drop_null()
         if pa.types.is_floating(values.type):
             values = values.filter(pc.is_finite(values))  # JSON has no NaN and no infinity
         counts = pc.value_counts(values)
@@ -142,21 +143,21 @@ class ItemTable:
         return value.isoformat() if isinstance(value, datetime) else value
 
     def matching(self, item_filter: Filter) -> NDArray[np.bool_]:
-        """Return whether each item satisfies all conditions, [I]. An item without a value in a column does not satisfy it.
+        """Return whether each item satisfies all conditions, [I]. An item without a value in a column fails its conditions.
 
         Raises:
-            InputError: an unknown column or operator, or a value of another type than the column.
+            InputError: a column or operator is unknown, or a value does not have the type of its column.
         """
         if not isinstance(item_filter, Mapping):
             raise InputError(f"filter: {shown(item_filter)} is not an object; write conditions by column")
-        is_match_I = np.ones(self._filters.num_rows, np.bool_)
+        is_match_I = np.ones(self._filter_table.num_rows, np.bool_)
         for column, conditions in item_filter.items():
-            if column not in self._filters.column_names:
+            if column not in self.filter_columns:
                 raise InputError(
-                    f"filter: unknown column {shown(column)}; the model has {shown_names(self._filters.column_names)}, from "
+                    f"filter: unknown column {shown(column)}; the model has {shown_names(self.filter_columns)}, from "
                     "features.items.filter_columns"
                 )
-            values = self._filters[column]
+            values = self._filter_table[column]
             for operator, operand in _conditions(column, conditions).items():
                 is_match = _is_match(values, column, operator, operand)
                 is_match_I &= pc.fill_null(is_match, False).to_numpy()
@@ -179,7 +180,7 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
     if operator == "in":
         if not isinstance(operand, list | tuple):
             raise InputError(f"filter: {column!r} in {shown(operand)}: pass a list of values")
-        value_set = [_parsed(value, values.type, column) for value in operand]
+        value_set = [_parse_operand(value, values.type, column) for value in operand]
         if pa.types.is_integer(values.type):
             value_set = [int(value) for value in value_set if value == int(value)]
         elif pa.types.is_floating(values.type):
@@ -189,7 +190,7 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
         raise InputError(f"filter: column {column!r} has no order ({values.type}); filter it with `in`")
     if operator == "since" and not pa.types.is_timestamp(values.type):
         raise InputError(f"filter: column {column!r} has no times ({values.type}); use ge instead of since")
-    limit = _parsed(operand, values.type, column)
+    limit = _parse_operand(operand, values.type, column)
     if pa.types.is_integer(values.type):
         # A column of integers is compared with an integer, because Arrow does not convert all integers to floats.
         limit = math.ceil(limit) if operator in ("ge", "lt") else math.floor(limit)
@@ -198,7 +199,7 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
     return _COMPARISONS[operator](values, pa.scalar(limit))
 
 
-def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
+def _parse_operand(value: Any, data_type: pa.DataType, column: str) -> Any:
     """Return a value that can be compared with the column; raise InputError if it has another type."""
     if _is_number(data_type):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -210,7 +211,7 @@ def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
             return value
         expected = "true or false"
     elif pa.types.is_timestamp(data_type):
-        if (time := _parsed_time(value)) is not None:
+        if (time := _parse_time(value)) is not None:
             return time
         expected = "a time such as 2026-11-25T06:00:00Z"
     else:
@@ -220,8 +221,8 @@ def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
     raise InputError(f"filter: {shown(value)} is no value of column {column!r}; pass {expected}")
 
 
-def _parsed_time(value: Any) -> datetime | None:
-    """Return a time in UTC, without a zone, as the columns have them; None if the value is no time."""
+def _parse_time(value: Any) -> datetime | None:
+    """Return a time in UTC without a time zone, like the times in a column; None if the value is no time."""
     try:
         time = datetime.fromisoformat(value) if isinstance(value, str) else value
         if isinstance(time, date) and not isinstance(time, datetime):

@@ -85,9 +85,10 @@ def build_package(
 
     Files:
 
-    - tower.safetensors: the query tower. index.faiss, or index.0.faiss, index.1.faiss, ...: the shards of the served index.
+    - tower.safetensors: the query tower.
+    - index.faiss, or index.0.faiss, index.1.faiss, ...: the served index, or its shards.
     - items.parquet: item_id, title, filter columns and vector of each item, in the order of the item rows.
-    - users.arrow: ids, features and events of the users from training, validation and test; see `UserTable`.
+    - users.arrow: ids, features and histories of the users, with the events of all splits; see `UserTable`.
     - users.sha256: checksums of the blocks of users.arrow.
     - popularity.npy int32 [I]: item rows by falling popularity.
     - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
@@ -96,25 +97,26 @@ def build_package(
     - query.pt2, query.onnx: the query tower in the formats of `exports`.
     - candidate.safetensors, item.<feature>.vocabulary.parquet: the candidate tower, and the vocabularies of its features.
     - item_sources.npy uint8 [I]: the input tables that have each item; see `SOURCES_NAME`.
-    - golden.json: `GoldenQueries`. package.json: `PackageDescription`.
+    - golden.json: `GoldenQueries`.
+    - package.json: `PackageDescription`.
 
-    With `users: none`, users.arrow and users.sha256 are left out.
+    users.arrow and users.sha256 are left out with `users: none`.
 
     Raises:
         StageError: the index has other vectors than the export.
     """
-    indexed, exported = ((stage.num_items, stage.dim, stage.similarity) for stage in (index, export))
-    if indexed != exported:
+    indexed_vectors, exported_vectors = (_describe_vectors(stage) for stage in (index, export))
+    if indexed_vectors != exported_vectors:
         raise StageError(
-            f"{index.folder}: the index has {_describe_vectors(*indexed)}, but the export {export.folder} has "
-            f"{_describe_vectors(*exported)}; build the index again"
+            f"{index.folder}: the index has {indexed_vectors}, but the export {export.folder} has {exported_vectors}; build "
+            "the index again"
         )
     interactions, features = dataset.interactions, dataset.features
     fingerprint = fingerprint_of("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
     stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing(min_bytes=_large_bytes(index, interactions)) as output_folder:
+    with stage.writing(min_bytes=_large_file_bytes(index, interactions)) as output_folder:
         package_folder = output_folder / "package"
         package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
@@ -138,7 +140,13 @@ def build_package(
         np.save(package_folder / SOURCES_NAME, _item_sources(dataset))
         _write_popularity(package_folder, config, dataset, evaluation)
         description = _description(
-            config, spec, export=export, index=index, dataset=dataset, evaluation=evaluation, columns=item_columns.column_names
+            config,
+            spec,
+            export=export,
+            index=index,
+            dataset=dataset,
+            evaluation=evaluation,
+            item_column_names=item_columns.column_names,
         )
         for file_name in description.vocabulary_names:
             assert features is not None  # the spec has features
@@ -152,7 +160,7 @@ def build_package(
 
 
 def _index_files(index: IndexManifest) -> tuple[str, ...]:
-    """Return the files of the served index."""
+    """Return the names of the files of the served index."""
     return shard_files(f"{index.served_index}.faiss", num_shards=_num_shards(index))
 
 
@@ -160,8 +168,8 @@ def _num_shards(index: IndexManifest) -> int:
     return index.reports[index.served_index].shards
 
 
-def _large_bytes(index: IndexManifest, interactions: InteractionsManifest) -> int:
-    """Return the size of the large files: the served index, and the histories."""
+def _large_file_bytes(index: IndexManifest, interactions: InteractionsManifest) -> int:
+    """Return the size of the large files: the served index and the histories."""
     history_files = [
         file_name for name in HISTORY_ARRAYS for file_name in array_files(name, num_shards=interactions.num_shards)
     ]
@@ -177,9 +185,9 @@ def _description(
     index: IndexManifest,
     dataset: Dataset,
     evaluation: EvaluationManifest,
-    columns: Sequence[str],
+    item_column_names: Sequence[str],
 ) -> PackageDescription:
-    """Return the description of a package without its files. columns: names of the columns of items.parquet."""
+    """Return the description of a package, without the records of its files."""
     features, report = dataset.features, index.reports[index.served_index]
     query_features = _query_features(spec, features)
     return PackageDescription(
@@ -196,8 +204,8 @@ def _description(
         fallbacks=_fallbacks(spec, query_features),
         features=query_features,
         item_features={} if features is None else {key: features.features[key] for key in spec.features("item")},
-        filter_columns=tuple(name for name in columns if name not in RESERVED_ITEM_COLUMNS),
-        has_titles="title" in columns,
+        filter_columns=tuple(name for name in item_column_names if name not in RESERVED_ITEM_COLUMNS),
+        has_titles="title" in item_column_names,
         item_vectors=config.item_vectors,
         popularity_by=config.popularity_by,
         exports=config.exports,
@@ -208,7 +216,7 @@ def _description(
 
 
 def complete_package(folder: Path, description: PackageDescription) -> None:
-    """Write the golden queries, the exports, and package.json with the checksums of all files, after the other files."""
+    """Add the golden queries, the exports and package.json (with the checksums) to a folder with all other files."""
     records = {path.name: record_file(path) for path in sorted(folder.iterdir())}
     contents = open_contents(folder, description.model_copy(update={"files": records}))
     write_golden(Retriever(contents, version=""), folder / GOLDEN_NAME)
@@ -219,16 +227,15 @@ def complete_package(folder: Path, description: PackageDescription) -> None:
 
 
 def space_id_of(export: ExportManifest) -> str:
-    """Return the id of the vector space of an export: a hash of both towers, which are their layers and their tables."""
+    """Return the id of the vector space of an export: a hash of the layers and tables of both towers."""
     prefixes = ("dense.safetensors", "table_", "block_")
     names = sorted(name for name in export.files if name.startswith(prefixes))
     content = "".join(f"{name} {export.files[name].sha256}\n" for name in [*names, "history_items.npy"])
     return hashlib.sha256(f"{export.similarity}\n{content}".encode()).hexdigest()[:16]
 
 
-def _describe_vectors(num_items: int, dim: int, similarity: str) -> str:
-    """Describe item vectors in a message."""
-    return f"{num_items:,} vectors of width {dim} for {similarity} similarity"
+def _describe_vectors(stage: IndexManifest | ExportManifest) -> str:
+    return f"{stage.num_items:,} vectors of width {stage.dim} for {stage.similarity} similarity"
 
 
 def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
@@ -268,7 +275,7 @@ def _write_query_tower(
 
 
 def _write_popularity(folder: Path, config: PackageConfig, dataset: Dataset, evaluation: EvaluationManifest) -> None:
-    """Write the most popular items of all users and, if the config names a feature, of its values."""
+    """Write the items by popularity and, if the config names a feature, the most popular items for each of its values."""
     shutil.copyfile(evaluation.path("popularity.npy"), folder / "popularity.npy")
     item_by_popularity_I = np.load(folder / "popularity.npy")
     np.save(folder / "popularity_share.npy", _popularity_share(dataset.interactions, item_by_popularity_I))
@@ -303,7 +310,7 @@ def _block_arrays(export: ExportManifest) -> BlockArrays | None:
 
 
 def _item_sources(dataset: Dataset) -> NDArray[np.uint8]:
-    """Return the input tables that have each item, [I]."""
+    """Return the input tables that have each item, in the code of `SOURCES_NAME`, [I]."""
     vector_row_I = EventStore.open(dataset.interactions).vector_rows("item")
     source_I = np.zeros(dataset.interactions.num_items, np.uint8)
     if vector_row_I is not None:
@@ -322,7 +329,7 @@ def _fallbacks(spec: ModelSpec, features: Mapping[str, QueryFeature]) -> tuple[F
 
 
 def _item_columns(dataset: Dataset) -> pa.Table:
-    """Return the columns of items.parquet except the vectors: item_id, and the titles and filter columns, if there are any."""
+    """Return the columns of items.parquet except the vectors: item_id and, if there are any, titles and filter columns."""
     columns = pq.read_table(dataset.interactions.path(vocabulary_file("item")), columns=["id"]).rename_columns(["item_id"])
     if dataset.features is None:
         return columns
@@ -331,7 +338,7 @@ def _item_columns(dataset: Dataset) -> pa.Table:
 
 
 def _query_features(spec: ModelSpec, features: FeaturesManifest | None) -> dict[str, QueryFeature]:
-    """Return the features of users and of the context that the model reads."""
+    """Return the user and context features that the model reads, by key."""
     if features is None:
         return {}
     return {key: QueryFeature.of(key, features) for key in spec.features("query")}

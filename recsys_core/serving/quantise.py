@@ -1,6 +1,7 @@
 """The served query tower in plain torch, with quantized or float embedding tables.
 
-Shapes: B queries, R rows of a table, L looked-up rows, D width of the vectors.
+Shapes: B queries, R rows of a table, L looked-up rows, I items, D width of the vectors, T width of the trained query vectors,
+M width of the item vectors of the spectral block.
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ HISTORY_TABLE = "history"
 BLOCK_TABLE = "spectral_block"
 """Name of the table with the item vectors that are added up for the spectral block."""
 CHUNK_ROWS = 1 << 16
+"""Number of table rows that are converted at once."""
 SPACE_ID_KEY = "space_id"
 """Key of the id of the vector space in the metadata of tower.safetensors and items.parquet."""
 
@@ -64,7 +66,7 @@ class IntegerTable(nn.Module):
     """Embedding table of codes with 8 or 4 bits, and a float16 scale and offset per row: value = code * scale + offset.
 
     The codes equal those of FBGEMM's row-wise quantization with half-precision scale and offset. A byte holds two codes of 4
-    bits, the first one in its lower half.
+    bits, with the first code in its lower half.
     """
 
     code: Tensor
@@ -118,7 +120,7 @@ Table = FloatTable | IntegerTable
 
 
 class BlockArrays(NamedTuple):
-    """The spectral block of an exported model: the item vectors in histories [I, M], and the matrices of SpectralBlock."""
+    """The spectral block of an exported model: the item vectors that it adds up over a history, and its matrices."""
 
     history_factor_IM: NDArray[np.float32]
     query_map: Tensor
@@ -163,7 +165,7 @@ class ServedQueryTower(nn.Module):
         """Compute the query vectors, [B, D].
 
         Args:
-            user_row_B: -1 for a user who is not in the vocabulary. Such a user has no stored features.
+            user_row_B: row of each user; -1 for an unknown user, who has no stored features.
             history: item rows, oldest first. Only the newest items are used, up to the history lengths of the model.
             features: the user features of the package.
             given_features: features from the request. They replace stored features.
@@ -210,7 +212,7 @@ class ServedQueryTower(nn.Module):
     def rows_and_weights(
         self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore, given_feature: "GivenFeature | None"
     ) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-        """Return the rows of each query in a table, and their weights; None if all are 1."""
+        """Return the rows of each query in a table, and their weights; None if all weights are 1."""
         row_lists, weight_L = self._stored_rows(table_name, user_row_B, features)
         return (row_lists, weight_L) if given_feature is None else _replace_rows(row_lists, weight_L, given_feature)
 
@@ -233,25 +235,27 @@ class ServedQueryTower(nn.Module):
 
 
 def _replace_rows(
-    stored: JaggedArray, weight_L: NDArray[np.float32] | None, given_feature: "GivenFeature"
+    stored_rows: JaggedArray, weight_L: NDArray[np.float32] | None, given_feature: "GivenFeature"
 ) -> tuple[JaggedArray, NDArray[np.float32] | None]:
     """Replace the stored rows and weights of the queries whose request has the feature."""
-    stored_index = JaggedArray(stored.offset, np.arange(len(stored.values_L)))
-    given_index = JaggedArray(given_feature.rows.offset, len(stored.values_L) + np.arange(len(given_feature.rows.values_L)))
-    index = stored_index.replace(given_index, where=given_feature.is_given_B)
-    rows = np.concatenate([stored.values_L, given_feature.rows.values_L])[index.values_L]
+    stored_index = JaggedArray(stored_rows.offset, np.arange(len(stored_rows.values_L)))
+    given_index = JaggedArray(
+        given_feature.rows.offset, len(stored_rows.values_L) + np.arange(len(given_feature.rows.values_L))
+    )
+    value_index = stored_index.replace(given_index, where=given_feature.is_given_B)
+    row_L = np.concatenate([stored_rows.values_L, given_feature.rows.values_L])[value_index.values_L]
     if weight_L is None or given_feature.weight_L is None:
-        return JaggedArray(index.offset, rows), None
-    return JaggedArray(index.offset, rows), np.concatenate([weight_L, given_feature.weight_L])[index.values_L]
+        return JaggedArray(value_index.offset, row_L), None
+    return JaggedArray(value_index.offset, row_L), np.concatenate([weight_L, given_feature.weight_L])[value_index.values_L]
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
-    """Return user feature -> form. The package stores the values of these features."""
+    """Return the forms of the user features, whose values the package stores, by key."""
     return {feature_name: form for feature_name, form in spec.forms.items() if feature_name.startswith("user.")}
 
 
 def served_tables(spec: ModelSpec) -> list[str]:
-    """Return the tables that a query looks up in addition to its history: users, and features of users and of the context."""
+    """Return the names of the tables that a query looks up in addition to its history: users and query features."""
     return list(spec.on_side("query"))
 
 
@@ -268,8 +272,8 @@ def build_tower(
 
     Args:
         history_items: [I, D], the vector of each item in histories.
-        tables: name -> [R, D], at least the tables of `served_tables`. Arrays may be memory maps.
-        dense: state of the trained dense layers; names with the prefix `query.` are used.
+        tables: weights [R, D] by table name, at least for `served_tables`. Arrays may be memory maps.
+        dense: tensors of the trained dense layers by name; only tensors of the query tower (prefix `query.`) are used.
         block: arrays of the spectral block, for a model that has one.
     """
     tower = ServedQueryTower(spec, quantization=quantization)
@@ -302,14 +306,14 @@ def save_tower(tower: ServedQueryTower, path: Path, *, space_id: str = "") -> No
 
 
 def read_space_id(path: Path) -> str | None:
-    """Return the space_id of a file of `save_tower`; None if it has none."""
+    """Return the space_id of a file of `save_tower`; None if the file has no space_id."""
     with safe_open(path, framework="pt") as file:
         metadata: dict[str, str] | None = file.metadata()
     return (metadata or {}).get(SPACE_ID_KEY)
 
 
 def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> ServedQueryTower:
-    """Read a file of `save_tower`. Raises StageError for a missing or unknown tensor, or one of a different shape or type."""
+    """Read a file of `save_tower`. Raises StageError if a tensor is missing or unknown, or has another shape or type."""
     with torch.device("meta"):
         tower = ServedQueryTower(spec, quantization=quantization)
     try:
@@ -329,7 +333,7 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Se
 
 
 def _table_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return submodule name -> (number of rows, width) of each table."""
+    """Return the number of rows and the width of each table, by the name of its submodule."""
     item_shapes = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.history_length else {}
     if spec.config.spectral_block is not None:
         item_shapes[BLOCK_TABLE] = (spec.num_items, spec.config.spectral_block.dim)

@@ -1,4 +1,4 @@
-"""The queries of a request: its options, and the users, histories and features that the query tower reads.
+"""Conversion of a request to queries: options, query vectors, and the items that each query must not get.
 
 Shapes: B queries, D width.
 """
@@ -28,12 +28,12 @@ class SearchOptions(TypedDict, total=False):
 
     Attributes:
         exclude_seen: leave out the items of the histories (default True).
-        exclude_stored_history: whether `exclude_seen` leaves out the items of a stored history that the request replaces
-            (default True). With False, a model can be measured on events that are in the stored histories.
+        exclude_stored_history: whether `exclude_seen` also leaves out the items of a stored history that the request replaces
+            (default True). False is for measuring a model on events that are in the stored histories.
         exclude: ids of items that are left out. Unknown ids are ignored.
         min_score: leave out items with a lower score. It does not apply to the most popular items, whose scores are shares.
-        popularity_weight: weight of the popularity of an item in its score, for a model with a popularity term; None means
-            the weight of the model. Similar items have no such term by default.
+        popularity_weight: weight of an item's popularity in its score, for a model with a popularity term. By default, it is
+            the trained weight for recommendations, and 0 for similar items.
         filter: conditions on filter columns; see recsys_core.serving.items.
         with_vectors: also return query vectors and item vectors.
     """
@@ -62,14 +62,14 @@ class Queries(NamedTuple):
     """Queries of one batch.
 
     Attributes:
-        is_model_B: whether the model ranks the items; otherwise they are ranked by popularity.
-        query_BD: query vectors; zeros for queries that are ranked by popularity.
-        excluded_items: items that each query does not get, distinct.
-        segment_B: segment whose most popular items a query gets if the model does not rank it.
+        is_ranked_by_model_B: whether the model ranks the items of a query; otherwise they are ranked by popularity.
+        query_BD: query vectors; zeros for queries whose items are ranked by popularity.
+        excluded_items: distinct rows of the items that each query must not get.
+        segment_B: segment whose most popular items a query gets if its items are ranked by popularity.
         fallback_code_B, num_unknown_items_B: see Recommendations.
     """
 
-    is_model_B: NDArray[np.bool_]
+    is_ranked_by_model_B: NDArray[np.bool_]
     query_BD: NDArray[np.float32]
     excluded_items: JaggedArray
     segment_B: NDArray[np.int64]
@@ -78,7 +78,7 @@ class Queries(NamedTuple):
 
 
 class QueryReader:
-    """Makes queries of the arguments of a request.
+    """Converts the arguments of a request to queries.
 
     Attributes:
         tower: the query tower.
@@ -89,7 +89,7 @@ class QueryReader:
         self._item_ids, self._popularity = contents.item_ids, contents.popularity
 
     def checked_options(self, k: int, options: SearchOptions) -> SearchOptions:
-        """Return all options. Raises InputError for an unknown or invalid one."""
+        """Return the options with the defaults of missing options. Raises InputError for an unknown or invalid option."""
         if unknown_options := options.keys() - DEFAULT_OPTIONS.keys():
             raise InputError(f"unknown option {', '.join(sorted(unknown_options))}; there are {', '.join(DEFAULT_OPTIONS)}")
         if k < 1:
@@ -102,7 +102,7 @@ class QueryReader:
         return {**DEFAULT_OPTIONS, **options}
 
     def user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
-        """Return the row of each user, -1 for an unknown user and for None."""
+        """Return the row of each user; -1 for an unknown user and for None."""
         if user_ids is None or self._package.users == "none":
             return np.full(num_queries, -1, np.int64)
         if isinstance(user_ids, np.ndarray) or None not in user_ids:
@@ -128,12 +128,12 @@ class QueryReader:
         if not options["exclude_seen"]:
             excluded_items = JaggedArray.empty(len(user_row_B))
         model = self._package.model
-        is_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
+        is_ranked_by_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
         for key, feature in given_features.items():
             if key != self._popularity.segment_key:
-                is_model_B = is_model_B | feature.is_given_B
+                is_ranked_by_model_B = is_ranked_by_model_B | feature.is_given_B
         query_BD = np.zeros((len(user_row_B), model.config.output_dim), np.float32)
-        model_indices = np.flatnonzero(is_model_B)
+        model_indices = np.flatnonzero(is_ranked_by_model_B)
         if len(model_indices) == len(user_row_B):
             query_BD = self.encode(user_row_B, history, given_features=given_features)
         elif len(model_indices):
@@ -144,17 +144,17 @@ class QueryReader:
         if options["popularity_weight"] is not None:
             query_BD[model_indices, -1] = options["popularity_weight"]
         has_history_B = (history.lengths > 0) & (model.served_history_length > 0)
-        unknown_code_B = np.where(has_history_B, FALLBACKS.index("history"), FALLBACKS.index("features"))
-        is_expected_B = (user_row_B >= 0) | (self._package.users == "none")
-        code_B = np.where(is_expected_B, 0, unknown_code_B)
-        code_B = np.where(is_model_B, code_B, FALLBACKS.index("popularity")).astype(np.int8)
+        unknown_user_code_B = np.where(has_history_B, FALLBACKS.index("history"), FALLBACKS.index("features"))
+        needs_no_fallback_B = (user_row_B >= 0) | (self._package.users == "none")
+        model_code_B = np.where(needs_no_fallback_B, FALLBACKS.index(None), unknown_user_code_B)
+        fallback_code_B = np.where(is_ranked_by_model_B, model_code_B, FALLBACKS.index("popularity")).astype(np.int8)
         segment_B = self._popularity.segment_of(given_features, num_queries=len(user_row_B))
-        return Queries(is_model_B, query_BD, excluded_items, segment_B, code_B, num_unknown_items_B)
+        return Queries(is_ranked_by_model_B, query_BD, excluded_items, segment_B, fallback_code_B, num_unknown_items_B)
 
     def _histories(
         self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
     ) -> tuple[JaggedArray, JaggedArray, NDArray[np.int64]]:
-        """Return the histories for the query tower and the seen items, both as item rows, and the numbers of unknown items."""
+        """Return the item rows of the histories, the item rows that each query has seen, and its number of unknown items."""
         stored_history = self._users.histories(user_row_B)
         num_items = len(self._item_ids)
         if new_histories is None:
@@ -179,7 +179,7 @@ class QueryReader:
         Args:
             user_row_B: rows of the users; -1 for an unknown user.
             history: item rows of each user, oldest first.
-            given_features: features of a request by key, which replace stored features.
+            given_features: features from a request by key; they replace stored features.
         """
         query_BD: NDArray[np.float32] = self.tower(
             user_row_B, history, features=self._users.features, given_features=given_features
@@ -192,7 +192,7 @@ def count_queries(
     histories: Sequence[History] | None,
     features: Mapping[str, Sequence[Any]] | None,
 ) -> int:
-    """Return the number of queries. Raises InputError for lists of different lengths, or without a query."""
+    """Return the number of queries. Raises InputError if users and histories differ in number, or if all arguments are None."""
     if histories is not None and user_ids is not None and len(histories) != len(user_ids):
         raise InputError(f"{len(histories)} histories for {len(user_ids)} users; pass one history per user, or none")
     columns = [column for column in (user_ids, histories, *(features or {}).values()) if column is not None]

@@ -31,7 +31,7 @@ _TYPE_BY_PARAM: dict[str, tuple[type, ...]] = {
 }
 DEFAULT_K = 10
 PARAMS = tuple(_TYPE_BY_PARAM)
-"""Names of the params of a request."""
+"""Names of the params that a request can have."""
 _OPTIONAL_PARAMS = ("exclude", "min_score", "popularity_weight", "filter")
 """Params that may be null."""
 
@@ -52,8 +52,8 @@ class Request(NamedTuple):
     """A request for recommendations, with one row per query.
 
     Attributes:
-        columns: user_id, history and feature columns, each with one value per row. An invalid value is reported in the answer
-            of its row.
+        columns: values of each row by column: user_id, history and features. An invalid value is reported in the answer of its
+            row.
         k, options: see Retriever.recommend.
     """
 
@@ -64,10 +64,10 @@ class Request(NamedTuple):
 
 
 def parse(request: Mapping[str, Any]) -> Request:
-    """Parse a request: columns user_id (id or null), history (list of item ids or null) and features, and params.
+    """Parse a request with the columns user_id (id or null), history (list of item ids or null) and features, and params.
 
-    A history lists item ids in time order and replaces the user's history in the log. If it is null, the history in the log is
-    used. A row without user_id, history and features gets the most popular items.
+    A history lists item ids in time order and replaces the user's history from the log. If it is null, the history from the log
+    is used. A row without user_id, history and features gets the most popular items.
 
     Raises:
         InputError: a column or a param is missing, unknown or invalid, so no row can be answered.
@@ -78,11 +78,13 @@ def parse(request: Mapping[str, Any]) -> Request:
 
 
 def parse_similar(request: Mapping[str, Any]) -> Request:
-    """Parse a request for similar items: the column item_id, and params. Raises InputError if it is invalid."""
-    parsed = parse(request)
-    if parsed.columns.keys() != {ITEM_COLUMN}:
-        raise InputError(f"inputs: a request for similar items has only the column item_id, not {sorted(parsed.columns)}")
-    return parsed
+    """Parse a request for similar items, with the column item_id and params. Raises InputError if the request is invalid."""
+    parsed_request = parse(request)
+    if parsed_request.columns.keys() != {ITEM_COLUMN}:
+        raise InputError(
+            f"inputs: a request for similar items has only the column item_id, not {sorted(parsed_request.columns)}"
+        )
+    return parsed_request
 
 
 def _parse_columns(request: Mapping[str, Any]) -> tuple[dict[str, list[Any]], int]:
@@ -107,7 +109,7 @@ def _parse_columns(request: Mapping[str, Any]) -> tuple[dict[str, list[Any]], in
 
 
 def _parse_params(params: Any) -> "tuple[int, SearchOptions]":
-    """Return k, and the options that are set."""
+    """Return k, and the options that the request sets."""
     if params is None:
         return DEFAULT_K, {}
     if not isinstance(params, Mapping):
@@ -142,7 +144,7 @@ def _parse_param(name: str, value: Any) -> Any:
 
 
 def answer(retriever: "Retriever", request: Request) -> list[Answer]:
-    """Return one answer per row. A row with an invalid value gets an error, and the other rows are served.
+    """Return one answer per row. A row with an invalid value gets an error; all other rows get recommendations.
 
     Raises:
         InputError: a param is invalid, or a column is unknown.
@@ -155,14 +157,14 @@ def answer(retriever: "Retriever", request: Request) -> list[Answer]:
     errors |= history_errors | user_errors
     valid_rows = [row for row in range(request.num_rows) if row not in errors] if errors else range(request.num_rows)
 
-    def valid(values: Sequence[Any]) -> Sequence[Any]:
+    def at_valid_rows(values: Sequence[Any]) -> Sequence[Any]:
         return [values[row] for row in valid_rows] if errors else values
 
     recommendations = retriever.recommend(
-        valid([None] * request.num_rows if user_ids is None else user_ids),
+        at_valid_rows([None] * request.num_rows if user_ids is None else user_ids),
         request.k,
-        histories=None if histories is None else valid(histories),
-        features={name: valid(values) for name, values in features.items()},
+        histories=None if histories is None else at_valid_rows(histories),
+        features={name: at_valid_rows(values) for name, values in features.items()},
         **request.options,
     )
     return _with_errors(recommendations, errors, num_rows=request.num_rows)
@@ -175,13 +177,13 @@ def answer_similar(retriever: "Retriever", request: Request) -> list[Answer]:
         InputError: a param is invalid.
     """
     item_ids = request.columns[ITEM_COLUMN]
-    errors = _invalid_values(retriever.item_ids.parse, item_ids)
+    errors = _id_errors(retriever.item_ids.parse, item_ids)
     valid_ids = [item_id for row, item_id in enumerate(item_ids) if row not in errors]
     return _with_errors(retriever.similar(valid_ids, request.k, **request.options), errors, num_rows=request.num_rows)
 
 
 def _with_errors(recommendations: Recommendations, errors: Mapping[int, str], *, num_rows: int) -> list[Answer]:
-    """Insert the answers of the invalid rows."""
+    """Return the answers of all rows: the recommendations, which are for the valid rows in order, and the errors by row."""
     if not errors:
         return list(recommendations)
     valid_answers = iter(recommendations)
@@ -193,16 +195,16 @@ def _with_errors(recommendations: Recommendations, errors: Mapping[int, str], *,
 
 
 def _parse_user_ids(retriever: "Retriever", request: Request) -> tuple[list[Any] | None, dict[int, str]]:
-    """Return the user ids, None for a missing one, and the errors by row."""
+    """Return the user ids, with None for a missing id, and the errors by row. There are no ids if no query can have a user."""
     values = request.columns.get("user_id")
     if values is None or retriever.package.users == "none":
         return None, {}
     user_ids = [None if is_missing(value) else value for value in values]
-    return user_ids, _invalid_values(retriever.user_ids.parse, user_ids)
+    return user_ids, _id_errors(retriever.user_ids.parse, user_ids)
 
 
 def _parse_histories(retriever: "Retriever", request: Request) -> tuple[list[list[Id] | None] | None, dict[int, str]]:
-    """Return the histories, None for a missing one, and the errors by row."""
+    """Return the histories, with None for a missing history, and the errors by row."""
     values = request.columns.get("history")
     if values is None:
         return None, {}
@@ -228,16 +230,16 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 
-def _invalid_values(parse_ids: Any, values: Sequence[Any]) -> dict[int, str]:
-    """Return the error of each value that is not None and no id, by its position."""
+def _id_errors(parse_ids: Any, values: Sequence[Any]) -> dict[int, str]:
+    """Return the error of each value that is neither None nor a valid id, by its index in `values`."""
     try:
         parse_ids([value for value in values if value is not None])
     except InputError:
         errors = {}
-        for position, value in enumerate(values):
+        for index, value in enumerate(values):
             try:
                 parse_ids([value] if value is not None else [])
             except InputError as error:
-                errors[position] = str(error)
+                errors[index] = str(error)
         return errors
     return {}

@@ -19,7 +19,7 @@ from recsys_core.manifests import PackageManifest, record_file, require_manifest
 from recsys_core.retrieval.search import Selection, decoded_vectors, stored_vectors
 from recsys_core.retrieval.shards import ShardVectors
 from recsys_core.retrieval.top_items import Candidates, IndexSearch, TopItems
-from recsys_core.serving.answers import Recommendations, joined
+from recsys_core.serving.answers import Recommendations, join_batches
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, description_sha256
 from recsys_core.serving.golden import verify_golden
@@ -31,8 +31,9 @@ MAX_BATCH_RESULTS = 1 << 20
 """Largest number of recommended items (B * K) per batch; a larger request is split."""
 MAX_BATCH_QUERIES = 1024
 MAX_LISTED_EXCLUDES = 1_000
-"""Up to this many items that no query gets are dropped from the results of the search. With more, the search skips them."""
-MAX_REMEMBERED_FILTERS = 16
+"""Up to this many items of `exclude` are dropped from the results of the search. If there are more, the search skips them."""
+MAX_CACHED_FILTERS = 16
+"""Number of filters whose matching items stay in memory for later requests."""
 
 
 class Retriever:
@@ -41,9 +42,9 @@ class Retriever:
     Attributes:
         item_ids, user_ids: maps between ids and table rows.
         items: titles and filter columns.
-        queries: makes queries of the arguments of a request.
+        query_reader: converts the arguments of a request to queries.
         request_features: the feature columns that a request may have.
-        version: number of the version in the registry; if it is not known, the start of the sha256 of package.json.
+        version: number of the version in the registry, or the start of the sha256 of package.json if the number is not known.
     """
 
     def __init__(self, contents: PackageContents, *, version: str) -> None:
@@ -51,13 +52,13 @@ class Retriever:
         self._index, self._index_kind, self.items = contents.index, contents.package.index, contents.items
         self.item_ids, self.user_ids = contents.item_ids, contents.users.ids
         self.request_features = contents.request_features
-        self.queries, self._popularity = QueryReader(contents), contents.popularity
+        self.query_reader, self._popularity = QueryReader(contents), contents.popularity
         self._index_vectors: ShardVectors | None = stored_vectors(contents.index)
         if self._index_vectors is None and not contents.items.has_vectors:
             self._index_vectors = decoded_vectors(contents.index)
         # The cache does not refer to the Retriever: in a reference cycle, a replaced model would stay in memory.
         self._select = functools.partial(_select, contents.items, contents.index)
-        self._remembered_selection = functools.lru_cache(MAX_REMEMBERED_FILTERS)(
+        self._select_json_with_cache = functools.lru_cache(MAX_CACHED_FILTERS)(
             functools.partial(_select_json, contents.items, contents.index)
         )
 
@@ -67,10 +68,10 @@ class Retriever:
 
         Args:
             folder: folder of the package, of a `package` stage, or of a downloaded MLflow model.
-            sha256: expected checksum of package.json. Without it, the manifest of the stage has the checksum. Outside of a
-                stage, the files are only compared with package.json itself.
-            version: number of the version in the registry, which answers contain.
-            verify: compare the answers to the golden queries with the expected ones.
+            sha256: expected checksum of package.json. By default, it is read from the manifest of the stage; without a stage,
+                package.json itself is not verified.
+            version: number of the version in the registry. The answers contain it.
+            verify: whether to compare the answers to the golden queries with the expected answers.
 
         Raises:
             StageError: a file is missing or was changed, or a golden query has another answer.
@@ -85,7 +86,7 @@ class Retriever:
 
     @property
     def space_id(self) -> str:
-        """Id of the vector space of the query tower and the items."""
+        """Id of the vector space of the query and item vectors."""
         return self.package.space_id
 
     def recommend(
@@ -99,91 +100,92 @@ class Retriever:
     ) -> Recommendations:
         """Recommend the k best items for each query, best first; fewer if fewer items are allowed.
 
-        The score of an item is the inner product of query and item vector. A query of which the model reads nothing gets the
-        most popular items (see FALLBACKS); the score is then the item's share of all events, or of those of its segment.
+        The score of an item is the inner product of query and item vector. If the model reads nothing that the query has, the
+        query gets the most popular items (see FALLBACKS). The score is then the item's share of all events, or of the events of
+        the query's segment.
 
         Args:
             user_ids: one per query. An id may be unknown to the model, or None.
             k: number of items.
             histories: one per query. A history replaces the user's stored history; None keeps the stored history. Unknown item
                 ids are ignored.
-            features: values of features by column (see RequestFeatures), one per query; None for a query without the feature.
-                They replace the stored features of a user.
+            features: feature values by column (see RequestFeatures), one per query; None for a query without the feature. They
+                replace the stored features of a user.
             options: see SearchOptions.
 
         Raises:
             InputError: an argument or an id is invalid, or the arguments have different lengths.
         """
-        checked = self.queries.checked_options(k, options)
+        checked_options = self.query_reader.checked_options(k, options)
         num_queries = count_queries(user_ids, histories, features)
         k = min(k, len(self.item_ids))
-        user_rows = self.queries.user_rows(user_ids, num_queries)
+        user_rows = self.query_reader.user_rows(user_ids, num_queries)
         given_features = self.request_features.encode(features, num_rows=num_queries) if features else {}
-        candidates = self._candidates(checked)
-        parts = []
-        for batch in _batches(num_queries, k=k):
-            row_indices = np.arange(num_queries)[batch]
-            queries = self.queries.read(
-                user_rows[batch],
-                histories=histories and histories[batch],
+        candidates = self._candidates(checked_options)
+        batches = []
+        for batch_slice in _batch_slices(num_queries, k=k):
+            row_indices = np.arange(num_queries)[batch_slice]
+            queries = self.query_reader.read(
+                user_rows[batch_slice],
+                histories=histories and histories[batch_slice],
                 given_features={key: feature.take(row_indices) for key, feature in given_features.items()},
-                options=checked,
+                options=checked_options,
             )
-            parts.append(self._recommend_batch(queries, candidates, k=k, options=checked))
-        return joined(parts) if parts else self._nothing()
+            batches.append(self._recommend_batch(queries, candidates, k=k, options=checked_options))
+        return join_batches(batches) if batches else self._no_recommendations()
 
     def similar(self, item_ids: Sequence[Id] | NDArray[Any], k: int = 10, **options: Unpack[SearchOptions]) -> Recommendations:
-        """Return the k items with the largest inner product with the vector of each item. The item itself is left out.
+        """Return the k items whose vectors have the largest inner products with each item's vector, without the item itself.
 
-        Terms for the popularity and spectral blocks are left out: they belong to the score of a query.
-        An item that is not in the catalogue has an error in the result. `exclude_seen` has no effect.
+        The popularity of an item counts only with the option `popularity_weight`. `exclude_seen` has no effect. An item that is
+        not in the catalogue has an error in the result.
 
         Raises:
             InputError: an argument or an id is invalid.
         """
-        checked = self.queries.checked_options(k, options)
+        checked_options = self.query_reader.checked_options(k, options)
         k = min(k, len(self.item_ids))
         item_rows = self.item_ids.rows(item_ids)
-        candidates = self._candidates(checked)
-        parts = []
-        for batch in _batches(len(item_rows), k=k):
-            row_B = item_rows[batch]
+        candidates = self._candidates(checked_options)
+        batches = []
+        for batch_slice in _batch_slices(len(item_rows), k=k):
+            row_B = item_rows[batch_slice]
             is_known_B = row_B >= 0
             query_BD = np.zeros((len(row_B), self.package.model.config.output_dim), np.float32)
             query_BD[is_known_B] = self.item_vectors(row_B[is_known_B])
-            if self.queries.tower.block is not None:
-                query_BD = query_BD @ self.queries.tower.block.similar_map.numpy()
+            if self.query_reader.tower.block is not None:
+                query_BD = query_BD @ self.query_reader.tower.block.similar_map.numpy()
             if self.package.model.config.has_popularity:
-                query_BD[:, -1] = checked["popularity_weight"] or 0.0  # not the popularity of the item
-            zero_B, itself = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
-            queries = Queries(is_known_B, query_BD, itself, zero_B, zero_B.astype(np.int8), zero_B)
-            parts.append(self._recommend_batch(queries, candidates, k=k, options=checked, popularity=False))
+                query_BD[:, -1] = checked_options["popularity_weight"] or 0.0  # replaces the popularity of the item
+            zero_B, query_item = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
+            queries = Queries(is_known_B, query_BD, query_item, zero_B, zero_B.astype(np.int8), zero_B)
+            batches.append(self._recommend_batch(queries, candidates, k=k, options=checked_options, uses_popularity=False))
         errors = {
             int(query): f"item_id {shown(item_ids[int(query)])} is not in the catalogue"
             for query in np.flatnonzero(item_rows < 0)
         }
-        return joined(parts, errors=errors) if parts else self._nothing()
+        return join_batches(batches, errors=errors) if batches else self._no_recommendations()
 
     def item_vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the vectors of items, [L, D]."""
         return self.items.vectors(item_row_L) if self._index_vectors is None else self._index_vectors.take(item_row_L)
 
-    def item_batches(self, num_rows: int) -> Iterator[pa.Table]:
-        """Return all columns of the items with their vectors (`vector`, float32), in blocks of at most `num_rows` rows."""
+    def item_batches(self, max_rows: int) -> Iterator[pa.Table]:
+        """Return all columns of the items with their vectors (`vector`, float32), in blocks of at most `max_rows` rows."""
         start = 0
-        for items in self.items.batches(num_rows):
+        for items in self.items.batches(max_rows):
             vector_RD = self.item_vectors(np.arange(start, start + len(items)))
             vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_RD.reshape(-1)), vector_RD.shape[1])
             yield items.append_column("vector", vectors)
             start += len(items)
 
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
-        """Return whether each user has a row; it may have one without an event. Raises InputError for an invalid id."""
-        is_known_B: NDArray[np.bool_] = self.queries.user_rows(user_ids, len(user_ids)) >= 0
+        """Return whether each user has a row, which a user without events may have too. Raises InputError for an invalid id."""
+        is_known_B: NDArray[np.bool_] = self.query_reader.user_rows(user_ids, len(user_ids)) >= 0
         return is_known_B
 
     def segment_values(self, num_values: int) -> tuple[str, list[Id]] | None:
-        """Return the name of the column of the segments in a request, and their first values; None without segments."""
+        """Return the request column of the segments and the values of the first segments; None if there are no segments."""
         segments = self._popularity.segments
         if segments is None:
             return None
@@ -193,7 +195,7 @@ class Retriever:
         """Return the items that a request allows. Raises InputError for an invalid filter or id."""
         num_items, is_allowed_I, selection = len(self.item_ids), None, None
         if options["filter"]:
-            is_allowed_I, selection = self._selected(options["filter"])
+            is_allowed_I, selection = self._cached_selection(options["filter"])
         excluded_rows = self.item_ids.rows(options["exclude"]) if len(options["exclude"]) else np.zeros(0, np.int64)
         excluded_rows = np.unique(excluded_rows[excluded_rows >= 0])
         if len(excluded_rows) > MAX_LISTED_EXCLUDES:
@@ -204,34 +206,35 @@ class Retriever:
             return Candidates(num_items, None, None, excluded_rows)
         return Candidates(selection.num_items, is_allowed_I, selection, excluded_rows[is_allowed_I[excluded_rows]])
 
-    def _selected(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
-        """Return the items that satisfy a filter. The last filters are remembered, because most requests repeat one."""
+    def _cached_selection(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
+        """Return the items that satisfy a filter. The last filters are cached, because requests often repeat one."""
         try:
             filter_json = json.dumps(item_filter)
         except RecursionError:
             raise InputError("filter: has too many levels; write conditions by column") from None
         except (TypeError, ValueError):  # e.g. a datetime
             return self._select(item_filter)
-        return self._remembered_selection(filter_json)
+        return self._select_json_with_cache(filter_json)
 
     def _recommend_batch(
-        self, queries: Queries, candidates: Candidates, *, k: int, options: SearchOptions, popularity: bool = True
+        self, queries: Queries, candidates: Candidates, *, k: int, options: SearchOptions, uses_popularity: bool = True
     ) -> Recommendations:
         """Return the recommendations of a batch.
 
-        popularity: whether queries that the model does not rank get the most popular items; otherwise they get no item.
+        uses_popularity: whether queries that the model does not rank get the most popular items; otherwise they get no item.
         """
-        bound = len(self.item_ids)
-        excluded_items = candidates.excluded_from(queries.excluded_items, bound=bound)
-        top_items = TopItems(excluded_items=excluded_items, k=k, num_candidates=candidates.num_items, bound=bound)
-        model_indices, other_indices = np.flatnonzero(queries.is_model_B), np.flatnonzero(~queries.is_model_B)
+        num_items = len(self.item_ids)
+        excluded_items = candidates.excluded_from(queries.excluded_items, bound=num_items)
+        top_items = TopItems(excluded_items=excluded_items, k=k, num_candidates=candidates.num_items, bound=num_items)
+        model_indices = np.flatnonzero(queries.is_ranked_by_model_B)
+        other_indices = np.flatnonzero(~queries.is_ranked_by_model_B)
         if len(model_indices):
             search = IndexSearch(self._index, self._index_kind, candidates)
             search.fill(top_items, model_indices, queries.query_BD[model_indices])
             assert not top_items.is_short(model_indices).any()
         if options["min_score"] is not None:
             top_items.drop_below(options["min_score"], model_indices)
-        if len(other_indices) and popularity:
+        if len(other_indices) and uses_popularity:
             self._popularity.fill(top_items, other_indices, candidates, segment_B=queries.segment_B)
         is_item_BK = top_items.is_item_BK
         item_row_L = top_items.row_BK[is_item_BK]
@@ -247,7 +250,7 @@ class Retriever:
             item_vector_LD=self.item_vectors(item_row_L) if options["with_vectors"] else None,
         )
 
-    def _nothing(self) -> Recommendations:
+    def _no_recommendations(self) -> Recommendations:
         """Return the result of a request without queries."""
         return Recommendations(
             item_id_L=self.item_ids.ids(np.zeros(0, np.int64)),
@@ -278,6 +281,6 @@ def _select_json(items: ItemTable, index: Any, filter_json: str) -> tuple[NDArra
     return _select(items, index, json.loads(filter_json))
 
 
-def _batches(num_queries: int, *, k: int) -> list[slice]:
+def _batch_slices(num_queries: int, *, k: int) -> list[slice]:
     batch_size = min(MAX_BATCH_QUERIES, max(1, MAX_BATCH_RESULTS // k))
     return [slice(start, min(num_queries, start + batch_size)) for start in range(0, num_queries, batch_size)]

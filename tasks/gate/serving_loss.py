@@ -64,7 +64,7 @@ def _packaged_metrics(
     for feature in given_features.values():
         is_known_B = is_known_B | feature.is_given_B
     queries = Queries(
-        query_BD=torch.from_numpy(retriever.queries.encode(user_row_U, history, given_features=given_features)),
+        query_BD=torch.from_numpy(retriever.query_reader.encode(user_row_U, history, given_features=given_features)),
         is_known_B=is_known_B,
         seen=seen,
         targets=targets,

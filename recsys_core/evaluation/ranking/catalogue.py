@@ -29,7 +29,7 @@ from recsys_core.evaluation.ranking.chunks import (
 from recsys_core.evaluation.ranking.queries import Queries, Ranking, tie_order
 
 MAX_SCORES = 1 << 28
-"""Scores of all threads together: 1 GiB in float32. A large catalogue is ranked by fewer threads."""
+"""Largest number of scores that all threads hold together, 1 GiB in float32. Fewer threads rank a large catalogue."""
 
 
 def rank_catalogue(
@@ -64,8 +64,8 @@ def rank_catalogue(
         item_vector_CD = item_vector_ID[torch.from_numpy(row_C)].to(device)
         grid = Grid.of(len(row_C), k=k, top_only=top_only)
         return _rank_on_gpu(queries, item_vector_CD=item_vector_CD, row_C=row_C, grid=grid, on_progress=on_progress)
-    query_BD, item_CD = queries.query_BD.numpy(), item_vector_ID.numpy()[row_C]
-    score_tile = inner_products(query_BD, item_CD)
+    query_BD = queries.query_BD.numpy()
+    score_tile = inner_products(query_BD, item_vector_ID.numpy()[row_C])
     return rank_by_scores(
         queries, score_tile=score_tile, row_C=row_C, k=k, top_only=top_only, dtype=query_BD.dtype, on_progress=on_progress
     )
@@ -85,7 +85,7 @@ def rank_by_scores(
     """Rank all unseen items by the scores of `score_tile` for every query.
 
     Args:
-        score_tile: called in several threads.
+        score_tile: function that computes the scores of a tile. Several threads call it.
         row_C: item row of each column of the scores. Of two items with equal scores, the item in the lower column is first.
         tile_columns: number of columns of a tile; TILE_COLUMNS by default.
         dtype: floating-point type of the scores.
@@ -93,9 +93,9 @@ def rank_by_scores(
     grid = Grid.of(len(row_C), k=k, top_only=top_only, tile_columns=tile_columns)
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> Result:
-        scored = ScoredChunk(grid, chunk, seen=seen, targets=targets, dtype=dtype)
-        scored.add(slice(0, grid.num_columns), score_tile)
-        return scored.result()
+        scored_chunk = ScoredChunk(grid, chunk, seen=seen, targets=targets, dtype=dtype)
+        scored_chunk.add(slice(0, grid.num_columns), score_tile)
+        return scored_chunk.result()
 
     with worker_threads(grid.num_held_columns) as pool:
         return rank_in_chunks(
@@ -112,7 +112,7 @@ def rank_by_scores(
 def worker_threads(num_held_columns: int) -> Iterator[ThreadPoolExecutor]:
     """Yield the threads that rank chunks on a CPU. num_held_columns: columns whose scores a thread holds at once.
 
-    Each thread computes on its own core. The threads of a BLAS library would wait in spin loops for cores that are busy.
+    BLAS computes in the calling thread, because its own threads would wait in spin loops for cores that are busy.
     """
     num_threads = min(torch.get_num_threads(), MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_held_columns)))
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(max(1, num_threads)) as pool:
@@ -127,9 +127,9 @@ def _rank_on_gpu(
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> Result:
         gpu_chunk = GpuChunk(grid, queries.query_BD[chunk].to(item_vector_CD.device), seen=seen, targets=targets)
-        for take_block in (gpu_chunk.add,) if grid.top_only else (gpu_chunk.find_target_scores, gpu_chunk.add):
+        for process_block in (gpu_chunk.add,) if grid.top_only else (gpu_chunk.find_target_scores, gpu_chunk.add):
             for first_column, block_CD in blocks:
-                take_block(first_column, block_CD)
+                process_block(first_column, block_CD)
         return gpu_chunk.result()
 
     return rank_in_chunks(
@@ -153,7 +153,8 @@ def rank_in_chunks(
 ) -> Ranking:
     """Build the ranking from the columns of the top lists and the positions of the targets of each chunk.
 
-    rank_chunks: function of the slices of the queries, and of the columns of their seen items and of their targets.
+    rank_chunks: function that returns the result of each chunk. Its arguments have an entry per chunk: the slice of the
+        queries, the columns of their seen items, and the columns of their targets.
     """
     num_queries, num_items = len(queries.targets), len(row_C)
     pairs = queries.ranked_pairs(num_items=num_items)

@@ -2,7 +2,7 @@
 
 The last bits of a float32 matrix product depend on the shape of the product, and on the position of a row and of a column in
 it. The grid of chunks and tiles therefore depends only on the numbers of queries and items, and not on the number of threads or
-ranks. So every score has the same bits wherever it is computed, and the order of the items is the same.
+ranks. Every score thus has the same bits wherever it is computed, and the order of the items is the same.
 
 Shapes: B queries of the chunk, C columns, D width, K length of the top list, T targets of the chunk.
 """
@@ -30,17 +30,17 @@ from recsys_core.evaluation.ranking.top_k import (
 )
 
 CHUNK_SCORES = 1 << 22
-"""Scores that one thread holds at once: 16 MiB in float32."""
+"""Number of scores that one thread holds at once: 16 MiB in float32."""
 MIN_CHUNK_QUERIES, MAX_CHUNK_QUERIES = 16, 4_096
-"""Bounds of the queries per chunk. One pass over the item vectors serves a chunk, and `TopLists` allows 65,536 queries."""
+"""Bounds of the queries per chunk. Each chunk costs a pass over the item vectors, and `TopLists` allows 65,536 queries."""
 GPU_CHUNK_SCORES = 1 << 26
-"""Scores that are in the memory of a GPU at once: 256 MiB, and about 1 GiB of intermediate results."""
+"""Number of scores in the memory of a GPU at once: 256 MiB, and about 1 GiB of intermediate results."""
 TILE_COLUMNS = 2_048
-"""Columns of a score matrix that are computed at once, so that the scores of a chunk stay in the cache of a core."""
+"""Number of columns whose scores are computed at once, so that the scores of a chunk stay in the cache of a core."""
 BOUND_COLUMNS = 1 << 14
-"""Columns from which the top list is bounded, if the positions of the targets are not needed."""
+"""Number of first columns that give a lower bound of the scores in the top list, if only the top lists are needed."""
 BLOCK_COLUMNS = 1 << 16
-"""Columns whose item vectors travel between ranks or lie in the memory of a GPU at once: 16 MiB with 64 numbers per item."""
+"""Number of item vectors that are sent between ranks, or are in GPU memory, at once: 16 MiB with a width of 64."""
 
 ScoreTile = Callable[[slice, slice, NDArray[Any]], None]
 """Function that writes the scores of a slice of the queries and a slice of the columns into an array [B, C]."""
@@ -50,12 +50,12 @@ Result = tuple[NDArray[Any], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Grid:
-    """How a score matrix is cut into chunks of queries, and into tiles and blocks of columns.
+    """Division of a score matrix into chunks of queries, and into tiles and blocks of columns.
 
     Attributes:
         num_columns: number of items.
         k: length of the top list, at most num_columns; 0 for no top list.
-        top_only: whether the positions of targets behind the top lists are not needed.
+        top_only: whether positions are needed only for the targets in the top lists.
         tile_columns: number of columns of a tile.
     """
 
@@ -80,13 +80,13 @@ class Grid:
     @property
     def num_held_columns(self) -> int:
         """Number of columns whose scores a thread holds at once: all of them, unless only the top lists are needed."""
-        bound_columns = self._whole_tiles(max(BOUND_COLUMNS, self.k)) if self.top_only else self.num_columns
+        bound_columns = self._round_up_to_tiles(max(BOUND_COLUMNS, self.k)) if self.top_only else self.num_columns
         return min(self.num_columns, bound_columns)
 
     @property
     def block_columns(self) -> int:
         """Number of columns of a block: whole tiles, and the first block contains the first k columns."""
-        return self._whole_tiles(max(BLOCK_COLUMNS, BOUND_COLUMNS, self.k))
+        return self._round_up_to_tiles(max(BLOCK_COLUMNS, BOUND_COLUMNS, self.k))
 
     def chunk_queries(self, *, on_gpu: bool) -> int:
         """Return the number of queries of a chunk."""
@@ -94,7 +94,7 @@ class Grid:
             return max(1, min(MAX_CHUNK_QUERIES, GPU_CHUNK_SCORES // max(1, min(self.num_columns, self.block_columns))))
         return max(MIN_CHUNK_QUERIES, min(MAX_CHUNK_QUERIES, CHUNK_SCORES // max(1, self.num_held_columns)))
 
-    def _whole_tiles(self, num_columns: int) -> int:
+    def _round_up_to_tiles(self, num_columns: int) -> int:
         return -(-num_columns // self.tile_columns) * self.tile_columns
 
 
@@ -111,26 +111,27 @@ class ScoredChunk:
         self._is_first_block = True
 
     def add(self, columns: slice, score_tile: ScoreTile, *, target_score_T: NDArray[Any] | None = None) -> None:
-        """Add a block.
+        """Add the scores of a block.
 
-        target_score_T: score of each target, with the same bits as in the block of the target. None: the block has all columns.
+        target_score_T: score of each target, with the same bits as in the block of the target. None if the block has all
+            columns, and therefore also these scores.
         """
         grid, is_first_block, self._is_first_block = self._grid, self._is_first_block, False
         if grid.top_only:
             held_columns = slice(columns.start, columns.start + grid.num_held_columns if is_first_block else columns.start)
             tiles = self._tiles(slice(held_columns.stop, columns.stop), score_tile)
             if is_first_block:
-                tiles = chain([(columns.start, self._fill(held_columns, score_tile))], tiles)
+                tiles = chain([(columns.start, self._block_scores(held_columns, score_tile))], tiles)
             if grid.k:
                 self._lists.add(tiles)
             return
-        held_BC = self._fill(columns, score_tile)
+        score_BC = self._block_scores(columns, score_tile)
         if grid.k:
-            self._lists.add([(columns.start, held_BC)])
+            self._lists.add([(columns.start, score_BC)])
         query_T, column_T, first_column = self._query_T, self._column_T, columns.start
-        score_T = held_BC[query_T, column_T] if target_score_T is None else target_score_T
-        for target, (query, column, score) in enumerate(zip(query_T, column_T, score_T, strict=True)):
-            self._num_above_T[target] += num_above(held_BC[query], first_column=first_column, column=column, score=score)
+        score_T = score_BC[query_T, column_T] if target_score_T is None else target_score_T
+        for target_index, (query, column, score) in enumerate(zip(query_T, column_T, score_T, strict=True)):
+            self._num_above_T[target_index] += num_above(score_BC[query], first_column=first_column, column=column, score=score)
 
     def result(self) -> Result:
         """Return the ranking after the last block."""
@@ -141,12 +142,12 @@ class ScoredChunk:
             self._lists.column_BK, self._query_T, self._column_T, num_columns=num_columns
         )
 
-    def _fill(self, columns: slice, score_tile: ScoreTile) -> Scores:
-        """Return the scores of the columns, [B, C]."""
+    def _block_scores(self, columns: slice, score_tile: ScoreTile) -> Scores:
+        """Compute the scores of the columns tile by tile, [B, C]."""
         score_BC = np.empty((self._queries.stop - self._queries.start, columns.stop - columns.start), self._dtype)
         for tile in chunk_slices(columns.stop - columns.start, length=self._grid.tile_columns):
             tile_columns = slice(tile.start + columns.start, tile.stop + columns.start)
-            self._score(tile_columns, score_BC[:, tile], score_tile)
+            self._fill_tile(tile_columns, score_BC[:, tile], score_tile)
         return score_BC
 
     def _tiles(self, columns: slice, score_tile: ScoreTile) -> Iterator[tuple[int, Scores]]:
@@ -156,22 +157,22 @@ class ScoredChunk:
         for tile in chunk_slices(columns.stop - columns.start, length=self._grid.tile_columns):
             width = tile.stop - tile.start
             score_BC = buffer[: num_queries * width].reshape(num_queries, width)
-            self._score(slice(tile.start + columns.start, tile.stop + columns.start), score_BC, score_tile)
+            self._fill_tile(slice(tile.start + columns.start, tile.stop + columns.start), score_BC, score_tile)
             yield tile.start + columns.start, score_BC
 
-    def _score(self, columns: slice, score_BC: Scores, score_tile: ScoreTile) -> None:
-        """Compute the scores of a tile. Scores of seen columns are -inf."""
+    def _fill_tile(self, columns: slice, score_BC: Scores, score_tile: ScoreTile) -> None:
+        """Write the scores of a tile into `score_BC`, -inf for seen columns."""
         score_tile(self._queries, columns, score_BC)
         seen_range = slice(*np.searchsorted(self._seen_column_L, [columns.start, columns.stop]))
         score_BC[self._seen_query_L[seen_range], self._seen_column_L[seen_range] - columns.start] = -np.inf
 
 
 def inner_products(query_BD: NDArray[Any], block_CD: NDArray[Any], *, first_column: int = 0) -> ScoreTile:
-    """Return the function that computes scores of the columns of a block. first_column: column of block_CD[0]."""
+    """Return a function that computes inner products with the item vectors of a block. first_column: column of block_CD[0]."""
 
     def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
-        item_CD = block_CD[columns.start - first_column : columns.stop - first_column]
-        np.matmul(query_BD[queries], item_CD.T, out=score_BC)
+        tile_CD = block_CD[columns.start - first_column : columns.stop - first_column]
+        np.matmul(query_BD[queries], tile_CD.T, out=score_BC)
 
     return score_tile
 
@@ -179,14 +180,14 @@ def inner_products(query_BD: NDArray[Any], block_CD: NDArray[Any], *, first_colu
 class CpuChunk:
     """The ranking of a chunk of queries by inner product, from the item vectors of one block after another.
 
-    A target is ranked by its score, so all blocks come twice: first to `find_target_scores`, then to `add`. If only the top
-    lists are needed, `add` suffices.
+    The ranking of a target needs its score, so all blocks are passed twice: first to `find_target_scores`, then to `add`. If
+    only the top lists are needed, `add` suffices.
     """
 
     def __init__(self, grid: Grid, query_BD: Tensor, *, seen: JaggedArray, targets: JaggedArray) -> None:
         self._grid, self._query_BD, self._targets = grid, query_BD.numpy(), targets
         self._target_score_T = np.empty(len(targets.values_L), self._query_BD.dtype)
-        self._scored = ScoredChunk(grid, slice(0, len(query_BD)), seen=seen, targets=targets, dtype=self._query_BD.dtype)
+        self._scored_chunk = ScoredChunk(grid, slice(0, len(query_BD)), seen=seen, targets=targets, dtype=self._query_BD.dtype)
 
     def find_target_scores(self, first_column: int, block_CD: Tensor) -> None:
         """Compute the scores of the targets in a block.
@@ -194,28 +195,30 @@ class CpuChunk:
         A tile is filled with target items, each at the place that it has in its own tile. Its scores therefore have the same
         bits as in its own tile, and few tiles have to be computed, because most targets of a block have different places.
         """
-        item_CD, tile_columns = block_CD.numpy(), self._grid.tile_columns
+        item_vector_CD, tile_columns = block_CD.numpy(), self._grid.tile_columns
         column_T = self._targets.values_L - first_column
-        target_T = np.flatnonzero((column_T >= 0) & (column_T < len(item_CD)))
+        target_T = np.flatnonzero((column_T >= 0) & (column_T < len(item_vector_CD)))
         distinct_columns, index_T = np.unique(column_T[target_T], return_inverse=True)
         place = distinct_columns % tile_columns
-        for width, members in _filled_tiles(distinct_columns, num_columns=len(item_CD), tile_columns=tile_columns):
-            filled_CD = np.zeros((width, item_CD.shape[1]), item_CD.dtype)
-            filled_CD[place[members]] = item_CD[distinct_columns[members]]
+        for width, column_indices in _filled_tiles(
+            distinct_columns, num_columns=len(item_vector_CD), tile_columns=tile_columns
+        ):
+            filled_CD = np.zeros((width, item_vector_CD.shape[1]), item_vector_CD.dtype)
+            filled_CD[place[column_indices]] = item_vector_CD[distinct_columns[column_indices]]
             score_BC = self._query_BD @ filled_CD.T
-            is_member_T = np.isin(index_T, members)
-            query_T = self._targets.list_index_L[target_T[is_member_T]]
-            self._target_score_T[target_T[is_member_T]] = score_BC[query_T, place[index_T[is_member_T]]]
+            is_in_tile_T = np.isin(index_T, column_indices)
+            query_T = self._targets.list_index_L[target_T[is_in_tile_T]]
+            self._target_score_T[target_T[is_in_tile_T]] = score_BC[query_T, place[index_T[is_in_tile_T]]]
 
     def add(self, first_column: int, block_CD: Tensor) -> None:
         """Rank the columns of a block."""
         columns = slice(first_column, first_column + len(block_CD))
         score_tile = inner_products(self._query_BD, block_CD.numpy(), first_column=first_column)
-        self._scored.add(columns, score_tile, target_score_T=self._target_score_T)
+        self._scored_chunk.add(columns, score_tile, target_score_T=self._target_score_T)
 
     def result(self) -> Result:
         """Return the ranking after the last block."""
-        return self._scored.result()
+        return self._scored_chunk.result()
 
 
 def _filled_tiles(
@@ -225,22 +228,25 @@ def _filled_tiles(
 
     columns: distinct columns of a block of `num_columns` columns. Its last tile may be narrower than `tile_columns`.
 
-    >>> [(width, members.tolist()) for width, members in _filled_tiles(np.array([1, 4, 5, 8]), num_columns=10, tile_columns=4)]
+    >>> tiles = _filled_tiles(np.array([1, 4, 5, 8]), num_columns=10, tile_columns=4)
+    >>> [(width, column_indices.tolist()) for width, column_indices in tiles]
     [(4, [1, 0]), (4, [2]), (2, [3])]
     """
     tile, place = np.divmod(columns, tile_columns)
     num_whole_tiles = num_columns // tile_columns
-    in_whole_tiles = np.flatnonzero(tile < num_whole_tiles)
-    by_place = in_whole_tiles[np.argsort(place[in_whole_tiles], kind="stable")]
-    number = np.arange(len(by_place)) - np.searchsorted(place[by_place], place[by_place])  # among the columns of a place
-    for filled_tile in range(number.max(initial=-1) + 1):
-        yield tile_columns, by_place[number == filled_tile]
-    if len(in_whole_tiles) < len(columns):
+    whole_tile_indices = np.flatnonzero(tile < num_whole_tiles)
+    indices_in_place_order = whole_tile_indices[np.argsort(place[whole_tile_indices], kind="stable")]
+    sorted_place = place[indices_in_place_order]
+    # The n-th column with the same place in its tile goes into the n-th filled tile.
+    filled_tile = np.arange(len(indices_in_place_order)) - np.searchsorted(sorted_place, sorted_place)
+    for tile_number in range(filled_tile.max(initial=-1) + 1):
+        yield tile_columns, indices_in_place_order[filled_tile == tile_number]
+    if len(whole_tile_indices) < len(columns):
         yield num_columns % tile_columns, np.flatnonzero(tile == num_whole_tiles)
 
 
 class GpuChunk:
-    """The ranking of a chunk of queries by inner product on the device of its vectors. See CpuChunk."""
+    """The ranking of a chunk of queries by inner product on the device of its vectors; see CpuChunk."""
 
     def __init__(self, grid: Grid, query_BD: Tensor, *, seen: JaggedArray, targets: JaggedArray) -> None:
         self._grid, self._query_BD, device = grid, query_BD, query_BD.device

@@ -22,9 +22,9 @@ class Queries:
 
     Attributes:
         query_BD: query vectors.
-        is_known_B: users who are served by their query vector. The other users are served by popularity.
+        is_known_B: whether the items are served by the query vector; otherwise they are served by popularity.
         seen: item rows that are not ranked.
-        targets: item rows of the targets. A target that the user has seen is not ranked either.
+        targets: item rows of the targets. Seen targets are not ranked.
     """
 
     query_BD: Tensor
@@ -46,7 +46,7 @@ class Queries:
         return self.take(np.flatnonzero(self.is_known_B))
 
     def ranked_pairs(self, *, num_items: int) -> "RankedPairs":
-        """Return the targets that are ranked, and the items that are not."""
+        """Return the targets that are ranked, and the seen items, which are not ranked."""
         seen, distinct_targets = self.seen.distinct(bound=num_items), self.targets.distinct(bound=num_items)
         seen_keys, target_keys = seen.pair_keys(bound=num_items), distinct_targets.pair_keys(bound=num_items)
         is_seen_T = is_in_sorted(target_keys, seen_keys)
@@ -80,8 +80,8 @@ class Ranking:
     Attributes:
         query_T: int64, query of each target, ascending.
         item_T: int64, item row of each target.
-        position_T: int64, position of each target; 0 is the best item. `num_items` if only the top lists were determined, and
-            the target is not in the top list.
+        position_T: int64, position of each target; 0 is the best item. It is `num_items` if only the top lists were
+            determined and the target is not in its list.
         num_candidates_B: int64, number of ranked items.
         top_BK: int32, rows of the best items; -1 after the last candidate.
         num_seen_targets: number of targets that were excluded because the user had seen them.
@@ -97,7 +97,7 @@ class Ranking:
     num_items: int
 
     def target_positions(self, mask_T: NDArray[np.bool_] | None = None) -> TargetPositions:
-        """Return the positions of the targets, or of those where mask_T is true."""
+        """Return the positions of all targets, or of the targets where `mask_T` is true."""
         selected_targets = slice(None) if mask_T is None else mask_T
         return TargetPositions.from_pairs(
             user_T=self.query_T[selected_targets],

@@ -38,7 +38,7 @@ def rank_by_order(queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking
     order_index_I = np.empty(num_items, np.int64)
     order_index_I[order_I] = np.arange(num_items)
 
-    # A key is an integer that sorts by query first, then by index in the order.
+    # A key is an integer that sorts first by query, then by the item's index in the order.
     seen_key_L = np.sort(seen.list_index_L * num_items + order_index_I[seen.values_L])
     order_index_T = order_index_I[targets.values_L]
     target_key_T = targets.list_index_L * num_items + order_index_T
@@ -83,10 +83,12 @@ def rank_served(
 
 
 def add_unknown_queries(known_ranking: Ranking, queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking:
-    """Return the ranking of all `queries`: `known_ranking` for known queries, by popularity for unknown queries."""
+    """Return the ranking of all queries: `known_ranking` for known queries, and by popularity for unknown queries."""
     query_groups = [np.flatnonzero(queries.is_known_B), np.flatnonzero(~queries.is_known_B)]
     rankings = (known_ranking, rank_by_order(queries.take(query_groups[1]), order_I=order_I, k=k))
-    query_T = np.concatenate([query_B[ranking.query_T] for query_B, ranking in zip(query_groups, rankings, strict=True)])
+    query_T = np.concatenate(
+        [query_indices[ranking.query_T] for query_indices, ranking in zip(query_groups, rankings, strict=True)]
+    )
     order_T, order_B = np.argsort(query_T, kind="stable"), np.argsort(np.concatenate(query_groups))
     return Ranking(
         query_T=query_T[order_T],
@@ -133,7 +135,7 @@ def rank_among(
 
 
 def among_candidates(queries: Queries, candidate_rows: NDArray[np.int64], *, num_items: int) -> Queries:
-    """Return the queries with a target among the candidates, with candidates as their items. See `rank_among`."""
+    """Return the queries with a target among the candidates, with indices into `candidate_rows` as items; see `rank_among`."""
     candidate_index_I = _candidate_index(candidate_rows, num_items=num_items)
 
     def to_candidates(items: JaggedArray) -> JaggedArray:
@@ -146,13 +148,13 @@ def among_candidates(queries: Queries, candidate_rows: NDArray[np.int64], *, num
 
 
 def candidate_order(order_I: NDArray[Any], candidate_rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the candidates in the order of `order_I`, [C]. See `rank_among`."""
+    """Return the indices of the candidates in the order of `order_I`, [C]; see `rank_among`."""
     candidate_order_I: NDArray[np.int64] = _candidate_index(candidate_rows, num_items=len(order_I))[order_I]
     return candidate_order_I[candidate_order_I >= 0]
 
 
 def _candidate_index(candidate_rows: NDArray[np.int64], *, num_items: int) -> NDArray[np.int64]:
-    """Return the index of each item in the candidates, -1 for the other items, [I]."""
+    """Return the index of each item in `candidate_rows`, -1 for other items, [I]."""
     candidate_index_I = np.full(num_items, -1, np.int64)
     candidate_index_I[candidate_rows] = np.arange(len(candidate_rows))
     return candidate_index_I

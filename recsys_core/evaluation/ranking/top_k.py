@@ -16,14 +16,15 @@ from torch import Tensor
 
 from recsys_core.dataset.jagged import chunk_slices
 
-MAX_BLOCK_SIZE = 16
+_MAX_BLOCK_COLUMNS = 16
+"""Largest number of columns whose maximum is taken for a lower bound of the k-th best score."""
 
 Scores = NDArray[Any]
 """Floating-point scores [B, C]. The score of an excluded column is -inf."""
 
 
 class _Candidates(NamedTuple):
-    """Scores that may be in the top lists, in any order of the queries. Equal scores of a query are in ascending columns."""
+    """Scores that may be in the top lists, in any order of the queries. Equal scores of a query are in column order."""
 
     query_L: NDArray[np.int64]
     column_L: NDArray[Any]
@@ -33,8 +34,8 @@ class _Candidates(NamedTuple):
 class TopLists:
     """The k best columns of each query, from tiles in ascending order of their columns. Equal scores are in the same order.
 
-    The first columns bound the k-th best score from below, and only few scores of the later columns are above the bound, if the
-    columns are in random order.
+    The first columns give a lower bound of the k-th best score. If the columns are in random order, only few scores of later
+    columns are above this bound.
 
     Attributes:
         column_BK: int32, columns of the k best scores so far; -1 after the last column.
@@ -56,36 +57,38 @@ class TopLists:
     def add(self, tiles: Iterable[tuple[int, Scores]]) -> None:
         """Add the columns of a block.
 
-        tiles: first column and scores of each tile. A tile may be overwritten after its turn. The first tile of the first block
-        has at least k columns.
+        tiles: first column and scores of each tile. All tiles may share one array. The first tile of the first block has at
+            least k columns.
         """
         num_queries, tiles = len(self.column_BK), iter(tiles)
         if self._score_BK is None:
-            first_column, first_BC = next(tiles)
-            bound_B1 = _lower_bound(first_BC, k=self._k)[:, None]
-            candidates = [_candidates(first_BC, first_BC >= bound_B1, first_column=first_column)]
+            first_column, first_score_BC = next(tiles)
+            bound_B1 = _lower_bound(first_score_BC, k=self._k)[:, None]
+            candidates = [_candidates_where(first_score_BC, first_score_BC >= bound_B1, first_column=first_column)]
         else:
             bound_B1 = self._score_BK[:, -1:]
-            candidates = [self._listed(self._score_BK)]
+            candidates = [self._listed_candidates(self._score_BK)]
         is_above_L = np.empty(0, np.bool_)
         for first_column, score_BC in tiles:
             # A later column whose score equals the bound is below k earlier columns with at least this score.
             is_above_L = is_above_L if len(is_above_L) >= score_BC.size else np.empty(score_BC.size, np.bool_)
             is_above_BC = is_above_L[: score_BC.size].reshape(score_BC.shape)
-            candidates.append(_candidates(score_BC, np.greater(score_BC, bound_B1, out=is_above_BC), first_column=first_column))
-        merged = _Candidates(*(np.concatenate(arrays) for arrays in zip(*candidates, strict=True)))
-        column_BC, score_BC = _by_query(merged, num_queries=num_queries)
-        if score_BC.shape[1] > self._k:  # sort only the k best scores and those that equal the worst of them
+            candidates.append(
+                _candidates_where(score_BC, np.greater(score_BC, bound_B1, out=is_above_BC), first_column=first_column)
+            )
+        merged_candidates = _Candidates(*(np.concatenate(arrays) for arrays in zip(*candidates, strict=True)))
+        column_BC, score_BC = _score_matrices(merged_candidates, num_queries=num_queries)
+        if score_BC.shape[1] > self._k:  # sort only the scores that are at least the k-th best
             kth_score_B1 = np.partition(score_BC, -self._k, axis=1)[:, -self._k, None]
             query_L, index_L = np.nonzero(score_BC >= kth_score_B1)
-            best = _Candidates(query_L, column_BC[query_L, index_L], score_BC[query_L, index_L])
-            column_BC, score_BC = _by_query(best, num_queries=num_queries)
+            best_candidates = _Candidates(query_L, column_BC[query_L, index_L], score_BC[query_L, index_L])
+            column_BC, score_BC = _score_matrices(best_candidates, num_queries=num_queries)
         order_BK = np.argsort(-score_BC, axis=1, kind="stable")[:, : self._k]
         self._score_BK = np.full((num_queries, self._k), -np.inf, score_BC.dtype)
         for list_BK, value_BC in ((self.column_BK, column_BC), (self._score_BK, score_BC)):
             list_BK[:, : order_BK.shape[1]] = np.take_along_axis(value_BC, order_BK, axis=1)
 
-    def _listed(self, score_BK: Scores) -> "_Candidates":
+    def _listed_candidates(self, score_BK: Scores) -> "_Candidates":
         query_L, index_L = np.nonzero(score_BK > -np.inf)
         return _Candidates(query_L, self.column_BK[query_L, index_L], score_BK[query_L, index_L])
 
@@ -93,7 +96,7 @@ class TopLists:
 def listed_positions(
     column_BK: NDArray[Any], query_T: NDArray[np.int64], column_T: NDArray[np.int64], *, num_columns: int
 ) -> NDArray[np.int64]:
-    """Return the position of each target in the top list of its query, `num_columns` if it is not in the list, [T].
+    """Return the position of each target in the top list of its query, or `num_columns` if the list does not contain it, [T].
 
     >>> listed_positions(np.array([[4, 1, 3]]), np.array([0, 0]), np.array([3, 2]), num_columns=5).tolist()
     [2, 5]
@@ -112,8 +115,8 @@ def num_above(score_C: NDArray[Any], *, first_column: int, column: int, score: A
     >>> num_above(np.array([5.0, 7.0, 5.0]), first_column=10, column=12, score=5.0)
     2
     """
-    num_lower = min(max(column - first_column, 0), len(score_C))
-    return int(np.count_nonzero(score_C[:num_lower] >= score) + np.count_nonzero(score_C[num_lower:] > score))
+    num_lower_columns = min(max(column - first_column, 0), len(score_C))
+    return int(np.count_nonzero(score_C[:num_lower_columns] >= score) + np.count_nonzero(score_C[num_lower_columns:] > score))
 
 
 def top_columns_on_gpu(score_BC: Tensor, *, k: int) -> Tensor:
@@ -144,7 +147,7 @@ def num_above_on_gpu(score_BC: Tensor, query_T: Tensor, column_T: Tensor, *, fir
     """
     column_C = torch.arange(first_column, first_column + score_BC.shape[1], device=score_BC.device)
     counts = []
-    for targets in chunk_slices(len(query_T), length=max(1, len(score_BC))):  # so many rows are in memory anyway
+    for targets in chunk_slices(len(query_T), length=max(1, len(score_BC))):  # rows of as many targets as there are queries
         row_BC, score_B1, column_B1 = score_BC[query_T[targets]], score_T[targets, None], column_T[targets, None]
         is_above_BC = (row_BC > score_B1) | ((row_BC == score_B1) & (column_C < column_B1))
         counts.append(is_above_BC.sum(dim=1))
@@ -154,14 +157,14 @@ def num_above_on_gpu(score_BC: Tensor, query_T: Tensor, column_T: Tensor, *, fir
 def _lower_bound(score_BC: Scores, *, k: int) -> Scores:
     """Return a lower bound of each query's k-th best score, [B]: the k-th highest maximum of at least k blocks of columns."""
     num_queries, num_columns = score_BC.shape
-    block_size = max(1, min(MAX_BLOCK_SIZE, num_columns // (4 * k)))
-    num_blocks = num_columns // block_size
-    block_max_BC = score_BC[:, : block_size * num_blocks].reshape(num_queries, block_size, num_blocks).max(axis=1)
+    block_columns = max(1, min(_MAX_BLOCK_COLUMNS, num_columns // (4 * k)))
+    num_blocks = num_columns // block_columns
+    block_max_BC = score_BC[:, : block_columns * num_blocks].reshape(num_queries, block_columns, num_blocks).max(axis=1)
     bound_B: Scores = np.partition(block_max_BC, num_blocks - k, axis=1)[:, num_blocks - k]
     return bound_B
 
 
-def _candidates(score_BC: Scores, is_candidate_BC: NDArray[np.bool_], *, first_column: int) -> _Candidates:
+def _candidates_where(score_BC: Scores, is_candidate_BC: NDArray[np.bool_], *, first_column: int) -> _Candidates:
     """Return the scores where `is_candidate_BC` is true, without excluded columns."""
     index_L = np.flatnonzero(is_candidate_BC)
     score_L = score_BC.reshape(-1)[index_L]
@@ -172,7 +175,7 @@ def _candidates(score_BC: Scores, is_candidate_BC: NDArray[np.bool_], *, first_c
     return _Candidates(query_L, index_L - query_L * score_BC.shape[1] + first_column, score_L)
 
 
-def _by_query(candidates: _Candidates, *, num_queries: int) -> tuple[NDArray[np.int64], Scores]:
+def _score_matrices(candidates: _Candidates, *, num_queries: int) -> tuple[NDArray[np.int64], Scores]:
     """Return the columns and scores of each query as rows of two matrices, padded with -1 and -inf."""
     order_L = np.argsort(candidates.query_L.astype(np.uint16), kind="stable")  # 16-bit integers are sorted in linear time
     query_L, num_candidates_B = candidates.query_L[order_L], np.bincount(candidates.query_L, minlength=num_queries)

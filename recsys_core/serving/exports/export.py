@@ -1,4 +1,4 @@
-"""query.pt2 and query.onnx: the query tower for torch.export and ONNX, which is compared with the served tower.
+"""query.pt2 and query.onnx: the query tower in the formats of torch.export and ONNX, compared with the served tower.
 
 Shapes: B queries, D width of a vector.
 """
@@ -25,11 +25,11 @@ from recsys_core.serving.quantise import ServedQueryTower
 from recsys_core.serving.retriever import Retriever
 
 MAX_DIFFERENCE = 1e-5
-"""Largest difference between a value and the value of the served tower, relative to the largest value of the vectors."""
+"""Largest difference of an exported tower's vectors from the served tower's, relative to the largest component (at least 1)."""
 MAX_ONNX_BYTES = 2_000_000_000
-"""A protobuf message, which an ONNX file is, holds up to 2 GiB."""
-OUTPUT = "query"
-_EXAMPLE_QUERIES = 2
+"""An ONNX file is a protobuf message, which holds at most 2 GiB."""
+_OUTPUT_NAME = "query"
+_NUM_EXAMPLE_QUERIES = 2
 
 
 class _Example(NamedTuple):
@@ -42,7 +42,7 @@ class _Example(NamedTuple):
 def write_exports(formats: Sequence[ExportFormat], contents: PackageContents, *, folder: Path) -> list[str]:
     """Write the query tower of a package in each format; return the names of the files.
 
-    Each file is loaded, and its vectors for the golden queries are compared with those of the served tower.
+    Each file is loaded, and its vectors of the golden queries are compared with the vectors of the served tower.
 
     Raises:
         StageError: a value differs by more than MAX_DIFFERENCE, or the tables are too large for ONNX.
@@ -50,23 +50,23 @@ def write_exports(formats: Sequence[ExportFormat], contents: PackageContents, *,
     if not formats:
         return []
     examples = _golden_examples(contents)
-    exported = _export(contents.tower, examples[0])
+    exported_program = _export(contents.tower, examples[0])
     names = []
     for export_format in formats:
         path = folder / export_name(export_format)
         if export_format == "pt2":
-            _write_pt2(exported, path)
+            _write_pt2(exported_program, path)
             encode = _load_pt2(path)
         else:
-            _write_onnx(exported, path, input_names=list(examples[0].inputs))
+            _write_onnx(exported_program, path, input_names=list(examples[0].inputs))
             encode = _load_onnx(path)
-        _compare(encode, examples, path=path)
+        _verify_vectors(encode, examples, path=path)
         names.append(path.name)
     return names
 
 
 class _Recorder(torch.nn.Module):
-    """A served tower that keeps its inputs in padded form and its results."""
+    """A served tower that records its inputs, in padded form, and its query vectors."""
 
     def __init__(self, tower: ServedQueryTower) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Recorder(torch.nn.Module):
 
 def _golden_examples(contents: PackageContents) -> list[_Example]:
     recorder = _Recorder(contents.tower)
-    golden_vectors(Retriever(replace(contents, tower=recorder), version=""))  # type: ignore[arg-type]  # the same calls
+    golden_vectors(Retriever(replace(contents, tower=recorder), version=""))  # type: ignore[arg-type]  # called like the tower
     if not recorder.examples:
         raise StageError("package.exports: the model ranks none of the golden queries, so the exported query tower is untested")
     return recorder.examples
@@ -89,11 +89,11 @@ def _golden_examples(contents: PackageContents) -> list[_Example]:
 
 @torch.no_grad()
 def _export(tower: ServedQueryTower, example: _Example) -> torch.export.ExportedProgram:
-    # Sizes of 0 and 1 would become constants of the program.
-    row_indices = np.resize(np.arange(len(example.query_BD)), _EXAMPLE_QUERIES)
+    # A dimension of size 0 or 1 would become a constant of the program.
+    row_indices = np.resize(np.arange(len(example.query_BD)), _NUM_EXAMPLE_QUERIES)
     inputs = {name: torch.from_numpy(values[row_indices]) for name, values in example.inputs.items()}
-    batch = torch.export.Dim("batch", min=1)
-    shapes: dict[str, dict[int, Any]] = {name: {0: batch} for name in inputs}
+    batch_dim = torch.export.Dim("batch", min=1)
+    shapes: dict[str, dict[int, Any]] = {name: {0: batch_dim} for name in inputs}
     for table_name in tower.dense.feature_names:
         if is_list(tower, table_name):
             name = module_name(table_name)
@@ -119,10 +119,10 @@ def _write_onnx(exported: torch.export.ExportedProgram, path: Path, *, input_nam
             f"package.exports: the tables of the query tower have {num_bytes:,} bytes, but an ONNX file holds "
             f"{MAX_ONNX_BYTES:,}; leave out onnx, or set package.quantization to int8 or int4"
         )
-    # It warns four times that torchvision, which nothing here uses, is not installed.
+    # The exporter warns four times that torchvision is not installed, which nothing here uses.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     program = torch.onnx.export(
-        exported, input_names=input_names, output_names=[OUTPUT], dynamo=True, external_data=False, verbose=False
+        exported, input_names=input_names, output_names=[_OUTPUT_NAME], dynamo=True, external_data=False, verbose=False
     )
     assert program is not None
     program.save(path)
@@ -131,18 +131,18 @@ def _write_onnx(exported: torch.export.ExportedProgram, path: Path, *, input_nam
 def _load_onnx(path: Path) -> Any:
     from onnx.reference import ReferenceEvaluator
 
-    evaluator: Any = ReferenceEvaluator(str(path))  # its type says that it returns a dictionary
-    return lambda inputs: evaluator.run([OUTPUT], inputs)[0]
+    evaluator: Any = ReferenceEvaluator(str(path))  # the annotation of `run` is wrong
+    return lambda inputs: evaluator.run([_OUTPUT_NAME], inputs)[0]
 
 
 @torch.no_grad()
-def _compare(encode: Any, examples: Sequence[_Example], *, path: Path) -> None:
+def _verify_vectors(encode: Any, examples: Sequence[_Example], *, path: Path) -> None:
     for example in examples:
         inputs: Mapping[str, Any] = example.inputs
-        difference = np.abs(encode(inputs) - example.query_BD).max(initial=0)
+        max_difference = np.abs(encode(inputs) - example.query_BD).max(initial=0)
         limit = MAX_DIFFERENCE * max(1.0, float(np.abs(example.query_BD).max(initial=0)))
-        if not difference <= limit:
+        if not max_difference <= limit:
             raise StageError(
-                f"{path.name}: the query vectors of the golden queries differ by {difference:g} from those of the served query "
-                f"tower, but at most {limit:g} is allowed; leave {path.suffix[1:]} out of package.exports"
+                f"{path.name}: the query vectors of the golden queries differ by {max_difference:g} from the vectors of the "
+                f"served query tower, but at most {limit:g} is allowed; leave {path.suffix[1:]} out of package.exports"
             )

@@ -1,6 +1,7 @@
 """The query tower on padded lists, which torch.export and ONNX can express.
 
-Shapes: B queries, H entries of a history, L values of a feature with padding, D width of a vector.
+Shapes: B queries, H entries of a history, L values of a feature with padding, D width of a vector, M width of the item vectors
+of the spectral block.
 """
 
 from collections.abc import Mapping
@@ -34,21 +35,21 @@ HISTORY, HISTORY_MASK, WEIGHT_SUFFIX = "history", "history_mask", "_weight"
 
 
 class PaddedQueryTower(nn.Module):
-    """The query tower of a package with a dictionary of tensors as its input. It shares the tables of the served tower.
+    """The query tower of a package, with a dictionary of tensors as its input and the same tables as the served tower.
 
     Inputs by name:
 
     - history int64 [B, H]: item rows, oldest first, at most the longest history that the model reads.
     - history_mask bool [B, H]: whether an entry is an item. Padding may be on either side.
-    - <table> int64 [B, L]: rows of each other table of the query tower, such as `user` or `user__genres`.
+    - <table> int64 [B, L]: rows in each other table of the query tower, such as `user` or `user__genres`.
     - <table>_weight float32 [B, L]: weight of each row, 1 for a feature without weights; 0 for padding.
     """
 
     def __init__(self, tower: ServedQueryTower) -> None:
         super().__init__()
         self.tables, self.dense, self.block, spec = tower.tables, tower.dense, tower.block, tower.spec
-        self._trained_length = spec.history_length
-        self._block_length = 0 if spec.config.spectral_block is None else spec.config.spectral_block.history_length
+        self._history_length = spec.history_length
+        self._block_history_length = 0 if spec.config.spectral_block is None else spec.config.spectral_block.history_length
         self._is_mean_by_table = {
             table_name: spec.forms.get(table_name) in ("list", "weighted_list")
             and spec.tables[table_name].settings.pooling == "mean"
@@ -60,7 +61,7 @@ class PaddedQueryTower(nn.Module):
         """Return the query vectors, [B, D]."""
         item_BHD, mask_BH = None, None
         if HISTORY_TABLE in self.tables:
-            mask_BH = _newest(inputs[HISTORY_MASK], length=self._trained_length)
+            mask_BH = _newest(inputs[HISTORY_MASK], length=self._history_length)
             item_BHD = self._look_up(HISTORY_TABLE, torch.where(mask_BH, inputs[HISTORY], 0))
         features = {}
         for table_name, is_mean in self._is_mean_by_table.items():
@@ -73,7 +74,7 @@ class PaddedQueryTower(nn.Module):
         query_BD = encode_by_member(self.dense, item_BHD, features, lambda *arguments: _encode(*arguments, mask_BH=mask_BH))
         if self.block is None:
             return query_BD
-        block_mask_BH = _newest(inputs[HISTORY_MASK], length=self._block_length)
+        block_mask_BH = _newest(inputs[HISTORY_MASK], length=self._block_history_length)
         item_BHM = self._look_up(BLOCK_TABLE, torch.where(block_mask_BH, inputs[HISTORY], 0))
         joined_BD: Tensor = self.block(query_BD, (item_BHM * block_mask_BH[:, :, None]).sum(dim=1))
         return joined_BD
@@ -94,7 +95,7 @@ def _newest(mask_BH: Tensor, *, length: int) -> Tensor:
 
 
 def _encode(tower: QueryTower, item_BHD: Tensor | None, features: Mapping[str, Tensor], *, mask_BH: Tensor | None) -> Tensor:
-    """Return what `QueryTower.forward` returns, from padded histories."""
+    """Compute the result of `QueryTower.forward` from padded histories, [B, D]."""
     inputs = []
     if tower.pooling is not None:
         assert item_BHD is not None
@@ -111,7 +112,7 @@ def _encode(tower: QueryTower, item_BHD: Tensor | None, features: Mapping[str, T
 
 
 def _pool_history(encoder: HistoryEncoder, item_BHD: Tensor, mask_BH: Tensor, position_BH: Tensor) -> Tensor:
-    """Return what `HistoryEncoder.forward` returns, from padded histories."""
+    """Compute the result of `HistoryEncoder.forward` from padded histories, [B, D]. position_BH: number of newer items."""
     is_item_BH = mask_BH.to(item_BHD.dtype)
     match encoder:
         case SelfAttentionEncoder():
@@ -158,17 +159,17 @@ def padded_inputs(
 
 
 def list_width(tower: ServedQueryTower, table_name: str, *, longest: int) -> int:
-    """Return the number of columns of a feature's inputs: 1, or at least 2 for a list, whose width is dynamic."""
+    """Return the width of a feature's inputs: 1, or at least 2 for a list, because torch.export fixes the sizes 0 and 1."""
     return max(2, longest) if is_list(tower, table_name) else 1
 
 
 def is_list(tower: ServedQueryTower, table_name: str) -> bool:
-    """Return whether a query has a list of rows in a table."""
+    """Return whether a query can have several rows in a table."""
     return tower.spec.forms.get(table_name) in ("list", "weighted_list")
 
 
 def _padded(lists: JaggedArray, value_L: NDArray[np.generic], *, width: int) -> NDArray[np.generic]:
-    """Return the values of each list in a row, with zeros at its end."""
-    padded = np.zeros((len(lists), width), value_L.dtype)
-    padded[lists.list_index_L, np.arange(len(value_L)) - np.repeat(lists.offset[:-1], lists.lengths)] = value_L
-    return padded
+    """Return an array with one list per row, padded with zeros at the end."""
+    padded_lists = np.zeros((len(lists), width), value_L.dtype)
+    padded_lists[lists.list_index_L, np.arange(len(value_L)) - np.repeat(lists.offset[:-1], lists.lengths)] = value_L
+    return padded_lists

@@ -1,4 +1,4 @@
-"""Rankings of the items by popularity: of all users, and of the segments of one feature.
+"""Rankings of the items by popularity: one over all users, and one for each segment of a feature.
 
 Shapes: B queries, I items, N items of a ranking, L items of all segments.
 """
@@ -22,11 +22,11 @@ NO_SEGMENT = -1
 
 @dataclass(frozen=True)
 class Segments:
-    """The content of popularity_by.parquet, see segment_counts.py.
+    """The content of popularity_by.parquet; see segment_counts.py.
 
     Attributes:
-        key: feature user.<name> or context.<name>, whose values have rankings.
-        value_rows: row of the value of each segment in the vocabulary, ascending.
+        key: name of the feature, user.<name> or context.<name>.
+        value_rows: ascending vocabulary rows of the values of the segments.
         items: item rows of each segment, best first.
         share_L: share of each of these items in the events of the segment.
     """
@@ -47,8 +47,8 @@ class Segments:
             raise StageError(f"{path}: the items do not match their shares or the {num_items} items; package the model again")
         return cls(key, table["value_row"].to_numpy().astype(np.int64), items, share_L)
 
-    def of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
-        """Return the segment of each query, NO_SEGMENT without the feature or without a ranking of its value."""
+    def segment_of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
+        """Return the segment of each query; NO_SEGMENT if the query does not have the feature, or its value has no segment."""
         segment_B = np.full(num_queries, NO_SEGMENT)
         if (feature := given_features.get(self.key)) is None or not len(self.value_rows):
             return segment_B
@@ -74,17 +74,17 @@ class Popularity:
 
     @property
     def segment_key(self) -> str | None:
-        """Feature whose values have rankings of their own."""
+        """Name of the feature whose values have rankings of their own."""
         return None if self.segments is None else self.segments.key
 
     def segment_of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
-        """Return the segment of each query."""
+        """Return the segment of each query, or NO_SEGMENT."""
         if self.segments is None:
             return np.full(num_queries, NO_SEGMENT)
-        return self.segments.of(given_features, num_queries=num_queries)
+        return self.segments.segment_of(given_features, num_queries=num_queries)
 
     def fill(self, top_items: TopItems, query_indices: Int64Array, candidates: Candidates, *, segment_B: Int64Array) -> None:
-        """Fill the top items of some queries. segment_B: segment of each query of the batch."""
+        """Fill the top items of the queries at `query_indices`. segment_B: segment of each query of the batch."""
         for segment in np.unique(segment_B[query_indices]).tolist():
             indices = query_indices[segment_B[query_indices] == segment]
             depth = min(int(top_items.depth_B[indices].max()), max(1, candidates.num_items))
@@ -100,11 +100,11 @@ class Popularity:
         if segment == NO_SEGMENT or self.segments is None:
             return row_I[:depth], share_I[:depth]
         items = self.segments.items
-        part = slice(int(items.offset[segment]), int(items.offset[segment + 1]))
-        row_N, share_N = _allowed(items.values_L[part], self.segments.share_L[part], is_allowed_I)
-        other_row_N = row_I[: depth + len(row_N)]
-        other_row_N = other_row_N[~np.isin(other_row_N, row_N)]
-        row_N, share_N = np.concatenate([row_N, other_row_N]), np.concatenate([share_N, np.zeros(len(other_row_N), np.float32)])
+        segment_slice = slice(int(items.offset[segment]), int(items.offset[segment + 1]))
+        row_N, share_N = _allowed(items.values_L[segment_slice], self.segments.share_L[segment_slice], is_allowed_I)
+        global_rows = row_I[: depth + len(row_N)]
+        global_rows = global_rows[~np.isin(global_rows, row_N)]
+        row_N, share_N = np.concatenate([row_N, global_rows]), np.concatenate([share_N, np.zeros(len(global_rows), np.float32)])
         return row_N[:depth], share_N[:depth]
 
 

@@ -1,10 +1,10 @@
-"""popularity_by.parquet: the most popular items of the users or events with each value of a feature.
+"""popularity_by.parquet: the most popular items for each value of a user or context feature.
 
-One row per value with enough events, a *segment*:
+The file has one row per *segment*. A segment is all events with one value of the feature, if there are enough:
 
 - value_row: int32, row of the value in the vocabulary of the feature.
 - item_rows: list of int32, at most MAX_SEGMENT_ITEMS item rows by falling number of events.
-- shares: list of float32, the share of each item in the events of the segment.
+- shares: list of float32, the share of each of these items in the events of the segment.
 
 Shapes: U users, E events, I items, L pairs of segment and item.
 """
@@ -24,7 +24,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 
 MAX_SEGMENT_ITEMS = 1_000
-"""A longer answer continues with the most popular items of all users."""
+"""An answer with more items continues with the most popular items of all users."""
 TEST_SPLIT = 2
 """Code of the test split in a chunk of events."""
 _CHUNK_EVENTS = 1 << 23
@@ -43,27 +43,27 @@ def write_segments(
 
     Args:
         key: feature user.<name> or context.<name>.
-        item_by_popularity_I: item rows by falling popularity, the order of items with equal counts.
+        item_by_popularity_I: item rows by falling popularity; items with equal counts in a segment are in this order.
         min_events: smallest number of events of a segment.
 
     Raises:
-        InputError: the feature is not declared, or has no vocabulary of single values.
+        InputError: the feature is not declared, or is not categorical with a vocabulary.
     """
-    facts = None if features is None else features.features.get(key)
-    if features is None or facts is None or facts.kind != "categorical" or facts.hash_rows is not None:
+    feature = None if features is None else features.features.get(key)
+    if features is None or feature is None or feature.kind != "categorical" or feature.hash_rows is not None:
         raise InputError(
             f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; declare it under "
             "features, or remove popularity_by"
         )
-    value_row_L, item_row_L, count_L = _counts(key, interactions, features)
+    value_row_L, item_row_L, count_L = _pair_counts(key, interactions, features)
     rank_I = np.empty(len(item_by_popularity_I), np.int64)
     rank_I[item_by_popularity_I] = np.arange(len(rank_I))
     order_L = np.lexsort((rank_I[item_row_L], -count_L, value_row_L))
     value_row_L, item_row_L, count_L = value_row_L[order_L], item_row_L[order_L], count_L[order_L]
-    segment_rows, start, length = np.unique(value_row_L, return_index=True, return_counts=True)
+    segment_rows, start, num_pairs = np.unique(value_row_L, return_index=True, return_counts=True)
     num_events = np.add.reduceat(count_L, start) if len(start) else count_L
-    is_large = (num_events >= min_events) & (segment_rows > 0)  # row 0 has the values without a row of their own
-    num_items = np.minimum(length[is_large], MAX_SEGMENT_ITEMS)
+    is_large = (num_events >= min_events) & (segment_rows > 0)  # row 0 is shared by all values without a row of their own
+    num_items = np.minimum(num_pairs[is_large], MAX_SEGMENT_ITEMS)
     index_L = ragged_ranges(start[is_large], num_items)
     share_L = (count_L[index_L] / np.repeat(num_events[is_large], num_items)).astype(np.float32)
     offset = pa.array(np.concatenate([[0], np.cumsum(num_items)]).astype(np.int32))
@@ -75,39 +75,39 @@ def write_segments(
     pq.write_table(pa.table(columns), path)
 
 
-def replace_items_of_segments(source: Path, target: Path, new_row_I: NDArray[np.int32]) -> None:
-    """Copy popularity_by.parquet with other item rows. new_row_I: new row of each item; -1 for an item that is removed."""
-    table = pq.read_table(source)
+def replace_items_of_segments(source_path: Path, target_path: Path, new_row_I: NDArray[np.int32]) -> None:
+    """Copy popularity_by.parquet and replace its item rows. new_row_I: new row of each item; -1 for an item that is removed."""
+    table = pq.read_table(source_path)
     item_rows, shares = (table[name].combine_chunks() for name in ("item_rows", "shares"))
     row_L = new_row_I[item_rows.flatten().to_numpy()]
-    num_kept_before = np.concatenate([[0], np.cumsum(row_L >= 0)]).astype(np.int32)
-    offset = pa.array(num_kept_before[item_rows.offsets.to_numpy()])
+    new_offset_by_old = np.concatenate([[0], np.cumsum(row_L >= 0)]).astype(np.int32)
+    offset = pa.array(new_offset_by_old[item_rows.offsets.to_numpy()])
     columns = {
         "value_row": table["value_row"],
         "item_rows": pa.ListArray.from_arrays(offset, pa.array(row_L[row_L >= 0])),
         "shares": pa.ListArray.from_arrays(offset, pa.array(shares.flatten().to_numpy()[row_L >= 0])),
     }
-    pq.write_table(pa.table(columns), target)
+    pq.write_table(pa.table(columns), target_path)
 
 
-def _counts(
+def _pair_counts(
     key: str, interactions: InteractionsManifest, features: FeaturesManifest
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return value row, item row, and number of events of each pair that occurs."""
-    keys, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    """Return the value row, the item row and the number of events of each pair of a value and an item with events."""
+    pair_codes, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
     for value_row_E, item_row_E in _events(key, interactions, features):
-        new_keys, new_counts = np.unique(value_row_E * interactions.num_items + item_row_E, return_counts=True)
-        keys, index = np.unique(np.concatenate([keys, new_keys]), return_inverse=True)
-        counts = np.bincount(index, weights=np.concatenate([counts, new_counts])).astype(np.int64)
-    return keys // interactions.num_items, keys % interactions.num_items, counts
+        chunk_codes, chunk_counts = np.unique(value_row_E * interactions.num_items + item_row_E, return_counts=True)
+        pair_codes, index = np.unique(np.concatenate([pair_codes, chunk_codes]), return_inverse=True)
+        counts = np.bincount(index, weights=np.concatenate([counts, chunk_counts])).astype(np.int64)
+    return pair_codes // interactions.num_items, pair_codes % interactions.num_items, counts
 
 
 def _events(
     key: str, interactions: InteractionsManifest, features: FeaturesManifest
 ) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield the value row and the item row of the events before the test split."""
-    table_rows = memory_map(features.path(f"{key}.row.npy"))
+    """Yield the value rows and the item rows of the events before the test split, in chunks of users."""
+    value_rows = memory_map(features.path(f"{key}.row.npy"))
     for chunk in EventStore.open(interactions).user_chunks(max_events=_CHUNK_EVENTS):
         is_before_E = chunk.split_E < TEST_SPLIT
-        value_row_E = table_rows[chunk.events] if key.startswith("context.") else table_rows[chunk.user_row_U][chunk.user_E]
+        value_row_E = value_rows[chunk.events] if key.startswith("context.") else value_rows[chunk.user_row_U][chunk.user_E]
         yield value_row_E[is_before_E].astype(np.int64), chunk.item_E[is_before_E]

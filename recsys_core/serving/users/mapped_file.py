@@ -1,6 +1,6 @@
-"""Memory-mapped files that are verified in blocks, so that opening one takes as long for 100 users as for 100 million.
+"""Memory-mapped files that are verified in blocks, so that a file of 100 million users opens as fast as a file of 100.
 
-A file of block checksums has the sha256 of each block. A block is compared with it when it is read for the first time.
+A checksum file has the sha256 of each block. The first read of a block compares the block with its sha256.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from recsys_core.errors import StageError
 
 _BLOCK_BITS = 14
 BLOCK_BYTES = 1 << _BLOCK_BITS
-"""A lookup of one user reads about six blocks, so they are small. Their checksums are 0.2 % of the file."""
+"""A lookup of one user reads about six blocks, so blocks are small. The checksums have 0.2 % of the size of the file."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def write_block_checksums(path: Path, checksums_path: Path) -> None:
-    """Write the sha256 of each block of the file `path`, one after the other."""
+    """Write the sha256 of each block of `path`, 32 bytes per block, to `checksums_path`."""
     with path.open("rb") as file, checksums_path.open("wb") as checksums_file:
         while block := file.read(BLOCK_BYTES):
             checksums_file.write(hashlib.sha256(block).digest())
@@ -35,7 +35,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, checksums: bytes) -> None:
-        """checksums: content of the file of block checksums. Raises StageError if the number of blocks differs."""
+        """checksums: content of the checksum file. Raises StageError if it has another number of blocks than the file."""
         self.path, self._checksums = path, checksums
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -57,7 +57,7 @@ class MappedFile:
         self.verify(np.arange(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
 
     def verify(self, block_P: Int64Array) -> None:
-        """Verify blocks by their numbers. Raises StageError if one was changed."""
+        """Verify blocks by their numbers. Raises StageError if a block was changed."""
         if self._is_verified_P[block_P].all():
             return
         content = memoryview(self._map)
@@ -75,20 +75,20 @@ class MappedFile:
         return self._buffer
 
     def values(self, dtype: DTypeLike, *, start_byte: int, length: int) -> NDArray[Any]:
-        """Return values of the file without verifying them."""
+        """Return `length` values of the file, without copying or verifying them."""
         values: NDArray[Any] = np.frombuffer(self._map, dtype, count=length, offset=start_byte)
         return values
 
 
 class MappedArray:
-    """A one-dimensional array in a MappedFile, which is read by arrays of indices."""
+    """A one-dimensional array in a MappedFile. Indexing it with an array of indices verifies the blocks of these values."""
 
     def __init__(self, file: MappedFile, dtype: DTypeLike, *, start_byte: int, length: int, bound: int | None = None) -> None:
-        """bound: all values are at least 0 and smaller than this number, which is checked when they are read."""
+        """bound: every value that is read must be at least 0 and smaller than this number; None to allow all values."""
         self._file, self._bound = file, bound
-        self._start_byte, self._item_bytes = start_byte, np.dtype(dtype).itemsize
-        self._unsigned_type = np.dtype(f"u{self._item_bytes}")
-        assert start_byte % self._item_bytes == 0, "a value would be in two blocks"
+        self._start_byte, self._value_bytes = start_byte, np.dtype(dtype).itemsize
+        self._unsigned_type = np.dtype(f"u{self._value_bytes}")
+        assert start_byte % self._value_bytes == 0, "a value would be in two blocks"
         self._values = file.values(dtype, start_byte=start_byte, length=length)
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class MappedArray:
         """
         if not len(index):
             return self._values[:0]
-        self._file.verify((index * self._item_bytes + self._start_byte) >> _BLOCK_BITS)
+        self._file.verify((index * self._value_bytes + self._start_byte) >> _BLOCK_BITS)
         values = self._values[index]
         # As unsigned integers, negative values are large.
         if self._bound is not None and values.view(self._unsigned_type).max() >= self._bound:

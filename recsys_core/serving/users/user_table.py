@@ -3,10 +3,10 @@
 The file is an Arrow IPC file with one record batch, and one row per user in the order of the user rows. Columns:
 
 - user_id: int64 or large_string.
-- bucket_rows: lists of int32. List b has the rows of the users whose id has the hash b; see recsys_core.serving.ids.
+- bucket_rows: lists of int32. List b has the rows of the users whose ids are in hash bucket b; see recsys_core.serving.ids.
 - history: lists of int32, the item rows of all events of the user, oldest first.
-- user.<feature>: int32, or lists of int32 for a feature with several values: rows of the table of the feature.
-- user.<feature>.weight: float32, or lists of float32: the weight of each of these rows, if there are weights.
+- user.<feature>: row in the feature's embedding table, int32, or lists of int32 if a user can have several values.
+- user.<feature>.weight: weights of these rows, float32 or lists of float32, if the feature has weights.
 
 Lists have 64-bit offsets, except for bucket_rows. Nothing is compressed, so that the file can be mapped.
 """
@@ -28,13 +28,13 @@ from recsys_core.serving.quantise import user_features
 from recsys_core.serving.users.mapped_file import MappedArray, MappedFile
 
 MAX_METADATA_BYTES = 1 << 18
-"""Bytes at the start and at the end of users.arrow that have the descriptions of the columns, enough for 500 features."""
+"""The descriptions of the columns are in this many bytes at each end of users.arrow, which is enough for 500 features."""
 
 
 def write_users(
     path: Path, *, user_ids: pa.Array, user_offset: NDArray[np.int64], event_item: NDArray[np.int32], features: FeatureStore
 ) -> None:
-    """Write users.arrow. The arrays may be memory maps, which are not loaded.
+    """Write users.arrow. The arrays may be memory maps.
 
     Args:
         user_ids: ids in the order of the user rows.
@@ -55,23 +55,24 @@ def write_users(
         writer.write_batch(batch)
 
 
-def replace_items(source: Path, target: Path, new_row_I: NDArray[np.int32]) -> None:
-    """Copy users.arrow with other item rows in the histories. The caller has verified the whole file.
+def replace_history_items(source_path: Path, target_path: Path, new_row_I: NDArray[np.int32]) -> None:
+    """Copy users.arrow and replace the item rows in the histories. The caller has verified the whole source file.
 
     new_row_I: new row of each item; -1 for an item whose events are removed.
     """
-    with pa.memory_map(str(source)) as file:
+    with pa.memory_map(str(source_path)) as file:
         batch = pa.ipc.open_file(file).get_batch(0)
         history = batch["history"]
         event_item = new_row_I[history.values.to_numpy()]
-        num_kept_before = np.concatenate([[0], np.cumsum(event_item >= 0)])
-        column = _column(event_item[event_item >= 0], num_kept_before[history.offsets.to_numpy()])
+        new_offset_by_old = np.concatenate([[0], np.cumsum(event_item >= 0)])
+        column = _column(event_item[event_item >= 0], new_offset_by_old[history.offsets.to_numpy()])
         batch = batch.set_column(batch.schema.get_field_index("history"), "history", column)
-        with pa.OSFile(str(target), "wb") as target_file, pa.ipc.new_file(target_file, batch.schema) as writer:
+        with pa.OSFile(str(target_path), "wb") as target_file, pa.ipc.new_file(target_file, batch.schema) as writer:
             writer.write_batch(batch)
 
 
 def _column(values: Any, offset: Any) -> pa.Array:
+    """Return a column of lists, or of single values if there is no offset."""
     return pa.array(values) if offset is None else pa.LargeListArray.from_arrays(pa.array(offset), pa.array(values))
 
 
@@ -90,18 +91,18 @@ class UserTable:
     @classmethod
     def empty(cls) -> Self:
         """Return the table of a package that stores no users."""
-        no_rows = np.zeros(0, np.int64)
-        return cls(IdMap(pa.array([], pa.int64()), id_name="user_id"), no_rows, no_rows, FeatureStore({}))
+        empty_array = np.zeros(0, np.int64)
+        return cls(IdMap(pa.array([], pa.int64()), id_name="user_id"), empty_array, empty_array, FeatureStore({}))
 
     @classmethod
     def open(cls, path: Path, checksums: bytes, *, spec: ModelSpec) -> Self:
-        """Map users.arrow. checksums: content of users.sha256. Raises StageError if the file does not match the model.
+        """Memory-map users.arrow. checksums: content of users.sha256. Raises StageError if the file does not match the model.
 
-        Only the blocks with the description of the columns are read. Every other block is read and verified by the first
-        lookup of one of its users.
+        Only the blocks with the descriptions of the columns are read. Every other block is read and verified when one of its
+        users is first looked up.
         """
         columns = _Columns(path, checksums)
-        columns.require(_types(user_features(spec)), num_rows=spec.num_users)
+        columns.require(_column_types(user_features(spec)), num_rows=spec.num_users)
         return cls(
             IdMap(
                 _MappedIds(columns),
@@ -123,32 +124,32 @@ class UserTable:
 
 
 def _feature(columns: "_Columns", key: str, form: FeatureForm, spec: ModelSpec) -> Feature:
-    """Return a feature whose arrays stay in the file. They are only indexed."""
-    names = ARRAYS_BY_FORM[form]
+    """Return a feature whose arrays stay in the file. Only indexing is possible, although their type is NDArray."""
+    array_names = ARRAYS_BY_FORM[form]
     return Feature(
         table_rows=cast(NDArray[np.int32], columns.values(key, bound=spec.tables[key].num_rows)),
-        offset=cast(NDArray[np.int64], columns.offset(key)) if "offset" in names else None,
-        weights=cast(NDArray[np.float32], columns.values(f"{key}.weight")) if "weight" in names else None,
+        offset=cast(NDArray[np.int64], columns.offset(key)) if "offset" in array_names else None,
+        weights=cast(NDArray[np.float32], columns.values(f"{key}.weight")) if "weight" in array_names else None,
     )
 
 
-def _types(forms: Mapping[str, FeatureForm]) -> dict[str, pa.DataType]:
+def _column_types(forms: Mapping[str, FeatureForm]) -> dict[str, pa.DataType]:
     """Return the type of each column except user_id."""
     types: dict[str, pa.DataType] = {"bucket_rows": pa.list_(pa.int32()), "history": pa.large_list(pa.int32())}
     for key, form in forms.items():
-        for name, value_type in (("row", pa.int32()), ("weight", pa.float32())):
-            if name in ARRAYS_BY_FORM[form]:
-                column = key if name == "row" else f"{key}.{name}"
-                types[column] = pa.large_list(value_type) if "offset" in ARRAYS_BY_FORM[form] else value_type
+        for array_name, value_type in (("row", pa.int32()), ("weight", pa.float32())):
+            if array_name in ARRAYS_BY_FORM[form]:
+                column_name = key if array_name == "row" else f"{key}.{array_name}"
+                types[column_name] = pa.large_list(value_type) if "offset" in ARRAYS_BY_FORM[form] else value_type
     return types
 
 
 class _Columns:
-    """The columns of users.arrow as arrays in the file."""
+    """The columns of users.arrow as memory-mapped arrays."""
 
     def __init__(self, path: Path, checksums: bytes) -> None:
         self.path, self._file = path, MappedFile(path, checksums)
-        # Arrow parses the schema at the start and the footer at the end. It does not read the columns.
+        # Arrow parses the schema at the start and the footer at the end of the file. It does not read the columns.
         for start in (0, len(self._file) - MAX_METADATA_BYTES):
             self._file.verify_range(start, start + MAX_METADATA_BYTES)
         self._batch = pa.ipc.open_file(self._file.arrow_buffer).get_batch(0)
@@ -157,13 +158,14 @@ class _Columns:
         return int(self._batch.num_rows)
 
     def require(self, types: Mapping[str, pa.DataType], *, num_rows: int) -> None:
-        """Raise StageError unless the file has these columns, the column user_id, and the number of rows."""
-        actual = {field.name: field.type for field in self._batch.schema}
-        id_type = actual.pop("user_id", None)
-        if id_type not in (pa.int64(), pa.large_string()) or actual != types or len(self) != num_rows:
+        """Raise StageError unless the file has the column user_id, these other columns, and this number of rows."""
+        actual_types = {field.name: field.type for field in self._batch.schema}
+        id_type = actual_types.pop("user_id", None)
+        if id_type not in (pa.int64(), pa.large_string()) or actual_types != types or len(self) != num_rows:
             raise StageError(
-                f"{self.path}: the file has {len(self)} rows of user_id {id_type}, {_described(actual)}, but the model needs "
-                f"{num_rows} rows of user_id int64 or large_string, {_described(types)}; package the model again"
+                f"{self.path}: the file has {len(self)} rows of user_id {id_type}, {_describe_columns(actual_types)}, but the "
+                f"model needs {num_rows} rows of user_id int64 or large_string, {_describe_columns(types)}; package the model "
+                "again"
             )
 
     def type(self, name: str) -> pa.DataType:
@@ -190,7 +192,7 @@ class _Columns:
 
 
 class _MappedIds:
-    """The column user_id; an `IdColumn`."""
+    """The column user_id as an `IdColumn`."""
 
     def __init__(self, columns: _Columns) -> None:
         self.type, self._num_ids = columns.type("user_id"), len(columns)
@@ -205,10 +207,10 @@ class _MappedIds:
         row_L = rows.to_numpy().astype(np.int64, copy=False)
         if self._offset is None:
             return pa.array(self._values[row_L])
-        text = JaggedArray.from_slices(self._values, start=self._offset[row_L], end=self._offset[row_L + 1])
-        buffers = [None, pa.py_buffer(text.offset), pa.py_buffer(text.values_L.astype(np.uint8))]
+        id_bytes = JaggedArray.from_slices(self._values, start=self._offset[row_L], end=self._offset[row_L + 1])
+        buffers = [None, pa.py_buffer(id_bytes.offset), pa.py_buffer(id_bytes.values_L.astype(np.uint8))]
         return pa.Array.from_buffers(self.type, len(row_L), buffers)
 
 
-def _described(types: Mapping[str, pa.DataType]) -> str:
+def _describe_columns(types: Mapping[str, pa.DataType]) -> str:
     return ", ".join(f"{name} {data_type}" for name, data_type in sorted(types.items()))

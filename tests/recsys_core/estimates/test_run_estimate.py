@@ -121,7 +121,7 @@ def test_the_evaluation_on_more_cores_than_in_the_benchmark_is_extrapolated() ->
     data = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 8})
     workload = WORKLOAD.model_copy(update={"data": data, "machines": Machines(cores_per_host=64)})
     estimate = evaluate(workload, packaged_constants())
-    assert (estimate.basis, estimate.factor, estimate.measured) == ("extrapolated", 32, "at 1/32")
+    assert (estimate.basis, estimate.factor, estimate.measured_text) == ("extrapolated", 32, "at 1/32")
 
 
 def test_an_estimate_adds_up_its_stages_and_reads_vectors_only_if_there_are_some() -> None:

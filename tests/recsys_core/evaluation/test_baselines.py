@@ -32,7 +32,7 @@ def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> 
     row_of_item = np.array([2, 0, -1, 1, 3])
     history = JaggedArray(np.array([0, 3, 6, 7, 7]), np.array([1, 3, 2, 1, 1, 3, 2]))
     model = ZeroShot(vectors, vector_row_I=row_of_item)
-    query, item = model.queries(history), model.item_vector_ID
+    query, item = model.query_vectors(history), model.item_vector_ID
     score = query @ item.T
     half = 2**-0.5
     # The long vector [10, 0] counts no more than [0, 1], and the item without a vector counts nothing.

@@ -11,7 +11,7 @@ from recsys_core.closed_form.linear_models import ease_weights, log_matrix, user
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation import closed_form
-from recsys_core.evaluation.closed_form import MAX_EVENTS, cooccurrence, linear_model, neighbour_weights, spectral_vectors
+from recsys_core.evaluation.closed_form import MAX_EVENTS, cooccurrence_model, linear_model, neighbour_weights, spectral_vectors
 from recsys_core.evaluation.config import ClosedFormConfig
 from recsys_core.evaluation.metrics import ndcg, recall
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
@@ -88,7 +88,7 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
         query_BD, vector_ID = spectral_vectors(matrix, rank=3, queries=queries, user_exponent=0.3, item_exponent=0.2)
         expected = query_BD @ vector_ID.T
     else:
-        scores = cooccurrence(store=store, order_I=order_I)(histories)
+        scores = cooccurrence_model(store=store, order_I=order_I)(histories)
         expected = (queries @ neighbour_weights(matrix)).toarray()
     targets = store.targets(np.arange(30), "test")
     served = Queries(None, is_known_B=np.ones(30, bool), seen=histories, targets=targets)

@@ -72,7 +72,7 @@ def test_an_index_of_items_in_another_order_is_refused(parent: SmallPipeline, re
 
 def test_an_index_without_the_new_items_is_refused(parent: SmallPipeline, refresh_result: Refreshed) -> None:
     contents, num_kept = contents_of(refresh_result), len(refresh_result.changes.kept_row_I)
-    vector_ID = package.stored_vectors(contents, np.arange(contents.package.model.num_items))
+    vector_ID = package.read_item_vectors(contents, np.arange(contents.package.model.num_items))
     vector_ID[num_kept:] = 0
     index = build_index(contents.package.index, vector_ID)
     assert "index_recall_items" in failed(check_again(parent, refresh_result, index=index))
@@ -116,5 +116,5 @@ def test_the_recall_is_compared_with_that_of_the_parent_and_not_with_a_target(tm
 
 def test_the_samples_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MAX_QUERIES", 3)
-    sample = checks._sample(np.arange(10))
+    sample = checks._sample_rows(np.arange(10))
     assert len(sample) == 3 and len({*sample.tolist()}) == 3

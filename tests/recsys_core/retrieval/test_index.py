@@ -60,7 +60,7 @@ def _load(manifest: IndexManifest, kind: AnyIndexKind) -> Any:
 
 def test_reported_recall_equals_the_overlap_with_brute_force(built, export: ExportManifest) -> None:
     query, exact_row, _ = _exact(export, CONFIG.recall_k)
-    for kind in CONFIG.configured:
+    for kind in CONFIG.configured_indexes:
         index, report = _load(built, kind), built.reports[kind.kind]
         _, row = search(index, query, kind=kind, depth=CONFIG.recall_k)
         overlap = np.mean([len({*returned} & {*exact}) / len(exact) for returned, exact in zip(row, exact_row, strict=True)])
@@ -174,7 +174,7 @@ def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> Non
     query = np.ones((3, 8), np.float32)
     export = export_stage(tmp_path / "export", item_vectors=np.ones((items, 8)), queries={"test": (range(3), query)})
     collapsed = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
-    for kind in CONFIG.configured:
+    for kind in CONFIG.configured_indexes:
         index = _load(collapsed, kind)
         for _, row in (search(index, query, kind=kind, depth=100), search_exhaustively(index, query, kind=kind, depth=100)):
             assert 0.3 < row[row >= 0].mean() / items < 0.7

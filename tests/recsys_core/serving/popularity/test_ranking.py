@@ -119,6 +119,6 @@ def test_a_package_without_a_segment_that_is_large_enough_ranks_the_items_of_all
 def test_segments_with_unknown_items_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "popularity_by.parquet"
     pq.write_table(pa.table({"value_row": [1], "item_rows": [[0, 5]], "shares": [[0.5, 0.1]]}), path)
-    assert Segments.read(path, key=KEY, num_items=6).of({}, num_queries=2).tolist() == [-1, -1]
+    assert Segments.read(path, key=KEY, num_items=6).segment_of({}, num_queries=2).tolist() == [-1, -1]
     with pytest.raises(StageError, match=r"popularity_by.parquet: the items do not match their shares or the 5 items"):
         Segments.read(path, key=KEY, num_items=5)

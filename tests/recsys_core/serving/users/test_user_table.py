@@ -15,7 +15,7 @@ from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.serving.ids import Id
 from recsys_core.serving.users.mapped_file import BLOCK_BYTES, write_block_checksums
-from recsys_core.serving.users.user_table import MAX_METADATA_BYTES, UserTable, replace_items, write_users
+from recsys_core.serving.users.user_table import MAX_METADATA_BYTES, UserTable, replace_history_items, write_users
 from tests.recsys_core.serving.conftest import config_of
 
 NUM_ITEMS = 1_000
@@ -67,7 +67,7 @@ def test_histories_get_other_item_rows_without_the_items_that_left(tmp_path: Pat
     new_row_I = np.full(NUM_ITEMS, -1, np.int32)
     new_row_I[[5, 9]] = [0, 1]
     replaced = tmp_path / "replaced.arrow"
-    replace_items(path, replaced, new_row_I)
+    replace_history_items(path, replaced, new_row_I)
     write_block_checksums(replaced, tmp_path / "replaced.sha256")
     table = opened(replaced, (tmp_path / "replaced.sha256").read_bytes(), users=3)
     stored = table.histories(table.ids.rows(["a", "b", "c", "d"]))

@@ -99,7 +99,7 @@ def neighbour_weights(matrix_UI: csr_array) -> csr_array:
     num_items = matrix_UI.shape[1]
     unit_UI = matrix_UI @ diags_array(inverse_power(matrix_UI.sum(axis=0), 0.5))
     unit_IU = unit_UI.T.tocsr()
-    cumulative_pairs_I = np.cumsum(unit_IU @ np.diff(matrix_UI.indptr).astype(np.float64))
+    cumulative_pairs_I = np.cumsum(matrix_UI.T @ np.diff(matrix_UI.indptr).astype(np.float64))
     block_I = (cumulative_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
     bounds = [0, *(np.flatnonzero(np.diff(block_I)) + 1).tolist(), num_items]
     blocks = [_nearest((unit_IU[start:end] @ unit_UI).tocsr(), first_row=start) for start, end in pairwise(bounds)]

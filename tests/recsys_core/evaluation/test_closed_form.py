@@ -65,6 +65,24 @@ def test_neighbours_are_the_nearest_items_by_cosine(
         assert np.count_nonzero(weight_II[item]) == np.count_nonzero(expected)
 
 
+def test_a_block_of_neighbours_has_at_most_the_pairs_of_the_limit_and_of_one_item(
+    dense_UI: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_pairs_I = dense_UI.T @ dense_UI.sum(axis=1)
+    limit = int(num_pairs_I.sum() / 5)
+    monkeypatch.setattr(closed_form, "BLOCK_PAIRS", limit)
+    num_pairs_of_blocks = []
+
+    def record_block(weight_RI: csr_array, *, first_row: int) -> csr_array:
+        num_pairs_of_blocks.append(num_pairs_I[first_row : first_row + weight_RI.shape[0]].sum())
+        return weight_RI
+
+    monkeypatch.setattr(closed_form, "_nearest", record_block)
+    neighbour_weights(csr_array(dense_UI))
+    assert sum(num_pairs_of_blocks) == num_pairs_I.sum()
+    assert max(num_pairs_of_blocks) <= limit + num_pairs_I.max()
+
+
 @pytest.mark.parametrize("model", ["ease", "spectral", "cooccurrence"])
 def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(model: str, tmp_path: Path) -> None:
     random = np.random.default_rng(1)

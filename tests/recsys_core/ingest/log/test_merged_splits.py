@@ -15,7 +15,7 @@ LOG = [([2, 1], [3], [0]), ([], [], []), ([1], [], [1, 3])]
 
 
 def test_all_events_are_training_events_in_the_same_order(tmp_path: Path) -> None:
-    interactions = write_interactions(tmp_path / "log", users=[4, 5, 6], items=["a", "b", "c", "d"], log=LOG)
+    interactions = write_interactions(tmp_path / "log", user_ids=[4, 5, 6], item_ids=["a", "b", "c", "d"], log=LOG)
     merged = merge_splits(interactions, tmp_path / "merged")
     store, merged_store = EventStore.open(interactions), EventStore.open(merged)
     assert merged.num_train_events == store.event_count_U.sum() > interactions.num_train_events
@@ -31,7 +31,7 @@ def test_all_events_are_training_events_in_the_same_order(tmp_path: Path) -> Non
 
 
 def test_files_that_do_not_depend_on_the_split_are_the_same_files(tmp_path: Path) -> None:
-    interactions = write_interactions(tmp_path / "log", users=[4, 5, 6], items=["a", "b", "c", "d"], log=LOG)
+    interactions = write_interactions(tmp_path / "log", user_ids=[4, 5, 6], item_ids=["a", "b", "c", "d"], log=LOG)
     merged = merge_splits(interactions, tmp_path / "merged")
     for name in merged.files.keys() & interactions.files.keys():
         is_same = merged.path(name).samefile(interactions.path(name))

@@ -76,7 +76,7 @@ def test_a_wrong_footer_length_is_rejected(tmp_path: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "nth", "message_parts"),
+    ("old", "new", "occurrence", "message_parts"),
     [
         (2 * NUM_ROWS, 5999, 0, ("its footer claims 5,999 rows, but its row groups have 6,000",)),
         (2 * NUM_ROWS, -2 * NUM_ROWS, 0, ("negative number of rows",)),
@@ -88,10 +88,10 @@ def test_a_wrong_footer_length_is_rejected(tmp_path: Path, length: int) -> None:
     ],
 )
 def test_contradicting_counts_are_rejected(
-    tmp_path: Path, old: int, new: int, nth: int, message_parts: tuple[str, ...]
+    tmp_path: Path, old: int, new: int, occurrence: int, message_parts: tuple[str, ...]
 ) -> None:
     path = valid_file(tmp_path)
-    patch_footer(path, old=old, new=new, nth=nth)
+    patch_footer(path, old=old, new=new, occurrence=occurrence)
     assert_rejected(path, *message_parts)
 
 
@@ -100,9 +100,9 @@ def test_bytes_beyond_the_end_of_the_data_are_rejected(tmp_path: Path) -> None:
     chunk = pq.read_metadata(path).row_group(1).column(1)
     end = chunk.data_page_offset + chunk.total_compressed_size
     start = chunk.data_page_offset
-    patch_footer(path, old=start, new=start + 1, nth=0)
+    patch_footer(path, old=start, new=start + 1, occurrence=0)
     assert_rejected(path, f"row group 1, column 'b' claims bytes {start + 1:,} to {end + 1:,}, but the data ends at {end:,}")
-    patch_footer(path, old=start + 1, new=-start, nth=0)
+    patch_footer(path, old=start + 1, new=-start, occurrence=0)
     assert_rejected(path, "row group 1, column 'b' claims 3,000 values in ", f" at -{start:,}")
 
 
@@ -111,7 +111,7 @@ def test_an_impossible_size_is_rejected(tmp_path: Path, sign: int) -> None:
     path = valid_file(tmp_path)
     size = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
     for _ in ("decompressed", "compressed"):
-        patch_footer(path, old=size, new=sign * 1_000_000, nth=0)
+        patch_footer(path, old=size, new=sign * 1_000_000, occurrence=0)
     assert_rejected(path, "row group 0, column 'a' claims ")
 
 

@@ -84,7 +84,7 @@ def test_strings_in_lists_are_counted_too(tmp_path: Path) -> None:
 
 def test_many_small_bombs_are_one_bomb(tmp_path: Path) -> None:
     column = pa.array(np.zeros(30_000_000, np.int64))
-    path = Path(write_parquet(tmp_path / "part-0.parquet", row_group=30_000_000, x=column))
+    path = Path(write_parquet(tmp_path / "part-0.parquet", row_group_size=30_000_000, x=column))
     paths = [str(path)] + [str(tmp_path / f"part-{index}.parquet") for index in range(1, 6)]
     for other in paths[1:]:
         Path(other).write_bytes(path.read_bytes())

@@ -16,9 +16,9 @@ from tests.recsys_core.ingest import interaction_logs
 from tests.recsys_core.ingest.forged_parquet import list_bomb, patch_footer
 from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
-LAST_OUT: dict[str, Any] = {"kind": "leave_last_out"}
+LEAVE_LAST_OUT: dict[str, Any] = {"kind": "leave_last_out"}
 NUM_ROWS = 300
-GOOD: dict[str, Any] = {
+VALID_COLUMNS: dict[str, Any] = {
     "user_id": [1, 1, 1, 2] * (NUM_ROWS // 4),
     "item_id": list(range(NUM_ROWS)),
     "t": list(range(NUM_ROWS)),
@@ -29,11 +29,13 @@ Stage = Callable[..., Callable[[Path], object]]
 
 def interactions(path: str | Path, *, root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
     if root is not None:
-        config = interaction_logs.InteractionsConfig(paths=str(path), split=LAST_OUT, timestamp_column="t", timestamp_unit="us")
+        config = interaction_logs.InteractionsConfig(
+            paths=str(path), split=LEAVE_LAST_OUT, timestamp_column="t", timestamp_unit="us"
+        )
         return lambda folder: interaction_logs.ingest_interactions(
             config, embeddings=None, folder=folder, allowed_data_root=root
         )
-    return lambda folder: interaction_logs.ingest(folder, str(path), split=LAST_OUT, **settings)
+    return lambda folder: interaction_logs.ingest(folder, str(path), split=LEAVE_LAST_OUT, **settings)
 
 
 def embeddings(path: str | Path, *, root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
@@ -45,7 +47,7 @@ BOTH = pytest.mark.parametrize("stage", [interactions, embeddings])
 
 
 def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
-    write_parquet(path, **GOOD)
+    write_parquet(path, **VALID_COLUMNS)
     path.write_bytes(cut(path.read_bytes()))
     return path
 
@@ -77,7 +79,7 @@ def test_missing_files_are_rejected(tmp_path: Path, stage: Stage) -> None:
 
 @BOTH
 def test_tables_without_rows_are_rejected(tmp_path: Path, stage: Stage) -> None:
-    pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
+    pq.write_table(pa.table(VALID_COLUMNS).slice(0, 0), tmp_path / "a.parquet")
     assert_rejects(
         stage(tmp_path / "a.parquet"), tmp_path, f"{tmp_path}/a.parquet: no rows; check the job that writes this table"
     )
@@ -86,8 +88,8 @@ def test_tables_without_rows_are_rejected(tmp_path: Path, stage: Stage) -> None:
 @BOTH
 def test_a_footer_with_a_wrong_row_count(tmp_path: Path, stage: Stage) -> None:
     path = str(tmp_path / "a.parquet")
-    pq.write_table(pa.table(GOOD), path, compression="none", use_dictionary=False, write_statistics=False)
-    patch_footer(path, old=NUM_ROWS, new=NUM_ROWS - 1, nth=0)
+    pq.write_table(pa.table(VALID_COLUMNS), path, compression="none", use_dictionary=False, write_statistics=False)
+    patch_footer(path, old=NUM_ROWS, new=NUM_ROWS - 1, occurrence=0)
     assert_rejects(
         stage(path),
         tmp_path,
@@ -98,7 +100,7 @@ def test_a_footer_with_a_wrong_row_count(tmp_path: Path, stage: Stage) -> None:
 
 @BOTH
 def test_missing_repeated_or_mistyped_columns_are_rejected(tmp_path: Path, stage: Stage) -> None:
-    path, table = tmp_path / "a.parquet", pa.table(GOOD)
+    path, table = tmp_path / "a.parquet", pa.table(VALID_COLUMNS)
     pq.write_table(table.rename_columns(["user_id", "itemid", "t", "v"]), path)
     assert_rejects(stage(path), tmp_path, f"{path}: no column 'item_id' ({stage.__name__}", "_column); did you mean 'itemid'?")
     pq.write_table(table.append_column("item_id", table["t"]), path)
@@ -109,8 +111,8 @@ def test_missing_repeated_or_mistyped_columns_are_rejected(tmp_path: Path, stage
 
 @BOTH
 def test_ids_of_mixed_type_are_rejected(tmp_path: Path, stage: Stage) -> None:
-    write_parquet(tmp_path / "log" / "a.parquet", **GOOD)
-    write_parquet(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(NUM_ROWS)]}))
+    write_parquet(tmp_path / "log" / "a.parquet", **VALID_COLUMNS)
+    write_parquet(tmp_path / "log" / "b.parquet", **(VALID_COLUMNS | {"item_id": [str(row) for row in range(NUM_ROWS)]}))
     assert_rejects(
         stage(tmp_path / "log"),
         tmp_path,
@@ -132,7 +134,7 @@ def test_bombs(tmp_path: Path) -> None:
 @BOTH
 @pytest.mark.parametrize("way", ["root/../secret.parquet", "root/link.parquet", "root"])
 def test_paths_that_leave_data_root(tmp_path: Path, stage: Stage, way: str) -> None:
-    secret = write_parquet(tmp_path / "secret.parquet", **GOOD)
+    secret = write_parquet(tmp_path / "secret.parquet", **VALID_COLUMNS)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link.parquet").symlink_to(secret)
     message = f"resolves to {secret}, which is not below allowed_data_root ({tmp_path / 'root'}); move"
@@ -189,17 +191,19 @@ def test_a_string_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     letters = pa.py_buffer(b"\xff\xfe" + b"ab" * (NUM_ROWS - 1))
     broken = pa.StringArray.from_buffers(NUM_ROWS, pa.py_buffer(np.arange(0, 2 * NUM_ROWS + 2, 2, dtype=np.int32)), letters)
     for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
-        path = write_parquet(tmp_path / "a.parquet", **(GOOD | {column: broken}))
+        path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {column: broken}))
         message = f"{path}: column {column!r}: damaged, or not of the declared type ("
         assert_rejects(interactions(path, **settings), tmp_path, message, "is not valid UTF8!); copy or write the file again")
-    path = write_parquet(tmp_path / "a.parquet", **(GOOD | {"item_id": broken}))
+    path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"item_id": broken}))
     assert_rejects(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or not UTF-8 (", "write it again")
 
 
 def test_a_wrong_checksum_inside_a_gzip_page_is_rejected(tmp_path: Path) -> None:
     """DuckDB ignores the gzip checksum, so without this check the error would be about a bad row."""
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table(GOOD | {"t": list(range(-1, NUM_ROWS - 1))}), path, compression="gzip", use_dictionary=False)
+    pq.write_table(
+        pa.table(VALID_COLUMNS | {"t": list(range(-1, NUM_ROWS - 1))}), path, compression="gzip", use_dictionary=False
+    )
     chunk = pq.read_metadata(path).row_group(0).column(2)
     content = bytearray(path.read_bytes())
     content[chunk.data_page_offset + chunk.total_compressed_size - 6] ^= 1  # gzip ends in a CRC-32 and a length

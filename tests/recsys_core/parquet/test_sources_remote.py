@@ -46,7 +46,11 @@ def write_days(folder: Path, store: Store, *, rows: int = 10) -> None:
         part = f"log/dt=2026-11-{day}/part-0.parquet"
         ids = np.arange(rows) + day
         write_parquet(
-            folder / part, row_group=4, user_id=ids, item_id=[f"é{id}" for id in ids], vector=[[0.5, float(id)] for id in ids]
+            folder / part,
+            row_group_size=4,
+            user_id=ids,
+            item_id=[f"é{id}" for id in ids],
+            vector=[[0.5, float(id)] for id in ids],
         )
         store.objects[part] = (folder / part).read_bytes()
     store.objects["log/_SUCCESS"] = b""
@@ -108,7 +112,7 @@ def test_a_copy_with_hive_keys_only_has_all_rows(tmp_path: Path, store: Store) -
 def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) -> None:
     random = np.random.default_rng(0)
     large_path = write_parquet(
-        tmp_path / "b.parquet", row_group=20_000, ballast=random.random(200_000), id=np.arange(200_000) % 7
+        tmp_path / "b.parquet", row_group_size=20_000, ballast=random.random(200_000), id=np.arange(200_000) % 7
     )
     store.objects["b.parquet"] = Path(large_path).read_bytes()
     sources = open_sources([store.uri("b.parquet")], setting="s")

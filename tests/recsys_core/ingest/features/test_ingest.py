@@ -261,7 +261,7 @@ def test_random_values_have_the_row_of_their_value_or_bucket(
     prices = data.draw(st.lists(numbers, min_size=num_items, max_size=num_items))
     min_count = data.draw(st.integers(1, 2))
     path = write_parquet(
-        folder / "items.parquet", row_group=3, id=item_ids, brand=pa.array(brands, pa.string()),
+        folder / "items.parquet", row_group_size=3, id=item_ids, brand=pa.array(brands, pa.string()),
         tags=pa.array(tags, pa.list_(pa.string())), price=pa.array(prices, pa.float32()),
     )  # fmt: skip
     features = (

@@ -27,7 +27,7 @@ LOG = [([0, 1, 2], [6], [7]), ([3, 4, 5], [], [])]
 def ingest(folder: Path, prices: Any, *, previous: FeaturesManifest | None = None, **log_settings: Any) -> FeaturesManifest:
     """Ingest `prices`, one number per item. The table has no row for the items beyond them."""
     interactions = write_interactions(folder / "log", user_ids=["u", "v"], item_ids=ITEMS, log=LOG, **log_settings)
-    path = write_parquet(folder / "items.parquet", row_group=3, id=ITEMS[: len(prices)], price=prices)
+    path = write_parquet(folder / "items.parquet", row_group_size=3, id=ITEMS[: len(prices)], price=prices)
     return ingest_config(folder, interactions, previous, items={"paths": path, "id_column": "id", "features": [PRICE]})
 
 

@@ -1,3 +1,5 @@
+"""The arrays that the event writer stores, for any division of the events into batches."""
+
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,19 +29,19 @@ NEGATIVES = {
 }
 
 
-@pytest.mark.parametrize("cuts", [(0, 6), (0, 1, 4, 6), (0, 2, 2, 6)])
-def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("batch_bounds", [(0, 6), (0, 1, 4, 6), (0, 2, 2, 6)])
+def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, batch_bounds: tuple[int, ...]) -> None:
     config = InteractionsConfig(paths=("log",), timestamp_column="t", weight_column="w", context_columns=("shop",))
     users, items = (
         Vocabulary(side, pa.chunked_array([ids]), np.full(len(ids), -1))
         for side, ids in (("user", ["ann", "bob", "cat"]), ("item", ["x", "y"]))
     )
-    batch = pa.RecordBatch.from_pydict(EVENTS)
+    events = pa.RecordBatch.from_pydict(EVENTS)
     writer = EventWriter(tmp_path, users=users, items=items, config=config)
     negatives = pa.RecordBatch.from_pydict(NEGATIVES)
-    writer.write_events((batch.slice(start, stop - start) for start, stop in pairwise(cuts)), num_events=6)
+    writer.write_events((events.slice(start, stop - start) for start, stop in pairwise(batch_bounds)), num_events=6)
     writer.write_negatives(
-        (negatives.slice(start, stop - start) for start, stop in pairwise(cuts) if start < stop), num_negatives=6
+        (negatives.slice(start, stop - start) for start, stop in pairwise(batch_bounds) if start < stop), num_negatives=6
     )
     writer.write_offsets()
     arrays = {path.stem: np.load(path).tolist() for path in tmp_path.glob("*.npy")}

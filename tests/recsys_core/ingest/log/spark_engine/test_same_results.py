@@ -94,9 +94,10 @@ def test_ids_times_and_context_values_of_any_type_have_the_same_store(tmp_path: 
             tmp_path / "log" / f"{unit}.parquet",
             **columns | {"user_id": user_id, "t": pa.array(ticks, pa.timestamp(unit, zone))},
         )
-    ingest_with_both(
+    manifest_by_engine = ingest_with_both(
         tmp_path / "stage", str(tmp_path / "log"), split={"kind": "time"}, context_columns=("d", "b", "f", "m", "l", "u")
     )
+    assert manifest_by_engine["spark"].num_rows_read == 9
 
 
 def test_times_near_the_64_bit_limits_are_bad_rows_with_the_same_reasons(tmp_path: Path) -> None:
@@ -147,4 +148,5 @@ def test_datasets_of_publications_have_the_same_store(tmp_path: Path, dataset: s
         split = {"kind": "files", "test_paths": test_path, "validation_share": 0.1, "validation_unit": unit}
         settings, paths = {"split": split, "timestamp_column": None}, [str(folder / "train.parquet")]
     embeddings = None if dataset == "ml1m" else ingest_vectors(tmp_path, dataset)
-    ingest_with_both(tmp_path / "stage", *paths, embeddings=embeddings, **settings)
+    manifest_by_engine = ingest_with_both(tmp_path / "stage", *paths, embeddings=embeddings, **settings)
+    assert manifest_by_engine["spark"].num_test_events > 0

@@ -100,8 +100,8 @@ def test_distinct_negatives_of_the_training_split_are_drawn_for_an_event_of_an_u
     store = store_with_negatives(log, times, is_ordered=False)
     event_index_B, user_B = training_events_and_users(store)
     draw_B = np.full(len(user_B), draw)
-    drawn = lists_of(negatives_of(store).at_events(event_index_B, user_B, max_items=max_items, draw_B=draw_B))
-    for user, drawn_items in zip(user_B.tolist(), drawn, strict=True):
+    drawn_items_by_event = lists_of(negatives_of(store).at_events(event_index_B, user_B, max_items=max_items, draw_B=draw_B))
+    for user, drawn_items in zip(user_B.tolist(), drawn_items_by_event, strict=True):
         train_items = negative_items(times)[user][0]
         assert len(set(drawn_items)) == len(drawn_items) == min(max_items, len(train_items))
         assert set(drawn_items) <= set(train_items)

@@ -18,25 +18,26 @@ from recsys_core.manifests import EventShard
 
 NUM_IDS = 2**31 + 10
 """Number of users, and of items, of a store whose rows do not fit into 32 bits."""
-part_lists = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=9)
+lists_by_shard = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=9)
 
 
 @settings(deadline=None)
-@given(parts=part_lists, data=st.data())
+@given(parts=lists_by_shard, data=st.data())
 def test_an_event_array_is_the_concatenation_of_its_shards(parts: list[list[int]], data: st.DataObject) -> None:
     array = ShardedEventArray(Parts.of(*(np.array(part, np.int32) for part in parts)))
-    expected = np.concatenate([np.array(part, np.int32) for part in parts])
-    assert len(array) == len(expected)
-    start, stop = (data.draw(st.integers(0, len(expected))) for _ in range(2))
-    assert array[start:stop].tolist() == expected[start:stop].tolist()
-    indices = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1))) if len(expected) else [], np.int64)
-    assert (array[indices].tolist(), array[indices].dtype) == (expected[indices].tolist(), expected.dtype)
+    expected_values = np.concatenate([np.array(part, np.int32) for part in parts])
+    assert len(array) == len(expected_values)
+    start, stop = (data.draw(st.integers(0, len(expected_values))) for _ in range(2))
+    assert array[start:stop].tolist() == expected_values[start:stop].tolist()
+    indices = np.array(data.draw(st.lists(st.integers(0, len(expected_values) - 1))) if len(expected_values) else [], np.int64)
+    assert (array[indices].tolist(), array[indices].dtype) == (expected_values[indices].tolist(), expected_values.dtype)
 
 
 @settings(deadline=None)
 @given(numbers=st.lists(st.integers(0, 99), max_size=20), num_shards=st.integers(1, 9), data=st.data())
 def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)
+    # Each part has one entry more than users, as an offset array has.
     parts = Parts.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
     array = ShardedUserArray(parts, num_users=len(values_U), start_S=start_S)
     expected_U = values_U + start_S[np.arange(len(values_U)) % num_shards]
@@ -50,13 +51,15 @@ def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int]
         assert array[users].tolist() == expected_U[users].tolist()
 
 
-@given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=6), data=st.data())
-def test_an_event_is_searched_among_the_indices_of_its_shard(sizes: list[int], data: st.DataObject) -> None:
-    start_S = np.cumsum(sizes) - sizes
-    parts = [sorted(data.draw(st.lists(st.integers(0, size), max_size=5))) for size in sizes]
+@given(num_events_S=st.lists(st.integers(0, 6), min_size=1, max_size=6), data=st.data())
+def test_searchsorted_counts_the_indices_of_earlier_shards_and_searches_in_the_shard_of_the_event(
+    num_events_S: list[int], data: st.DataObject
+) -> None:
+    start_S = np.cumsum(num_events_S) - num_events_S
+    parts = [sorted(data.draw(st.lists(st.integers(0, num_events), max_size=5))) for num_events in num_events_S]
     array = ShardedEventIndices(Parts.of(*(np.array(part, np.int64) for part in parts)), event_start_S=start_S)
-    for shard, (size, start) in enumerate(zip(sizes, start_S.tolist(), strict=True)):
-        for event in range(size):
+    for shard, (num_events, start) in enumerate(zip(num_events_S, start_S.tolist(), strict=True)):
+        for event in range(num_events):
             num_before = sum(len(part) for part in parts[:shard])
             expected_position = num_before + sum(event_index <= event for event_index in parts[shard])
             assert array.searchsorted(np.array([start + event]), side="right").tolist() == [expected_position]

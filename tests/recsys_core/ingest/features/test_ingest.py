@@ -199,13 +199,13 @@ def test_a_workspace_below_folders_named_like_columns_is_read(tmp_path: Path) ->
 
 
 def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
-    log = write_small_log(tmp_path / "log")
+    interactions = write_small_log(tmp_path / "log")
     first_path = write_parquet(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "b", "c", "c"], price=[1, 2, 3, 4, 5])
     second_path = write_parquet(tmp_path / "2.parquet", id=ITEMS, brand=["b", "d", "d", "d", "c"], price=[10, 20, 30, 40, 50])
     features = ({"name": "brand"}, {"name": "price", "kind": "numeric", "buckets": 2})
-    first_manifest = ingest(tmp_path / "run1", log, **item_settings(first_path, *features))
+    first_manifest = ingest(tmp_path / "run1", interactions, **item_settings(first_path, *features))
     assert not first_manifest.features["item.brand"].is_continued
-    second_manifest = ingest(tmp_path / "run2", log, previous=first_manifest, **item_settings(second_path, *features))
+    second_manifest = ingest(tmp_path / "run2", interactions, previous=first_manifest, **item_settings(second_path, *features))
     assert values_and_counts(second_manifest, "item.brand") == [(None, 0), ("a", 0), ("c", 1), ("b", 1), ("d", 3)]
     assert rows_of(second_manifest, "item.brand") == [3, 4, 4, 4, 2]
     feature = second_manifest.features["item.brand"]
@@ -215,33 +215,33 @@ def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["another lineage", "another definition", "a damaged vocabulary"])
 def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, change: str) -> None:
-    log = write_small_log(tmp_path / "log")
+    interactions = write_small_log(tmp_path / "log")
     path = write_parquet(tmp_path / "items.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], kin=["a", "a", "b", "b", "b"])
     first_manifest = ingest(
         tmp_path / "run1",
-        log,
+        interactions,
         **item_settings(write_parquet(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "a", "b", "c"]), {"name": "brand"}),
     )
     feature = {"name": "brand"}
     if change == "another lineage":
-        log = write_small_log(tmp_path / "rebuilt", lineage="second")
+        interactions = write_small_log(tmp_path / "rebuilt", lineage="second")
     elif change == "another definition":
         feature["column"] = "kin"
     else:
         first_manifest.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
-    second_manifest = ingest(tmp_path / "run2", log, previous=first_manifest, **item_settings(path, feature))
+    second_manifest = ingest(tmp_path / "run2", interactions, previous=first_manifest, **item_settings(path, feature))
     assert values_and_counts(second_manifest, "item.brand") == [(None, 0), ("b", 3), ("a", 2)]
     assert not second_manifest.features["item.brand"].is_continued
 
 
 def test_the_stage_is_repeated_only_if_its_input_changed(tmp_path: Path) -> None:
-    log = write_small_log(tmp_path / "log")
+    interactions = write_small_log(tmp_path / "log")
     path = write_parquet(tmp_path / "items.parquet", id=ITEMS, brand=["a"] * 5)
     config = item_settings(path, {"name": "brand"})
-    manifest = ingest(tmp_path / "features", log, **config)
-    assert ingest(tmp_path / "features", log, **config) == manifest
+    manifest = ingest(tmp_path / "features", interactions, **config)
+    assert ingest(tmp_path / "features", interactions, **config) == manifest
     write_parquet(tmp_path / "items.parquet", id=ITEMS, brand=["a", "b"] + ["a"] * 3)
-    assert ingest(tmp_path / "features", log, **config).fingerprint != manifest.fingerprint
+    assert ingest(tmp_path / "features", interactions, **config).fingerprint != manifest.fingerprint
 
 
 texts = st.none() | st.sampled_from(["a", "b", "", "A", "é", "e\u0301", "\u202e", "🎧", "x" * 300]) | st.text(max_size=3)

@@ -90,12 +90,12 @@ def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Pat
     write_parquet(tmp_path / "log" / "a.parquet", **VALID_COLUMNS, x=[1.0] * 4)
     write_parquet(tmp_path / "log" / "b.parquet", **(VALID_COLUMNS | {"t": [1, 2, -1, 3]}), x=[1.0, 1.0, 1.0, NAN])
     write_parquet(tmp_path / "log" / "c.parquet", **(VALID_COLUMNS | {"user_id": [None, 1, 1, 2]}), x=[NAN, NAN, NAN, 1.0])
-    log = str(tmp_path / "log")
+    log_path = str(tmp_path / "log")
     message = "b.parquet: column 't', row 2: -1 is before 1970 (1 of 12 rows); "
-    assert_rejects(lambda folder: ingest(folder, log, split=LEAVE_LAST_OUT, **LABEL_SETTINGS), tmp_path, message)
+    assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT, **LABEL_SETTINGS), tmp_path, message)
     write_parquet(tmp_path / "log" / "b.parquet", **VALID_COLUMNS, x=[1.0, 1.0, 1.0, NAN])
     message = "b.parquet: column 'x', row 3: nan is null or not a number (4 of 12 rows); "
-    assert_rejects(lambda folder: ingest(folder, log, split=LEAVE_LAST_OUT, **LABEL_SETTINGS), tmp_path, message)
+    assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT, **LABEL_SETTINGS), tmp_path, message)
 
 
 def test_the_row_of_an_error_is_counted_across_row_groups(tmp_path: Path) -> None:
@@ -211,14 +211,14 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     events = {"item_id": [5, 6, 7], "t": [1, 2, 3]}
     for name in ("a%E2%80%AEx", "b%0A", "c"):
         write_parquet(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
-    log = str(tmp_path / "log")
-    manifest = ingest(tmp_path / "good", log, split=LEAVE_LAST_OUT)
+    log_path = str(tmp_path / "log")
+    manifest = ingest(tmp_path / "good", log_path, split=LEAVE_LAST_OUT)
     valid_events: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
     assert_stored_events(manifest, leave_last_out(valid_events, min_events=3))
     assert manifest.columns["user_id"].num_unusual_ids == 2
     write_parquet(tmp_path / "log" / "user_id=" / "a.parquet", **events)
     message = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
-    assert_rejects(lambda folder: ingest(folder, log, split=LEAVE_LAST_OUT), tmp_path, message)
+    assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT), tmp_path, message)
 
 
 @pytest.mark.both_engines

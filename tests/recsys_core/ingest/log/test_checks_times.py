@@ -177,15 +177,15 @@ COLUMNS_BY_DAY = [{"item_id": [5, 6, 7], "user_id": [1, 1, 1]}, {"item_id": [5, 
 def test_a_time_in_a_folder_name_is_checked(
     tmp_path: Path, keys: tuple[str, str], settings: dict[str, Any], message: str
 ) -> None:
-    first, second = sorted(keys)
-    write_parquet(tmp_path / "log" / f"t={first}" / "a.parquet", **COLUMNS_BY_DAY[0])
-    write_parquet(tmp_path / "log" / f"t={second}" / "a.parquet", **COLUMNS_BY_DAY[1])
-    log = str(tmp_path / "log")
+    first_key, second_key = sorted(keys)
+    write_parquet(tmp_path / "log" / f"t={first_key}" / "a.parquet", **COLUMNS_BY_DAY[0])
+    write_parquet(tmp_path / "log" / f"t={second_key}" / "a.parquet", **COLUMNS_BY_DAY[1])
+    log_path = str(tmp_path / "log")
     row_message = f"t={message.split()[0]}/a.parquet: column 't', row 0: "
     if message.startswith("1924"):
         message = message.replace("2 of 5", "3 of 5")
     assert_rejects(
-        lambda folder: ingest(folder, log, split=LEAVE_LAST_OUT, **settings), tmp_path, row_message + message, REMEDY
+        lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT, **settings), tmp_path, row_message + message, REMEDY
     )
 
 

@@ -109,16 +109,16 @@ def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
         assert_stored_events(manifest, ([*last_out[0], *train_events], *last_out[1:]))
         users_by_fold.append(held_out_users)
     assert set.union(*users_by_fold) == set(range(num_users)) and sum(map(len, users_by_fold)) == num_users
-    assert min(map(len, users_by_fold)) > num_users / num_folds * 0.7
+    assert min(map(len, users_by_fold)) > 0.7 * num_users / num_folds  # the folds have similar sizes
 
 
 @settings(max_examples=20, deadline=None)
-@given(log=logs(smallest=3), cuts=st.tuples(st.integers(0, 30), st.integers(0, 30)))
+@given(log=logs(min_events=3), random_numbers=st.tuples(st.integers(0, 30), st.integers(0, 30)))
 def test_files_of_the_config_are_the_splits(
-    tmp_path_factory: pytest.TempPathFactory, log: list[Event], cuts: tuple[int, int]
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], random_numbers: tuple[int, int]
 ) -> None:
-    train_end = 1 + cuts[0] % (len(log) - 2)
-    validation_end = train_end + 1 + cuts[1] % (len(log) - train_end - 1)
+    train_end = 1 + random_numbers[0] % (len(log) - 2)
+    validation_end = train_end + 1 + random_numbers[1] % (len(log) - train_end - 1)
     splits = (log[:train_end], log[train_end:validation_end], log[validation_end:])
     folder = tmp_path_factory.mktemp("files")
     train_path, validation_path, test_path = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(splits))
@@ -159,6 +159,7 @@ def test_pattern_characters_in_file_names_are_read_literally(tmp_path: Path, nam
 
 
 def random_columns(num_rows: int = 300_000) -> dict[str, np.ndarray]:
+    """Return the columns of a random log of 3,000 users, 500 items and 10 days."""
     rng = np.random.default_rng(3)
     return {
         "user_id": rng.integers(0, 3000, num_rows),
@@ -205,9 +206,11 @@ TIME_COLUMNS: dict[str, tuple[pa.Array, dict[str, str], int]] = {
     "date": (pa.array([time_us // DAY_US for time_us in TIMES_US], pa.int32()).cast(pa.date32()), {}, DAY_US),
 }
 
+"""For each case: the time column, the setting of its unit, and its resolution in microseconds."""
+
 
 @pytest.mark.parametrize("case", TIME_COLUMNS)
-def test_every_kind_of_time_becomes_microseconds(tmp_path: Path, case: str) -> None:
+def test_times_of_every_type_and_unit_are_stored_in_microseconds(tmp_path: Path, case: str) -> None:
     column, unit_settings, resolution_us = TIME_COLUMNS[case]
     path = write_parquet(tmp_path / "log.parquet", user_id=[1, 2, 3], item_id=[1, 2, 3], t=column)
     manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, **unit_settings)
@@ -220,8 +223,8 @@ def test_every_kind_of_time_becomes_microseconds(tmp_path: Path, case: str) -> N
 @pytest.mark.parametrize("order_type", [pa.float32(), pa.int16(), pa.float64()])
 def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, order_type: pa.DataType) -> None:
     order_column = pa.array([3, -1, 2, 0, 7], pa.float64()).cast(order_type)
-    path = write_parquet(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], at=order_column)
-    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, order_column="at")
+    path = write_parquet(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], sequence=order_column)
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, order_column="sequence")
     assert [[item for _, item, _ in part] for part in read_store(manifest).splits] == [[10, 20, 10], [25], [30]]
     assert (manifest.is_ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
 
@@ -233,10 +236,10 @@ LABEL_COLUMNS = [
 ]
 
 
-@pytest.mark.parametrize(("label", "threshold"), list(zip(LABEL_COLUMNS, [3.0, 3.0, 1.0], strict=True)))
-def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Path, label: pa.Array, threshold: float) -> None:
+@pytest.mark.parametrize(("labels", "threshold"), list(zip(LABEL_COLUMNS, [3.0, 3.0, 1.0], strict=True)))
+def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Path, labels: pa.Array, threshold: float) -> None:
     log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
-    path = write_log(tmp_path / "log.parquet", log, stars=label)
+    path = write_log(tmp_path / "log.parquet", log, stars=labels)
     manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, label_column="stars", label_threshold=threshold)
     assert_stored_events(manifest, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
@@ -274,28 +277,28 @@ def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_p
 def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tmp_path: Path, id_type: type) -> None:
     log = [(user, id_type(item), item) for user in range(5) for item in range(1000)]
     first_path = write_log(tmp_path / "a.parquet", log)
-    test = write_log(tmp_path / "test.parquet", [(1, id_type(60), 60), (1, id_type(1000), 60)])
-    split = {"kind": "files", "test_paths": test, "validation_share": 0.2, "validation_unit": "item"}
+    test_path = write_log(tmp_path / "test.parquet", [(1, id_type(60), 60), (1, id_type(1000), 60)])
+    split = {"kind": "files", "test_paths": test_path, "validation_share": 0.2, "validation_unit": "item"}
     earlier_manifest = ingest(tmp_path / "earlier", first_path, split=split)
-    train, validation, tested = read_store(earlier_manifest).splits
-    held_out = {item for _, item, _ in validation}
-    assert not held_out & {item for _, item, _ in train}
+    train, validation, test_events = read_store(earlier_manifest).splits
+    held_out_items = {item for _, item, _ in validation}
+    assert not held_out_items & {item for _, item, _ in train}
     assert sorted(train + validation) == sorted(log)  # all events of an item are on one side
-    assert 137 < len(held_out) < 263  # 5 standard deviations of 12.6 around 200
-    assert sorted(tested) == sorted([(1, id_type(60), 60), (1, id_type(1000), 60)])
+    assert 137 < len(held_out_items) < 263  # 5 standard deviations of 12.6 around 200
+    assert sorted(test_events) == sorted([(1, id_type(60), 60), (1, id_type(1000), 60)])
 
-    # The next run reads one more file: held-out items stay held out in it, also when it starts from scratch.
+    # The next run reads one more file. The same items are held out in it, also if it starts from scratch.
     second_path = write_log(
         tmp_path / "b.parquet", [(user, id_type(item), 2000) for user in (7, 8) for item in range(900, 1100)]
     )
     later_manifest = ingest(tmp_path / "later", first_path, second_path, split=split, previous=earlier_manifest)
     assert later_manifest.num_files_read == 1
     train, validation, _ = read_store(later_manifest).splits
-    later_held_out = {item for _, item, _ in validation}
-    assert not later_held_out & {item for _, item, _ in train}
-    assert {item for item in later_held_out if int(item) < 1000} == held_out
-    rebuilt = read_store(ingest(tmp_path / "rebuilt", first_path, second_path, split=split)).splits
-    assert [sorted(part) for part in rebuilt] == [sorted(part) for part in read_store(later_manifest).splits]
+    later_held_out_items = {item for _, item, _ in validation}
+    assert not later_held_out_items & {item for _, item, _ in train}
+    assert {item for item in later_held_out_items if int(item) < 1000} == held_out_items
+    rebuilt_splits = read_store(ingest(tmp_path / "rebuilt", first_path, second_path, split=split)).splits
+    assert [sorted(part) for part in rebuilt_splits] == [sorted(part) for part in read_store(later_manifest).splits]
 
 
 def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
@@ -318,9 +321,9 @@ def test_a_log_without_order_has_the_events_of_each_user_together_in_a_random_or
     assert not manifest.is_ordered and len(item_orders) == 5
 
 
-def ingest_vectors(folder: Path, id_strategies: Sequence[Any]) -> EmbeddingsManifest:
+def ingest_vectors(folder: Path, item_ids: Sequence[Any]) -> EmbeddingsManifest:
     path = write_parquet(
-        folder / "vectors.parquet", item_id=pa.array(id_strategies), v=[[1.0 + row] for row in range(len(id_strategies))]
+        folder / "vectors.parquet", item_id=pa.array(item_ids), v=[[1.0 + row] for row in range(len(item_ids))]
     )
     return ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=folder / "embeddings")
 
@@ -338,12 +341,12 @@ def test_items_with_a_vector_but_without_events_are_in_the_vocabulary(tmp_path: 
 
 
 def test_column_names_may_have_any_characters(tmp_path: Path) -> None:
-    names = {"user_column": 'a "user"', "item_column": "x'); DROP TABLE log; --", "timestamp_column": "select"}
-    names |= {"label_column": "ü.label"}
+    column_settings = {"user_column": 'a "user"', "item_column": "x'); DROP TABLE log; --", "timestamp_column": "select"}
+    column_settings |= {"label_column": "ü.label"}
     log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5), ("bob", 5, 1)]
-    columns = dict(zip(names.values(), [*zip(*log, strict=True), (1, 1, 1, 1)], strict=True))
+    columns = dict(zip(column_settings.values(), [*zip(*log, strict=True), (1, 1, 1, 1)], strict=True))
     path = write_parquet(tmp_path / "log.parquet", filename=[1] * 4, split=[7] * 4, position=[7] * 4, **columns)
-    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, label_threshold=1, **names)
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, label_threshold=1, **column_settings)
     assert_stored_events(manifest, leave_last_out(log, min_events=3))
 
 
@@ -365,15 +368,13 @@ def test_the_beauty_log_has_the_published_numbers_of_users_items_and_events(tmp_
     path = str(BEAUTY_FOLDER / "interactions.parquet")
     manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, order_column="position", embeddings=embeddings)
     assert (manifest.num_users, manifest.num_items, manifest.num_items_with_vector) == (22_363, 12_101, 12_101)
-    assert (manifest.num_train_events, manifest.num_validation_events, manifest.num_test_events) == (
-        198_502 - 2 * 22_363,
-        22_363,
-        22_363,
-    )
+    assert manifest.num_validation_events == manifest.num_test_events == 22_363  # one event of each user
+    assert manifest.num_train_events == 198_502 - 2 * 22_363
     assert num_test_events_with_unseen_item(manifest) == {"train": 138, "train and validation": 52}
 
 
 def num_test_events_with_unseen_item(manifest: InteractionsManifest) -> dict[str, int]:
-    train, validation, test = ([item for _, item, _ in part] for part in read_store(manifest).splits)
-    items_by_splits = {"train": set(train), "train and validation": {*train, *validation}}
-    return {name: sum(item not in items for item in test) for name, items in items_by_splits.items()}
+    """Return the number of test events whose item has no training event, or no training and no validation event."""
+    train_items, validation_items, test_items = ([item for _, item, _ in part] for part in read_store(manifest).splits)
+    items_by_splits = {"train": set(train_items), "train and validation": {*train_items, *validation_items}}
+    return {name: sum(item not in items for item in test_items) for name, items in items_by_splits.items()}

@@ -28,8 +28,8 @@ def stage_of(*paths: str, split: dict[str, Any] = LEAVE_LAST_OUT, **settings: An
 def test_a_null_is_named_with_file_and_row(tmp_path: Path, column: str) -> None:
     write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS)
     write_parquet(tmp_path / "b.parquet", **(VALID_COLUMNS | {column: [*VALID_COLUMNS[column][:2], None, None]}))
-    stage = stage_of(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
-    assert_rejects(stage, tmp_path, f"b.parquet: column {column!r}, row 2: null", "(2 of 8 rows)")
+    ingest_log = stage_of(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
+    assert_rejects(ingest_log, tmp_path, f"b.parquet: column {column!r}, row 2: null", "(2 of 8 rows)")
 
 
 @pytest.mark.parametrize("settings", [{"label_column": "x", "label_threshold": 0.0}, {"order_column": "x"}])
@@ -123,8 +123,8 @@ def test_a_bad_log_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) ->
 def test_the_error_names_the_memory_limit_if_a_sort_exceeds_it(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     columns = {name: rng.integers(0, 2**60, 300_000) for name in ("user_id", "item_id")} | {"t": np.arange(300_000)}
-    stage = stage_of(write_parquet(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
-    assert_rejects(stage, tmp_path, "interactions.memory_limit is 4MB, which is too little")
+    ingest_log = stage_of(write_parquet(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
+    assert_rejects(ingest_log, tmp_path, "interactions.memory_limit is 4MB, which is too little")
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_a_log_with_local_times_and_times_with_a_zone_is_rejected(tmp_path: Path
 def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> None:
     train_path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS)
     test_path = write_parquet(tmp_path / "b.parquet", **(VALID_COLUMNS | {"user_id": list("abcd")}))
-    stage = stage_of(train_path, split={"kind": "files", "test_paths": test_path})
-    assert_rejects(stage, tmp_path, "b.parquet: column 'user_id' is string, but int64 in ", "a.parquet; write one type")
+    ingest_log = stage_of(train_path, split={"kind": "files", "test_paths": test_path})
+    assert_rejects(ingest_log, tmp_path, "b.parquet: column 'user_id' is string, but int64 in ", "a.parquet; write one type")
 
 
 def test_the_error_names_the_setting_of_a_missing_test_or_validation_file(tmp_path: Path) -> None:

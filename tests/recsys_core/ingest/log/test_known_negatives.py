@@ -66,11 +66,11 @@ def assert_negatives(
             if owner == user and label < 3 and item in catalogue:
                 first_time[item] = min(time, first_time.get(item, time))
         for split, stored_items in enumerate(negatives[user]):
-            liked = {item for split_events in user_splits[: split + 1] for _, item, _ in split_events}
+            items_of_user = {item for split_events in user_splits[: split + 1] for _, item, _ in split_events}
             expected_items = [
                 item
                 for item, time in first_time.items()
-                if sum(time >= start for start in period_starts[user]) == split and item not in liked
+                if sum(time >= start for start in period_starts[user]) == split and item not in items_of_user
             ]
             assert sorted(stored_items) == sorted(expected_items)
             assert [first_time[item] for item in stored_items] == sorted(first_time[item] for item in stored_items)
@@ -120,8 +120,8 @@ def test_known_negatives_of_leave_last_out_end_before_the_held_out_events_of_the
         **LABEL_SETTINGS,
     )
     splits = leave_last_out([row[:3] for row in log if row[3] >= 3], min_events=3)
-    held_out = [{user: time for user, _, time in split_events} for split_events in splits[1:]]
-    period_starts = {user: [times[user] for times in held_out if user in times] for user, *_ in log}
+    held_out_times = [{user: time for user, _, time in split_events} for split_events in splits[1:]]
+    period_starts = {user: [time_by_user[user] for time_by_user in held_out_times if user in time_by_user] for user, *_ in log}
     assert_negatives(manifest, log, splits=splits, period_starts=period_starts)
 
 

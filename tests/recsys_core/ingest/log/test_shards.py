@@ -95,9 +95,8 @@ def contents_of(manifest: InteractionsManifest, scratch_path: Path) -> dict[str,
 
 
 def assert_same_contents(manifest: InteractionsManifest, other_manifest: InteractionsManifest) -> None:
-    expected_contents, contents = (
-        contents_of(manifest, manifest.folder.with_suffix(".npy")) for manifest in (manifest, other_manifest)
-    )
+    expected_contents = contents_of(manifest, manifest.folder.with_suffix(".npy"))
+    contents = contents_of(other_manifest, other_manifest.folder.with_suffix(".npy"))
     for name, values in expected_contents.items():
         is_single_value = not isinstance(values, tuple | list)
         value_pairs = [(values, contents[name])] if is_single_value else zip(values, contents[name], strict=True)
@@ -106,10 +105,10 @@ def assert_same_contents(manifest: InteractionsManifest, other_manifest: Interac
 
 
 @pytest.mark.parametrize("num_shards", SHARD_COUNTS[1:])
-def test_a_store_in_shards_has_the_results_of_one_shard(tmp_path: Path, num_shards: int) -> None:
-    log = write_random_log(tmp_path)
+def test_a_store_in_shards_has_the_contents_of_a_store_with_one_shard(tmp_path: Path, num_shards: int) -> None:
+    log_path = write_random_log(tmp_path)
     plain_manifest, sharded_manifest = (
-        ingest(tmp_path / f"{count}", log, shards=count, **SETTINGS) for count in (1, num_shards)
+        ingest(tmp_path / f"{shard_count}", log_path, shards=shard_count, **SETTINGS) for shard_count in (1, num_shards)
     )
     assert plain_manifest.num_known_negatives > 20 and plain_manifest.shards == ()
     assert sharded_manifest.num_shards == num_shards
@@ -123,9 +122,9 @@ def test_a_store_in_shards_has_the_results_of_one_shard(tmp_path: Path, num_shar
 
 
 def test_only_the_arrays_of_users_and_events_have_a_file_per_shard(tmp_path: Path) -> None:
-    log = write_random_log(tmp_path)
+    log_path = write_random_log(tmp_path)
     plain_manifest, sharded_manifest = (
-        ingest(tmp_path / f"{num_shards}", log, shards=num_shards, **SETTINGS) for num_shards in (1, 3)
+        ingest(tmp_path / f"{num_shards}", log_path, shards=num_shards, **SETTINGS) for num_shards in (1, 3)
     )
     shared_names = plain_manifest.files.keys() & sharded_manifest.files.keys()
     assert {"train_user.npy", "item_count.npy", "users.parquet"} <= shared_names
@@ -233,7 +232,7 @@ FIRST_NEW_ROW = 2**31 + 10
 
 
 class LargeVocabulariesEngine(DuckdbEngine):
-    """DuckdbEngine whose vocabularies have FIRST_NEW_ROW users and items. Their tables store only the newest id."""
+    """DuckdbEngine that starts with FIRST_NEW_ROW users and as many items. Its tables store only the newest id of each."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -283,8 +282,8 @@ def test_the_writer_stores_rows_above_2_to_the_31(tmp_path: Path, monkeypatch: p
     def create_sparse_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.memmap(tmp_path / f"counts-{len(list(tmp_path.iterdir()))}", dtype, "w+", shape=shape)
 
-    user_of_first_shard = FIRST_NEW_ROW // 3 * 3  # a multiple of the number of shards
-    user_row = np.array([0, user_of_first_shard, user_of_first_shard, user_of_first_shard + 1])
+    user_in_first_shard = FIRST_NEW_ROW // 3 * 3  # a multiple of 3, so that the user is in the first of 3 shards
+    user_row = np.array([0, user_in_first_shard, user_in_first_shard, user_in_first_shard + 1])
     item_row = np.array([FIRST_NEW_ROW + 9, 3, 2**31, 2**31 - 1])
     batch = pa.record_batch({
         "user_row": user_row, "item_row": item_row, "split": np.array([0, 0, 2, 0], np.int8), "position": np.arange(4),
@@ -303,5 +302,5 @@ def test_the_writer_stores_rows_above_2_to_the_31(tmp_path: Path, monkeypatch: p
     items_by_shard = [np.load(path) for path in sorted(tmp_path.glob("event_item*.npy"))]
     assert len(items_by_shard) == num_shards and {array.dtype for array in items_by_shard} == {np.dtype(np.int64)}
     assert np.concatenate(items_by_shard).tolist() == item_row.tolist()
-    assert writer.user_count_US[user_of_first_shard : user_of_first_shard + 2].tolist() == [[1, 0, 1], [1, 0, 0]]
+    assert writer.user_count_US[user_in_first_shard : user_in_first_shard + 2].tolist() == [[1, 0, 1], [1, 0, 0]]
     assert writer.item_count_IS[item_row].tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 0]]

@@ -25,6 +25,7 @@ logs = st.lists(st.tuples(events_by_time, events_by_time, events_by_time), min_s
 
 
 def counts_of(log: list[UserEvents], split: Split, *, max_chunk_events: int = 4) -> SplitCounts:
+    """Return the counts of an interactions stage with these events."""
     with tempfile.TemporaryDirectory() as folder:
         interactions = interactions_of(Path(folder, "stage"), log, item_ids=range(NUM_ITEMS))
         return count_split(interactions, split=split, max_chunk_events=max_chunk_events)

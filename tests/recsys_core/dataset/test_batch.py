@@ -18,6 +18,7 @@ history_lists = st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), mi
 
 
 def jagged_of(lists: list[list[int]]) -> JaggedArray:
+    """Return the lists as one jagged array."""
     return JaggedArray.from_lengths(
         np.array([len(values) for values in lists], np.int64),
         np.array([value for values in lists for value in values], np.int64),

@@ -81,6 +81,7 @@ def arrays_of(log: Log, *, event_weights: list[float] | None = None) -> EventArr
 
 
 def lists_of(jagged: JaggedArray) -> list[list[int]]:
+    """Return the lists of a jagged array."""
     assert jagged.offset[-1] == len(jagged.values_L) and jagged.values_L.dtype == np.int64
     return [jagged.values_L[start:stop].tolist() for start, stop in pairwise(jagged.offset)]
 

@@ -25,6 +25,7 @@ VALUES_BY_FEATURE = {
     "item.brand": [f"b{row % 3}" for row in range(NUM_ITEMS)],
     "item.tags": [[f"t{index}" for index in range(row % 4)] for row in range(NUM_ITEMS)],
 }
+"""For each feature, its value for each user or item."""
 WEIGHTS_BY_FEATURE = {
     "user.likes": [[0.5 + index for index in range(row)] for row in range(NUM_USERS)],
     "item.tags": [[1.0 + row + index / 8 for index in range(row % 4)] for row in range(NUM_ITEMS)],
@@ -36,15 +37,15 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
     """Return the events and the features of a small dataset. User u has 5 + u training, 2 validation and 1 test events."""
     folder = tmp_path_factory.mktemp("features")
     rng = np.random.default_rng(3)
-    log = [tuple(rng.integers(0, NUM_ITEMS, size).tolist() for size in (5 + row, 2, 1)) for row in range(NUM_USERS)]
-    num_events = sum(len(part) for user in log for part in user)
+    log = [tuple(rng.integers(0, NUM_ITEMS, num_events).tolist() for num_events in (5 + row, 2, 1)) for row in range(NUM_USERS)]
+    num_all_events = sum(len(part) for user in log for part in user)
     interactions = write_interactions(
         folder / "log",
         user_ids=list(range(NUM_USERS)),
         item_ids=list(range(NUM_ITEMS)),
         log=log,
-        context={"device": [f"d{event}" for event in range(num_events)]},  # each event has another device
-        event_weights=[event / 4 for event in range(num_events)],
+        context={"device": [f"d{event}" for event in range(num_all_events)]},  # each event has another device
+        event_weights=[event / 4 for event in range(num_all_events)],
     )
     text_list = pa.list_(pa.string())
     weight_columns = {key: pa.array(value, pa.list_(pa.float64())) for key, value in WEIGHTS_BY_FEATURE.items()}
@@ -81,6 +82,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
 
 
 def loader_of(stores: tuple[EventStore, FeatureStore], *, with_features: bool = True) -> TrainLoader:
+    """Return a training loader, which samples all items with equal probability."""
     event_store, feature_store = stores
     assembler = Assembler(user_batch_key=UNPOOLED, features=feature_store if with_features else None)
     return TrainLoader(
@@ -95,11 +97,10 @@ def loader_of(stores: tuple[EventStore, FeatureStore], *, with_features: bool = 
 
 def lists_by_key(jagged: KeyedJaggedTensor, *, of_weights: bool = False) -> dict[str, list[list[float]]]:
     """Return, for each key, a list per sample: the rows that it looks up, or their weights."""
-    samples_by_key = {}
-    for key, feature in jagged.to_dict().items():
-        parts = feature.to_dense_weights() if of_weights else feature.to_dense()
-        samples_by_key[key] = [part.tolist() for part in parts]
-    return samples_by_key
+    return {
+        key: [values.tolist() for values in (feature.to_dense_weights() if of_weights else feature.to_dense())]
+        for key, feature in jagged.to_dict().items()
+    }
 
 
 def weights_by_item(batch: Batch, key: str) -> list[list[float]]:
@@ -115,34 +116,35 @@ def test_a_batch_has_the_features_of_its_users_events_and_items(
     loader = loader_of(stores)
     device_rows = feature_store.feature_by_key["context.device"].table_rows
     age_bucket_by_user = [1, 1, 0, 2, 3, 3]  # of the ages 0, 10, None, 30, 40 and 50 with the boundaries 15 and 35
-    training_user, training_position = event_store.training_events(np.arange(event_store.num_train_events))
-    user_by_position = dict(zip(training_position.tolist(), training_user.tolist(), strict=True))
-    positions = []
-    for batch in (loader.batch(0, number) for number in range(len(loader))):
+    user_E, event_index_E = event_store.training_events(np.arange(event_store.num_train_events))
+    user_by_event = dict(zip(event_index_E.tolist(), user_E.tolist(), strict=True))
+    seen_events = []
+    for batch in (loader.batch(0, batch_index) for batch_index in range(len(loader))):
         assert batch.loss_weight is not None
-        query, likes = lists_by_key(batch.sparse["pooled"]), lists_by_key(batch.sparse["pooled_weighted"])["user.likes"]
-        like_weights, items = (
-            lists_by_key(batch.sparse["pooled_weighted"], of_weights=True)["user.likes"],
-            lists_by_key(batch.sparse[UNPOOLED]),
-        )
-        assert set(query) == {"user.age", "context.device"}
-        assert set(items) == {"item", "item.brand", "item.tags", "user"} and set(batch.item_feature_weight) == {"item.tags"}
+        pooled_rows, unpooled_rows = lists_by_key(batch.sparse["pooled"]), lists_by_key(batch.sparse[UNPOOLED])
+        like_rows = lists_by_key(batch.sparse["pooled_weighted"])["user.likes"]
+        like_weights = lists_by_key(batch.sparse["pooled_weighted"], of_weights=True)["user.likes"]
+        assert set(pooled_rows) == {"user.age", "context.device"}
+        assert set(unpooled_rows) == {"item", "item.brand", "item.tags", "user"} and set(batch.item_feature_weight) == {
+            "item.tags"
+        }
         for item_index, item in enumerate(batch.item_row_V.tolist()):
-            assert items["item"][item_index] == [item]
-            assert items["item.brand"][item_index] == [feature_store.feature_by_key["item.brand"].table_rows[item]]
-            assert len(items["item.tags"][item_index]) == len(VALUES_BY_FEATURE["item.tags"][item])
+            assert unpooled_rows["item"][item_index] == [item]
+            assert unpooled_rows["item.brand"][item_index] == [feature_store.feature_by_key["item.brand"].table_rows[item]]
+            assert len(unpooled_rows["item.tags"][item_index]) == len(VALUES_BY_FEATURE["item.tags"][item])
             assert weights_by_item(batch, "item.tags")[item_index] == WEIGHTS_BY_FEATURE["item.tags"][item]
         for sample in range(batch.batch_size):
-            (user,) = items["user"][sample]
-            assert query["user.age"][sample] == [age_bucket_by_user[user]]
-            assert len(likes[sample]) == len(VALUES_BY_FEATURE["user.likes"][user])
+            (user,) = unpooled_rows["user"][sample]
+            assert pooled_rows["user.age"][sample] == [age_bucket_by_user[user]]
+            assert len(like_rows[sample]) == len(VALUES_BY_FEATURE["user.likes"][user])
             assert like_weights[sample] == WEIGHTS_BY_FEATURE["user.likes"][user]
             # Each event has another device, so the device identifies the event. Weight, item and user must belong to it.
-            positions.append(int(np.flatnonzero(device_rows == query["context.device"][sample])[0]))
-            assert batch.loss_weight[sample].item() == pytest.approx(positions[-1] / 4 / event_store.mean_weight())
-            assert event_store.items_at(np.array(positions[-1:]))[0] == batch.item_row_V[batch.candidate_index_C[sample]]
-            assert user_by_position[positions[-1]] == user
-    assert len(set(positions)) == len(positions) == event_store.num_train_events
+            event = int(np.flatnonzero(device_rows == pooled_rows["context.device"][sample])[0])
+            assert batch.loss_weight[sample].item() == pytest.approx(event / 4 / event_store.mean_weight())
+            assert event_store.items_at(np.array([event]))[0] == batch.item_row_V[batch.candidate_index_C[sample]]
+            assert user_by_event[event] == user
+            seen_events.append(event)
+    assert len(set(seen_events)) == len(seen_events) == event_store.num_train_events
 
 
 def test_a_query_has_the_event_features_of_the_first_event_of_the_split(

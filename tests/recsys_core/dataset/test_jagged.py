@@ -14,11 +14,13 @@ list_pairs = st.lists(st.tuples(row_lists, row_lists), min_size=1, max_size=5)
 
 
 def jagged_of(lists: list[list[int]]) -> JaggedArray:
+    """Return the lists as one jagged array."""
     offset = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])]).astype(np.int64)
     return JaggedArray(offset, np.array([row for rows in lists for row in rows], np.int64))
 
 
 def lists_of(jagged: JaggedArray) -> list[list[int]]:
+    """Return the lists of a jagged array."""
     return [rows.tolist() for rows in np.split(jagged.values_L, jagged.offset[1:-1])]
 
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("num_shards")
 
 @st.composite
 def logs_with_negatives(draw: st.DrawFn) -> tuple[Log, NegativeTimes]:
+    """Draw a log and the times of its known negatives."""
     log = draw(logs)
     times = [tuple(sorted(draw(st.lists(st.integers(0, len(part)), max_size=6))) for part in user) for user in log]
     return log, times
@@ -41,6 +42,7 @@ def store_with_negatives(log: Log, times: NegativeTimes, *, is_ordered: bool = T
 
 
 def arrays_with_negatives(log: Log, times: NegativeTimes, items: list[list[list[int]]], *, is_ordered: bool) -> EventArrays:
+    """Return the arrays of a store with one shard. Without an order, the negatives have no events."""
     part_starts = np.concatenate([[0], np.cumsum([len(part) for user in log for part in user])])
     times_by_part = [part for user in times for part in user]
     event_index = [start + time for start, part in zip(part_starts, times_by_part, strict=False) for time in part]

@@ -80,6 +80,7 @@ def histories(batch: Batch) -> list[list[int]]:
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """Return all tensors of a batch without features."""
     tensors = [getattr(batch, name) for name in TENSOR_NAMES]
     for jagged in batch.sparse.values():
         tensors += [jagged.values(), jagged.lengths()]
@@ -87,6 +88,7 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
 
 
 def are_equal(batch: Batch, other_batch: Batch) -> bool:
+    """Return whether two batches without features have equal tensors."""
     if (batch.batch_size, list(batch.sparse)) != (other_batch.batch_size, list(other_batch.sparse)):
         return False
     return all(itertools.starmap(torch.equal, zip(tensors_of(batch), tensors_of(other_batch), strict=True)))

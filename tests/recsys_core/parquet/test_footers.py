@@ -34,6 +34,7 @@ def write_valid_file(tmp_path: Path) -> str:
 
 
 def assert_rejected(path: str, *message_parts: str) -> None:
+    """Assert that the file x.parquet is rejected with `message_parts` in this order."""
     with input_error("x.parquet: not a readable parquet file (", " bytes): ", *message_parts):
         open_sources([path], setting="s")
 

@@ -34,6 +34,7 @@ except InputError as error:
 
 
 def is_accepted(paths: str | list[str], *columns: str, max_expansion_ratio: float = 1000) -> bool:
+    """Return whether `check_files` accepts the files."""
     try:
         check_files(paths, *columns, max_expansion_ratio=max_expansion_ratio)
     except InputError:
@@ -42,6 +43,7 @@ def is_accepted(paths: str | list[str], *columns: str, max_expansion_ratio: floa
 
 
 def check_files(paths: str | list[str], *columns: str, max_expansion_ratio: float = 1000) -> None:
+    """Raise InputError if the files decode to more than `max_expansion_ratio` times their size."""
     sources = open_sources([paths] if isinstance(paths, str) else paths, setting="s")
     check_expansion(
         sources, columns=columns, max_expansion_ratio=max_expansion_ratio, setting="interactions.max_expansion_ratio"
@@ -113,6 +115,7 @@ def test_small_data_that_compresses_well_is_accepted(tmp_path: Path) -> None:
 
 
 def write_random_log(path: Path, *, has_checksums: bool, compression: str = "snappy", use_dictionary: bool = True) -> bytes:
+    """Write 6,000 rows in three row groups. Return the content of the file."""
     rng = np.random.default_rng(0)
     table = pa.table(
         {

@@ -29,6 +29,7 @@ StageFactory = Callable[..., Callable[[Path], object]]
 
 
 def interactions(path: str | Path, *, data_root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
+    """Return a function that ingests the file as a log."""
     if data_root is not None:
         config = interaction_logs.InteractionsConfig(
             paths=str(path), split=LEAVE_LAST_OUT, timestamp_column="t", timestamp_unit="us"
@@ -40,6 +41,7 @@ def interactions(path: str | Path, *, data_root: Path | None = None, **settings:
 
 
 def embeddings(path: str | Path, *, data_root: Path | None = None, **settings: Any) -> Callable[[Path], object]:
+    """Return a function that ingests the file as vectors."""
     config = EmbeddingsConfig(paths=str(path), **({"vector_column": "v"} | settings))
     return lambda folder: ingest_embeddings((config,), folder=folder, allowed_data_root=data_root)
 
@@ -163,6 +165,7 @@ def test_paths_that_lead_out_of_allowed_data_root_are_rejected(
 
 
 def write_random_file(path: Path, *, has_checksums: bool, compression: str) -> bytes:
+    """Write a file that is both a valid log and a valid vector file. Return its content."""
     rng = np.random.default_rng(0)
     table = pa.table(
         {

@@ -32,6 +32,7 @@ def ingest_brands(
 
 
 def values_by_row(manifest: FeaturesManifest) -> list[Any]:
+    """Return the values of the vocabulary by row; None for row 0."""
     return [value for value, _ in values_and_counts(manifest, "item.brand")]
 
 

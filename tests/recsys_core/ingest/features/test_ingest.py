@@ -1,4 +1,4 @@
-"""Ingest of features: values become rows of a vocabulary, hashes or buckets, stored in the order of users, items and events."""
+"""Ingest of features, whose values become rows of a vocabulary, hashes or buckets."""
 
 import collections
 import hashlib
@@ -36,6 +36,7 @@ def write_small_log(folder: Path, **settings: Any) -> InteractionsManifest:
 def ingest(
     folder: Path, interactions: InteractionsManifest, *, previous: FeaturesManifest | None = None, **config: Any
 ) -> FeaturesManifest:
+    """Ingest features. `config` has the fields of FeaturesConfig."""
     return ingest_features(
         FeaturesConfig(**config),
         dataset=Dataset(interactions),
@@ -63,6 +64,7 @@ def rows_of(manifest: FeaturesManifest, key: str) -> Any:
 
 
 def weights_of(manifest: FeaturesManifest, key: str) -> list[list[float]]:
+    """Return the list of weights of each user or item."""
     weights = np.load(manifest.path(f"{key}.weight.npy"))
     assert weights.dtype == np.float32
     return [part.tolist() for part in np.split(weights, np.load(manifest.path(f"{key}.offset.npy"))[1:-1])]

@@ -44,6 +44,7 @@ def training_manifest(tmp_path: Path) -> FeaturesManifest:
 
 
 def open_table(training_manifest: FeaturesManifest, path: str, *, features: Any = FEATURES, **settings: Any) -> LaterItemTable:
+    """Open a later item table with the encodings of the training."""
     return LaterItemTable(
         ItemTableConfig.model_validate({"paths": path, "id_column": "id", "features": features, **settings}),
         encodings=training_manifest.features,
@@ -55,14 +56,24 @@ def open_table(training_manifest: FeaturesManifest, path: str, *, features: Any 
 
 
 def read_items(training_manifest: FeaturesManifest, path: str, ids: list[int], folder: Path, **settings: Any) -> LaterItems:
+    """Read the rows of the items `ids` of a later item table, in this order."""
     table = open_table(training_manifest, path, **settings)
     return table.read(pa.array(ids), vocabulary_folder=training_manifest.folder, folder=folder)
 
 
 def rows_and_weights_by_item(later_items: LaterItems, key: str, num_items: int) -> list[tuple[list[int], list[float] | None]]:
+    """Return the table rows of each item, and its weights or None for a feature without weights."""
     feature = later_items.features.feature_by_key[key]
     lists = [feature.rows_and_weights(np.array([item])) for item in range(num_items)]
     return [(rows.values_L.tolist(), None if weights is None else weights.tolist()) for rows, weights in lists]
+
+
+def training_rows(training_manifest: FeaturesManifest, key: str) -> list[list[int]]:
+    """Return the table rows of each item of the training."""
+    rows = np.load(training_manifest.path(f"{key}.row.npy"))
+    if f"{key}.offset.npy" not in training_manifest.files:
+        return [[row] for row in rows.tolist()]
+    return [part.tolist() for part in np.split(rows, np.load(training_manifest.path(f"{key}.offset.npy"))[1:-1])]
 
 
 def test_the_items_of_the_training_have_the_same_rows_and_weights_again(
@@ -110,14 +121,6 @@ def test_new_items_use_the_encodings_of_the_training_and_unknown_values_have_row
     brand_rows = [rows for rows, _ in rows_and_weights_by_item(later_items, "item.brand", 5)]
     assert brand_rows[1] == training_rows_by_key["item.brand"][0] and brand_rows[0] == training_rows_by_key["item.brand"][1]
     assert brand_rows[2][0] > 0 and brand_rows[3:] == [[0], [0]]
-
-
-def training_rows(training_manifest: FeaturesManifest, key: str) -> list[list[int]]:
-    """Return the table rows of each item of the training."""
-    rows = np.load(training_manifest.path(f"{key}.row.npy"))
-    if f"{key}.offset.npy" not in training_manifest.files:
-        return [[row] for row in rows.tolist()]
-    return [part.tolist() for part in np.split(rows, np.load(training_manifest.path(f"{key}.offset.npy"))[1:-1])]
 
 
 def test_titles_and_filter_columns_are_stored_with_the_row_of_each_item(

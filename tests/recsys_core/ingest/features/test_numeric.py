@@ -34,6 +34,7 @@ def ingest(folder: Path, prices: Any, *, previous: FeaturesManifest | None = Non
 def ingest_config(
     folder: Path, interactions: InteractionsManifest, previous: FeaturesManifest | None = None, **config: Any
 ) -> FeaturesManifest:
+    """Ingest features. `config` has the fields of FeaturesConfig."""
     return ingest_features(
         FeaturesConfig(**config), dataset=Dataset(interactions), previous=previous, memory_limit="500MB", threads=2,
         folder=folder / "features",
@@ -41,6 +42,7 @@ def ingest_config(
 
 
 def rows_and_weights_of(manifest: FeaturesManifest, key: str = "item.price") -> tuple[list[int], list[float]]:
+    """Return the table row of each item or event, and the weight of this row."""
     rows, weights = (np.load(manifest.path(f"{key}.{name}.npy")) for name in ("row", "weight"))
     assert (rows.dtype, weights.dtype) == (np.int32, np.float32)
     return rows.tolist(), weights.tolist()

@@ -23,6 +23,7 @@ event_lists = st.lists(
 
 
 def sorted_events_of(manifest: InteractionsManifest) -> list[Event]:
+    """Return the events of all splits."""
     return sorted(event for part in read_store(manifest).splits for event in part)
 
 

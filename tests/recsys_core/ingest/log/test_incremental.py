@@ -52,6 +52,7 @@ def row_by_id(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
 
 
 def assert_same_events(manifest: InteractionsManifest, other_manifest: InteractionsManifest) -> None:
+    """Assert that two stages have the same events in each split."""
     for events, other_events in zip(read_store(manifest).splits, read_store(other_manifest).splits, strict=True):
         assert sorted(events) == sorted(other_events)
 

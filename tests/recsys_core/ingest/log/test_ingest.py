@@ -322,6 +322,7 @@ def test_a_log_without_order_has_the_events_of_each_user_together_in_a_random_or
 
 
 def ingest_vectors(folder: Path, item_ids: Sequence[Any]) -> EmbeddingsManifest:
+    """Ingest the vectors [1], [2], ... of the items `item_ids`."""
     path = write_parquet(
         folder / "vectors.parquet", item_id=pa.array(item_ids), v=[[1.0 + row] for row in range(len(item_ids))]
     )
@@ -359,6 +360,13 @@ def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
     assert manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events == 1_000_000
 
 
+def num_test_events_with_unseen_item(manifest: InteractionsManifest) -> dict[str, int]:
+    """Return the number of test events whose item has no training event, or no training and no validation event."""
+    train_items, validation_items, test_items = ([item for _, item, _ in part] for part in read_store(manifest).splits)
+    items_by_splits = {"train": set(train_items), "train and validation": {*train_items, *validation_items}}
+    return {name: sum(item not in items for item in test_items) for name, items in items_by_splits.items()}
+
+
 @pytest.mark.skipif(not BEAUTY_FOLDER.exists(), reason="the Beauty log is not on this machine")
 def test_the_beauty_log_has_the_published_numbers_of_users_items_and_events(tmp_path: Path) -> None:
     embeddings = ingest_embeddings(
@@ -371,10 +379,3 @@ def test_the_beauty_log_has_the_published_numbers_of_users_items_and_events(tmp_
     assert manifest.num_validation_events == manifest.num_test_events == 22_363  # one event of each user
     assert manifest.num_train_events == 198_502 - 2 * 22_363
     assert num_test_events_with_unseen_item(manifest) == {"train": 138, "train and validation": 52}
-
-
-def num_test_events_with_unseen_item(manifest: InteractionsManifest) -> dict[str, int]:
-    """Return the number of test events whose item has no training event, or no training and no validation event."""
-    train_items, validation_items, test_items = ([item for _, item, _ in part] for part in read_store(manifest).splits)
-    items_by_splits = {"train": set(train_items), "train and validation": {*train_items, *validation_items}}
-    return {name: sum(item not in items for item in test_items) for name, items in items_by_splits.items()}

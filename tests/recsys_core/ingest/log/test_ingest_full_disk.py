@@ -21,6 +21,7 @@ def write_random_log(folder: Path, *, num_rows: int, num_ids: int = 1_000, **col
 
 
 def random_texts(num_rows: int) -> pa.Array:
+    """Return different texts of 16 characters, which do not compress well."""
     return pa.array([np.random.default_rng(row).bytes(8).hex() for row in range(num_rows)])
 
 

@@ -38,6 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def write_random_log(folder: Path, *, first_time: int = 0, num_users: int = NUM_USERS, seed: int = 0) -> str:
+    """Write a log with the columns that SETTINGS names. Its times are `first_time`, `first_time` + 1, ..."""
     rng = np.random.default_rng(seed)
     user_E = (num_users * rng.random(NUM_EVENTS) ** 2).astype(int)
     events = [
@@ -95,6 +96,7 @@ def contents_of(manifest: InteractionsManifest, scratch_path: Path) -> dict[str,
 
 
 def assert_same_contents(manifest: InteractionsManifest, other_manifest: InteractionsManifest) -> None:
+    """Assert that the stores of two stages have equal contents."""
     expected_contents = contents_of(manifest, manifest.folder.with_suffix(".npy"))
     contents = contents_of(other_manifest, other_manifest.folder.with_suffix(".npy"))
     for name, values in expected_contents.items():

@@ -34,11 +34,13 @@ def as_fixed_size_list(vectors: np.ndarray) -> pa.Array:
 
 
 def as_slice(vectors: np.ndarray) -> pa.Array:
+    """Return a slice of an array with one more vector at each end."""
     padded = np.vstack([vectors[:1] + 1, vectors, vectors[:1] + 1])
     return as_fixed_size_list(padded).slice(1, len(vectors))
 
 
 def as_chunks(vectors: np.ndarray) -> pa.ChunkedArray:
+    """Return three chunks. The first is a slice."""
     return pa.chunked_array([as_slice(vectors[:3]), as_fixed_size_list(vectors[3:4]), as_fixed_size_list(vectors[4:])])
 
 
@@ -53,6 +55,7 @@ def ids_of(manifest: EmbeddingsManifest) -> list[int | str]:
 
 
 def random_vectors(num_rows: int, width: int, dtype: type = np.float32) -> np.ndarray:
+    """Return vectors [num_rows, width] of normally distributed numbers."""
     return np.random.default_rng(num_rows * width).normal(size=(num_rows, width)).astype(dtype)
 
 

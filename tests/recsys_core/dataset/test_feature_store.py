@@ -49,18 +49,18 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
     )
     text_list = pa.list_(pa.string())
     weight_columns = {key: pa.array(value, pa.list_(pa.float64())) for key, value in WEIGHTS_BY_FEATURE.items()}
-    users = write_parquet(
+    users_path = write_parquet(
         folder / "users.parquet", id=list(range(NUM_USERS)), age=VALUES_BY_FEATURE["user.age"],
         likes=pa.array(VALUES_BY_FEATURE["user.likes"], text_list), value_weights=weight_columns["user.likes"],
     )  # fmt: skip
-    items = write_parquet(
+    items_path = write_parquet(
         folder / "items.parquet", id=list(range(NUM_ITEMS)), brand=VALUES_BY_FEATURE["item.brand"],
         tags=pa.array(VALUES_BY_FEATURE["item.tags"], text_list), value_weights=weight_columns["item.tags"],
     )  # fmt: skip
     config = FeaturesConfig.model_validate(
         {
             "users": {
-                "paths": users,
+                "paths": users_path,
                 "id_column": "id",
                 "features": [
                     {"name": "age", "kind": "numeric", "boundaries": [15, 35]},
@@ -68,7 +68,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
                 ],
             },
             "items": {
-                "paths": items,
+                "paths": items_path,
                 "id_column": "id",
                 "features": [{"name": "brand"}, {"name": "tags", "kind": "weighted_list", "weight_column": "value_weights"}],
             },
@@ -171,7 +171,7 @@ def test_each_item_has_the_values_and_weights_of_its_own_list(stores: tuple[Even
 
 def test_the_form_of_a_feature_depends_on_its_kind_and_settings(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", user_ids=[1], item_ids=[1, 2], log=[([0, 1], [], [1])])
-    items = write_parquet(
+    items_path = write_parquet(
         tmp_path / "items.parquet",
         id=[1, 2],
         price=[1.0, 3.0],
@@ -186,7 +186,7 @@ def test_the_form_of_a_feature_depends_on_its_kind_and_settings(tmp_path: Path) 
         {"name": "number", "kind": "numeric", "column": "price", "standardise": True},
         {"name": "bucket", "kind": "numeric", "column": "price", "buckets": 2},
     ]
-    config = FeaturesConfig.model_validate({"items": {"paths": items, "id_column": "id", "features": features}})
+    config = FeaturesConfig.model_validate({"items": {"paths": items_path, "id_column": "id", "features": features}})
     manifest = ingest_features(
         config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=tmp_path / "features"
     )

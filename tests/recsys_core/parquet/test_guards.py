@@ -114,7 +114,7 @@ def test_small_data_that_compresses_well_is_accepted(tmp_path: Path) -> None:
     assert is_accepted(path, "x", "t", max_expansion_ratio=1.1)
 
 
-def write_random_log(path: Path, *, has_checksums: bool, compression: str = "snappy", use_dictionary: bool = True) -> bytes:
+def write_random_file(path: Path, *, has_checksums: bool, compression: str = "snappy", use_dictionary: bool = True) -> bytes:
     """Write 6,000 rows in three row groups. Return the content of the file."""
     rng = np.random.default_rng(0)
     table = pa.table(
@@ -142,13 +142,13 @@ def damage_message(path: Path) -> str | None:
 
 @pytest.mark.parametrize("has_checksums", [True, False])
 def test_an_undamaged_file_is_accepted(tmp_path: Path, has_checksums: bool) -> None:
-    write_random_log(tmp_path / "a.parquet", has_checksums=has_checksums)
+    write_random_file(tmp_path / "a.parquet", has_checksums=has_checksums)
     assert damage_message(tmp_path / "a.parquet") is None
 
 
 def test_a_flipped_bit_in_the_values_of_a_page_with_a_checksum_is_always_detected(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    content = write_random_log(path, has_checksums=True, compression="none", use_dictionary=False)
+    content = write_random_file(path, has_checksums=True, compression="none", use_dictionary=False)
     item_values = pq.read_table(path)["item"].to_numpy()
     rng = np.random.default_rng(1)
     for row in rng.integers(0, 6000, 60):
@@ -166,7 +166,7 @@ def test_a_flipped_bit_in_the_values_of_a_page_with_a_checksum_is_always_detecte
 def test_with_checksums_a_flipped_bit_anywhere_is_detected_or_changes_no_value(tmp_path: Path, compression: str) -> None:
     """The checksum does not cover the header of a page, where some bits have no effect."""
     path = tmp_path / "a.parquet"
-    content = write_random_log(path, has_checksums=True, compression=compression)
+    content = write_random_file(path, has_checksums=True, compression=compression)
     undamaged_table = pq.read_table(path)
     rng = np.random.default_rng(2)
     num_detected = 0
@@ -186,7 +186,7 @@ def test_with_checksums_a_flipped_bit_anywhere_is_detected_or_changes_no_value(t
 def test_without_checksums_undecodable_pages_are_rejected_and_no_other_error_is_raised(tmp_path: Path) -> None:
     """Damaged bytes of numbers usually decode to other numbers, which only a checksum could detect."""
     path = tmp_path / "a.parquet"
-    content = write_random_log(path, has_checksums=False, compression="zstd")
+    content = write_random_file(path, has_checksums=False, compression="zstd")
     rng = np.random.default_rng(3)
     messages = []
     for position in rng.integers(4, len(content), 60):

@@ -69,7 +69,7 @@ BAD_ROW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
 }
 
-"""For each case: columns that override VALID_COLUMNS, settings, and the message after the word column."""
+"""For each case: columns that override VALID_COLUMNS, settings, and the message from the name of the column on."""
 
 
 @pytest.mark.parametrize("case", BAD_ROW_CASES)

@@ -20,6 +20,7 @@ EVENTS = {
     "weight": pa.array([1, 2, 3, 4, 5, 6], pa.float32()),
     "context_0": pa.array(["a", "b", None, "d", "e", "f"]),
 }
+"""Events sorted by user, split and position. The user in row 1 has no event."""
 
 NEGATIVES = {
     "user_row": pa.array([0, 0, 0, 0, 2, 2], pa.int32()),
@@ -27,6 +28,7 @@ NEGATIVES = {
     "split": pa.array([0, 1, 1, 2, 0, 2], pa.int8()),
     "num_earlier_events": pa.array([1, 0, 0, 1, 0, 0], pa.int64()),
 }
+"""Known negatives sorted by user and split. `num_earlier_events` counts the events of the same user and split before each."""
 
 
 @pytest.mark.parametrize("batch_bounds", [(0, 6), (0, 1, 4, 6), (0, 2, 2, 6)])

@@ -65,6 +65,7 @@ LOG = [
     *((2, item, day * DAY_US) for day, item in ((3, 10), (3, 10), (4, 11), (4, 12))),
     *((9, 10 + number % 3, number * DAY_US // 10) for number in range(30)),
 ]  # fmt: skip
+"""User, item and time of each event. User 9 has 30 events and is a bot if `bot_threshold` is 10."""
 FILTER_CASES = {
     "a rolling window": (
         {"window_days": 2.5},

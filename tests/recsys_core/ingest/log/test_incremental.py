@@ -25,6 +25,7 @@ DAYS: list[list[Event]] = [
     [("ann", "z", 2 * DAY_US), ("bob", "x", 2 * DAY_US + 1), ("cat", "x", 2 * DAY_US + 2)],
     [("dan", "w", 3 * DAY_US), ("ann", "w", 3 * DAY_US + 1), ("dan", "x", 3 * DAY_US + 2)],
 ]
+"""Events of four days. The user dan and the item w are new on the last day."""
 
 
 def write_days(folder: Path, events_by_day: list[list[Event]]) -> str:

@@ -1,4 +1,4 @@
-"""A disk that fills up during the ingest. The stage ends with one message and leaves no file."""
+"""A disk that fills up during the ingest."""
 
 from pathlib import Path
 from typing import Any

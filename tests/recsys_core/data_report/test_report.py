@@ -75,8 +75,8 @@ def test_events_in_a_wrong_order_and_leaked_events_break_a_limit_by_default(
 
 
 def test_possible_leaks_are_reported_but_break_a_limit_only_if_it_is_set(tmp_path: Path) -> None:
-    # Of two training events, one is later than the user's test event. Of two test events, one repeats a training pair, and the
-    # other one has an item and a user without training events.
+    # One of two training events is later than the test event of its user. One of two test events repeats a training event, and
+    # the other test event has a user and an item without training events.
     log = [([(0, 1), (1, 50)], [], [(0, 9)]), ([], [], [(2, 9)])]
     interactions = interactions_of(tmp_path / "log", log, item_ids=range(3))
     manifest, _ = report_of(tmp_path, interactions)

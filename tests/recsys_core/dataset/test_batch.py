@@ -77,7 +77,7 @@ def test_an_item_of_two_candidates_and_a_history_is_looked_up_once() -> None:
     assert batch.history_offset.tolist() == [0, 2, 2]
 
 
-def test_without_any_item_one_unused_row_is_looked_up() -> None:
+def test_a_batch_without_items_looks_up_one_unused_row() -> None:
     batch = batch_of([[], []], [], features=feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS))
     assert (batch.item_row_V.tolist(), rows_of(batch.sparse[UNPOOLED], "item", num_samples=1)) == ([0], [[0]])
     assert batch.candidate_index_C.tolist() == batch.history_index_H.tolist() == []

@@ -1,4 +1,4 @@
-"""Histories compared with plain Python over the same events."""
+"""The event store (histories, targets, counts and chunks) compared with plain Python over the same events."""
 
 import tracemalloc
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from tests.recsys_core.dataset import test_events
 from tests.recsys_core.dataset.test_events import Log, arrays_of, lists_of, logs, training_events_and_users
 
 NegativeTimes = list[tuple[list[int], list[int], list[int]]]
-"""For each user and split, one number per known negative, ascending: the number of events of this split before the negative."""
+"""For each user and split, the times of the known negatives, ascending. A time is the number of earlier events of the split."""
 FIRST_NEGATIVE_ITEM = 20_000
 
 

@@ -101,7 +101,7 @@ def are_equal(batch: Batch, other_batch: Batch) -> bool:
     batch_size=st.integers(1, 7),
     epoch=st.integers(0, 3),
 )
-def test_over_all_ranks_an_epoch_has_each_example_at_most_once_and_drops_less_than_one_per_rank(
+def test_over_all_ranks_an_epoch_has_each_example_at_most_once_and_drops_fewer_examples_than_ranks(
     num_events_by_user: list[int], world_size: int, batch_size: int, epoch: int
 ) -> None:
     store = store_of(log_of_distinct_items(num_events_by_user))
@@ -204,7 +204,7 @@ def test_a_retry_with_half_the_ranks_has_as_many_examples_and_batches_as_planned
 
 
 @pytest.mark.parametrize("start_batch", [0, 1, 5, 12, 13])
-def test_resuming_at_a_batch_gives_exactly_the_batches_from_there_on(start_batch: int, small_chunks: None) -> None:
+def test_an_epoch_resumed_at_a_batch_has_this_batch_and_all_later_batches(start_batch: int, small_chunks: None) -> None:
     loader = loader_of(store_of(log_of_distinct_items([13] * 4)), num_negatives=3)
     assert len(loader) == 13
     batches, resumed_batches = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start_batch))

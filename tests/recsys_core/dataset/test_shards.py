@@ -37,7 +37,7 @@ def test_an_event_array_is_the_concatenation_of_its_shards(parts: list[list[int]
 @given(numbers=st.lists(st.integers(0, 99), max_size=20), num_shards=st.integers(1, 9), data=st.data())
 def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)
-    # Each part has one entry more than users, as an offset array has.
+    # As in an offset array, the last entry of each part belongs to no user.
     parts = Parts.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
     array = ShardedUserArray(parts, num_users=len(values_U), start_S=start_S)
     expected_U = values_U + start_S[np.arange(len(values_U)) % num_shards]

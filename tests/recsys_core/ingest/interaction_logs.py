@@ -89,7 +89,9 @@ class Store:
     items: list[Id]
     """Ids by row."""
     user_train_counts: list[int]
+    """Number of training events of each user."""
     item_train_counts: list[int]
+    """Number of training events of each item."""
     splits: SplitEvents = field(default_factory=lambda: ([], [], []))
 
 

@@ -115,7 +115,7 @@ BAD_VALUES_BY_COLUMN = {
 
 
 def faulty_log(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, list[Any]], list[Event]]:
-    """Return columns in which about every fifth row is invalid, and the valid events with a label of at least 1."""
+    """Return columns in which about every fifth row is invalid. Also return the valid events with a label of at least 1."""
     columns: dict[str, list[Any]] = {
         "user_id": [f"u{number}" for number in rng.integers(0, 20, num_rows)],
         "item_id": [f"i{number}" for number in rng.integers(0, 30, num_rows)],
@@ -133,7 +133,7 @@ def faulty_log(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, list[
 
 
 def num_bad_rows_by_reason(columns: dict[str, list[Any]]) -> Counter[str]:
-    """Return the number of bad rows by column and reason, in the form of the manifest."""
+    """Return the expected number of bad rows. The keys are those of the manifest: column and reason."""
     counts: Counter[str] = Counter()
     reason_by_value: dict[Any, str] = {
         "": "an empty string",

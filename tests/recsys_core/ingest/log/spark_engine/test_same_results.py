@@ -79,23 +79,26 @@ def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path)
 
 def test_ids_times_and_context_values_of_any_type_have_the_same_store(tmp_path: Path) -> None:
     times = [1_700_000_000_123_456 + step * DAY_US for step in (0, 5, 9)]
-    columns: dict[str, Any] = {"user_id": pa.array([1, 2, 1], pa.uint64()), "item_id": pa.array(["a", "ä", "\0x"])}
-    columns |= {"d": pa.array([1, 2, 3], pa.int32()).cast(pa.date32()), "b": [True, None, False], "f": [0.5, None, -1.0]}
-    columns |= {
-        "m": [Decimal("1.00"), Decimal("2.50"), None],
-        "l": [["p", "q"], [], None],
-        "u": pa.array([0, 1, 2], pa.uint8()),
+    context: dict[str, Any] = {
+        "date": pa.array([1, 2, 3], pa.int32()).cast(pa.date32()),
+        "boolean": [True, None, False],
+        "float": [0.5, None, -1.0],
+        "decimal": [Decimal("1.00"), Decimal("2.50"), None],
+        "list": [["p", "q"], [], None],
+        "unsigned": pa.array([0, 1, 2], pa.uint8()),
     }
     zones = {"us": "UTC", "ns": "Asia/Kolkata", "ms": "UTC"}
     for unit, zone in zones.items():
         ticks = [time * 1_000 if unit == "ns" else time // 1_000 if unit == "ms" else time for time in times]
-        user_id = columns["user_id"] if unit == "us" else columns["user_id"].cast(pa.int16())
         write_parquet(
             tmp_path / "log" / f"{unit}.parquet",
-            **columns | {"user_id": user_id, "t": pa.array(ticks, pa.timestamp(unit, zone))},
+            user_id=pa.array([1, 2, 1], pa.uint64() if unit == "us" else pa.int16()),
+            item_id=pa.array(["a", "ä", "\0x"]),
+            t=pa.array(ticks, pa.timestamp(unit, zone)),
+            **context,
         )
     manifest_by_engine = ingest_with_both(
-        tmp_path / "stage", str(tmp_path / "log"), split={"kind": "time"}, context_columns=("d", "b", "f", "m", "l", "u")
+        tmp_path / "stage", str(tmp_path / "log"), split={"kind": "time"}, context_columns=tuple(context)
     )
     assert manifest_by_engine["spark"].num_rows_read == 9
 

@@ -131,7 +131,7 @@ BAD_ROW_BY_FAULT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", BAD_ROW_BY_FAULT)
-def test_a_bad_row_is_named_by_its_ids(tmp_path: Path, session: "SparkSession", fault: str) -> None:
+def test_the_error_names_the_ids_of_a_bad_row(tmp_path: Path, session: "SparkSession", fault: str) -> None:
     values, message = BAD_ROW_BY_FAULT[fault]
     row = {"user_id": "u", "item_id": 3, "t": START_US, "x": 3, "w": 1.0, "c": "a", "unused": {"k": 1}, "day": 0} | values
     schema = random_events().schema
@@ -156,33 +156,33 @@ def test_the_error_names_a_damaged_file_of_a_table(tmp_path: Path, session: "Spa
     )
 
 
-def test_a_table_that_changes_between_the_checks_and_the_scan_is_rejected(
+def test_a_table_that_changes_between_the_checks_and_the_reading_is_rejected(
     tmp_path: Path, session: "SparkSession", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_orc(session, tmp_path / "log", random_events())
     read_part = incremental.read_part
 
-    def read_later(*arguments: Any, **options: Any) -> Any:
+    def append_and_read(*arguments: Any, **options: Any) -> Any:
         write_orc(session, tmp_path / "log", random_events(1), mode="append")
         return read_part(*arguments, **options)
 
-    monkeypatch.setattr(incremental, "read_part", read_later)
+    monkeypatch.setattr(incremental, "read_part", append_and_read)
     assert_rejects(
         lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC_SETTINGS), tmp_path, f"{path}: changed while it was being read"
     )
 
 
-def test_the_unit_of_times_is_checked_in_the_first_rows(tmp_path: Path, session: "SparkSession") -> None:
-    table = random_events()
-    times = pa.array(np.full(len(table), START_US // 1_000_000))
-    path = write_orc(session, tmp_path / "log", table.set_column(2, "t", times))
+def test_times_in_a_wrong_unit_are_rejected(tmp_path: Path, session: "SparkSession") -> None:
+    events = random_events()
+    times = pa.array(np.full(len(events), START_US // 1_000_000))
+    path = write_orc(session, tmp_path / "log", events.set_column(2, "t", times))
     config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t", "timestamp_unit": "ms"} | ORC_SETTINGS)
     with input_error(f"{path}: column 't': 1700000000 is 1970-01-20 in ms", "set interactions.timestamp_unit to s"):
         check_time_unit(config, open_interactions(config).sources)
 
 
 @pytest.mark.parametrize(
-    ("settings", "paths", "messages"),
+    ("settings", "paths", "message_parts"),
     [
         ({"format": "delta"}, ["./log"], ["format is delta, but Spark has no connector that reads ./log", "delta-spark_2.13"]),
         ({"format": "iceberg"}, ["lake.shop.log"], ["format is iceberg, but Spark has no connector", "iceberg-spark-runtime"]),
@@ -191,10 +191,10 @@ def test_the_unit_of_times_is_checked_in_the_first_rows(tmp_path: Path, session:
         ({}, ["./log", "./log"], ["./log is also in interactions.paths, and its rows would count twice"]),
     ],
 )
-def test_a_table_that_cannot_be_opened_is_named_before_anything_is_written(
-    tmp_path: Path, settings: dict[str, Any], paths: list[str], messages: list[str]
+def test_the_error_names_a_table_that_cannot_be_opened(
+    tmp_path: Path, settings: dict[str, Any], paths: list[str], message_parts: list[str]
 ) -> None:
-    assert_rejects(lambda folder: ingest(folder, *paths, **TIME_SPLIT, **(ORC_SETTINGS | settings)), tmp_path, *messages)
+    assert_rejects(lambda folder: ingest(folder, *paths, **TIME_SPLIT, **(ORC_SETTINGS | settings)), tmp_path, *message_parts)
 
 
 def test_an_empty_table_and_a_table_outside_of_the_data_root_are_rejected(tmp_path: Path, session: "SparkSession") -> None:

@@ -81,7 +81,7 @@ def check_config(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | No
         {"timestamp_column": "t"} | raw.get("interactions", {}) | {"paths": write_parquet(folder / "log.parquet", **log)}
     )
     if vectors is not None:
-        paths = {"paths": write_parquet(folder / "vectors.parquet", row_group=2, **vectors), "vector_column": "v"}
+        paths = {"paths": write_parquet(folder / "vectors.parquet", row_group_size=2, **vectors), "vector_column": "v"}
         raw["embeddings"] = paths | raw.get("embeddings", {})
     return check_inputs(PipelineConfig.model_validate(raw))
 

@@ -9,31 +9,38 @@ from recsys_core.data_report.report import PreviousRun, report_data
 from recsys_core.ingest.log.split_config import FileSplit, Split
 from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.ingest.interactions_with_times import Parts
+from tests.recsys_core.ingest.interactions_with_times import UserEvents
 
-FILES = FileSplit(test_paths=("test.parquet",))
+FILE_SPLIT = FileSplit(test_paths=("test.parquet",))
+PREVIOUS_RUN_NAME = "20261120-020000-aa11"
 
 
-def user(*items: int, test: int = 0, at: int = 0) -> Parts:
-    """Return training events on consecutive days and one test event."""
-    return [(item, (at + day) * DAY_US) for day, item in enumerate(items)], [], [(test, 90 * DAY_US)]
+def user_events(*train_items: int, test_item: int = 0) -> UserEvents:
+    """Return the events of a user: one training event per day from day 0, and one test event on day 90."""
+    return [(item, day * DAY_US) for day, item in enumerate(train_items)], [], [(test_item, 90 * DAY_US)]
 
 
 def report_of(
     folder: Path,
     interactions: InteractionsManifest,
     *,
-    before: InteractionsManifest | None = None,
-    split: Split = FILES,
+    previous: InteractionsManifest | None = None,
+    split: Split = FILE_SPLIT,
     **limits: Any,
 ) -> tuple[DataReportManifest, DataReport]:
+    """Write a data report. Return its manifest and its content.
+
+    Args:
+        previous: interactions of the previous run; None if the run is the first one.
+        limits: limits that differ from the defaults. The minimum numbers of users are off, because the logs are small.
+    """
     limits = {"min_validation_users": None, "min_test_users": None} | limits
-    previous = before and PreviousRun("20261120-020000-aa11", before, {"train_events": float(before.num_train_events)})
+    previous_run = previous and PreviousRun(PREVIOUS_RUN_NAME, previous, {"train_events": float(previous.num_train_events)})
     manifest = report_data(
         DataReportConfig(**limits),
         split=split,
         interactions=interactions,
-        previous=previous,
+        previous=previous_run,
         folder=folder / "run" / "data_report",
     )
     return manifest, DataReport.model_validate_json(manifest.path("report.json").read_bytes())

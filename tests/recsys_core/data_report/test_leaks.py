@@ -1,4 +1,7 @@
-"""Repetitions and leaks in the event store, compared with plain Python over the same events."""
+"""Repetitions and leaks in the event store, compared with plain Python over the same events.
+
+`part` is the index of a part of the split: 0 training, 1 validation, 2 test.
+"""
 
 import tempfile
 from pathlib import Path
@@ -8,98 +11,103 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.data_report.leaks import SplitCounts, count_split
-from recsys_core.ingest.log.split_config import FileSplit, LeaveLastOut, Split, TimeSplit
+from recsys_core.ingest.log.split_config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
-from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of
+from tests.recsys_core.data_report.small_reports import FILE_SPLIT
+from tests.recsys_core.ingest.interactions_with_times import UserEvents, interactions_of
 
-FILES = FileSplit(test_paths=("test.parquet",))
 NUM_ITEMS = 5
-part = st.lists(st.tuples(st.integers(0, NUM_ITEMS - 1), st.integers(-2, 6).map(lambda half: half * DAY_US // 2)), max_size=6)
-ordered_part = part.map(lambda events: sorted(events, key=lambda event: event[1]))
-logs = st.lists(st.tuples(ordered_part, ordered_part, ordered_part), min_size=1, max_size=5)
+times_us = st.integers(-2, 6).map(lambda half_days: half_days * DAY_US // 2)
+events_by_time = st.lists(st.tuples(st.integers(0, NUM_ITEMS - 1), times_us), max_size=6).map(
+    lambda events: sorted(events, key=lambda event: event[1])
+)
+logs = st.lists(st.tuples(events_by_time, events_by_time, events_by_time), min_size=1, max_size=5)
 
 
-def counts_of(log: list[Parts], split: Split, *, chunk_events: int = 4) -> SplitCounts:
+def counts_of(log: list[UserEvents], split: Split, *, max_chunk_events: int = 4) -> SplitCounts:
+    """Return the counts of an interactions stage with these events."""
     with tempfile.TemporaryDirectory() as folder:
         interactions = interactions_of(Path(folder, "stage"), log, item_ids=range(NUM_ITEMS))
-        return count_split(interactions, split=split, max_chunk_events=chunk_events)
+        return count_split(interactions, split=split, max_chunk_events=max_chunk_events)
 
 
 @settings(deadline=None, max_examples=60)
-@given(log=logs, chunk_events=st.integers(1, 20))
-def test_all_counts_equal_those_of_plain_python_for_any_chunk_size(log: list[Parts], chunk_events: int) -> None:
-    counts = counts_of(log, FILES, chunk_events=chunk_events)
-    all_events = [
-        (user, at, item, time) for user, parts in enumerate(log) for at, part in enumerate(parts) for item, time in part
+@given(log=logs, max_chunk_events=st.integers(1, 20))
+def test_all_counts_equal_those_of_plain_python_for_any_chunk_size(log: list[UserEvents], max_chunk_events: int) -> None:
+    counts = counts_of(log, FILE_SPLIT, max_chunk_events=max_chunk_events)
+    events = [
+        (user, part, item, time)
+        for user, events_by_part in enumerate(log)
+        for part, part_events in enumerate(events_by_part)
+        for item, time in part_events
     ]
-    assert counts.num_events_I.tolist() == [
-        sum(item == event_item for _, _, event_item, _ in all_events) for item in range(NUM_ITEMS)
-    ]
-    assert counts.num_test_events_I.tolist() == [
-        sum(at == 2 and item == event_item for _, at, event_item, _ in all_events) for item in range(NUM_ITEMS)
-    ]
-    days = {}
-    for _, at, _, time in all_events:
-        days.setdefault(time // DAY_US, [0, 0, 0])[at] += 1
-    assert {day: parts.tolist() for day, parts in counts.num_events_by_day.items()} == days
-    assert counts.num_duplicates == len(all_events) - len(set(all_events))
-    trained = [(user, item) for user, at, item, _ in all_events if at == 0]
-    assert counts.num_repeated_train_pairs == len(trained) - len(set(trained))
-    assert counts.num_repeated_test_pairs == sum(at == 2 and (user, item) in trained for user, at, item, _ in all_events)
-    first_seen = {
-        (user, item, time): min(
-            at
-            for event_user, at, event_item, event_time in all_events
-            if (event_user, event_item, event_time) == (user, item, time)
-        )
-        for user, _, item, time in all_events
-    }
-    assert counts.num_leaked_events == sum(at > first_seen[user, item, time] for user, at, item, time in all_events)
-    first_test = {user: min(time for _, time in parts[2]) for user, parts in enumerate(log) if parts[2]}
+    event_items = [item for _, _, item, _ in events]
+    test_items = [item for _, part, item, _ in events if part == 2]
+    assert counts.num_events_I.tolist() == [event_items.count(item) for item in range(NUM_ITEMS)]
+    assert counts.num_test_events_I.tolist() == [test_items.count(item) for item in range(NUM_ITEMS)]
+
+    num_events_by_day: dict[int, list[int]] = {}
+    for _, part, _, time in events:
+        num_events_by_day.setdefault(time // DAY_US, [0, 0, 0])[part] += 1
+    assert {day: num_events.tolist() for day, num_events in counts.num_events_by_day.items()} == num_events_by_day
+
+    train_pairs = [(user, item) for user, part, item, _ in events if part == 0]
+    assert counts.num_duplicates == len(events) - len(set(events))
+    assert counts.num_repeated_train_pairs == len(train_pairs) - len(set(train_pairs))
+    assert counts.num_repeated_test_pairs == sum(part == 2 and (user, item) in train_pairs for user, part, item, _ in events)
+
+    earliest_part: dict[tuple[int, int, int], int] = {}  # by user, item and time; a user's events are in the order of the parts
+    for user, part, item, time in events:
+        earliest_part.setdefault((user, item, time), part)
+    assert counts.num_leaked_events == sum(part > earliest_part[user, item, time] for user, part, item, time in events)
+
+    first_test_time = {user: min(time for _, time in test) for user, (_, _, test) in enumerate(log) if test}
     assert counts.num_future_events == sum(
-        at == 0 and user in first_test and time > first_test[user] for user, at, _, time in all_events
+        part == 0 and user in first_test_time and time > first_test_time[user] for user, part, _, time in events
     )
     assert (counts.num_unordered_events, counts.num_misplaced_events) == (0, 0)
 
 
 @settings(deadline=None, max_examples=60)
 @given(log=logs)
-def test_a_time_split_counts_training_events_after_the_first_held_out_event(log: list[Parts]) -> None:
-    firsts = [min((time for parts in log for _, time in parts[at]), default=99 * DAY_US) for at in (1, 2)]
-    num_misplaced = sum(time > min(firsts) for parts in log for _, time in parts[0]) + sum(
-        time > firsts[1] for parts in log for _, time in parts[1]
-    )
+def test_a_time_split_counts_events_that_are_later_than_the_first_event_of_a_later_part(log: list[UserEvents]) -> None:
+    times_by_part = [[time for user in log for _, time in user[part]] for part in range(3)]
+    first_validation_time, first_test_time = (min(times_by_part[part], default=99 * DAY_US) for part in (1, 2))
+    num_misplaced = sum(time > min(first_validation_time, first_test_time) for time in times_by_part[0])
+    num_misplaced += sum(time > first_test_time for time in times_by_part[1])
     assert counts_of(log, TimeSplit()).num_misplaced_events == num_misplaced
 
 
 @pytest.mark.parametrize(
-    ("user", "misplaced"),
+    ("user", "num_misplaced"),
     [
-        (([(0, 1), (1, 2)], [(2, 3)], [(3, 4)]), 0),
-        (([(0, 1), (1, 4)], [(2, 4)], [(3, 4)]), 0),
-        (([(0, 1), (1, 9)], [(2, 9)], [(3, 4)]), 1),
-        (([(0, 1), (1, 5)], [(2, 3)], [(3, 6)]), 1),
-        (([(0, 1)], [(2, 3)], [(3, 6), (4, 7), (4, 8)]), 2),
-        (([(0, 5)], [], [(3, 4)]), 1),
-        (([(0, 5)], [], []), 0),
+        pytest.param(([(0, 1), (1, 2)], [(2, 3)], [(3, 4)]), 0, id="one held-out event per part"),
+        pytest.param(([(0, 1), (1, 4)], [(2, 4)], [(3, 4)]), 0, id="parts meet at one time"),
+        pytest.param(([(0, 1), (1, 9)], [(2, 9)], [(3, 4)]), 1, id="test before validation"),
+        pytest.param(([(0, 1), (1, 5)], [(2, 3)], [(3, 6)]), 1, id="validation before the end of training"),
+        pytest.param(([(0, 1)], [(2, 3)], [(3, 6), (4, 7), (4, 8)]), 2, id="two surplus test events"),
+        pytest.param(([(0, 5)], [], [(3, 4)]), 1, id="test before the end of training"),
+        pytest.param(([(0, 5)], [], []), 0, id="training events only"),
     ],
 )
-def test_leave_last_out_has_one_event_per_user_and_part_and_none_before_training(user: Parts, misplaced: int) -> None:
-    assert counts_of([([(0, 1)], [], []), user, ([], [], [])], LeaveLastOut()).num_misplaced_events == misplaced
+def test_leave_last_out_counts_surplus_held_out_events_and_users_whose_parts_overlap(
+    user: UserEvents, num_misplaced: int
+) -> None:
+    user_without_held_out_events: UserEvents = ([(0, 1)], [], [])
+    user_without_events: UserEvents = ([], [], [])
+    log = [user_without_held_out_events, user, user_without_events]
+    assert counts_of(log, LeaveLastOut()).num_misplaced_events == num_misplaced
 
 
-def test_events_stored_after_a_later_event_of_the_same_user_are_counted() -> None:
+def test_events_stored_after_a_later_event_of_the_same_user_and_part_are_counted() -> None:
     log = [([(0, 5), (1, 4), (2, 6)], [], [(3, 9)]), ([(0, 1)], [(1, 3), (1, 2)], [(2, 0)])]
-    assert counts_of(log, FILES).num_unordered_events == 2
+    assert counts_of(log, FILE_SPLIT).num_unordered_events == 2
 
 
 def test_without_timestamps_only_user_item_pairs_are_compared(tmp_path: Path) -> None:
     log = [([(0, 0), (0, 0)], [], [(0, 0), (1, 0)])]
-    counts = count_split(interactions_of(tmp_path / "stage", log, item_ids=range(2), timed=False), split=FILES)
+    interactions = interactions_of(tmp_path / "stage", log, item_ids=range(2), has_times=False)
+    counts = count_split(interactions, split=FILE_SPLIT)
     assert (counts.num_repeated_train_pairs, counts.num_repeated_test_pairs) == (1, 1)
-    assert (counts.num_duplicates, counts.num_leaked_events, counts.num_future_events, counts.num_events_by_day) == (
-        0,
-        0,
-        0,
-        {},
-    )
+    assert (counts.num_duplicates, counts.num_leaked_events, counts.num_future_events) == (0, 0, 0)
+    assert counts.num_events_by_day == {}

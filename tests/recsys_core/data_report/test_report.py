@@ -1,4 +1,4 @@
-"""The data report: statistics, limits and reuse."""
+"""Statistics, limits and reuse of the data report."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,14 @@ import pytest
 from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.ingest.log.split_config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
-from tests.recsys_core.data_report.small_reports import FILES, report_of, user
-from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of
+from tests.recsys_core.data_report.small_reports import FILE_SPLIT, PREVIOUS_RUN_NAME, report_of, user_events
+from tests.recsys_core.ingest.interactions_with_times import UserEvents, interactions_of
 
 
 def test_the_first_run_breaks_no_limit_and_is_compared_with_no_run(tmp_path: Path) -> None:
-    interactions = interactions_of(tmp_path / "one", [user(0, 1), user(1, 2)], item_ids=["a", "b", "c"], vector_row=[0, 1, -1])
+    interactions = interactions_of(
+        tmp_path / "log", [user_events(0, 1), user_events(1, 2)], item_ids=["a", "b", "c"], vector_row=[0, 1, -1]
+    )
     manifest, report = report_of(tmp_path, interactions)
     assert (manifest.breaches, manifest.compared_with, report.previous_metrics, report.movers) == ((), None, {}, ())
     assert "event_drop_share" not in manifest.metrics
@@ -28,80 +30,85 @@ def test_the_first_run_breaks_no_limit_and_is_compared_with_no_run(tmp_path: Pat
 
 
 def test_a_log_with_less_than_half_the_events_breaks_the_default_limit(tmp_path: Path) -> None:
-    before = interactions_of(tmp_path / "one", [user(*[0] * 10)], item_ids=[7])
-    after = interactions_of(tmp_path / "two", [user(*[0] * 4)], item_ids=[7])
-    manifest, report = report_of(tmp_path, after, before=before)
+    previous = interactions_of(tmp_path / "previous", [user_events(*[0] * 10)], item_ids=[7])
+    current = interactions_of(tmp_path / "current", [user_events(*[0] * 4)], item_ids=[7])
+    manifest, report = report_of(tmp_path, current, previous=previous)
     assert manifest.breaches == (
         "drop of training events since the previous run: 60 %, but data_report.max_event_drop_share requires at most 50 %",
     )
     assert [check.setting for check in report.checks if not check.is_passed] == ["max_event_drop_share"]
     assert "1 limit violated: the run stops before training" in manifest.path("report.html").read_text()
-    assert report_of(tmp_path, after, before=before, max_event_drop_share=None)[0].breaches == ()
+    assert report_of(tmp_path, current, previous=previous, max_event_drop_share=None)[0].breaches == ()
 
 
 def test_too_few_validation_or_test_users_break_a_limit_by_default(tmp_path: Path) -> None:
-    log: list[Parts] = [([(0, 1)], [(1, 2)], [(0, 3)]), ([(0, 1)], [], [(1, 3)])]
-    interactions = interactions_of(tmp_path / "one", log, item_ids=range(2))
-    minimum = DataReportConfig().min_test_users
-    default_limits = {"min_validation_users": minimum, "min_test_users": minimum}
+    log: list[UserEvents] = [([(0, 1)], [(1, 2)], [(0, 3)]), ([(0, 1)], [], [(1, 3)])]
+    interactions = interactions_of(tmp_path / "log", log, item_ids=range(2))
+    defaults = DataReportConfig()
+    default_limits = {"min_validation_users": defaults.min_validation_users, "min_test_users": defaults.min_test_users}
     manifest, _ = report_of(tmp_path, interactions, split=LeaveLastOut(), **default_limits)
     assert (manifest.metrics["validation_users"], manifest.metrics["test_users"]) == (1, 2)
     assert manifest.breaches == (
         "users with a validation event: 1, but data_report.min_validation_users requires at least 50",
         "users with a test event: 2, but data_report.min_test_users requires at least 50",
     )
-    manifest, report = report_of(tmp_path, interactions, split=FILES, **default_limits)  # this split has no validation part
+    # A split by files without validation files has no minimum of validation users.
+    manifest, report = report_of(tmp_path, interactions, split=FILE_SPLIT, **default_limits)
     assert [check.setting for check in report.checks if not check.is_passed] == ["min_test_users"]
 
 
 @pytest.mark.parametrize(
-    ("split", "log", "setting"),
+    ("split", "log", "broken_limit"),
     [
         (TimeSplit(), [([(0, 5 * DAY_US)], [(0, 3 * DAY_US)], [(0, 4 * DAY_US)])], "max_split_violations requires at most 0"),
         (LeaveLastOut(), [([(0, 1), (1, 2)], [], [(1, 3), (2, 4)])], "max_split_violations requires at most 0"),
-        (FILES, [([(0, 5), (1, 4)], [], [(1, 9)])], "max_split_violations requires at most 0"),
-        (FILES, [([(0, 1), (1, 2)], [], [(1, 2)])], "max_leaked_event_share requires at most 1 %"),
+        (FILE_SPLIT, [([(0, 5), (1, 4)], [], [(1, 9)])], "max_split_violations requires at most 0"),
+        (FILE_SPLIT, [([(0, 1), (1, 2)], [], [(1, 2)])], "max_leaked_event_share requires at most 1 %"),
     ],
 )
-def test_certain_leaks_break_a_limit_by_default(tmp_path: Path, split: Split, log: list[Parts], setting: str) -> None:
-    interactions = interactions_of(tmp_path / "one", log, item_ids=range(3))
+def test_events_in_a_wrong_order_and_leaked_events_break_a_limit_by_default(
+    tmp_path: Path, split: Split, log: list[UserEvents], broken_limit: str
+) -> None:
+    interactions = interactions_of(tmp_path / "log", log, item_ids=range(3))
     manifest, _ = report_of(tmp_path, interactions, split=split)
-    assert any(setting in breach for breach in manifest.breaches), manifest.breaches
+    assert any(broken_limit in breach for breach in manifest.breaches), manifest.breaches
 
 
-def test_possible_leaks_are_reported_and_break_a_limit_only_if_one_is_set(tmp_path: Path) -> None:
+def test_possible_leaks_are_reported_but_break_a_limit_only_if_it_is_set(tmp_path: Path) -> None:
+    # One of two training events is later than the test event of its user. One of two test events repeats a training event, and
+    # the other test event has a user and an item without training events.
     log = [([(0, 1), (1, 50)], [], [(0, 9)]), ([], [], [(2, 9)])]
-    interactions = interactions_of(tmp_path / "one", log, item_ids=range(3))
+    interactions = interactions_of(tmp_path / "log", log, item_ids=range(3))
     manifest, _ = report_of(tmp_path, interactions)
-    shares = ("future_event_share", "repeated_pair_share", "unseen_item_share", "unseen_user_share")
-    assert [manifest.metrics[name] for name in shares] == [0.5, 0.5, 0.5, 0.5]
+    share_names = ("future_event_share", "repeated_pair_share", "unseen_item_share", "unseen_user_share")
+    assert [manifest.metrics[name] for name in share_names] == [0.5] * 4
     assert manifest.breaches == () and "later than the first test event of their user" in manifest.warnings[0]
-    limits = ("max_train_after_test_share", "max_repeated_pair_share", "max_unseen_item_share", "max_unseen_user_share")
-    assert len(report_of(tmp_path, interactions, **dict.fromkeys(limits, 0.4))[0].breaches) == 4
+    limit_names = ("max_train_after_test_share", "max_repeated_pair_share", "max_unseen_item_share", "max_unseen_user_share")
+    assert len(report_of(tmp_path, interactions, **dict.fromkeys(limit_names, 0.4))[0].breaches) == 4
 
 
 def test_a_log_without_timestamps_has_no_metrics_that_need_them(tmp_path: Path) -> None:
-    interactions = interactions_of(tmp_path / "one", [user(0, 0)], item_ids=[1], timed=False, ordered=False)
+    interactions = interactions_of(tmp_path / "log", [user_events(0, 0)], item_ids=[1], has_times=False, is_ordered=False)
     manifest, report = report_of(tmp_path, interactions, max_duplicate_share=0, max_train_after_test_share=0)
-    assert {"duplicate_share", "leaked_event_share", "future_event_share", "split_violations", "days"} & set(
-        manifest.metrics
-    ) == set()
+    metrics_with_times = {"duplicate_share", "leaked_event_share", "future_event_share", "split_violations", "days"}
+    assert metrics_with_times.isdisjoint(manifest.metrics)
     assert manifest.breaches == () and report.days == ()
     assert "no timestamps in the log" in manifest.path("report.html").read_text()
 
 
 def test_a_report_is_reused_until_limits_or_data_change(tmp_path: Path) -> None:
-    interactions = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=range(2))
-    first, _ = report_of(tmp_path, interactions)
-    modified_ns = first.path("report.json").stat().st_mtime_ns
+    interactions = interactions_of(tmp_path / "log", [user_events(0, 1)], item_ids=range(2))
+    manifest, _ = report_of(tmp_path, interactions)
+    modified_ns = manifest.path("report.json").stat().st_mtime_ns
     assert report_of(tmp_path, interactions)[0].path("report.json").stat().st_mtime_ns == modified_ns
     assert report_of(tmp_path, interactions, min_train_events=3)[0].breaches != ()
-    assert report_of(tmp_path, interactions, before=interactions)[0].compared_with == "20261120-020000-aa11"
+    assert report_of(tmp_path, interactions, previous=interactions)[0].compared_with == PREVIOUS_RUN_NAME
 
 
-def test_report_and_manifest_have_the_same_metrics_as_plain_json(tmp_path: Path) -> None:
-    interactions = interactions_of(tmp_path / "one", [user(0, 1), user(1)], item_ids=range(2))
+def test_the_report_is_standard_json_with_the_metrics_of_the_manifest(tmp_path: Path) -> None:
+    interactions = interactions_of(tmp_path / "log", [user_events(0, 1), user_events(1)], item_ids=range(2))
     manifest, _ = report_of(tmp_path, interactions)
-    content = json.loads(manifest.path("report.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    # parse_constant is called for NaN and Infinity, which JSON does not allow.
+    content = json.loads(manifest.path("report.json").read_text(), parse_constant=lambda constant: pytest.fail(constant))
     assert content["metrics"] == manifest.metrics
     assert content["history_lengths"] == [["0", 0], ["1", 1], ["2-3", 1]]

@@ -1,4 +1,7 @@
-"""Tests that state results of an event store run with several numbers of shards: `pytestmark = usefixtures("shards")`."""
+"""Fixture that runs tests with several numbers of shards: `pytestmark = usefixtures("num_shards")`.
+
+Modules use it if the results that they assert do not depend on the number of shards.
+"""
 
 from collections.abc import Iterator
 
@@ -6,12 +9,10 @@ import pytest
 
 from tests.recsys_core.dataset import test_events
 
-SHARDS = (1, 3, 8)
 
-
-@pytest.fixture(scope="module", params=SHARDS)
-def shards(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Let test_events.store_of divide the users into shards."""
+@pytest.fixture(scope="module", params=(1, 3, 8))
+def num_shards(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Return the number of shards into which test_events.store_of divides the users."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_events, "num_test_shards", request.param)
+        patch.setattr(test_events, "num_store_shards", request.param)
         yield request.param

@@ -12,52 +12,52 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.known_negatives import KnownNegatives
 from recsys_core.dataset.layout import EventArrays
 from tests.recsys_core.dataset import test_events
-from tests.recsys_core.dataset.test_events import Users, arrays_of, lists_of, train_positions, users
+from tests.recsys_core.dataset.test_events import Log, arrays_of, lists_of, logs, training_events_and_users
 
-Places = list[tuple[list[int], list[int], list[int]]]
-"""For each user and split, the number of earlier events of the split for each known negative, ascending."""
-FIRST_ITEM = 20_000
+NegativeTimes = list[tuple[list[int], list[int], list[int]]]
+"""For each user and split, the times of the known negatives, ascending. A time is the number of earlier events of the split."""
+FIRST_NEGATIVE_ITEM = 20_000
 
 
-pytestmark = pytest.mark.usefixtures("shards")
+pytestmark = pytest.mark.usefixtures("num_shards")
 
 
 @st.composite
-def logs_with_negatives(draw: st.DrawFn) -> tuple[Users, Places]:
-    log = draw(users)
-    places = [
-        tuple(sorted(draw(st.lists(st.integers(0, len(part)), max_size=6))) for part in user)  # 0: before the first event
-        for user in log
-    ]
-    return log, places
+def logs_with_negatives(draw: st.DrawFn) -> tuple[Log, NegativeTimes]:
+    """Draw a log and the times of its known negatives."""
+    log = draw(logs)
+    times = [tuple(sorted(draw(st.lists(st.integers(0, len(part)), max_size=6))) for part in user) for user in log]
+    return log, times
 
 
-def store_with_negatives(log: Users, places: Places, *, ordered: bool = True) -> EventStore:
-    """Return a store. The known negatives are the items FIRST_ITEM, FIRST_ITEM + 1, ..., so an item identifies a negative."""
-    items = items_by_user(places)
-    arrays = arrays_with_negatives(log, places, items, ordered=ordered)
+def store_with_negatives(log: Log, times: NegativeTimes, *, is_ordered: bool = True) -> EventStore:
+    """Return a store in which the items of the known negatives are those of `negative_items`."""
+    items = negative_items(times)
+    arrays = arrays_with_negatives(log, times, items, is_ordered=is_ordered)
     shards = [
-        arrays_with_negatives(log[users], places[users], items[users], ordered=ordered)
+        arrays_with_negatives(log[users], times[users], items[users], is_ordered=is_ordered)
         for users in test_events.users_by_shard()
     ]
-    return EventStore(test_events.in_shards(arrays, shards), is_ordered=ordered)
+    return EventStore(test_events.in_shards(arrays, shards), is_ordered=is_ordered)
 
 
-def arrays_with_negatives(log: Users, places: Places, items: list[list[list[int]]], *, ordered: bool) -> EventArrays:
-    block_start = np.concatenate([[0], np.cumsum([len(part) for user in log for part in user])])
-    flat = [part for user in places for part in user]
-    event = [block_start[block] + place for block, part in enumerate(flat) for place in part]
+def arrays_with_negatives(log: Log, times: NegativeTimes, items: list[list[list[int]]], *, is_ordered: bool) -> EventArrays:
+    """Return the arrays of a store with one shard. Without an order, the negatives have no events."""
+    part_starts = np.concatenate([[0], np.cumsum([len(part) for user in log for part in user])])
+    times_by_part = [part for user in times for part in user]
+    event_index = [start + time for start, part in zip(part_starts, times_by_part, strict=False) for time in part]
     return replace(
         arrays_of(log),
-        negative_offset=np.concatenate([[0], np.cumsum([len(part) for part in flat])]).astype(np.int64),
+        negative_offset=np.concatenate([[0], np.cumsum([len(part) for part in times_by_part])]).astype(np.int64),
         negative_item=np.array([item for user in items for part in user for item in part], np.int32),
-        negative_event=np.array(event, np.int64) if ordered else None,
+        negative_event=np.array(event_index, np.int64) if is_ordered else None,
     )
 
 
-def items_by_user(places: Places) -> list[list[list[int]]]:
-    items = count(FIRST_ITEM)
-    return [[[next(items) for _ in part] for part in user] for user in places]
+def negative_items(times: NegativeTimes) -> list[list[list[int]]]:
+    """Return the item of each known negative: FIRST_NEGATIVE_ITEM, FIRST_NEGATIVE_ITEM + 1, ..."""
+    counter = count(FIRST_NEGATIVE_ITEM)
+    return [[[next(counter) for _ in part] for part in user] for user in times]
 
 
 def negatives_of(store: EventStore) -> KnownNegatives:
@@ -65,49 +65,58 @@ def negatives_of(store: EventStore) -> KnownNegatives:
     return store.known_negatives
 
 
-@given(log=logs_with_negatives(), max_items=st.integers(1, 5))
+@given(log_with_negatives=logs_with_negatives(), max_items=st.integers(1, 5))
 @settings(deadline=None)
-def test_an_event_has_the_newest_negatives_of_its_user_that_are_not_later(log: tuple[Users, Places], max_items: int) -> None:
-    store = store_with_negatives(*log)
-    event, user = train_positions(store)
-    stored = negatives_of(store).at_events(event, user, max_items=max_items, draw_B=np.full(len(event), 0.5))
-    expected = [
-        [item for item, place in zip(items[0], places[0], strict=True) if place <= at][-max_items:]
-        for (train, _, _), places, items in zip(*log, items_by_user(log[1]), strict=True)
-        for at in range(len(train))
-    ]
-    assert lists_of(stored) == expected
-
-
-@given(log=logs_with_negatives())
-@settings(deadline=None)
-def test_the_negatives_before_a_split_are_those_of_the_earlier_splits(log: tuple[Users, Places]) -> None:
-    negatives, items = negatives_of(store_with_negatives(*log)), items_by_user(log[1])
-    user = np.arange(len(items))[::-1]
-    assert lists_of(negatives.before(user, "validation")) == [own[0] for own in items[::-1]]
-    assert lists_of(negatives.before(user, "test")) == [own[0] + own[1] for own in items[::-1]]
-    assert negatives.num_train_negatives_U.tolist() == [len(own[0]) for own in items]
-
-
-@given(log=logs_with_negatives(), max_items=st.integers(1, 5), draw=st.floats(0, 0.999))
-@settings(deadline=None)
-def test_without_an_order_distinct_negatives_of_the_training_split_are_drawn(
-    log: tuple[Users, Places], max_items: int, draw: float
+def test_an_event_has_the_newest_negatives_of_its_user_that_are_not_later(
+    log_with_negatives: tuple[Log, NegativeTimes], max_items: int
 ) -> None:
-    store = store_with_negatives(*log, ordered=False)
-    event, user = train_positions(store)
-    drawn = lists_of(negatives_of(store).at_events(event, user, max_items=max_items, draw_B=np.full(len(event), draw)))
-    training_negatives = [items_by_user(log[1])[row][0] for row in user]
-    for items, all_items in zip(drawn, training_negatives, strict=True):
-        assert len(set(items)) == len(items) == min(max_items, len(all_items)) and set(items) <= set(all_items)
+    log, times = log_with_negatives
+    store = store_with_negatives(log, times)
+    event_index_B, user_B = training_events_and_users(store)
+    draw_B = np.full(len(user_B), 0.5)
+    negatives = negatives_of(store).at_events(event_index_B, user_B, max_items=max_items, draw_B=draw_B)
+    expected_items = [
+        [item for item, time in zip(items[0], user_times[0], strict=True) if time <= train_index][-max_items:]
+        for (train, _, _), user_times, items in zip(log, times, negative_items(times), strict=True)
+        for train_index in range(len(train))
+    ]
+    assert lists_of(negatives) == expected_items
+
+
+@given(log_with_negatives=logs_with_negatives())
+@settings(deadline=None)
+def test_the_negatives_before_a_split_are_those_of_the_earlier_splits(log_with_negatives: tuple[Log, NegativeTimes]) -> None:
+    negatives, items = negatives_of(store_with_negatives(*log_with_negatives)), negative_items(log_with_negatives[1])
+    user_B = np.arange(len(items))[::-1]
+    assert lists_of(negatives.before(user_B, "validation")) == [train for train, _, _ in items[::-1]]
+    assert lists_of(negatives.before(user_B, "test")) == [train + validation for train, validation, _ in items[::-1]]
+    assert negatives.num_train_negatives_U.tolist() == [len(train) for train, _, _ in items]
+
+
+@given(log_with_negatives=logs_with_negatives(), max_items=st.integers(1, 5), draw=st.floats(0, 0.999))
+@settings(deadline=None)
+def test_distinct_negatives_of_the_training_split_are_drawn_for_an_event_of_an_unordered_log(
+    log_with_negatives: tuple[Log, NegativeTimes], max_items: int, draw: float
+) -> None:
+    log, times = log_with_negatives
+    store = store_with_negatives(log, times, is_ordered=False)
+    event_index_B, user_B = training_events_and_users(store)
+    draw_B = np.full(len(user_B), draw)
+    drawn_items_by_event = lists_of(negatives_of(store).at_events(event_index_B, user_B, max_items=max_items, draw_B=draw_B))
+    for user, drawn_items in zip(user_B.tolist(), drawn_items_by_event, strict=True):
+        train_items = negative_items(times)[user][0]
+        assert len(set(drawn_items)) == len(drawn_items) == min(max_items, len(train_items))
+        assert set(drawn_items) <= set(train_items)
 
 
 def test_every_negative_of_an_unordered_log_is_drawn_equally_often() -> None:
-    store = store_with_negatives([([1], [], [])], [([0] * 5, [0], [])], ordered=False)
-    event, draw = np.zeros(5_000, np.int64), np.random.default_rng(0).random(5_000)
-    drawn = negatives_of(store).at_events(event, event, max_items=2, draw_B=draw)
-    share = np.bincount(drawn.values_L - FIRST_ITEM, minlength=6) / 5_000
-    np.testing.assert_allclose(share, [0.4] * 5 + [0], atol=0.03)
+    """Two of five training negatives are drawn, so each has the share 2 / 5. The sixth negative is a validation negative."""
+    store = store_with_negatives([([1], [], [])], [([0] * 5, [0], [])], is_ordered=False)
+    event_index_B = user_B = np.zeros(5_000, np.int64)
+    draw_B = np.random.default_rng(0).random(5_000)
+    negatives = negatives_of(store).at_events(event_index_B, user_B, max_items=2, draw_B=draw_B)
+    share_by_negative = np.bincount(negatives.values_L - FIRST_NEGATIVE_ITEM, minlength=6) / 5_000
+    np.testing.assert_allclose(share_by_negative, [0.4] * 5 + [0], atol=0.03)
 
 
 def test_a_store_without_the_arrays_has_no_known_negatives() -> None:

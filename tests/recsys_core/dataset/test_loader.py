@@ -1,9 +1,9 @@
-"""An epoch has every example once over all ranks, with its own history; a batch depends on seed, epoch, rank and index only."""
+"""Examples, negatives, weights and threads of the training loader, and batches of queries."""
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,19 +18,20 @@ from recsys_core.dataset.feature_store import UNPOOLED
 from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, prefetch, query_batch
 from recsys_core.errors import InputError
 from recsys_core.models.loss.objective import negative_share
-from tests.recsys_core.dataset.test_events import Users, store_of, users
+from tests.recsys_core.dataset.test_events import Log, logs, store_of
 from tests.recsys_core.dataset.test_known_negatives import (
-    Places,
-    items_by_user,
+    NegativeTimes,
     logs_with_negatives,
+    negative_items,
     store_with_negatives,
 )
 
-MAX_HISTORY, NUM_ITEMS = 3, 10_000
-TENSORS = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
+MAX_HISTORY = 3
+TENSOR_NAMES = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
+"""Fields of a batch that are tensors. `sparse` has further tensors."""
 
 
-pytestmark = pytest.mark.usefixtures("shards")
+pytestmark = pytest.mark.usefixtures("num_shards")
 
 
 def loader_of(
@@ -44,7 +45,7 @@ def loader_of(
     max_known_negatives: int = 0,
     **loader_settings: Any,
 ) -> TrainLoader:
-    """Return a loader. By default every item is sampled with the same probability."""
+    """Return a loader. By default it has batches of 4 examples, and every item is sampled with the same probability."""
     examples = ExampleSource(
         store,
         Assembler(user_batch_key=UNPOOLED),
@@ -52,14 +53,14 @@ def loader_of(
         include_target=include_target,
         max_known_negatives=max_known_negatives,
     )
-    base = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
-    return TrainLoader(examples, shard=Shard(rank, world_size, num_planned_ranks), **(base | loader_settings))
+    defaults = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
+    return TrainLoader(examples, shard=Shard(rank, world_size, num_planned_ranks), **(defaults | loader_settings))
 
 
-def numbered(sizes: list[int]) -> Users:
-    """Return users with the given numbers of training events, each of another item, so that an item identifies its event."""
-    counter = iter(range(1_000_000))
-    return [([next(counter) for _ in range(size)], [], []) for size in sizes]
+def log_of_distinct_items(num_events_by_user: list[int]) -> Log:
+    """Return a log of training events with the items 0, 1, 2, ..., so that an item identifies its event."""
+    counter = itertools.count()
+    return [([next(counter) for _ in range(num_events)], [], []) for num_events in num_events_by_user]
 
 
 def candidates(batch: Batch) -> list[int]:
@@ -68,96 +69,110 @@ def candidates(batch: Batch) -> list[int]:
 
 
 def positives(batch: Batch) -> list[int]:
+    """Return the catalogue rows of the positives."""
     return candidates(batch)[: batch.batch_size]
 
 
 def histories(batch: Batch) -> list[list[int]]:
     """Return the catalogue rows of the history of each query."""
     row_H = batch.item_row_V[batch.history_index_H]
-    return [row_H[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
+    return [row_H[start:end].tolist() for start, end in itertools.pairwise(batch.history_offset.tolist())]
+
+
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """Return all tensors of a batch without features."""
+    tensors = [getattr(batch, name) for name in TENSOR_NAMES]
+    for jagged in batch.sparse.values():
+        tensors += [jagged.values(), jagged.lengths()]
+    return tensors
 
 
 def are_equal(batch: Batch, other_batch: Batch) -> bool:
-    pairs = [(getattr(batch, name), getattr(other_batch, name)) for name in TENSORS]
-    for key in batch.sparse:
-        pairs += [(batch.sparse[key].values(), other_batch.sparse[key].values())]
-        pairs += [(batch.sparse[key].lengths(), other_batch.sparse[key].lengths())]
-    fits = batch.batch_size == other_batch.batch_size and set(batch.sparse) == set(other_batch.sparse)
-    return fits and all(torch.equal(left, right) for left, right in pairs)
+    """Return whether two batches without features have equal tensors."""
+    if (batch.batch_size, list(batch.sparse)) != (other_batch.batch_size, list(other_batch.sparse)):
+        return False
+    return all(itertools.starmap(torch.equal, zip(tensors_of(batch), tensors_of(other_batch), strict=True)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    num_events_by_user=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     world_size=st.integers(1, 4),
     batch_size=st.integers(1, 7),
     epoch=st.integers(0, 3),
 )
-def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
-    sizes: list[int], world_size: int, batch_size: int, epoch: int
+def test_over_all_ranks_an_epoch_has_each_example_at_most_once_and_drops_fewer_examples_than_ranks(
+    num_events_by_user: list[int], world_size: int, batch_size: int, epoch: int
 ) -> None:
-    store = store_of(numbered(sizes))
-    seen, shapes = [], []
+    store = store_of(log_of_distinct_items(num_events_by_user))
+    seen_items: list[int] = []
+    batch_sizes_by_rank: list[list[int]] = []
     for rank in range(world_size):
         loader = loader_of(store, rank=rank, world_size=world_size, batch_size=batch_size)
-        batches = [loader.batch(epoch, batch) for batch in range(len(loader))]
-        seen += [item for batch in batches for item in positives(batch)]
-        shapes.append([batch.batch_size for batch in batches])
-        assert shapes[-1] == [loader.num_batch_queries(batch) for batch in range(len(loader))]
-    assert all(shape == shapes[0] for shape in shapes)
-    assert sum(shapes[0]) == loader.num_epoch_queries
-    assert all(0 < size <= batch_size for size in shapes[0])
-    assert len(set(seen)) == len(seen)
-    assert sum(sizes) - world_size < len(seen) <= sum(sizes)
+        batches = [loader.batch(epoch, batch_index) for batch_index in range(len(loader))]
+        seen_items += [item for batch in batches for item in positives(batch)]
+        batch_sizes_by_rank.append([batch.batch_size for batch in batches])
+        assert batch_sizes_by_rank[-1] == [loader.num_batch_queries(batch_index) for batch_index in range(len(loader))]
+        assert sum(batch_sizes_by_rank[-1]) == loader.num_epoch_queries
+    assert batch_sizes_by_rank == [batch_sizes_by_rank[0]] * world_size
+    assert all(0 < size <= batch_size for size in batch_sizes_by_rank[0])
+    assert len(set(seen_items)) == len(seen_items)
+    assert sum(num_events_by_user) - world_size < len(seen_items) <= sum(num_events_by_user)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    log=users,
+    log=logs,
     batch_size=st.integers(1, 9),
-    negatives=st.integers(0, 5),
+    num_negatives=st.integers(0, 5),
     max_history=st.integers(0, MAX_HISTORY),
-    ordered=st.booleans(),
+    is_ordered=st.booleans(),
     include_target=st.booleans(),
 )
 def test_positives_users_and_histories_are_those_of_one_example(
-    log: Users, batch_size: int, negatives: int, max_history: int, ordered: bool, include_target: bool
+    log: Log, batch_size: int, num_negatives: int, max_history: int, is_ordered: bool, include_target: bool
 ) -> None:
-    counter = iter(range(NUM_ITEMS))
-    log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item tells its event
-    owner = {item: (row, event_index) for row, (train, _, _) in enumerate(log) for event_index, item in enumerate(train)}
+    counter = itertools.count()
+    log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item identifies an event
+    event_by_item = {item: (user, index) for user, (train, _, _) in enumerate(log) for index, item in enumerate(train)}
     loader = loader_of(
-        store_of(log, ordered=ordered),
-        batch_size=batch_size, num_negatives=negatives, max_history=max_history, include_target=include_target and not ordered,
-    )  # fmt: skip
-    for batch in (loader.batch(0, number) for number in range(len(loader))):
-        assert len(batch.candidate_index_C) == batch.batch_size + negatives
+        store_of(log, is_ordered=is_ordered),
+        batch_size=batch_size,
+        num_negatives=num_negatives,
+        max_history=max_history,
+        include_target=include_target and not is_ordered,
+    )
+    for batch in (loader.batch(0, batch_index) for batch_index in range(len(loader))):
+        assert len(batch.candidate_index_C) == batch.batch_size + num_negatives
         users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
-        for item, history, user in zip(positives(batch), histories(batch), users_B, strict=True):
-            row, event_index = owner[item]
-            train = log[row][0]
-            before = train[max(0, event_index - max_history) : event_index] if max_history else []
-            around = train[event_index : event_index + include_target] + train[event_index + 1 :] + train[:event_index]
-            assert user.tolist() == [row]
-            assert history == (before if ordered else around[:max_history])
+        for item, history, looked_up_users in zip(positives(batch), histories(batch), users_B, strict=True):
+            user, index = event_by_item[item]
+            train = log[user][0]
+            ordered_history = train[max(0, index - max_history) : index] if max_history else []
+            target = train[index : index + 1] if include_target else []
+            unordered_history = (target + train[index + 1 :] + train[:index])[:max_history]
+            assert looked_up_users.tolist() == [user]
+            assert history == (ordered_history if is_ordered else unordered_history)
 
 
 @settings(max_examples=40, deadline=None)
-@given(log=users, batch_size=st.integers(1, 9), negatives=st.integers(0, 9), ordered=st.booleans())
-def test_an_item_is_looked_up_once_however_often_it_occurs(log: Users, batch_size: int, negatives: int, ordered: bool) -> None:
-    loader = loader_of(store_of(log, ordered=ordered), batch_size=batch_size, num_negatives=negatives)
+@given(log=logs, batch_size=st.integers(1, 9), num_negatives=st.integers(0, 9), is_ordered=st.booleans())
+def test_an_item_is_looked_up_once_however_often_it_occurs(
+    log: Log, batch_size: int, num_negatives: int, is_ordered: bool
+) -> None:
+    loader = loader_of(store_of(log, is_ordered=is_ordered), batch_size=batch_size, num_negatives=num_negatives)
     for batch in loader.epoch(0):
-        occurring = set(candidates(batch)) | {item for history in histories(batch) for item in history}
-        assert sorted(batch.item_row_V.tolist()) == sorted(occurring)
+        distinct_items = set(candidates(batch)) | {item for history in histories(batch) for item in history}
+        assert sorted(batch.item_row_V.tolist()) == sorted(distinct_items)
         assert batch.sparse[UNPOOLED]["item"].values().tolist() == batch.item_row_V.tolist()
 
 
 def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
-    store = store_of(numbered([50]))
+    store = store_of(log_of_distinct_items([50]))
     batches = [
-        loader_of(store, rank=rank, world_size=2, batch_size=5, num_negatives=400).batch(0, batch)
+        loader_of(store, rank=rank, world_size=2, batch_size=5, num_negatives=400).batch(0, batch_index)
         for rank in range(2)
-        for batch in range(2)
+        for batch_index in range(2)
     ]
     negatives_by_batch = [tuple(candidates(batch)[5:]) for batch in batches]
     assert len(set(negatives_by_batch)) == 4
@@ -172,82 +187,93 @@ def test_negatives_are_sampled_in_proportion_to_their_share() -> None:
     np.testing.assert_allclose(sampled_share_I, share_I, atol=0.01)
 
 
-@given(count=st.lists(st.integers(0, 5), min_size=1, max_size=50).filter(any), alpha=st.sampled_from([0.0, 0.5, 1.0]))
+@given(event_counts=st.lists(st.integers(0, 5), min_size=1, max_size=50).filter(any), alpha=st.sampled_from([0.0, 0.5, 1.0]))
 @settings(max_examples=60, deadline=None)
-def test_only_items_with_a_training_event_are_sampled(count: list[int], alpha: float) -> None:
-    share_I = negative_share(np.array(count), alpha)
+def test_only_items_with_a_training_event_are_sampled(event_counts: list[int], alpha: float) -> None:
+    share_I = negative_share(np.array(event_counts), alpha)
     batch = loader_of(store_of([([0], [], [])]), num_negatives=200, negative_share_I=share_I).batch(0, 0)
-    assert all(count[item] for item in candidates(batch)[1:])
+    assert all(event_counts[item] > 0 for item in candidates(batch)[1:])
 
 
-def test_a_retry_with_half_the_ranks_has_the_examples_and_batches_of_the_plan() -> None:
-    store = store_of(numbered([11]))
-    planned = loader_of(store, world_size=4, batch_size=1)
-    retried = loader_of(store, world_size=2, batch_size=2, num_planned_ranks=4)
-    assert (planned.num_epoch_queries * 4, len(planned)) == (retried.num_epoch_queries * 2, len(retried)) == (8, 2)
+def test_a_retry_with_half_the_ranks_has_as_many_examples_and_batches_as_planned() -> None:
+    store = store_of(log_of_distinct_items([11]))
+    planned_loader = loader_of(store, world_size=4, batch_size=1)
+    retry_loader = loader_of(store, world_size=2, batch_size=2, num_planned_ranks=4)
+    assert (4 * planned_loader.num_epoch_queries, len(planned_loader)) == (8, 2)
+    assert (2 * retry_loader.num_epoch_queries, len(retry_loader)) == (8, 2)
 
 
-@pytest.mark.parametrize("start", [0, 1, 5, 12, 13])
-def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, small_chunks: None) -> None:
-    loader = loader_of(store_of(numbered([13] * 4)), num_negatives=3)
+@pytest.mark.parametrize("start_batch", [0, 1, 5, 12, 13])
+def test_an_epoch_resumed_at_a_batch_has_this_batch_and_all_later_batches(start_batch: int, small_chunks: None) -> None:
+    loader = loader_of(store_of(log_of_distinct_items([13] * 4)), num_negatives=3)
     assert len(loader) == 13
-    batches, resumed_batches = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
-    assert len(batches) == 13 and len(resumed_batches) == 13 - start
-    assert all(are_equal(batch, resumed_batch) for batch, resumed_batch in zip(batches[start:], resumed_batches, strict=True))
+    batches, resumed_batches = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start_batch))
+    assert len(batches) == 13 and len(resumed_batches) == 13 - start_batch
+    assert all(itertools.starmap(are_equal, zip(batches[start_batch:], resumed_batches, strict=True)))
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    log=users,
-    ordered=st.booleans(),
+    log=logs,
+    is_ordered=st.booleans(),
     batch_size=st.integers(1, 9),
     world_size=st.integers(1, 3),
     seed=st.integers(0, 2**31),
     epoch=st.integers(0, 5),
     data=st.data(),
 )
-def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
-    log: Users, ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
+def test_a_batch_depends_only_on_seed_epoch_rank_and_index(
+    log: Log, is_ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
-    loader_settings = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "num_negatives": 3}
-    loader_settings |= {"max_known_negatives": 2}
-    store = store_with_negatives(log, [([0] * 4, [], [0])] * len(log), ordered=ordered)
-    loader, equal_loader = loader_of(store, **loader_settings), loader_of(store, **loader_settings)
-    in_order = list(loader.epoch(epoch))
-    assert len(in_order) == len(loader)
-    for number in data.draw(st.permutations(range(len(loader)))):
-        assert are_equal(equal_loader.batch(epoch, number), in_order[number])
-    start = data.draw(st.integers(0, len(loader)))
-    resumed = equal_loader.epoch(epoch, start_batch=start)
-    assert all(are_equal(batch, resumed_batch) for batch, resumed_batch in zip(in_order[start:], resumed, strict=True))
+    store = store_with_negatives(log, [([0] * 4, [], [0])] * len(log), is_ordered=is_ordered)
+    loader, equal_loader = (
+        loader_of(
+            store,
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+            seed=seed,
+            num_negatives=3,
+            max_known_negatives=2,
+        )
+        for _ in range(2)
+    )
+    batches = list(loader.epoch(epoch))
+    assert len(batches) == len(loader)
+    for batch_index in data.draw(st.permutations(range(len(loader)))):
+        assert are_equal(equal_loader.batch(epoch, batch_index), batches[batch_index])
+    start_batch = data.draw(st.integers(0, len(loader)))
+    resumed_batches = equal_loader.epoch(epoch, start_batch=start_batch)
+    assert all(itertools.starmap(are_equal, zip(batches[start_batch:], resumed_batches, strict=True)))
 
 
-def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
-    store = store_of(numbered([40] * 3))
+def test_the_order_of_the_examples_depends_on_seed_and_epoch() -> None:
+    store = store_of(log_of_distinct_items([40] * 3))
 
-    def order(seed: int, epoch: int) -> list[int]:
+    def epoch_order(seed: int, epoch: int) -> list[int]:
         batches = loader_of(store, seed=seed, batch_size=50).epoch(epoch)
-        return [item for batch in batches for item in candidates(batch)]
+        return [item for batch in batches for item in positives(batch)]
 
-    orders = [order(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
-    assert all(sorted(order_of_epoch) == list(range(120)) for order_of_epoch in orders)
-    assert len({tuple(order_of_epoch) for order_of_epoch in orders}) == 4
-    assert order(2, 1) == orders[3]
+    orders = [epoch_order(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert all(sorted(order) == list(range(120)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    assert epoch_order(seed=2, epoch=1) == orders[3]
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make chunks of three batches of the size in loader_of, or of two batches with three negatives each."""
+    """Let loaders compute chunks of 14 candidates: three batches of 4 positives, or two such batches with 3 negatives each."""
     monkeypatch.setattr("recsys_core.dataset.loader.CHUNK_CANDIDATES", 14)
 
 
 def loader_threads() -> list[threading.Thread]:
+    """Return the running background threads of loaders."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 def test_closing_an_epoch_early_ends_its_thread(small_chunks: None) -> None:
-    batches = loader_of(store_of(numbered([400]))).epoch(0)
+    batches = loader_of(store_of(log_of_distinct_items([400]))).epoch(0)
     next(batches)
     assert len(loader_threads()) == 1
     batches.close()
@@ -255,143 +281,144 @@ def test_closing_an_epoch_early_ends_its_thread(small_chunks: None) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("page 7 is gone"), SystemExit(3)])
-def test_an_error_of_the_background_thread_is_raised_after_the_items_before_it(error: BaseException) -> None:
+def test_an_error_in_the_background_thread_is_raised_after_the_items_before_it(error: BaseException) -> None:
     def fail_after_six() -> Iterator[int]:
         yield from range(6)
         raise error
 
-    received = []
+    received_items = []
     with pytest.raises(type(error)) as caught:
         for item in prefetch(fail_after_six(), depth=2):
-            received.append(item)
-    assert caught.value is error and received == [*range(6)]
+            received_items.append(item)
+    assert caught.value is error and received_items == [*range(6)]
     assert loader_threads() == []
 
 
 def test_the_background_thread_computes_no_more_than_depth_items_ahead() -> None:
-    computed, full = [], threading.Event()
+    computed_numbers, buffer_is_full = [], threading.Event()
 
-    def count() -> Iterator[int]:
+    def count_to_100() -> Iterator[int]:
         for number in range(100):
-            computed.append(number)
+            computed_numbers.append(number)
             if number == 3:
-                full.set()
+                buffer_is_full.set()
             yield number
 
-    numbers = prefetch(count(), depth=3)
+    numbers = prefetch(count_to_100(), depth=3)
     next(numbers)
-    assert full.wait(10)
-    time.sleep(0.05)
-    assert computed == [0, 1, 2, 3]  # one received, three ahead
+    assert buffer_is_full.wait(10)
+    time.sleep(0.05)  # time in which a thread without a limit would compute more numbers
+    assert computed_numbers == [0, 1, 2, 3]  # one received, three ahead
     numbers.close()
     assert loader_threads() == []
 
 
-def test_the_batch_moves_as_a_whole() -> None:
-    batch = loader_of(store_of(numbered([9])), num_negatives=2).batch(0, 0)
+def test_all_tensors_of_a_batch_move_to_the_device() -> None:
+    batch = loader_of(store_of(log_of_distinct_items([9])), num_negatives=2).batch(0, 0)
     assert are_equal(batch, batch.to(torch.device("cpu")))
-    meta = batch.to(torch.device("meta"))
-    parts = [getattr(meta, name) for name in TENSORS] + [sparse.values() for sparse in meta.sparse.values()]
-    assert {part.device.type for part in parts} == {"meta"}
+    assert {tensor.device.type for tensor in tensors_of(batch.to(torch.device("meta")))} == {"meta"}
 
 
 def test_a_query_batch_has_the_history_of_each_user_before_the_split() -> None:
     store = store_of([([1, 2, 3], [4], [5]), ([6], [], [7]), ([8, 9], [10], [])])
-    for split, expected in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
+    for split, expected_histories in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
         batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user_batch_key=UNPOOLED), max_history=2)
-        assert histories(batch) == expected
+        assert histories(batch) == expected_histories
         assert batch.sparse[UNPOOLED]["user"].values().tolist() == [0, 1]
         assert candidates(batch) == []
 
 
-def test_without_a_history_a_query_batch_points_at_no_item() -> None:
+def test_with_max_history_0_a_query_batch_has_empty_histories() -> None:
     store = store_of([([1, 2, 3], [4], [5])])
     batch = query_batch(store, np.array([0, 0]), "test", assembler=Assembler(user_batch_key=UNPOOLED), max_history=0)
     assert histories(batch) == [[], []] and candidates(batch) == []
 
 
-def test_the_weight_of_an_example_is_that_of_its_event_over_the_mean_of_the_training_events() -> None:
-    store = store_of(numbered([3, 4]), weight=list(range(7)))
+def test_the_weight_of_an_example_is_the_weight_of_its_event_over_the_mean_weight() -> None:
+    """The event of item i has the weight i, so the mean of the seven weights is 3."""
+    store = store_of(log_of_distinct_items([3, 4]), event_weights=list(range(7)))
     for batch in loader_of(store, num_negatives=2).epoch(0):
         assert batch.loss_weight is not None and (3 * batch.loss_weight).tolist() == pytest.approx(positives(batch))
 
 
-@pytest.mark.parametrize("weight", [None, list(range(1, 8))])
-def test_the_user_exponent_multiplies_the_weights_and_keeps_their_mean(weight: list[int] | None) -> None:
-    log: Users = [([1, 2, 3, 4], [], []), ([5], [6], [7])]
-    store = store_of(log, weight=weight)
+@pytest.mark.parametrize("event_weights", [None, list(range(1, 8))])
+def test_the_user_exponent_scales_the_weights_of_a_user_and_keeps_the_mean_weight(event_weights: list[int] | None) -> None:
+    """The factor of a user is the number of training events ** -0.5: 4 ** -0.5 = 0.5 for the first user, 1 for the second."""
+    store = store_of([([1, 2, 3, 4], [], []), ([5], [6], [7])], event_weights=event_weights)
     examples = ExampleSource(store, Assembler(user_batch_key=UNPOOLED), max_history=1, user_exponent=-0.5)
     loader = TrainLoader(examples, batch_size=2, shard=Shard(0, 1), seed=3)
     weight_by_item = {}
     for batch in loader.epoch(0):
         assert batch.loss_weight is not None
         weight_by_item |= dict(zip(positives(batch), batch.loss_weight.tolist(), strict=True))
-    event_weight_by_item = dict(zip(range(1, 6), weight or [1] * 5, strict=False))
-    expected = {item: value * (0.5 if item < 5 else 1.0) for item, value in event_weight_by_item.items()}
-    mean = sum(expected.values()) / 5
-    assert weight_by_item == pytest.approx({item: value / mean for item, value in expected.items()})
+    event_weight_by_item = dict(zip(range(1, 6), event_weights or [1] * 5, strict=False))
+    scaled_weight_by_item = {item: weight * (0.5 if item < 5 else 1.0) for item, weight in event_weight_by_item.items()}
+    mean_weight = sum(scaled_weight_by_item.values()) / 5
+    assert weight_by_item == pytest.approx({item: weight / mean_weight for item, weight in scaled_weight_by_item.items()})
 
 
-def test_weights_of_held_out_events_do_not_count_in_the_mean() -> None:
-    store = store_of([([1, 2], [3], [4]), ([5], [], [6])], weight=[1, 2, 70, 80, 6, 90])
-    assert store.mean_weight() == 3
+def test_the_mean_weight_leaves_out_held_out_events() -> None:
+    store = store_of([([1, 2], [3], [4]), ([5], [], [6])], event_weights=[1, 2, 70, 80, 6, 90])
+    assert store.mean_weight() == 3  # of the weights 1, 2 and 6
 
 
-def test_a_log_whose_training_events_all_weigh_nothing_is_rejected() -> None:
-    store = store_of([([1, 2], [3], [4])], weight=[0, 0, 1, 1])
+def test_a_log_in_which_all_training_events_have_weight_0_is_rejected() -> None:
+    store = store_of([([1, 2], [3], [4])], event_weights=[0, 0, 1, 1])
     with pytest.raises(InputError, match="all 2 training events have the weight 0"):
         loader_of(store)
 
 
-def test_the_share_of_the_catalogue_follows_the_positives_of_every_batch() -> None:
-    store, share = store_of(numbered([5, 4])), np.array([7, 2, 9])
-    with_share, without = loader_of(store, catalogue_row_N=share), loader_of(store)
-    batches = list(with_share.epoch(1))
-    assert [positives(batch) for batch in batches] == [positives(batch) for batch in without.epoch(1)]
-    assert [candidates(batch)[batch.batch_size :] for batch in batches] == [share.tolist()] * 3
+def test_fixed_catalogue_rows_follow_the_positives_of_every_batch() -> None:
+    store, catalogue_row_N = store_of(log_of_distinct_items([5, 4])), np.array([7, 2, 9])
+    batches = list(loader_of(store, catalogue_row_N=catalogue_row_N).epoch(1))
+    assert [positives(batch) for batch in batches] == [positives(batch) for batch in loader_of(store).epoch(1)]
+    assert [candidates(batch)[batch.batch_size :] for batch in batches] == [catalogue_row_N.tolist()] * 3
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    log=logs_with_negatives().filter(lambda log: any(places[0] for places in log[1])),
+    log_with_negatives=logs_with_negatives().filter(lambda example: any(train for train, _, _ in example[1])),
     batch_size=st.integers(1, 9),
-    negatives=st.integers(0, 4),
+    num_negatives=st.integers(0, 4),
     max_known_negatives=st.integers(1, 3),
-    ordered=st.booleans(),
+    is_ordered=st.booleans(),
 )
-def test_the_last_candidates_are_training_negatives_of_the_user_or_copies_of_the_positive(
-    log: tuple[Users, Places], batch_size: int, negatives: int, max_known_negatives: int, ordered: bool
+def test_the_last_candidates_are_known_negatives_of_the_user_or_copies_of_the_positive(
+    log_with_negatives: tuple[Log, NegativeTimes],
+    batch_size: int,
+    num_negatives: int,
+    max_known_negatives: int,
+    is_ordered: bool,
 ) -> None:
-    store, items = store_with_negatives(*log, ordered=ordered), items_by_user(log[1])
-    settings = {"batch_size": batch_size, "num_negatives": negatives}
-    loader, without = loader_of(store, max_known_negatives=max_known_negatives, **settings), loader_of(store, **settings)
-    for batch, batch_without in zip(loader.epoch(1), without.epoch(1), strict=True):
-        num_shared = batch.batch_size + negatives
-        assert candidates(batch)[:num_shared] == candidates(batch_without)
-        assert histories(batch) == histories(batch_without)
-        known_BK = np.array(candidates(batch)[num_shared:]).reshape(batch.batch_size, max_known_negatives).tolist()
+    """The known negatives follow the candidates that the loader has without them."""
+    store = store_with_negatives(*log_with_negatives, is_ordered=is_ordered)
+    train_negatives_by_user = [train for train, _, _ in negative_items(log_with_negatives[1])]
+    sizes = {"batch_size": batch_size, "num_negatives": num_negatives}
+    loader, plain_loader = loader_of(store, max_known_negatives=max_known_negatives, **sizes), loader_of(store, **sizes)
+    for batch, plain_batch in zip(loader.epoch(1), plain_loader.epoch(1), strict=True):
+        num_plain_candidates = batch.batch_size + num_negatives
+        assert candidates(batch)[:num_plain_candidates] == candidates(plain_batch)
+        assert histories(batch) == histories(plain_batch)
+        last_candidates_BK = np.array(candidates(batch)[num_plain_candidates:]).reshape(batch.batch_size, max_known_negatives)
         users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
-        for known, user, positive in zip(known_BK, users_B, positives(batch), strict=True):
-            rejected = [item for item in known if item != positive]
-            assert set(rejected) <= set(items[int(user)][0]) and len(set(rejected)) == len(rejected)
-            assert known == rejected + [positive] * (max_known_negatives - len(rejected))
-            if not ordered:
-                assert len(rejected) == min(max_known_negatives, len(items[int(user)][0]))
+        for last_candidates, user, positive in zip(last_candidates_BK.tolist(), users_B, positives(batch), strict=True):
+            known_negatives = [item for item in last_candidates if item != positive]
+            train_negatives = train_negatives_by_user[int(user)]
+            assert set(known_negatives) <= set(train_negatives) and len(set(known_negatives)) == len(known_negatives)
+            assert last_candidates == known_negatives + [positive] * (max_known_negatives - len(known_negatives))
+            if not is_ordered:
+                assert len(known_negatives) == min(max_known_negatives, len(train_negatives))
 
 
 def test_known_negatives_of_an_unordered_log_differ_by_epoch_rank_and_batch() -> None:
-    store = store_with_negatives(numbered([40]), [([0] * 900, [], [])], ordered=False)
-    drawn = [
-        tuple(candidates(loader_of(store, rank=rank, world_size=2, max_known_negatives=1).batch(epoch, batch))[4:])
-        for rank in range(2)
-        for batch in range(2)
-        for epoch in range(2)
-    ]
-    assert len(set(drawn)) == 8
+    store = store_with_negatives(log_of_distinct_items([40]), [([0] * 900, [], [])], is_ordered=False)
+    loaders = [loader_of(store, rank=rank, world_size=2, max_known_negatives=1) for rank in range(2)]
+    batches = [loader.batch(epoch, batch_index) for loader in loaders for epoch in range(2) for batch_index in range(2)]
+    assert len({tuple(candidates(batch)[batch.batch_size :]) for batch in batches}) == 8
 
 
-def test_known_negatives_that_the_store_does_not_have_are_refused() -> None:
-    log: Users = [([1, 2], [3], [4])]
+def test_known_negatives_that_the_store_does_not_have_are_rejected() -> None:
+    log: Log = [([1, 2], [3], [4])]
     message = r"explicit_negatives is 2, but the ingest did not keep .*; set interactions.explicit_negatives to true"
     with pytest.raises(InputError, match=message):
         loader_of(store_of(log), max_known_negatives=2)

@@ -1,4 +1,4 @@
-"""Arrays in shards compared with one array, and an event store with more than 2^31 users and items."""
+"""Sharded arrays compared with one array, and an event store with more than 2^31 users and items."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,25 +17,27 @@ from recsys_core.dataset.shards import ShardedEventArray, ShardedEventIndices, S
 from recsys_core.manifests import EventShard
 
 NUM_IDS = 2**31 + 10
-lists = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=9)
+"""Number of users, and of items, of a store whose rows do not fit into 32 bits."""
+lists_by_shard = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=9)
 
 
 @settings(deadline=None)
-@given(parts=lists, data=st.data())
-def test_event_arrays_are_concatenated(parts: list[list[int]], data: st.DataObject) -> None:
+@given(parts=lists_by_shard, data=st.data())
+def test_an_event_array_is_the_concatenation_of_its_shards(parts: list[list[int]], data: st.DataObject) -> None:
     array = ShardedEventArray(Parts.of(*(np.array(part, np.int32) for part in parts)))
-    expected = np.concatenate([np.array(part, np.int32) for part in parts])
-    assert len(array) == len(expected)
-    start, stop = (data.draw(st.integers(0, len(expected))) for _ in range(2))
-    assert array[start:stop].tolist() == expected[start:stop].tolist()
-    index = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1))) if len(expected) else [], np.int64)
-    assert (array[index].tolist(), array[index].dtype) == (expected[index].tolist(), expected.dtype)
+    expected_values = np.concatenate([np.array(part, np.int32) for part in parts])
+    assert len(array) == len(expected_values)
+    start, stop = (data.draw(st.integers(0, len(expected_values))) for _ in range(2))
+    assert array[start:stop].tolist() == expected_values[start:stop].tolist()
+    indices = np.array(data.draw(st.lists(st.integers(0, len(expected_values) - 1))) if len(expected_values) else [], np.int64)
+    assert (array[indices].tolist(), array[indices].dtype) == (expected_values[indices].tolist(), expected_values.dtype)
 
 
 @settings(deadline=None)
 @given(numbers=st.lists(st.integers(0, 99), max_size=20), num_shards=st.integers(1, 9), data=st.data())
-def test_user_arrays_take_the_users_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
+def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)
+    # As in an offset array, the last entry of each part belongs to no user.
     parts = Parts.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
     array = ShardedUserArray(parts, num_users=len(values_U), start_S=start_S)
     expected_U = values_U + start_S[np.arange(len(values_U)) % num_shards]
@@ -49,16 +51,18 @@ def test_user_arrays_take_the_users_in_turn(numbers: list[int], num_shards: int,
         assert array[users].tolist() == expected_U[users].tolist()
 
 
-@given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=6), data=st.data())
-def test_an_event_is_searched_in_its_own_shard(sizes: list[int], data: st.DataObject) -> None:
-    start_S = np.cumsum(sizes) - sizes
-    parts = [sorted(data.draw(st.lists(st.integers(0, size), max_size=5))) for size in sizes]
+@given(num_events_S=st.lists(st.integers(0, 6), min_size=1, max_size=6), data=st.data())
+def test_searchsorted_counts_the_indices_of_earlier_shards_and_searches_in_the_shard_of_the_event(
+    num_events_S: list[int], data: st.DataObject
+) -> None:
+    start_S = np.cumsum(num_events_S) - num_events_S
+    parts = [sorted(data.draw(st.lists(st.integers(0, num_events), max_size=5))) for num_events in num_events_S]
     array = ShardedEventIndices(Parts.of(*(np.array(part, np.int64) for part in parts)), event_start_S=start_S)
-    for shard, (size, start) in enumerate(zip(sizes, start_S.tolist(), strict=True)):
-        for event in range(size):
+    for shard, (num_events, start) in enumerate(zip(num_events_S, start_S.tolist(), strict=True)):
+        for event in range(num_events):
             num_before = sum(len(part) for part in parts[:shard])
-            expected = num_before + sum(entry <= event for entry in parts[shard])
-            assert array.searchsorted(np.array([start + event]), side="right").tolist() == [expected]
+            expected_position = num_before + sum(event_index <= event for event_index in parts[shard])
+            assert array.searchsorted(np.array([start + event]), side="right").tolist() == [expected_position]
 
 
 def test_rows_have_64_bits_from_2_to_the_31_on() -> None:
@@ -66,34 +70,34 @@ def test_rows_have_64_bits_from_2_to_the_31_on() -> None:
 
 
 @pytest.fixture
-def large_store(tmp_path: Path, shards: int) -> EventStore:
-    """Return a store of 2^31 + 10 users and items, in sparse files. Only the last 12 users have events.
+def large_store(tmp_path: Path, num_shards: int) -> EventStore:
+    """Return a store of NUM_IDS users and items in sparse files. Only the last 12 users have events.
 
     User u has the training items u % 5, u and u - 1, the validation item u - 2, and the test item u - 3.
     """
     users = np.arange(NUM_IDS - 12, NUM_IDS)
     items_U5 = np.stack([users % 5, users, users - 1, users - 2, users - 3], axis=1)
     first_example = 3 * np.arange(12)
-    user_S = users_by_shard(NUM_IDS, num_shards=shards).tolist()
+    num_users_S = users_by_shard(NUM_IDS, num_shards=num_shards).tolist()
     paths = {
-        name: [tmp_path / file_name for file_name in array_files(name, num_shards=shards)]
+        name: [tmp_path / file_name for file_name in array_files(name, num_shards=num_shards)]
         for name in ("user_offset", "train_end", "validation_end", "event_offset", "event_item")
     }
     num_events_S = []
-    for shard, num_users in enumerate(user_S):
-        shard_users = np.flatnonzero(users % shards == shard)
-        end = 5 * np.arange(1, len(shard_users) + 1)
-        _write_sparse(paths["user_offset"][shard], num_users + 1, last=end)
-        _write_sparse(paths["train_end"][shard], num_users, last=end - 2)
-        _write_sparse(paths["validation_end"][shard], num_users, last=end - 1)
-        _write_sparse(paths["event_offset"][shard], num_users, last=end - 5 - first_example[shard_users])
+    for shard, num_users in enumerate(num_users_S):
+        shard_users = np.flatnonzero(users % num_shards == shard)
+        list_ends = 5 * np.arange(1, len(shard_users) + 1)
+        _write_sparse(paths["user_offset"][shard], num_users + 1, last=list_ends)
+        _write_sparse(paths["train_end"][shard], num_users, last=list_ends - 2)
+        _write_sparse(paths["validation_end"][shard], num_users, last=list_ends - 1)
+        _write_sparse(paths["event_offset"][shard], num_users, last=list_ends - 5 - first_example[shard_users])
         np.save(paths["event_item"][shard], items_U5[shard_users].ravel())
         num_events_S.append(5 * len(shard_users))
     np.save(tmp_path / "train_user.npy", np.repeat(users, 3))
     for name in ("item_count", "vector_row"):
         _write_sparse(tmp_path / f"{name}.npy", NUM_IDS, last=np.ones(12, np.int64))
     manifest = SimpleNamespace(
-        num_shards=shards,
+        num_shards=num_shards,
         num_users=NUM_IDS,
         shards=[EventShard(num_events=num_events) for num_events in num_events_S],
         files={path.name for path in tmp_path.iterdir()},
@@ -103,7 +107,7 @@ def large_store(tmp_path: Path, shards: int) -> EventStore:
 
 
 def _write_sparse(path: Path, length: int, *, last: np.ndarray) -> None:
-    """Write an int64 array of zeros that ends in the values `last`, without taking disk space for the zeros."""
+    """Write an int64 array of zeros that ends in the values `last`. The zeros take no disk space."""
     allocate_npy(path, dtype=np.int64, shape=(0,))
     with path.open("r+b") as file:
         header = {"descr": "<i8", "fortran_order": False, "shape": (length,)}
@@ -112,8 +116,7 @@ def _write_sparse(path: Path, length: int, *, last: np.ndarray) -> None:
     np.load(path, mmap_mode="r+")[length - len(last) :] = last
 
 
-def test_batches_of_users_and_items_above_2_to_the_31(large_store: EventStore, shards: int) -> None:
-    """With one shard, an array of all users is computed for the training, which does not fit here."""
+def test_batches_have_users_and_items_above_2_to_the_31(large_store: EventStore, num_shards: int) -> None:
     assert (large_store.num_users, large_store.num_items, large_store.num_train_events) == (NUM_IDS, NUM_IDS, 36)
     user_B = np.array([NUM_IDS - 1, NUM_IDS - 7, NUM_IDS - 12])
     assert large_store.targets(user_B, "test").values_L.tolist() == (user_B - 3).tolist()
@@ -124,17 +127,17 @@ def test_batches_of_users_and_items_above_2_to_the_31(large_store: EventStore, s
     queries = query_batch(large_store, user_B, "test", assembler=assembler, max_history=2)
     assert queries.sparse[UNPOOLED]["user"].values().tolist() == user_B.tolist()
     assert sorted(queries.item_row_V.tolist()) == sorted({item for user in user_B.tolist() for item in (user - 1, user - 2)})
-    if shards == 1:
+    if num_shards == 1:  # the training batches would need an array of all users, which is too large for a test
         return
     loader = TrainLoader(ExampleSource(large_store, assembler, max_history=2), batch_size=5, shard=Shard(0, 1), seed=1)
-    seen = []
+    seen_examples = []
     for batch in loader.epoch(0):
         users = batch.sparse[UNPOOLED]["user"].values().tolist()
         positives = batch.item_row_V[batch.candidate_index_C].tolist()[: batch.batch_size]
         for index, (user, item) in enumerate(zip(users, positives, strict=True)):
             history_index = batch.history_index_H[batch.history_offset[index] : batch.history_offset[index + 1]]
-            seen.append((user, item, *batch.item_row_V[history_index].tolist()))
-    assert sorted(seen) == sorted(
+            seen_examples.append((user, item, *batch.item_row_V[history_index].tolist()))
+    assert sorted(seen_examples) == sorted(
         example
         for user in range(NUM_IDS - 12, NUM_IDS)
         for example in ((user, user % 5), (user, user, user % 5), (user, user - 1, user % 5, user))

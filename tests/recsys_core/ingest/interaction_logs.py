@@ -1,4 +1,4 @@
-"""Logs of events in plain Python, their splits computed in plain Python, and the stored events read back."""
+"""Logs of events in plain Python: their ingest, their splits computed in plain Python, and the stored events read back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,11 +18,13 @@ Id = int | str
 Event = tuple[Id, Id, Any]
 """User, item, time."""
 SplitEvents = tuple[list[Event], list[Event], list[Event]]
+"""Training, validation and test events."""
 engine: dict[str, Any] = {"kind": "duckdb"}
-"""Engine of `ingest`; the tests of the log ingest set each engine in turn."""
+"""Engine of `ingest`. The fixture `engine` of the tests of the log ingest sets it."""
 
 
 def write_log(path: Path, events: Sequence[Event], **columns: Any) -> str:
+    """Write a log with the columns user_id, item_id, t and `columns`. Return the path as a string."""
     user, item, time = zip(*events, strict=True)
     return write_parquet(path, user_id=list(user), item_id=list(item), t=list(time), **columns)
 
@@ -35,7 +37,13 @@ def ingest(
     previous: InteractionsManifest | None = None,
     **settings: Any,
 ) -> InteractionsManifest:
-    """Ingest the log files. By default the times are in column t, in microseconds; `settings` override this."""
+    """Ingest the log files.
+
+    Args:
+        split, settings: interactions settings. Unless they set `order_column`, the timestamps are in column t, in microseconds.
+        embeddings: pretrained vectors of the items.
+        previous: interactions of the previous run; None if the run is the first one.
+    """
     if "order_column" not in settings:
         settings = {"timestamp_column": "t", "timestamp_unit": "us"} | settings
     config = InteractionsConfig(paths=paths, split=split, **({"threads": 2, "engine": engine} | settings))
@@ -43,50 +51,63 @@ def ingest(
 
 
 def split_by_time(events: Sequence[Event], *, test_days: float, validation_days: float) -> SplitEvents:
+    """Return the events of the last `test_days` as test events, and of the `validation_days` before as validation events."""
     splits: SplitEvents = ([], [], [])
-    newest = max(time for _, _, time in events)
+    newest_time = max(time for _, _, time in events)
     for event in events:
-        age = newest - event[2]
-        splits[2 if age < test_days * DAY_US else 1 if age < (test_days + validation_days) * DAY_US else 0].append(event)
+        age_us = newest_time - event[2]
+        part = 2 if age_us < test_days * DAY_US else 1 if age_us < (test_days + validation_days) * DAY_US else 0
+        splits[part].append(event)
     return splits
 
 
 def leave_last_out(events: Sequence[Event], *, min_events: int) -> SplitEvents:
+    """Return the last event of each user as test event and the event before it as validation event.
+
+    A user with fewer than `min_events` events has training events only. Events at the same time are ordered by item row.
+    """
     splits: SplitEvents = ([], [], [])
     items = [item for _, item, _ in events]
-    row = {item: row for row, item in enumerate(sorted(set(items), key=lambda item: (-items.count(item), item)))}
+    items_by_row = sorted(set(items), key=lambda item: (-items.count(item), item))
+    row_by_item = {item: row for row, item in enumerate(items_by_row)}
     for user in {user for user, _, _ in events}:
-        user_events = sorted((event for event in events if event[0] == user), key=lambda event: (event[2], row[event[1]]))
-        held_out = 0 if len(user_events) < min_events else 2
-        splits[0].extend(user_events[: len(user_events) - held_out])
-        for split, event in zip((1, 2), user_events[len(user_events) - held_out :], strict=False):
+        user_events = [event for event in events if event[0] == user]
+        user_events.sort(key=lambda event: (event[2], row_by_item[event[1]]))
+        num_held_out = 0 if len(user_events) < min_events else 2
+        splits[0].extend(user_events[: len(user_events) - num_held_out])
+        for split, event in zip((1, 2), user_events[len(user_events) - num_held_out :], strict=False):
             splits[split].append(event)
     return splits
 
 
 @dataclass
 class Store:
-    """The content of an interactions stage."""
+    """The content of an interactions stage, with ids instead of rows."""
 
     users: list[Id]
+    """Ids by row."""
     items: list[Id]
-    user_counts: list[int]
-    item_counts: list[int]
+    """Ids by row."""
+    user_train_counts: list[int]
+    """Number of training events of each user."""
+    item_train_counts: list[int]
+    """Number of training events of each item."""
     splits: SplitEvents = field(default_factory=lambda: ([], [], []))
 
 
 def read_store(manifest: InteractionsManifest) -> Store:
-    """Read an interactions stage and return its events with their original ids, in the order of the store."""
+    """Return the content of an interactions stage. Its events are in the order of the store."""
     arrays = {name[:-4]: np.load(manifest.path(name)) for name in manifest.files if name.endswith(".npy")}
     users, items = (pq.read_table(manifest.path(f"{side}.parquet")).to_pydict() for side in ("users", "items"))
     store = Store(users["id"], items["id"], users["train_count"], items["train_count"])
-    time = arrays.get("event_time", np.zeros(len(arrays["event_item"]), np.int64)).tolist()
+    time_E = arrays.get("event_time", np.zeros(len(arrays["event_item"]), np.int64)).tolist()
     for row, user in enumerate(store.users):
         start, stop = arrays["user_offset"][row : row + 2]
         bounds = (start, arrays["train_end"][row], arrays["validation_end"][row], stop)
-        for code, split in enumerate(store.splits):
+        for part, split in enumerate(store.splits):
             split.extend(
-                (user, store.items[arrays["event_item"][at]], time[at]) for at in range(bounds[code], bounds[code + 1])
+                (user, store.items[arrays["event_item"][index]], time_E[index])
+                for index in range(bounds[part], bounds[part + 1])
             )
     assert arrays["user_offset"][0] == 0 and arrays["user_offset"][-1] == len(arrays["event_item"])
     assert [len(split) for split in store.splits] == [
@@ -96,22 +117,23 @@ def read_store(manifest: InteractionsManifest) -> Store:
     ]
     assert (manifest.num_users, manifest.num_items) == (len(store.users), len(store.items))
     assert [store.users[row] for row in arrays["train_user"]] == [user for user, _, _ in store.splits[0]]
-    assert arrays["item_count"].tolist() == store.item_counts
+    assert arrays["item_count"].tolist() == store.item_train_counts
     return store
 
 
-def check_stored_events(manifest: InteractionsManifest, splits: SplitEvents) -> None:
-    """Assert that the stage holds the events of `parts` once each.
+def assert_stored_events(manifest: InteractionsManifest, splits: SplitEvents) -> None:
+    """Assert that the stage has exactly the events of `splits`.
 
-    The events of a user must be in order of time, and both vocabularies sorted by descending count.
+    The events of a user must be ordered by time, and both vocabularies must be sorted by falling count.
     """
     store = read_store(manifest)
-    for stored, expected in zip(store.splits, splits, strict=True):
-        assert sorted(stored) == sorted(expected)
+    for stored_events, expected_events in zip(store.splits, splits, strict=True):
+        assert sorted(stored_events) == sorted(expected_events)
         for user in store.users:
-            times = [time for owner, _, time in stored if owner == user]
+            times = [time for owner, _, time in stored_events if owner == user]
             assert times == sorted(times)
-    for side, ids, counts in ((0, store.users, store.user_counts), (1, store.items, store.item_counts)):
-        train_ids, ids_of_events = ([event[side] for split in chosen for event in split] for chosen in (splits[:1], splits))
-        assert ids == sorted(set(ids_of_events), key=lambda id_: (-ids_of_events.count(id_), id_))
+    for side, ids, counts in ((0, store.users, store.user_train_counts), (1, store.items, store.item_train_counts)):
+        train_ids = [event[side] for event in splits[0]]
+        event_ids = [event[side] for split in splits for event in split]
+        assert ids == sorted(set(event_ids), key=lambda id_: (-event_ids.count(id_), id_))
         assert counts == [train_ids.count(id_) for id_ in ids]

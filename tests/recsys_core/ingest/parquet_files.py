@@ -1,4 +1,4 @@
-"""Small parquet files, and the expectation that a stage rejects one."""
+"""Small parquet files, and assertions about the rejection of an input."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ import pytest
 from recsys_core.errors import InputError
 
 
-def write_parquet(path: Path, *, row_group: int | None = None, **columns: Any) -> str:
-    """Write a parquet file with `columns` and return its path as a string."""
+def write_parquet(path: Path, *, row_group_size: int | None = None, **columns: Any) -> str:
+    """Write a parquet file with `columns` and return its path as a string. By default it has one row group."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path, row_group_size=row_group)
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
     return str(path)
 
 
 def damage_data(path: str) -> None:
-    """Overwrite the first half of the file; the footer stays intact."""
+    """Overwrite the first half of the file. The footer stays intact."""
     content = bytearray(Path(path).read_bytes())
     start, stop = 4, len(content) // 2
     content[start:stop] = b"\xff" * (stop - start)
@@ -29,17 +29,17 @@ def damage_data(path: str) -> None:
 
 
 @contextmanager
-def input_error(*parts: str) -> Iterator[None]:
-    """Expect an InputError of one line whose message holds all `parts` in this order."""
+def input_error(*message_parts: str) -> Iterator[None]:
+    """Assert that the block raises an InputError with a message of one line that has `message_parts` in this order."""
     with pytest.raises(InputError) as caught:
         yield
     message = str(caught.value)
-    assert re.search(".*".join(re.escape(part) for part in parts), message), message
+    assert re.search(".*".join(re.escape(part) for part in message_parts), message), message
     assert "\n" not in message
 
 
-def assert_rejects(stage: Callable[[Path], object], folder: Path, *parts: str) -> None:
-    """Assert that `stage` raises an InputError with `parts` and leaves no folder behind."""
-    with input_error(*parts):
+def assert_rejects(stage: Callable[[Path], object], folder: Path, *message_parts: str) -> None:
+    """Assert that `stage` raises an InputError with `message_parts` in this order and leaves no folder in `folder`."""
+    with input_error(*message_parts):
         stage(folder / "stage")
     assert [path for path in folder.iterdir() if path.name.startswith("stage")] == []

@@ -15,7 +15,7 @@ from tests.recsys_core.ingest.random_features import feature_store
 from tests.recsys_core.models.test_task import NUM_ITEMS, NUM_USERS, batch_of, task_of, weight_of
 
 FEATURES = ("item.single", "item.list", "item.weighted_list", "item.number")
-STORE = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=1)
+STORE = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=1)
 TOWER = {"candidate": {"layers": [6, 4], "layer_norm": True, "skip_connection": True}}
 
 

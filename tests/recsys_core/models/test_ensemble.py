@@ -15,7 +15,7 @@ from tests.recsys_core.models.test_task import NUM_ITEMS, NUM_USERS, batch_of, s
 
 NUM_MEMBERS = 3
 FEATURES = ("user.list", "item.list", "item.number", "context.weighted_list")
-_FEATURE_BY_KEY = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_USERS).feature_by_key
+_FEATURE_BY_KEY = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_USERS).feature_by_key
 STORE = FeatureStore({key: _FEATURE_BY_KEY[key] for key in FEATURES})
 SETTINGS: list[dict[str, Any]] = [
     {"config": {}},

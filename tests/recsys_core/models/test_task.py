@@ -165,7 +165,7 @@ def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
 
 def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
     keys = ("user.list", "item.list", "item.number", "context.weighted_list")
-    feature_by_key = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_USERS).feature_by_key
+    feature_by_key = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_USERS).feature_by_key
     store = FeatureStore({key: feature_by_key[key] for key in keys})
     config = {"learn_user_embedding": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
     for item_representation in ("embedding", "candidate_tower"):
@@ -260,7 +260,7 @@ def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
 
 def test_tables_of_different_widths_work_in_one_model() -> None:
     keys = ("item.single", "item.list", "user.number")
-    feature_by_key = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_USERS).feature_by_key
+    feature_by_key = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_USERS).feature_by_key
     store = FeatureStore({key: feature_by_key[key] for key in keys})
     task = task_of(
         {"candidate": {"layers": [8, 4]}},

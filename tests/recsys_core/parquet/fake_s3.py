@@ -1,4 +1,4 @@
-"""A fake S3 server with the requests that pyarrow sends: HEAD, ranged GET and listings."""
+"""A fake S3 server that answers the requests of pyarrow: HEAD, GET with a byte range, and listings."""
 
 import threading
 from collections.abc import Iterator
@@ -9,30 +9,31 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 KEY = "test-key"
-"""The access key that it accepts."""
-_XML = '<?xml version="1.0" encoding="UTF-8"?>'
+"""The access key that the server accepts."""
+_XML_DECLARATION = '<?xml version="1.0" encoding="UTF-8"?>'
 
 
 @dataclass
-class Store:
-    """The objects of the store and the ranges that were read. The connection of the next `drops` reads is dropped."""
+class FakeStore:
+    """The objects of the server and the byte ranges that were read."""
 
     port: int
     objects: dict[str, bytes] = field(default_factory=dict)
-    drops: int = 0
-    reads: list[tuple[str, int, int]] = field(default_factory=list)
-    """key, first byte, bytes"""
+    num_drops: int = 0
+    """Number of further reads that the server answers by closing the connection."""
+    ranges: list[tuple[str, int, int]] = field(default_factory=list)
+    """Key, first byte and number of bytes of each read with a byte range."""
 
     def uri(self, key: str) -> str:
         return f"s3://bucket/{key}?scheme=http&endpoint_override=127.0.0.1:{self.port}"
 
 
 @contextmanager
-def running() -> Iterator[Store]:
-    """Run a store with an empty bucket named `bucket`."""
+def run_store() -> Iterator[FakeStore]:
+    """Run the server on a free port. It has an empty bucket named `bucket`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
-    store = Store(server.server_address[1])
+    store = FakeStore(server.server_address[1])
     server.store = store  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -45,59 +46,64 @@ def running() -> Iterator[Store]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # an answer in two packets would wait 40 ms for the acknowledgement of the first
+    wbufsize = 1 << 16  # with two packets per answer, the second would wait 40 ms for the acknowledgement of the first
 
     def do_HEAD(self) -> None:
-        self._answer(body=False)
+        self._answer(with_body=False)
 
     def do_GET(self) -> None:
-        self._answer(body=True)
+        self._answer(with_body=True)
 
-    def _answer(self, *, body: bool) -> None:
-        store: Store = self.server.store  # type: ignore[attr-defined]
+    def _answer(self, *, with_body: bool) -> None:
+        store: FakeStore = self.server.store  # type: ignore[attr-defined]
         url = urlsplit(self.path)
         bucket, _, key = unquote(url.path).lstrip("/").partition("/")
         if f"Credential={KEY}/" not in self.headers.get("Authorization", ""):
-            self._send(403, _error("AccessDenied"), body=body)
+            self._send(403, _error("AccessDenied"), with_body=with_body)
         elif bucket != "bucket":
-            self._send(404, _error("NoSuchBucket"), body=body)
+            self._send(404, _error("NoSuchBucket"), with_body=with_body)
         elif not key:
-            self._send(200, _listing(store.objects, parse_qs(url.query)) if body else b"", body=body)
+            self._send(200, _listing(store.objects, parse_qs(url.query)) if with_body else b"", with_body=with_body)
         elif key not in store.objects:
-            self._send(404, _error("NoSuchKey"), body=body)
+            self._send(404, _error("NoSuchKey"), with_body=with_body)
         else:
-            self._object(store, key, body=body)
+            self._object(store, key, with_body=with_body)
 
-    def _object(self, store: Store, key: str, *, body: bool) -> None:
+    def _object(self, store: FakeStore, key: str, *, with_body: bool) -> None:
         content = store.objects[key]
         byte_range = self.headers.get("Range")
         if byte_range is None:
-            self._send(200, content, body=body)
+            self._send(200, content, with_body=with_body)
             return
-        first, last = byte_range.removeprefix("bytes=").split("-")
-        part = content[int(first) : int(last) + 1]
-        store.reads.append((key, int(first), len(part)))
-        if store.drops:
-            store.drops -= 1
+        first_byte, last_byte = byte_range.removeprefix("bytes=").split("-")
+        requested_bytes = content[int(first_byte) : int(last_byte) + 1]
+        store.ranges.append((key, int(first_byte), len(requested_bytes)))
+        if store.num_drops:
+            store.num_drops -= 1
             self.close_connection = True
             return
-        self._send(206, part, body=body, headers={"Content-Range": f"bytes {first}-{last}/{len(content)}"})
+        self._send(
+            206,
+            requested_bytes,
+            with_body=with_body,
+            headers={"Content-Range": f"bytes {first_byte}-{last_byte}/{len(content)}"},
+        )
 
-    def _send(self, status: int, content: bytes, *, body: bool, headers: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, content: bytes, *, with_body: bool, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         defaults = {"Content-Length": str(len(content)), "Last-Modified": "Thu, 19 Nov 2026 02:00:00 GMT", "ETag": '"1"'}
         for name, value in (defaults | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
-        if body:
+        if with_body:
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Do not print the request."""
 
 
 def _error(code: str) -> bytes:
-    return f"{_XML}<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+    return f"{_XML_DECLARATION}<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
 
 
 def _listing(objects: dict[str, bytes], query: dict[str, list[str]]) -> bytes:
@@ -108,8 +114,14 @@ def _listing(objects: dict[str, bytes], query: dict[str, list[str]]) -> bytes:
         if separator:
             folders.add(prefix + folder + separator)
         else:
-            facts = f"<Size>{len(objects[key])}</Size><LastModified>2026-11-19T02:00:00.000Z</LastModified><ETag>1</ETag>"
-            entries.append(f"<Contents><Key>{escape(key)}</Key>{facts}</Contents>")
-    common = "".join(f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in sorted(folders))
-    count = f"<KeyCount>{len(entries)}</KeyCount><IsTruncated>false</IsTruncated>"
-    return f"{_XML}<ListBucketResult>{count}{''.join(entries)}{common}</ListBucketResult>".encode()
+            object_fields = (
+                f"<Size>{len(objects[key])}</Size><LastModified>2026-11-19T02:00:00.000Z</LastModified><ETag>1</ETag>"
+            )
+            entries.append(f"<Contents><Key>{escape(key)}</Key>{object_fields}</Contents>")
+    prefix_elements = "".join(
+        f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in sorted(folders)
+    )
+    count_elements = f"<KeyCount>{len(entries)}</KeyCount><IsTruncated>false</IsTruncated>"
+    return (
+        f"{_XML_DECLARATION}<ListBucketResult>{count_elements}{''.join(entries)}{prefix_elements}</ListBucketResult>".encode()
+    )

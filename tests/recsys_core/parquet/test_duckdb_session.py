@@ -1,4 +1,4 @@
-"""Errors of DuckDB are raised as input errors with messages of this project."""
+"""DuckDB sessions: messages about a full disk, and signals during a query."""
 
 import os
 import signal
@@ -12,19 +12,19 @@ from recsys_core.parquet.duckdb_session import database, raise_interrupts
 from tests.recsys_core.ingest.parquet_files import input_error
 
 
-def test_a_spill_folder_without_disk_space_is_not_reported_as_too_little_memory(tmp_path: Path) -> None:
-    spill = tmp_path / "spill"
+def test_a_spill_folder_without_disk_space_is_reported_as_a_full_disk(tmp_path: Path) -> None:
+    spill_folder = tmp_path / "spill"
     with (
-        input_error(str(spill), "DuckDB spills the ids beyond the memory for ids to this folder, but the disk has "),
+        input_error(str(spill_folder), "DuckDB spills the ids beyond the memory for ids to this folder, but the disk has "),
         database(
-            memory_limit="20MB", num_threads=1, spill_folder=spill, subject="the ids", setting="the memory for ids"
+            memory_limit="20MB", num_threads=1, spill_folder=spill_folder, subject="the ids", setting="the memory for ids"
         ) as connection,
     ):
         connection.execute("SET max_temp_directory_size = '1MB'")
         connection.execute("CREATE TABLE ids AS SELECT md5(range::VARCHAR) || md5(range::VARCHAR) AS id FROM range(2000000)")
 
 
-def test_a_signal_during_a_query_is_a_keyboard_interrupt() -> None:
+def test_a_signal_during_a_query_raises_the_exception_of_its_handler() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -40,6 +40,6 @@ def test_a_signal_during_a_query_is_a_keyboard_interrupt() -> None:
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-def test_another_runtime_error_in_a_query_stays() -> None:
-    with pytest.raises(RuntimeError, match=r"^another$"), raise_interrupts():
-        raise RuntimeError("another")
+def test_an_ordinary_runtime_error_passes_through_raise_interrupts() -> None:
+    with pytest.raises(RuntimeError, match=r"^ordinary$"), raise_interrupts():
+        raise RuntimeError("ordinary")

@@ -1,4 +1,4 @@
-"""An inconsistent footer is rejected before any other part of the file is read."""
+"""Parquet footers, which are checked before any other part of the file is read."""
 
 import logging
 from pathlib import Path
@@ -19,13 +19,14 @@ from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 NUM_ROWS = 3000
 
 
-def valid_file(tmp_path: Path) -> str:
-    """Write a valid file of two columns and two row groups of 3,000 rows.
+def write_valid_file(tmp_path: Path) -> str:
+    """Write a valid file with the columns a and b in two row groups of 3,000 rows. Return its path.
 
-    Its footer holds 6,000 once, then for each row group 3,000 five times: values and levels of a, values and levels of b, rows.
+    The number 6,000 occurs once in the footer. Then 3,000 occurs five times for each row group: as the number of values and of
+    levels of a, of values and of levels of b, and as the number of rows.
     """
-    random = np.random.default_rng(0)
-    columns = {name: random.integers(0, 2**60, 2 * NUM_ROWS) for name in ("a", "b")}
+    rng = np.random.default_rng(0)
+    columns = {name: rng.integers(0, 2**60, 2 * NUM_ROWS) for name in ("a", "b")}
     path = tmp_path / "x.parquet"
     write_options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
     pq.write_table(pa.table(columns), path, row_group_size=NUM_ROWS, **write_options)
@@ -33,12 +34,13 @@ def valid_file(tmp_path: Path) -> str:
 
 
 def assert_rejected(path: str, *message_parts: str) -> None:
+    """Assert that the file x.parquet is rejected with `message_parts` in this order."""
     with input_error("x.parquet: not a readable parquet file (", " bytes): ", *message_parts):
         open_sources([path], setting="s")
 
 
 def test_a_valid_file_is_read(tmp_path: Path) -> None:
-    (source,) = open_sources([valid_file(tmp_path)], setting="s")
+    (source,) = open_sources([write_valid_file(tmp_path)], setting="s")
     assert source.record.num_rows == 2 * NUM_ROWS
     with source.open() as file:
         assert file.read().num_rows == 2 * NUM_ROWS
@@ -67,16 +69,16 @@ def test_the_message_about_a_missing_footer_describes_the_file(tmp_path: Path, c
 
 @pytest.mark.parametrize("length", [0, 1, 100, 200, 100_000])
 def test_a_wrong_footer_length_is_rejected(tmp_path: Path, length: int) -> None:
-    path = Path(valid_file(tmp_path))
+    path = Path(write_valid_file(tmp_path))
     content = path.read_bytes()
-    true = int.from_bytes(content[-8:-4], "little")
-    for wrong_length in (length, true - 1, true + 1):
+    true_length = int.from_bytes(content[-8:-4], "little")
+    for wrong_length in (length, true_length - 1, true_length + 1):
         path.write_bytes(content[:-8] + wrong_length.to_bytes(4, "little") + b"PAR1")
         assert_rejected(str(path))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "nth", "message_parts"),
+    ("old", "new", "occurrence", "message_parts"),
     [
         (2 * NUM_ROWS, 5999, 0, ("its footer claims 5,999 rows, but its row groups have 6,000",)),
         (2 * NUM_ROWS, -2 * NUM_ROWS, 0, ("negative number of rows",)),
@@ -88,69 +90,69 @@ def test_a_wrong_footer_length_is_rejected(tmp_path: Path, length: int) -> None:
     ],
 )
 def test_contradicting_counts_are_rejected(
-    tmp_path: Path, old: int, new: int, nth: int, message_parts: tuple[str, ...]
+    tmp_path: Path, old: int, new: int, occurrence: int, message_parts: tuple[str, ...]
 ) -> None:
-    path = valid_file(tmp_path)
-    patch_footer(path, old=old, new=new, nth=nth)
+    path = write_valid_file(tmp_path)
+    patch_footer(path, old=old, new=new, occurrence=occurrence)
     assert_rejected(path, *message_parts)
 
 
 def test_bytes_beyond_the_end_of_the_data_are_rejected(tmp_path: Path) -> None:
-    path = valid_file(tmp_path)
+    path = write_valid_file(tmp_path)
     chunk = pq.read_metadata(path).row_group(1).column(1)
     end = chunk.data_page_offset + chunk.total_compressed_size
     start = chunk.data_page_offset
-    patch_footer(path, old=start, new=start + 1, nth=0)
+    patch_footer(path, old=start, new=start + 1, occurrence=0)
     assert_rejected(path, f"row group 1, column 'b' claims bytes {start + 1:,} to {end + 1:,}, but the data ends at {end:,}")
-    patch_footer(path, old=start + 1, new=-start, nth=0)
+    patch_footer(path, old=start + 1, new=-start, occurrence=0)
     assert_rejected(path, "row group 1, column 'b' claims 3,000 values in ", f" at -{start:,}")
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_impossible_size_is_rejected(tmp_path: Path, sign: int) -> None:
-    path = valid_file(tmp_path)
+    path = write_valid_file(tmp_path)
     size = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
-    for _ in ("decompressed", "compressed"):
-        patch_footer(path, old=size, new=sign * 1_000_000, nth=0)
+    for _ in ("decompressed", "compressed"):  # both sizes are equal, because the file is not compressed
+        patch_footer(path, old=size, new=sign * 1_000_000, occurrence=0)
     assert_rejected(path, "row group 0, column 'a' claims ")
 
 
 def test_a_footer_without_the_data_is_rejected(tmp_path: Path) -> None:
-    metadata = pq.read_metadata(valid_file(tmp_path))
+    metadata = pq.read_metadata(write_valid_file(tmp_path))
     metadata.set_file_path("../../etc/passwd")
     metadata.write_metadata_file(tmp_path / "x.parquet")
     assert_rejected(str(tmp_path / "x.parquet"), "row group 0, column 'a' claims bytes 4 to ", "but the data ends at 4")
 
 
-def test_every_single_flipped_byte_of_a_footer_is_rejected_or_harmless(tmp_path: Path) -> None:
-    path = Path(valid_file(tmp_path))
+def test_a_flipped_bit_of_a_footer_is_rejected_or_harmless(tmp_path: Path) -> None:
+    path = Path(write_valid_file(tmp_path))
     content = path.read_bytes()
-    footer = int.from_bytes(content[-8:-4], "little")
-    random = np.random.default_rng(1)
-    for position in random.choice(np.arange(len(content) - footer - 8, len(content)), 100, replace=False):
-        damaged = bytearray(content)
-        damaged[position] ^= 1 << int(random.integers(8))
-        path.write_bytes(damaged)
+    footer_length = int.from_bytes(content[-8:-4], "little")
+    rng = np.random.default_rng(1)
+    for position in rng.choice(np.arange(len(content) - footer_length - 8, len(content)), 100, replace=False):
+        damaged_content = bytearray(content)
+        damaged_content[position] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged_content)
         try:
             (source,) = open_sources([str(path)], setting="s")
-        except ValueError as error:  # an InputError, and nothing else of its family
+        except ValueError as error:  # InputError is a ValueError; no other ValueError may be raised
             assert type(error).__name__ == "InputError" and "\n" not in str(error)
             continue
         assert source.record.num_rows == source.footer.num_group_rows.sum() == 2 * NUM_ROWS
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_a_footer_that_is_longer_than_the_first_read_is_read_completely(tmp_path: Path, num_rows: int) -> None:
     write_parquet(tmp_path / "some.parquet", **{f"dim_{index}": [0.5] for index in range(2000)})
     wide_path = write_parquet(
-        tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)}
+        tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * num_rows, pa.float64()) for index in range(2000)}
     )
     sources = open_sources([str(tmp_path)], setting="s")
     assert pq.read_metadata(wide_path).serialized_size > 64 * 1024
-    assert [(len(source.schema), source.record.num_rows) for source in sources] == [(2000, 1), (2000, rows)]
+    assert [(len(source.schema), source.record.num_rows) for source in sources] == [(2000, 1), (2000, num_rows)]
 
 
-def test_columns_of_any_name_are_found(tmp_path: Path) -> None:
+def test_columns_of_any_name_are_read(tmp_path: Path) -> None:
     names = ['a"; DROP TABLE log; --', "it's", "a.b", "a", "ключ\u202e", "x" * 10_000, ""]
     (source,) = open_sources([write_parquet(tmp_path / "x.parquet", **{name: [1] for name in names})], setting="s")
     assert source.schema.names == names

@@ -1,4 +1,4 @@
-"""Which files a path, glob or folder means, and the rejection of files outside allowed_data_root."""
+"""The files that a path, glob or folder selects, and the rejection of files outside of allowed_data_root."""
 
 import os
 from pathlib import Path
@@ -11,12 +11,12 @@ from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 
 def matched_paths(pattern: object, folder: Path, *, allowed_data_root: Path | None = None) -> list[str]:
-    """Return the sorted paths that match the pattern, relative to the folder."""
+    """Return the sorted paths of the files that the pattern selects, relative to the folder."""
     sources = open_sources([str(pattern)], setting="s", allowed_data_root=allowed_data_root)
     return [str(Path(source.name).relative_to(folder)) for source in sources]
 
 
-def test_a_folder_means_the_parquet_files_below_it(tmp_path: Path) -> None:
+def test_a_folder_selects_the_parquet_files_below_it_except_hidden_files(tmp_path: Path) -> None:
     for name in (
         "b.parquet",
         "sub/deep/a.parquet",
@@ -39,7 +39,7 @@ def test_the_error_names_a_folder_without_parquet_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("marker_file", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
-def test_a_delta_or_iceberg_folder_is_rejected_because_its_files_still_hold_deleted_rows(
+def test_a_delta_or_iceberg_folder_is_rejected_because_its_files_may_have_deleted_rows(
     tmp_path: Path, marker_file: str
 ) -> None:
     write_parquet(tmp_path / "log" / "data" / "a.parquet", x=[1])
@@ -60,7 +60,7 @@ def test_a_glob_skips_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
     assert matched_paths(tmp_path / "_b.parquet", tmp_path) == ["_b.parquet"]
 
 
-def test_a_folder_whose_own_path_has_a_dot_or_a_pattern_is_read(tmp_path: Path) -> None:
+def test_a_folder_whose_name_has_a_leading_dot_or_pattern_characters_is_read(tmp_path: Path) -> None:
     for folder in (".hidden", "day[1]", "a*b"):
         write_parquet(tmp_path / folder / "a.parquet", x=[1])
         assert matched_paths(tmp_path / folder, tmp_path) == [f"{folder}/a.parquet"]
@@ -82,34 +82,34 @@ def test_relative_patterns_stay_relative(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("stem", ['it\'s "quoted"', "a*b?[c]", "日本 \u202e🚀", "x;DROP TABLE y--"])
-def test_a_file_name_may_hold_anything(tmp_path: Path, stem: str) -> None:
+def test_a_file_name_may_have_any_characters(tmp_path: Path, stem: str) -> None:
     name = f"{stem}.parquet"
     write_parquet(tmp_path / name, x=[1])
-    (tmp_path / "acb1c.parquet").write_bytes(b"no parquet, and not meant")
+    (tmp_path / "acb1c.parquet").write_bytes(b"not parquet, and not selected")
     (source,) = open_sources([str(tmp_path / name)], setting="s")
     assert source.path == tmp_path / name
     with source.open() as file:
         assert file.read()["x"].to_pylist() == [1]
 
 
-def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_of_a_file_name_are_escaped_in_messages(tmp_path: Path) -> None:
     (tmp_path / "a\n\x1b[31m.parquet").write_bytes(b"")
     with input_error(r"a\n\x1b[31m.parquet: not a readable parquet file (0 bytes): it is empty"):
         open_sources([str(tmp_path)], setting="s")
 
 
-def test_a_name_that_is_no_text_is_rejected(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet")).write_bytes(b"")
     with input_error(r"\udcff.parquet: not a readable parquet file (0 bytes): ", "surrogates not allowed"):
         open_sources([str(tmp_path)], setting="s")
 
 
-def test_a_path_with_a_nul_is_rejected() -> None:
+def test_a_path_with_a_null_character_is_rejected() -> None:
     with input_error(r"s: no such file: a\x00b"):
         open_sources(["a\0b"], setting="s")
 
 
-def test_a_name_too_long_for_the_disk_is_rejected() -> None:
+def test_a_file_name_that_is_too_long_is_rejected() -> None:
     name = 300 * "a"
     with input_error(f"s: {name}: File name too long; check the path and its permissions"):
         open_sources([name], setting="s")
@@ -123,25 +123,29 @@ def test_cyclic_links_are_followed_once(tmp_path: Path) -> None:
         assert matched_paths(tmp_path / pattern, tmp_path) == ["log/a.parquet"]
 
 
-@pytest.mark.parametrize("link", ["symbolic", "hard", "folder", "partition"])
-def test_a_file_that_is_reached_twice_is_rejected_with_both_paths_in_the_message(tmp_path: Path, link: str) -> None:
-    day = tmp_path / "log" / "dt=2026-11-19" / "day.parquet"
-    other = tmp_path / "log" / "dt=2026-11-20" / "newest.parquet" if link == "partition" else day.with_name("newest.parquet")
-    write_parquet(day, x=[1])
-    other.parent.mkdir(exist_ok=True)
-    if link == "hard":
-        other.hardlink_to(day)
-    elif link == "folder":
-        (tmp_path / "log" / "newest").symlink_to(day.parent)
-        other = tmp_path / "log" / "newest" / "day.parquet"
+@pytest.mark.parametrize("link_kind", ["symbolic", "hard", "folder", "partition"])
+def test_a_file_that_is_reached_twice_is_rejected_with_both_paths_in_the_message(tmp_path: Path, link_kind: str) -> None:
+    first_path = tmp_path / "log" / "dt=2026-11-19" / "day.parquet"
+    second_path = (
+        tmp_path / "log" / "dt=2026-11-20" / "newest.parquet"
+        if link_kind == "partition"
+        else first_path.with_name("newest.parquet")
+    )
+    write_parquet(first_path, x=[1])
+    second_path.parent.mkdir(exist_ok=True)
+    if link_kind == "hard":
+        second_path.hardlink_to(first_path)
+    elif link_kind == "folder":
+        (tmp_path / "log" / "newest").symlink_to(first_path.parent)
+        second_path = tmp_path / "log" / "newest" / "day.parquet"
     else:
-        other.symlink_to(day)
-    for patterns in ([tmp_path / "log"], [day, other], [tmp_path / "log" / "*" / "*.parquet"]):
-        with input_error(f"s: {other}: is the same file as {day}, through a link or another spelling"):
+        second_path.symlink_to(first_path)
+    for patterns in ([tmp_path / "log"], [first_path, second_path], [tmp_path / "log" / "*" / "*.parquet"]):
+        with input_error(f"s: {second_path}: is the same file as {first_path}, through a link or another spelling"):
             open_sources([str(pattern) for pattern in patterns], setting="s")
 
 
-def test_a_file_matched_under_two_spellings_is_rejected_and_under_one_spelling_counts_once(tmp_path: Path) -> None:
+def test_a_file_matched_twice_counts_once_but_is_rejected_if_its_path_has_two_spellings(tmp_path: Path) -> None:
     write_parquet(tmp_path / "log" / "a.parquet", x=[1])
     same_spelling_patterns = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
     assert len(open_sources(same_spelling_patterns, setting="s")) == 1
@@ -156,7 +160,7 @@ def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
     assert matched_paths(tmp_path / "log", tmp_path) == ["log/newest/a.parquet"]
 
 
-def test_pipes_and_dangling_links_are_no_files(tmp_path: Path) -> None:
+def test_pipes_and_dangling_links_are_skipped(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", x=[1])
     os.mkfifo(tmp_path / "pipe.parquet")
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nowhere")
@@ -168,18 +172,20 @@ def test_pipes_and_dangling_links_are_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["root/../secret.parquet", "root/link.parquet", "root/links/*.parquet", "root/l*.parquet", "root"]
 )
-def test_paths_that_leave_data_root_are_rejected(tmp_path: Path, pattern: str) -> None:
-    secret = write_parquet(tmp_path / "secret.parquet", x=[1])
+def test_paths_that_lead_out_of_allowed_data_root_are_rejected(tmp_path: Path, pattern: str) -> None:
+    outside_path = write_parquet(tmp_path / "secret.parquet", x=[1])
     (tmp_path / "root" / "links").mkdir(parents=True)
     for link in ("link.parquet", "links/a.parquet"):
-        (tmp_path / "root" / link).symlink_to(secret)
-    with input_error("s: ", "root", f"resolves to {secret}, which is not below allowed_data_root ({tmp_path / 'root'}); move"):
+        (tmp_path / "root" / link).symlink_to(outside_path)
+    with input_error(
+        "s: ", "root", f"resolves to {outside_path}, which is not below allowed_data_root ({tmp_path / 'root'}); move"
+    ):
         matched_paths(tmp_path / pattern, tmp_path, allowed_data_root=tmp_path / "root")
-    if pattern != "root":  # where both links are found
+    if pattern != "root":  # this pattern selects both links, which are the same file
         assert len(open_sources([str(tmp_path / pattern)], setting="s")) == 1
 
 
-def test_files_below_data_root_are_read_through_links_and_dots(tmp_path: Path) -> None:
+def test_files_below_allowed_data_root_are_read_through_links_and_dots(tmp_path: Path) -> None:
     write_parquet(tmp_path / "root" / "log" / "a.parquet", x=[1])
     (tmp_path / "root" / "link.parquet").symlink_to(tmp_path / "root" / "log" / "a.parquet")
     (tmp_path / "alias").symlink_to(tmp_path / "root")

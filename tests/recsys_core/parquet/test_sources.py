@@ -1,4 +1,4 @@
-"""Invalid files are rejected before a row is read."""
+"""Opening of parquet files: their order and records, and the rejection of invalid files before a row is read."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from recsys_core.parquet.sources import open_sources, reject_copies
 from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 
-def test_files_come_sorted_and_each_once(tmp_path: Path) -> None:
+def test_sources_are_sorted_and_each_file_occurs_once(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         write_parquet(tmp_path / f"{name}.parquet", x=[1, 2])
     sources = open_sources([str(tmp_path / "b.parquet"), str(tmp_path / "*.parquet")], setting="s")
@@ -20,7 +20,7 @@ def test_files_come_sorted_and_each_once(tmp_path: Path) -> None:
     assert [source.record.num_rows for source in sources] == [2, 2, 2]
 
 
-def test_folders_that_match_a_glob_are_not_files(tmp_path: Path) -> None:
+def test_folders_that_match_a_glob_are_skipped(tmp_path: Path) -> None:
     write_parquet(tmp_path / "one" / "a.parquet", x=[1])
     assert len(open_sources([str(tmp_path / "**")], setting="s")) == 1
 
@@ -63,9 +63,9 @@ def test_a_truncated_parquet_file_is_rejected(tmp_path: Path) -> None:
 
 
 def test_tables_without_rows_are_rejected_but_one_empty_file_among_others_is_not(tmp_path: Path) -> None:
-    nothing = pa.array([], pa.int64())
+    no_values = pa.array([], pa.int64())
     for name in ("a", "b", "c"):
-        write_parquet(tmp_path / f"{name}.parquet", x=nothing)
+        write_parquet(tmp_path / f"{name}.parquet", x=no_values)
     with input_error("s: ", str(tmp_path / "a.parquet"), "and 2 more", "no rows"):
         open_sources([str(tmp_path / "*.parquet")], setting="s")
     write_parquet(tmp_path / "d.parquet", x=[1])
@@ -88,7 +88,7 @@ def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "kind"),
+    ("ids", "expected_type"),
     [
         (pa.array([1], pa.int8()), "int64"),
         (pa.array([1], pa.uint64()), "int64"),
@@ -98,9 +98,9 @@ def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
         (pa.array(["a"]).dictionary_encode(), "string"),
     ],
 )
-def test_ids_are_integers_or_strings_however_they_are_stored(tmp_path: Path, ids: pa.Array, kind: str) -> None:
+def test_ids_of_every_integer_or_string_type_are_int64_or_string(tmp_path: Path, ids: pa.Array, expected_type: str) -> None:
     sources = open_sources([write_parquet(tmp_path / "a.parquet", id=ids)], setting="s")
-    assert id_type(sources, "id", setting="t") == kind
+    assert id_type(sources, "id", setting="t") == expected_type
 
 
 @pytest.mark.parametrize("ids", [pa.array([1.0]), pa.array([True]), pa.array([b"a"]), pa.array([[1]]), pa.nulls(1)])
@@ -118,12 +118,12 @@ def test_the_error_names_two_files_with_ids_of_different_types(tmp_path: Path) -
         id_type(sources, "id", setting="t")
 
 
-def test_a_byte_copy_of_a_file_is_rejected_by_both_names_unless_its_partition_differs(tmp_path: Path) -> None:
-    rows = pa.table({"a": [1, 2]})
+def test_a_byte_copy_of_a_file_is_rejected_unless_it_is_in_another_partition(tmp_path: Path) -> None:
+    table = pa.table({"a": [1, 2]})
     for name in ("dt=1/x.parquet", "dt=2/x.parquet", "dt=2/y.parquet", "dt=2/empty-1.parquet", "dt=2/empty-2.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        pq.write_table(rows if "empty" not in name else rows.slice(0, 0), tmp_path / name)
-    # Equal footers without statistics, but other values.
+        pq.write_table(table if "empty" not in name else table.slice(0, 0), tmp_path / name)
+    # y and z of the first partition have different values but equal footers, because they are written without statistics.
     pq.write_table(pa.table({"a": [3, 4]}), tmp_path / "dt=1/y.parquet", write_statistics=False, use_dictionary=False)
     pq.write_table(pa.table({"a": [5, 6]}), tmp_path / "dt=1/z.parquet", write_statistics=False, use_dictionary=False)
     with pytest.raises(InputError, match=r"^log: .*dt=2/y\.parquet is a byte copy of .*dt=2/x\.parquet, so its 2 rows would"):

@@ -1,4 +1,4 @@
-"""Hive partition keys in folder names are columns."""
+"""Hive partition keys in folder names, and columns with the same name in several files."""
 
 from datetime import date
 from pathlib import Path
@@ -11,7 +11,7 @@ from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 
-def test_hive_keys_are_columns_of_the_type_that_fits_all_files(tmp_path: Path) -> None:
+def test_hive_keys_are_columns_with_a_type_that_fits_all_files(tmp_path: Path) -> None:
     for dt, shop, code in (("2026-11-18", "01", "7"), ("2026-11-19", "2", "x")):
         write_parquet(tmp_path / f"dt={dt}" / f"shop={shop}" / f"code={code}" / "a.parquet", x=[1])
     sources = open_sources([str(tmp_path)], setting="s")
@@ -36,7 +36,7 @@ def test_hive_keys_other_than_integers_and_dates_are_text(tmp_path: Path, value:
     assert source.partition_value("key") == value
 
 
-def test_files_with_other_keys_are_rejected(tmp_path: Path) -> None:
+def test_files_with_different_keys_are_rejected(tmp_path: Path) -> None:
     write_parquet(tmp_path / "dt=1" / "a.parquet", x=[1])
     write_parquet(tmp_path / "dt=1" / "hour=2" / "b.parquet", x=[1])
     with input_error("hour=2/b.parquet: its folders have the keys ['dt', 'hour'], but ['dt'] in ", "dt=1/a.parquet"):
@@ -49,13 +49,15 @@ def test_a_key_that_occurs_twice_in_the_path_is_rejected(tmp_path: Path) -> None
         open_sources([str(tmp_path)], setting="s")
 
 
-def test_a_null_key_is_rejected_where_it_is_used(tmp_path: Path) -> None:
+def test_a_null_key_is_rejected_if_it_is_used(tmp_path: Path) -> None:
     write_parquet(tmp_path / "dt=__HIVE_DEFAULT_PARTITION__" / "a.parquet", x=[1])
     write_parquet(tmp_path / "dt=3" / "a.parquet", x=[1])
-    null, three = sorted(open_sources([str(tmp_path)], setting="s"), key=lambda source: "HIVE" not in source.name)
-    assert require_column(three, "dt", setting="t") == pa.int64()
+    source_with_null_key, source_with_key = sorted(
+        open_sources([str(tmp_path)], setting="s"), key=lambda source: "HIVE" not in source.name
+    )
+    assert require_column(source_with_key, "dt", setting="t") == pa.int64()
     with input_error("the key 'dt' of its path is null (t)"):
-        require_column(null, "dt", setting="t")
+        require_column(source_with_null_key, "dt", setting="t")
 
 
 @pytest.mark.parametrize(
@@ -73,11 +75,11 @@ def test_a_hive_key_and_a_column_of_one_name_have_to_agree(tmp_path: Path, colum
         require_column(source, "shop", setting="t")
 
 
-def test_a_day_in_the_path_and_in_the_file_may_agree(tmp_path: Path) -> None:
-    for kind in (pa.date32(), pa.timestamp("us"), pa.string()):
-        write_parquet(tmp_path / "dt=2026-11-19" / "a.parquet", dt=pa.array(["2026-11-19"] * 2).cast(kind))
+def test_a_day_in_the_path_may_also_be_a_column_of_the_file(tmp_path: Path) -> None:
+    for day_type in (pa.date32(), pa.timestamp("us"), pa.string()):
+        write_parquet(tmp_path / "dt=2026-11-19" / "a.parquet", dt=pa.array(["2026-11-19"] * 2).cast(day_type))
         (source,) = open_sources([str(tmp_path)], setting="s")
-        assert require_column(source, "dt", setting="t") == kind
+        assert require_column(source, "dt", setting="t") == day_type
 
 
 def test_the_message_about_a_missing_key_has_the_nearest_key(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_the_message_about_a_missing_key_has_the_nearest_key(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first_column", "second_column"),
     [
         (pa.array([1]), pa.array(["1"])),
         (pa.array([1]), pa.array([1.0])),
@@ -99,20 +101,24 @@ def test_the_message_about_a_missing_key_has_the_nearest_key(tmp_path: Path) -> 
     ],
 )
 def test_columns_of_different_types_are_rejected_with_both_files_and_types(
-    tmp_path: Path, one: pa.Array, other: pa.Array
+    tmp_path: Path, first_column: pa.Array, second_column: pa.Array
 ) -> None:
-    write_parquet(tmp_path / "a.parquet", y=[0], x=one)
-    write_parquet(tmp_path / "b.parquet", y=[0], x=other)
+    write_parquet(tmp_path / "a.parquet", y=[0], x=first_column)
+    write_parquet(tmp_path / "b.parquet", y=[0], x=second_column)
     sources = open_sources([str(tmp_path)], setting="s")
     require_same_types(sources, "y", setting="t")
     with input_error(
-        "b.parquet: column 'x' is ", str(other.type)[:4], ", but ", str(one.type)[:4], "a.parquet; write one type in all files"
+        "b.parquet: column 'x' is ",
+        str(second_column.type)[:4],
+        ", but ",
+        str(first_column.type)[:4],
+        "a.parquet; write one type in all files",
     ):
         require_same_types(sources, "x", setting="t")
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first_column", "second_column"),
     [
         (pa.array([1], pa.int8()), pa.array([1], pa.uint64())),
         (pa.array([1.0], pa.float32()), pa.array([1.0])),
@@ -121,7 +127,11 @@ def test_columns_of_different_types_are_rejected_with_both_files_and_types(
         (pa.array([[1.0]], pa.list_(pa.float32(), 1)), pa.array([[1.0]], pa.large_list(pa.float64()))),
     ],
 )
-def test_widths_and_units_may_differ(tmp_path: Path, one: pa.Array, other: pa.Array) -> None:
-    write_parquet(tmp_path / "a.parquet", x=one)
-    write_parquet(tmp_path / "b.parquet", x=other)
-    require_same_types(open_sources([str(tmp_path)], setting="s"), "x", setting="t")
+def test_the_widths_and_units_of_a_column_may_differ_between_files(
+    tmp_path: Path, first_column: pa.Array, second_column: pa.Array
+) -> None:
+    write_parquet(tmp_path / "a.parquet", x=first_column)
+    write_parquet(tmp_path / "b.parquet", x=second_column)
+    sources = open_sources([str(tmp_path)], setting="s")
+    assert len({source.schema.field("x").type for source in sources}) == 2
+    require_same_types(sources, "x", setting="t")

@@ -1,4 +1,4 @@
-"""Files in an object store are read like local files."""
+"""Files in an object store, which are read like local files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +15,19 @@ from recsys_core.parquet import locations
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
-from tests.recsys_core.parquet.fake_s3 import KEY, Store, running
+from tests.recsys_core.parquet.fake_s3 import KEY, FakeStore, run_store
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    with running() as running_server:
+def server() -> Iterator[FakeStore]:
+    """Return the object store of all tests of this module."""
+    with run_store() as running_server:
         yield running_server
 
 
 @pytest.fixture
-def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(server: FakeStore, monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    """Return the object store without objects, with its credentials in the environment."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     settings = {
@@ -36,19 +38,23 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     }
     for name, value in settings.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    server.objects, server.drops, server.reads = {}, 0, []
+    server.objects, server.num_drops, server.ranges = {}, 0, []
     return server
 
 
-def write_days(folder: Path, store: Store, *, rows: int = 10) -> None:
+def write_days(folder: Path, store: FakeStore, *, num_rows: int = 10) -> None:
     """Write three days of a log to the disk and to the store."""
     for day in (17, 18, 19):
-        part = f"log/dt=2026-11-{day}/part-0.parquet"
-        ids = np.arange(rows) + day
+        key = f"log/dt=2026-11-{day}/part-0.parquet"
+        ids = np.arange(num_rows) + day
         write_parquet(
-            folder / part, row_group=4, user_id=ids, item_id=[f"é{id}" for id in ids], vector=[[0.5, float(id)] for id in ids]
+            folder / key,
+            row_group_size=4,
+            user_id=ids,
+            item_id=[f"é{number}" for number in ids],
+            vector=[[0.5, float(number)] for number in ids],
         )
-        store.objects[part] = (folder / part).read_bytes()
+        store.objects[key] = (folder / key).read_bytes()
     store.objects["log/_SUCCESS"] = b""
     store.objects["log/_temporary/half.parquet"] = b"PAR1"
     for skipped_path in ("log/_SUCCESS", "log/_temporary/half.parquet"):
@@ -59,16 +65,15 @@ def write_days(folder: Path, store: Store, *, rows: int = 10) -> None:
 @pytest.mark.parametrize(
     "pattern", ["log", "log/", "log/dt=*/*.parquet", "log/**/*.parquet", "log/dt=2026-11-1[89]/part-?.parquet", "log/**"]
 )
-def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path, store: Store, pattern: str) -> None:
+def test_a_pattern_matches_the_same_files_in_a_store_and_on_a_disk(tmp_path: Path, store: FakeStore, pattern: str) -> None:
     write_days(tmp_path, store)
     local_sources = open_sources([str(tmp_path / pattern)], setting="s")
     remote_sources = open_sources([store.uri(pattern)], setting="s")
     assert [source.name for source in remote_sources] == [
         "s3://bucket/" + str(source.path.relative_to(tmp_path)) for source in local_sources
     ]
-    assert [source.partition_values["dt"] for source in remote_sources] == ["2026-11-17", "2026-11-18", "2026-11-19"][
-        3 - len(remote_sources) :
-    ]
+    matched_days = ["2026-11-17", "2026-11-18", "2026-11-19"][-len(remote_sources) :]
+    assert [source.partition_values["dt"] for source in remote_sources] == matched_days
     for local, remote in zip(local_sources, remote_sources, strict=True):
         assert (local.schema, local.partition_values, local.partition_types) == (
             remote.schema,
@@ -83,7 +88,7 @@ def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path,
     assert remote_sources[0].record.modified_ns > 0
 
 
-def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwards(tmp_path: Path, store: Store) -> None:
+def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwards(tmp_path: Path, store: FakeStore) -> None:
     write_days(tmp_path, store)
     sources = open_sources([str(tmp_path / "log"), store.uri("log")], setting="s")
     assert [source.is_local for source in sources] == [True] * 3 + [False] * 3
@@ -98,32 +103,32 @@ def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwar
     assert all(source.path.exists() for source in sources[:3])
 
 
-def test_a_copy_with_hive_keys_only_has_all_rows(tmp_path: Path, store: Store) -> None:
+def test_a_copy_with_hive_keys_only_has_all_rows(tmp_path: Path, store: FakeStore) -> None:
     write_days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
     with local_files(sources, columns=["dt"], scratch_folder=tmp_path / "scratch") as files:
         assert [pq.read_metadata(file).num_rows for file in files] == [10, 10, 10]
 
 
-def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) -> None:
-    random = np.random.default_rng(0)
+def test_only_the_requested_columns_are_fetched(tmp_path: Path, store: FakeStore) -> None:
+    rng = np.random.default_rng(0)
     large_path = write_parquet(
-        tmp_path / "b.parquet", row_group=20_000, ballast=random.random(200_000), id=np.arange(200_000) % 7
+        tmp_path / "b.parquet", row_group_size=20_000, ballast=rng.random(200_000), id=np.arange(200_000) % 7
     )
     store.objects["b.parquet"] = Path(large_path).read_bytes()
     sources = open_sources([store.uri("b.parquet")], setting="s")
-    store.reads.clear()
+    store.ranges.clear()
     with local_files(sources, columns=["id"], scratch_folder=tmp_path) as files:
         assert pq.read_table(files[0])["id"].to_numpy().tolist() == (np.arange(200_000) % 7).tolist()
-    assert sum(size for _, _, size in store.reads) < len(store.objects["b.parquet"]) / 4
+    assert sum(size for _, _, size in store.ranges) < len(store.objects["b.parquet"]) / 4
 
 
 def test_a_copy_starts_again_after_the_connection_is_lost(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_days(tmp_path, store, rows=50)
+    write_days(tmp_path, store, num_rows=50)
     (source,) = open_sources([store.uri("log/dt=2026-11-19/part-0.parquet")], setting="s")
-    expected = source.open().read(columns=["user_id", "item_id"])
+    expected_table = source.open().read(columns=["user_id", "item_id"])
     read_row_groups: list[list[int]] = []
 
     class UnreliableFile(pq.ParquetFile):
@@ -139,11 +144,13 @@ def test_a_copy_starts_again_after_the_connection_is_lost(
 
     monkeypatch.setattr("recsys_core.parquet.local_copies.pq.ParquetFile", UnreliableFile)
     with local_files([source], columns=["user_id", "item_id"], scratch_folder=tmp_path) as (file,):
-        assert pq.read_table(file) == expected
+        assert pq.read_table(file) == expected_table
     assert read_row_groups[:6] == [[0], [1], [2], [0], [1], [0]]
 
 
-def test_a_lost_store_is_reported_and_leaves_no_copy(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_stops_answering_is_reported_and_no_copy_is_left(
+    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_days(tmp_path, store)
     (source,) = open_sources([store.uri("log/dt=2026-11-19/part-0.parquet")], setting="s")
 
@@ -151,23 +158,23 @@ def test_a_lost_store_is_reported_and_leaves_no_copy(tmp_path: Path, store: Stor
         raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 52")
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lose_connection)
-    copies_of_files = local_files([source], columns=["user_id"], scratch_folder=tmp_path / "scratch")
+    local_copies = local_files([source], columns=["user_id"], scratch_folder=tmp_path / "scratch")
     with (
         input_error("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering: ", "curlCode: 52"),
-        copies_of_files,
+        local_copies,
     ):
         raise AssertionError
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_lost_connection_is_tried_again(tmp_path: Path, store: Store) -> None:
+def test_a_request_is_repeated_after_a_lost_connection(tmp_path: Path, store: FakeStore) -> None:
     write_days(tmp_path, store)
-    store.drops = 2
+    store.num_drops = 2
     assert len(open_sources([store.uri("log")], setting="s")) == 3
-    assert store.drops == 0
+    assert store.num_drops == 0
 
 
-def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, store: Store) -> None:
+def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, store: FakeStore) -> None:
     ids = np.random.default_rng(0).integers(0, 2**60, 1000)
     pq.write_table(
         pa.table({"id": ids}), tmp_path / "a.parquet", write_page_checksum=True, use_dictionary=False, compression="none"
@@ -176,28 +183,28 @@ def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, s
     content[content.find(ids[500].tobytes())] ^= 1
     store.objects["a.parquet"] = bytes(content)
     sources = open_sources([store.uri("a.parquet")], setting="s")
-    copies_of_files = local_files(sources, columns=["id"], scratch_folder=tmp_path)
-    with input_error("s3://bucket/a.parquet: damaged, or not readable: "), copies_of_files:
+    local_copies = local_files(sources, columns=["id"], scratch_folder=tmp_path)
+    with input_error("s3://bucket/a.parquet: damaged, or not readable: "), local_copies:
         raise AssertionError
 
 
 def test_a_full_disk_is_reported_before_any_file_is_copied(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
     monkeypatch.setattr("recsys_core.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
-    copies_of_files = local_files(sources, columns=["user_id"], scratch_folder=tmp_path)
+    local_copies = local_files(sources, columns=["user_id"], scratch_folder=tmp_path)
     with (
         input_error(
             "the copy of s3://bucket/log/dt=", "part-0.parquet takes at least ", "the disk has 0.000 GiB free; free some space"
         ),
-        copies_of_files,
+        local_copies,
     ):
         raise AssertionError
 
 
-def test_a_missing_object_is_reported_with_its_name(store: Store) -> None:
+def test_a_missing_object_is_reported_with_its_name(store: FakeStore) -> None:
     store.objects["log/notes.txt"] = b"x"
     for pattern, message in (
         ("gone.parquet", "s: no such file: s3://bucket/gone.parquet"),
@@ -211,19 +218,19 @@ def test_a_missing_object_is_reported_with_its_name(store: Store) -> None:
         open_sources([store.uri("x").replace("bucket", "elsewhere")], setting="s")
 
 
-def test_rejected_credentials_are_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_credentials_are_reported(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
     with input_error("s: s3://bucket/log: the store rejects the credentials from the environment; check them"):
         open_sources([store.uri("log")], setting="s")
 
 
-def test_the_options_of_a_store_do_not_get_into_a_record(tmp_path: Path, store: Store) -> None:
+def test_the_options_of_a_uri_are_not_part_of_names_and_records(tmp_path: Path, store: FakeStore) -> None:
     write_days(tmp_path, store)
     for source in open_sources([store.uri("log")], setting="s"):
         assert "endpoint" not in repr(source.record) + source.name
 
 
-def test_names_in_a_store_may_hold_any_character(tmp_path: Path, store: Store) -> None:
+def test_names_in_a_store_may_hold_any_character(tmp_path: Path, store: FakeStore) -> None:
     content = Path(write_parquet(tmp_path / "a.parquet", x=[1])).read_bytes()
     for name in ('it\'s "é" 🚀', "a+b&c=d", "100%25"):
         store.objects = {f"{name}/a.parquet": content}
@@ -231,7 +238,7 @@ def test_names_in_a_store_may_hold_any_character(tmp_path: Path, store: Store) -
         assert source.name == f"s3://bucket/{name}/a.parquet"
 
 
-def test_an_object_that_is_replaced_after_the_check_is_rejected(tmp_path: Path, store: Store) -> None:
+def test_an_object_that_is_replaced_after_the_check_is_rejected(tmp_path: Path, store: FakeStore) -> None:
     write_days(tmp_path, store)
     source = open_sources([store.uri("log")], setting="s")[0]
     store.objects["log/dt=2026-11-17/part-0.parquet"] += b"x"
@@ -239,12 +246,12 @@ def test_an_object_that_is_replaced_after_the_check_is_rejected(tmp_path: Path, 
         source.open()
 
 
-def test_files_in_a_store_are_not_below_data_root(tmp_path: Path, store: Store) -> None:
+def test_files_in_a_store_are_rejected_if_allowed_data_root_is_set(tmp_path: Path, store: FakeStore) -> None:
     with input_error("s: s3://bucket/log: is in an object store, not below allowed_data_root", str(tmp_path)):
         open_sources([store.uri("log")], setting="s", allowed_data_root=tmp_path)
 
 
-def test_the_google_store_is_reached_through_its_own_filesystem() -> None:
+def test_a_gs_uri_is_opened_with_the_google_filesystem() -> None:
     filesystem, path, prefix = locations.connect(
         "gs://anonymous@bucket/log/*.parquet?endpoint_override=127.0.0.1:1", setting="s"
     )

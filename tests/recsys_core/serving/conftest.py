@@ -80,7 +80,7 @@ class ExportedModel:
         self.features = FeatureStore(
             {
                 key: value
-                for key, value in feature_store(users=NUM_USERS, items=NUM_ITEMS, events=1).feature_by_key.items()
+                for key, value in feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=1).feature_by_key.items()
                 if key in features
             }
         )

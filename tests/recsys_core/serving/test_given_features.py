@@ -49,7 +49,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
     folder = tmp_path_factory.mktemp("ingest")
     log = [([user % 3], [], []) for user in range(NUM_USERS)]
     interactions = write_interactions(
-        folder / "log", users=[f"user {user}" for user in range(NUM_USERS)], items=[1, 2, 3], log=log
+        folder / "log", user_ids=[f"user {user}" for user in range(NUM_USERS)], item_ids=[1, 2, 3], log=log
     )
     lists = {name: pa.array(COLUMNS[name], pa.list_(pa.string())) for name in ("tags", "topics")}
     path = write_parquet(folder / "users.parquet", id=[f"user {user}" for user in range(NUM_USERS)], **(COLUMNS | lists))

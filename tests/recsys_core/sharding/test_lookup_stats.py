@@ -49,7 +49,7 @@ def skewed_store(*, ordered: bool) -> EventStore:
 @pytest.mark.parametrize(("length", "alpha", "known_negatives"), [(0, 0.0, 4), (5, 0.75, 0), (50, 0.0, 1)])
 def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int, alpha: float, known_negatives: int) -> None:
     store = skewed_store(ordered=ordered)
-    features = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
+    features = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS)
     config = TwoTowerConfig(learn_user_embedding=True, history=MeanHistory(length=length, last_item_feature=length > 0))
     spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=ingested_features())
     loss = LossConfig(num_negatives=NUM_NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=known_negatives)

@@ -72,7 +72,7 @@ def look_up(rank: int, kind: str) -> None:
         process=Process(rank, ranks, torch.device("cpu")),
         config=TrainingConfig(seed=SEED),
     )
-    task, store = model.module, feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
+    task, store = model.module, feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS)
     for case, histories in HISTORIES.items():
         users, history = np.array([2 * rank, 1]), histories[rank]
         batch = Assembler(user_batch_key=UNPOOLED, features=store).batch(

@@ -125,7 +125,7 @@ def test_the_batch_size_has_bounds(num_events: int) -> None:
 def test_facts_of_a_log(tmp_path: Path) -> None:
     log = [([0, 1], [2], [0]), ([0], [], [3]), ([], [], [])]
     facts = DataFacts.of(
-        Dataset(write_interactions(tmp_path / "log", users=[1, 2, 3], items=[5, 6, 7, 8], log=log)), TimeSplit()
+        Dataset(write_interactions(tmp_path / "log", user_ids=[1, 2, 3], item_ids=[5, 6, 7, 8], log=log)), TimeSplit()
     )
     assert (facts.num_users, facts.num_items, facts.num_train_events, facts.density) == (2, 2, 3, 3 / 4)
     assert (facts.history_median, facts.vector_share, facts.has_item_features) == (1.5, 0.0, False)

@@ -1,4 +1,4 @@
-"""Pretrained vectors of a feature's values are assigned to the rows of its table again in every run."""
+"""Pretrained vectors of feature values, which every run assigns to the rows of the vocabulary."""
 
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,14 @@ from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 ITEMS = [10, 11, 12, 13, 14]
 LOG = [([0, 1, 2], [3], [1]), ([1], [], [0])]
+"""For each user, the rows of the training, validation and test items."""
 
 
-def embed(folder: Path, **tables: Any) -> EmbeddingsManifest:
-    """Ingest vectors [1], [2], ... for the ids of each table. tables: ids by table name, with __ for the dot in the name."""
+def ingest_vectors(folder: Path, **tables: Any) -> EmbeddingsManifest:
+    """Ingest the vectors [1], [2], ... for the ids of each table.
+
+    tables: the ids by table name. The name has __ in place of the dot.
+    """
     entries = []
     for name, ids in tables.items():
         path = write_parquet(folder / f"{name}.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
@@ -34,73 +38,84 @@ def ingest(
     embeddings: EmbeddingsManifest | None,
     *features: dict[str, Any],
     previous: FeaturesManifest | None = None,
-    name: str = "features",
+    run_name: str = "features",
     **columns: Any,
 ) -> FeaturesManifest:
-    """Ingest features of items that have `columns`."""
-    log = folder / f"{name}.log"
-    interactions = write_interactions(log, users=["ann", "bob"], items=ITEMS, log=LOG)
-    table = write_parquet(folder / f"{name}.items.parquet", id=ITEMS, **columns)
-    config = {"items": {"paths": table, "id_column": "id", "features": features}}
+    """Ingest features of an item table with `columns`, into the folder `run_name`."""
+    log_folder = folder / f"{run_name}.log"
+    interactions = write_interactions(log_folder, user_ids=["ann", "bob"], item_ids=ITEMS, log=LOG)
+    path = write_parquet(folder / f"{run_name}.items.parquet", id=ITEMS, **columns)
+    config = {"items": {"paths": path, "id_column": "id", "features": features}}
     return ingest_features(
         FeaturesConfig.model_validate(config), dataset=Dataset(interactions, embeddings), previous=previous,
-        memory_limit="500MB", threads=1, folder=folder / name,
+        memory_limit="500MB", threads=1, folder=folder / run_name,
     )  # fmt: skip
 
 
-def by_value(manifest: FeaturesManifest, key: str) -> dict[Any, int]:
-    """Return the row of the vector of each value in the vocabulary; None is the value of row 0."""
-    row = np.load(manifest.path(f"{key}.vector_row.npy"))
-    assert (row.dtype, len(row)) == (np.int64, manifest.features[key].num_rows)
+def vector_row_by_value(manifest: FeaturesManifest, key: str) -> dict[Any, int]:
+    """Return the vector row of each value of the vocabulary; -1 for a value without a vector. Row 0 has the value None."""
+    vector_rows = np.load(manifest.path(f"{key}.vector_row.npy"))
+    assert (vector_rows.dtype, len(vector_rows)) == (np.int64, manifest.features[key].num_rows)
     values = pq.read_table(manifest.path(f"{key}.vocabulary.parquet"))["value"].to_pylist()
-    return dict(zip(values, row.tolist(), strict=True))
+    return dict(zip(values, vector_rows.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("name", [str, int])
-def test_each_value_has_the_row_of_its_vector(tmp_path: Path, name: type) -> None:
-    embeddings = embed(tmp_path, item__brand=[name(9), name(2), name(1)], item=ITEMS[:2])
-    brand = pa.array([name(number) for number in (1, 2, 2, 3)] + [None])
+@pytest.mark.parametrize("value_type", [str, int])
+def test_each_value_has_the_row_of_its_vector(tmp_path: Path, value_type: type) -> None:
+    embeddings = ingest_vectors(tmp_path, item__brand=[value_type(9), value_type(2), value_type(1)], item=ITEMS[:2])
+    brand = pa.array([value_type(number) for number in (1, 2, 2, 3)] + [None])
     manifest = ingest(tmp_path, embeddings, {"name": "brand"}, {"name": "other", "column": "brand"}, brand=brand)
-    assert by_value(manifest, "item.brand") == {None: -1, name(2): 1, name(1): 2, name(3): -1}
+    assert vector_row_by_value(manifest, "item.brand") == {None: -1, value_type(2): 1, value_type(1): 2, value_type(3): -1}
     assert (manifest.features["item.brand"].num_with_vector, manifest.features["item.other"].num_with_vector) == (2, 0)
     assert "item.other.vector_row.npy" not in manifest.files
 
 
-def test_list_values_get_vectors_and_values_below_min_count_do_not(tmp_path: Path) -> None:
+def test_values_of_lists_have_vectors_unless_they_are_rarer_than_min_count(tmp_path: Path) -> None:
     tags = pa.array([["a", "b"], ["b", "c"], None, [], ["b", "c", None]], pa.list_(pa.string()))
-    embeddings = embed(tmp_path, item__tags=["a", "b", "d"])
+    embeddings = ingest_vectors(tmp_path, item__tags=["a", "b", "d"])
     manifest = ingest(tmp_path, embeddings, {"name": "tags", "kind": "list", "min_count": 2}, tags=tags)
-    assert by_value(manifest, "item.tags") == {None: -1, "b": 1, "c": -1}
+    assert vector_row_by_value(manifest, "item.tags") == {None: -1, "b": 1, "c": -1}
 
 
 def test_in_a_later_run_values_keep_their_rows_and_get_the_new_vectors(tmp_path: Path) -> None:
-    first, second = embed(tmp_path / "1", item__brand=["a", "b"]), embed(tmp_path / "2", item__brand=["c", "b"])
-    manifest_1 = ingest(tmp_path, first, {"name": "brand"}, name="one", brand=["a", "a", "b", "a", "b"])
-    manifest_2 = ingest(tmp_path, second, {"name": "brand"}, name="two", previous=manifest_1, brand=["c", "c", "c", "b", "b"])
-    assert by_value(manifest_1, "item.brand") == {None: -1, "a": 0, "b": 1}
-    assert list(by_value(manifest_2, "item.brand").items()) == [(None, -1), ("a", -1), ("b", 1), ("c", 0)]
+    first_embeddings = ingest_vectors(tmp_path / "1", item__brand=["a", "b"])
+    second_embeddings = ingest_vectors(tmp_path / "2", item__brand=["c", "b"])
+    first_manifest = ingest(tmp_path, first_embeddings, {"name": "brand"}, run_name="one", brand=["a", "a", "b", "a", "b"])
+    second_manifest = ingest(
+        tmp_path, second_embeddings, {"name": "brand"}, run_name="two", previous=first_manifest, brand=["c", "c", "c", "b", "b"]
+    )
+    assert vector_row_by_value(first_manifest, "item.brand") == {None: -1, "a": 0, "b": 1}
+    assert list(vector_row_by_value(second_manifest, "item.brand").items()) == [(None, -1), ("a", -1), ("b", 1), ("c", 0)]
 
 
 def test_other_vectors_change_the_fingerprint(tmp_path: Path) -> None:
-    brand = ["a", "a", "b", "a", "b"]
-    earlier = ingest(tmp_path / "1", embed(tmp_path / "1", item__brand=["a", "b"]), {"name": "brand"}, brand=brand)
-    other = ingest(tmp_path / "2", embed(tmp_path / "2", item__brand=["b", "a"]), {"name": "brand"}, brand=brand)
-    none = ingest(tmp_path / "3", None, {"name": "brand"}, brand=brand)
-    assert len({manifest.fingerprint for manifest in (earlier, other, none)}) == 3
-    assert "item.brand.vector_row.npy" not in none.files
+    brands = ["a", "a", "b", "a", "b"]
+    manifest = ingest(tmp_path / "1", ingest_vectors(tmp_path / "1", item__brand=["a", "b"]), {"name": "brand"}, brand=brands)
+    manifest_of_other_vectors = ingest(
+        tmp_path / "2", ingest_vectors(tmp_path / "2", item__brand=["b", "a"]), {"name": "brand"}, brand=brands
+    )
+    manifest_without_vectors = ingest(tmp_path / "3", None, {"name": "brand"}, brand=brands)
+    manifests = (manifest, manifest_of_other_vectors, manifest_without_vectors)
+    assert len({each_manifest.fingerprint for each_manifest in manifests}) == 3
+    assert "item.brand.vector_row.npy" not in manifest_without_vectors.files
 
 
-BRANDS = {"brand": ["a", "a", "b", "a", "b"], "price": [1.0, 2.0, 3.0, 4.0, 5.0]}
-PRICE = {"name": "price", "kind": "numeric"}
+ITEM_COLUMNS = {"brand": ["a", "a", "b", "a", "b"], "price": [1.0, 2.0, 3.0, 4.0, 5.0]}
+PRICE_FEATURE = {"name": "price", "kind": "numeric"}
 
 
 @pytest.mark.parametrize(
-    ("table", "ids", "feature", "words"),
+    ("table", "ids", "feature", "message_parts"),
     [
         ("item__brand", [1, 2], {"name": "brand"}, ("'brand' is string, but the id of the item.brand vectors is int64",)),
         ("item__brand", ["a"], {"name": "brand", "hash_rows": 9}, ("'brand' of features.items is hashed", "hash_rows to null")),
-        ("item__price", [1], PRICE | {"buckets": 2}, ("'price' of features.items is numeric", "set kind to categorical")),
-        ("item__price", [1], PRICE | {"standardise": True}, ("'price' of features.items is numeric",)),
+        (
+            "item__price",
+            [1],
+            PRICE_FEATURE | {"buckets": 2},
+            ("'price' of features.items is numeric", "set kind to categorical"),
+        ),
+        ("item__price", [1], PRICE_FEATURE | {"standardise": True}, ("'price' of features.items is numeric",)),
         ("item__band", ["a"], {"name": "brand"}, ("table 'item.band', but the tables are item, user, item.brand",)),
         ("user__brand", ["a"], {"name": "brand"}, ("table 'user.brand', but the tables are item, user, item.brand",)),
         (
@@ -112,17 +127,17 @@ PRICE = {"name": "price", "kind": "numeric"}
     ],
 )
 def test_vectors_of_an_unsuitable_feature_are_rejected(
-    tmp_path: Path, table: str, ids: list[Any], feature: dict[str, Any], words: tuple[str, ...]
+    tmp_path: Path, table: str, ids: list[Any], feature: dict[str, Any], message_parts: tuple[str, ...]
 ) -> None:
-    embeddings = embed(tmp_path / "vectors", **{table: ids})
+    embeddings = ingest_vectors(tmp_path / "vectors", **{table: ids})
     (tmp_path / "run").mkdir()
-    interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=ITEMS, log=LOG)
-    path = write_parquet(tmp_path / "items.parquet", id=ITEMS, **BRANDS)
+    interactions = write_interactions(tmp_path / "log", user_ids=["ann", "bob"], item_ids=ITEMS, log=LOG)
+    path = write_parquet(tmp_path / "items.parquet", id=ITEMS, **ITEM_COLUMNS)
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": [feature]}})
     assert_rejects(
         lambda folder: ingest_features(
             config, dataset=Dataset(interactions, embeddings), previous=None, memory_limit="200MB", threads=1, folder=folder
         ),
         tmp_path / "run",
-        *words,
+        *message_parts,
     )

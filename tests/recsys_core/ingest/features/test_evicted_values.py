@@ -1,4 +1,4 @@
-"""With max_rows, a value that falls behind loses its row to a more frequent one, and a warm start initialises the row again."""
+"""Vocabularies with max_rows, in which a more frequent value takes the row of a rarer value."""
 
 import collections
 from pathlib import Path
@@ -11,61 +11,73 @@ from hypothesis import strategies as st
 
 from recsys_core.manifests import FeaturesManifest
 from recsys_core.training.warm.starting_model import match_rows_by_value
-from tests.recsys_core.ingest.features.test_ingest import ITEMS, ingest, items, rows_of, stage, vocabulary
+from tests.recsys_core.ingest.features.test_ingest import (
+    ITEMS,
+    ingest,
+    item_settings,
+    rows_of,
+    values_and_counts,
+    write_small_log,
+)
 from tests.recsys_core.ingest.parquet_files import write_parquet
 
 
-def run(folder: Path, brands: list[Any], *, max_rows: int, previous: FeaturesManifest | None = None) -> FeaturesManifest:
-    """Ingest the brands of the five items."""
+def ingest_brands(
+    folder: Path, brands: list[Any], *, max_rows: int, previous: FeaturesManifest | None = None
+) -> FeaturesManifest:
+    """Ingest the item feature `brand`. `brands` has a value for each of the five items."""
     path = write_parquet(folder / "items.parquet", id=ITEMS, brand=pa.array(brands, pa.string()))
     feature = {"name": "brand", "max_rows": max_rows}
-    return ingest(folder / "features", stage(folder / "log"), previous=previous, **items(path, feature))
+    return ingest(folder / "features", write_small_log(folder / "log"), previous=previous, **item_settings(path, feature))
 
 
-def values_of(manifest: FeaturesManifest) -> list[Any]:
-    return [value for value, _ in vocabulary(manifest, "item.brand")]
+def values_by_row(manifest: FeaturesManifest) -> list[Any]:
+    """Return the values of the vocabulary by row; None for row 0."""
+    return [value for value, _ in values_and_counts(manifest, "item.brand")]
 
 
 def test_only_the_most_frequent_values_have_rows(tmp_path: Path) -> None:
-    manifest = run(tmp_path, ["a", "b", "b", "c", "c"], max_rows=2)
-    assert vocabulary(manifest, "item.brand") == [(None, 1), ("b", 2), ("c", 2)]
+    manifest = ingest_brands(tmp_path, ["a", "b", "b", "c", "c"], max_rows=2)
+    assert values_and_counts(manifest, "item.brand") == [(None, 1), ("b", 2), ("c", 2)]
     assert rows_of(manifest, "item.brand") == [0, 1, 1, 2, 2]
-    facts = manifest.features["item.brand"]
-    assert (facts.num_rows, facts.num_out_of_vocabulary, facts.num_new_values, facts.num_evicted_values) == (3, 1, 2, 0)
+    feature = manifest.features["item.brand"]
+    assert (feature.num_rows, feature.num_out_of_vocabulary, feature.num_new_values, feature.num_evicted_values) == (3, 1, 2, 0)
 
 
-def test_a_more_frequent_value_takes_the_row_of_the_rarest_one(tmp_path: Path) -> None:
-    first_run = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
-    assert values_of(first_run) == [None, "a", "b"]
-    second_run = run(tmp_path / "2", ["c", "c", "b", "d", "d"], max_rows=2, previous=first_run)
-    assert vocabulary(second_run, "item.brand") == [(None, 1), ("c", 2), ("d", 2)], "b and a are rarer, and leave rows 2 and 1"
-    facts = second_run.features["item.brand"]
-    assert (facts.is_continued, facts.num_new_values, facts.num_evicted_values, facts.num_rows) == (True, 2, 2, 3)
-    third_run = run(tmp_path / "3", ["e", "e", "d", "d", "d"], max_rows=2, previous=second_run)
-    assert vocabulary(third_run, "item.brand") == [(None, 0), ("e", 2), ("d", 3)], "d keeps its row"
+def test_a_more_frequent_value_takes_the_row_of_the_rarest_value(tmp_path: Path) -> None:
+    first_run = ingest_brands(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
+    assert values_by_row(first_run) == [None, "a", "b"]
+    second_run = ingest_brands(tmp_path / "2", ["c", "c", "b", "d", "d"], max_rows=2, previous=first_run)
+    assert values_and_counts(second_run, "item.brand") == [(None, 1), ("c", 2), ("d", 2)], (
+        "b and a are rarer, and leave rows 2 and 1"
+    )
+    feature = second_run.features["item.brand"]
+    assert (feature.is_continued, feature.num_new_values, feature.num_evicted_values, feature.num_rows) == (True, 2, 2, 3)
+    third_run = ingest_brands(tmp_path / "3", ["e", "e", "d", "d", "d"], max_rows=2, previous=second_run)
+    assert values_and_counts(third_run, "item.brand") == [(None, 0), ("e", 2), ("d", 3)], "d keeps its row"
 
 
-def test_between_equal_counts_the_value_with_a_row_stays(tmp_path: Path) -> None:
-    first_run = run(tmp_path / "1", ["b", "b", "b", "b", "b"], max_rows=1)
-    second_run = run(tmp_path / "2", ["a", "a", "b", "b", None], max_rows=1, previous=first_run)
-    assert vocabulary(second_run, "item.brand") == [(None, 3), ("b", 2)], "row 0 has both a and the null"
+def test_a_value_with_a_row_keeps_it_against_a_new_value_with_the_same_count(tmp_path: Path) -> None:
+    first_run = ingest_brands(tmp_path / "1", ["b", "b", "b", "b", "b"], max_rows=1)
+    second_run = ingest_brands(tmp_path / "2", ["a", "a", "b", "b", None], max_rows=1, previous=first_run)
+    assert values_and_counts(second_run, "item.brand") == [(None, 3), ("b", 2)], "row 0 counts a, a and null"
     assert second_run.features["item.brand"].num_evicted_values == 0
 
 
 def test_a_warm_start_carries_over_only_the_rows_of_the_same_values(tmp_path: Path) -> None:
-    first_run = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
-    second_run = run(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first_run)
-    assert values_of(second_run) == [None, "a", "c"]
+    first_run = ingest_brands(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
+    second_run = ingest_brands(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first_run)
+    assert values_by_row(second_run) == [None, "a", "c"]
     champion_row = match_rows_by_value(
-        *(pa.chunked_array([pa.array(values_of(run), pa.string())]) for run in (second_run, first_run))
+        *(pa.chunked_array([pa.array(values_by_row(manifest), pa.string())]) for manifest in (second_run, first_run))
     )
-    assert champion_row.tolist() == [0, 1, -1], "the row that c took from b starts again"
+    assert champion_row.tolist() == [0, 1, -1], "the row that c took from b is initialised again"
 
 
-def test_another_limit_starts_a_new_vocabulary(tmp_path: Path) -> None:
-    first_run = run(tmp_path / "1", ["a", "b", "b", "c", "c"], max_rows=3)
-    second_run = run(tmp_path / "2", ["a", "b", "b", "c", "c"], max_rows=1, previous=first_run)
-    assert values_of(second_run) == [None, "b"]
+def test_another_max_rows_starts_a_new_vocabulary(tmp_path: Path) -> None:
+    first_run = ingest_brands(tmp_path / "1", ["a", "b", "b", "c", "c"], max_rows=3)
+    second_run = ingest_brands(tmp_path / "2", ["a", "b", "b", "c", "c"], max_rows=1, previous=first_run)
+    assert values_by_row(second_run) == [None, "b"]
     assert not second_run.features["item.brand"].is_continued
 
 
@@ -75,17 +87,19 @@ def test_another_limit_starts_a_new_vocabulary(tmp_path: Path) -> None:
 def test_in_each_run_the_most_frequent_values_have_rows_and_keep_them(
     tmp_path_factory: pytest.TempPathFactory, max_rows: int, brands_by_run: list[list[str]]
 ) -> None:
-    folder, previous, rows_before = tmp_path_factory.mktemp("runs"), None, {}
+    folder, previous, previous_row_by_value = tmp_path_factory.mktemp("runs"), None, {}
     for run_index, brands in enumerate(brands_by_run):
-        manifest = run(folder / str(run_index), brands, max_rows=max_rows, previous=previous)
+        manifest = ingest_brands(folder / str(run_index), brands, max_rows=max_rows, previous=previous)
         counts = collections.Counter(brands)
-        candidates = sorted({*counts, *rows_before}, key=lambda value: (-counts[value], value not in rows_before, value))
-        row_by_value = {value: row for row, value in enumerate(values_of(manifest)) if value is not None}
-        assert sorted(row_by_value) == sorted(candidates[:max_rows])
-        assert sorted(row_by_value.values()) == list(range(1, len(row_by_value) + 1)), "no row is left free"
-        assert all(row_by_value[value] == row for value, row in rows_before.items() if value in row_by_value)
+        values_by_priority = sorted(
+            {*counts, *previous_row_by_value}, key=lambda value: (-counts[value], value not in previous_row_by_value, value)
+        )
+        row_by_value = {value: row for row, value in enumerate(values_by_row(manifest)) if value is not None}
+        assert sorted(row_by_value) == sorted(values_by_priority[:max_rows])
+        assert sorted(row_by_value.values()) == list(range(1, len(row_by_value) + 1)), "no row is unused"
+        assert all(row_by_value[value] == row for value, row in previous_row_by_value.items() if value in row_by_value)
         assert rows_of(manifest, "item.brand") == [row_by_value.get(brand, 0) for brand in brands]
-        facts = manifest.features["item.brand"]
-        assert facts.num_evicted_values == len(rows_before.keys() - row_by_value.keys())
-        assert facts.num_new_values == len(row_by_value.keys() - rows_before.keys())
-        previous, rows_before = manifest, row_by_value
+        feature = manifest.features["item.brand"]
+        assert feature.num_evicted_values == len(previous_row_by_value.keys() - row_by_value.keys())
+        assert feature.num_new_values == len(row_by_value.keys() - previous_row_by_value.keys())
+        previous, previous_row_by_value = manifest, row_by_value

@@ -1,4 +1,4 @@
-"""Invalid feature tables are rejected with file, column, row and value, and no file of the stage is left."""
+"""Rejection of invalid feature tables, with file, column, row and value in the message and without any file of the stage."""
 
 from pathlib import Path
 from typing import Any
@@ -14,38 +14,48 @@ from tests.recsys_core.ingest.interactions_with_context import write_interaction
 from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, write_parquet
 
 LOG = [([0, 1, 2], [], [1]), ([1], [], [0])]
-LIST, WEIGHTS = pa.list_(pa.string()), pa.list_(pa.float64())
+"""For each user, the rows of the training, validation and test items."""
+TEXT_LIST, NUMBER_LIST = pa.list_(pa.string()), pa.list_(pa.float64())
 
 
-def assert_rejected(folder: Path, *words: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any) -> None:
-    """Assert that the item table with `columns` is rejected with `words`. Without an id column its ids are 10 to 12."""
-    interactions = write_interactions(folder / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
+def assert_rejected(
+    folder: Path, *message_parts: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any
+) -> None:
+    """Assert that an item table is rejected with a message that has `message_parts` in this order.
+
+    Args:
+        features: the features that the config declares.
+        path: the table; None for a new table with `columns`. If `columns` has no `id`, the table has the ids 10, 11 and 12.
+    """
+    interactions = write_interactions(folder / "log", user_ids=["ann", "bob"], item_ids=[10, 11, 12], log=LOG)
     path = path or write_parquet(folder / "items.parquet", **({"id": [10, 11, 12]} | columns))
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": features}})
     assert_rejects(
-        lambda out: ingest_features(
-            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
+        lambda output_folder: ingest_features(
+            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=output_folder
         ),
         folder,
-        *words,
+        *message_parts,
     )
 
 
-BRAND = [{"name": "brand"}]
+BRAND_FEATURES = [{"name": "brand"}]
 
 
 def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
-    assert_rejected(tmp_path, "features.items.paths", "no such file", features=BRAND, path=str(tmp_path / "none.parquet"))
+    assert_rejected(
+        tmp_path, "features.items.paths", "no such file", features=BRAND_FEATURES, path=str(tmp_path / "none.parquet")
+    )
 
 
-def test_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Path) -> None:
     assert_rejected(
         tmp_path,
         "items.parquet",
         "'brand'",
         "features.items, feature 'brand'",
         "did you mean 'brandt'",
-        features=BRAND,
+        features=BRAND_FEATURES,
         brandt=["a"] * 3,
     )
 
@@ -55,13 +65,13 @@ def test_the_error_names_a_missing_id_column(tmp_path: Path) -> None:
         tmp_path,
         "'id'",
         "features.items.id_column",
-        features=BRAND,
+        features=BRAND_FEATURES,
         path=write_parquet(tmp_path / "items.parquet", brand=["a"]),
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "words"),
+    ("kind", "values", "message_parts"),
     [
         ("categorical", [1.5, 2.0, 3.0], ("'brand' is double", "categorical needs")),
         ("categorical", [["a"], ["b"], []], ("'brand' is list", "categorical needs")),
@@ -71,10 +81,10 @@ def test_the_error_names_a_missing_id_column(tmp_path: Path) -> None:
     ],
 )
 def test_a_column_type_that_does_not_fit_the_feature_kind_is_rejected(
-    tmp_path: Path, kind: str, values: list[Any], words: tuple[str, ...]
+    tmp_path: Path, kind: str, values: list[Any], message_parts: tuple[str, ...]
 ) -> None:
     feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
-    assert_rejected(tmp_path, "items.parquet", *words, features=[feature], brand=values)
+    assert_rejected(tmp_path, "items.parquet", *message_parts, features=[feature], brand=values)
 
 
 def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
@@ -85,17 +95,17 @@ def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
         tmp_path,
         "b.parquet: column 'brand' is string, but column 'brand' of",
         "a.parquet is int64; write both as one type",
-        features=BRAND,
+        features=BRAND_FEATURES,
         path=path,
     )
 
 
-def test_ids_of_another_type_than_those_of_the_log_are_rejected(tmp_path: Path) -> None:
+def test_ids_of_another_type_than_the_item_ids_of_the_log_are_rejected(tmp_path: Path) -> None:
     assert_rejected(
         tmp_path,
         "items.parquet",
         "'id' is string, but the item id of the log is int64",
-        features=BRAND,
+        features=BRAND_FEATURES,
         id=["10", "11", "12"],
         brand=["a"] * 3,
     )
@@ -105,7 +115,7 @@ def test_a_null_id_is_rejected(tmp_path: Path) -> None:
     assert_rejected(
         tmp_path,
         "items.parquet: column 'id', row 1: null (2 of 3 rows); drop these rows",
-        features=BRAND,
+        features=BRAND_FEATURES,
         id=[10, None, None],
         brand=["a"] * 3,
     )
@@ -116,105 +126,106 @@ def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -
         tmp_path,
         "items.parquet: column 'id', row 0: 11 is the id of more than one row",
         "(2 of 3 rows); keep one row for each id",
-        features=BRAND,
+        features=BRAND_FEATURES,
         id=[11, 10, 11],
         brand=["a"] * 3,
     )
     write_parquet(tmp_path / "data" / "a.parquet", id=["10", "it's"], brand=[1, 2])
     write_parquet(tmp_path / "data" / "b.parquet", id=["it's"], brand=[3])
-    interactions = write_interactions(tmp_path / "log2", users=[1], items=["10", "it's"], log=[([0, 1], [], [1])])
-    config = {"items": {"paths": str(tmp_path / "data" / "*.parquet"), "id_column": "id", "features": BRAND}}
+    interactions = write_interactions(tmp_path / "log2", user_ids=[1], item_ids=["10", "it's"], log=[([0, 1], [], [1])])
+    config = {"items": {"paths": str(tmp_path / "data" / "*.parquet"), "id_column": "id", "features": BRAND_FEATURES}}
     assert_rejects(
-        lambda out: ingest_features(
+        lambda output_folder: ingest_features(
             FeaturesConfig.model_validate(config),
-            dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out,
+            dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=output_folder,
         ),
         tmp_path, "a.parquet: column 'id', row 1: ", "it's",
     )  # fmt: skip
 
 
-def test_ids_without_a_match_in_the_log_are_rejected(tmp_path: Path) -> None:
+def test_a_table_without_an_id_of_the_log_is_rejected(tmp_path: Path) -> None:
     assert_rejected(
         tmp_path,
         "items.parquet",
         "'id'",
         "none of the 3 ids is in the items of the log",
-        features=BRAND,
+        features=BRAND_FEATURES,
         id=[1, 2, 3],
         brand=["a"] * 3,
     )
 
 
-def test_numbers_over_int64_are_rejected(tmp_path: Path) -> None:
-    huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
+def test_values_over_int64_are_rejected(tmp_path: Path) -> None:
+    too_large = pa.array([1, 2**64 - 1, 3], pa.uint64())
     assert_rejected(
         tmp_path,
         "column 'brand', row 1: 18446744073709551615 is too large for int64 (1 of 3 rows); write the values as strings",
-        features=BRAND,
-        brand=huge,
+        features=BRAND_FEATURES,
+        brand=too_large,
     )
 
 
 def test_ids_over_int64_are_rejected(tmp_path: Path) -> None:
-    huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
+    too_large = pa.array([1, 2**64 - 1, 3], pa.uint64())
     assert_rejected(
         tmp_path,
         "column 'id', row 1",
         "too large for int64",
         "write the ids as strings",
-        features=BRAND,
-        id=huge,
+        features=BRAND_FEATURES,
+        id=too_large,
         brand=["a"] * 3,
     )
 
 
-LIKES = [{"name": "likes", "kind": "weighted_list", "weight_column": "much"}]
+LIKES_FEATURES = [{"name": "likes", "kind": "weighted_list", "weight_column": "like_weights"}]
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, None, 1e300])
 def test_a_weight_that_is_negative_or_not_finite_is_rejected(tmp_path: Path, weight: float | None) -> None:
     assert_rejected(
-        tmp_path, "items.parquet: column 'much', row 2", "is a list with a weight that is null, negative, or not finite",
-        "(2 of 4 rows)",
-        features=LIKES, id=[10, 11, 12, 13], likes=pa.array([["a"], [], ["a", "b"], ["c"]], LIST),
-        much=pa.array([[1.0], [], [2.0, weight], [weight]], WEIGHTS),
+        tmp_path, "items.parquet: column 'like_weights', row 2",
+        "is a list with a weight that is null, negative, or not finite", "(2 of 4 rows)",
+        features=LIKES_FEATURES, id=[10, 11, 12, 13], likes=pa.array([["a"], [], ["a", "b"], ["c"]], TEXT_LIST),
+        like_weights=pa.array([[1.0], [], [2.0, weight], [weight]], NUMBER_LIST),
     )  # fmt: skip
 
 
 def test_more_weights_than_values_are_rejected(tmp_path: Path) -> None:
     assert_rejected(
-        tmp_path, "items.parquet: column 'much', row 1: [1.0, 2.0] is", "not as long as the list in 'likes'", features=LIKES,
-        likes=pa.array([["a"], ["b"], None], LIST), much=pa.array([[1.0], [1.0, 2.0], None], WEIGHTS),
+        tmp_path, "items.parquet: column 'like_weights', row 1: [1.0, 2.0] is", "not as long as the list in 'likes'",
+        features=LIKES_FEATURES,
+        likes=pa.array([["a"], ["b"], None], TEXT_LIST), like_weights=pa.array([[1.0], [1.0, 2.0], None], NUMBER_LIST),
     )  # fmt: skip
 
 
 def test_weights_that_are_not_a_list_of_numbers_are_rejected(tmp_path: Path) -> None:
     assert_rejected(
         tmp_path,
-        "'much' is string",
+        "'like_weights' is string",
         "weights are a list of numbers",
-        features=LIKES,
-        likes=pa.array([["a"]] * 3, LIST),
-        much=["1"] * 3,
+        features=LIKES_FEATURES,
+        likes=pa.array([["a"]] * 3, TEXT_LIST),
+        like_weights=["1"] * 3,
     )
 
 
 def test_a_damaged_file_is_rejected(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "items.parquet", id=list(range(1000)), brand=[f"b{row}" for row in range(1000)])
     damage_data(path)
-    assert_rejected(tmp_path, "the features: ", features=BRAND, path=path)
+    assert_rejected(tmp_path, "the features: ", features=BRAND_FEATURES, path=path)
 
 
 def test_columns_whose_names_differ_only_in_case_are_rejected(tmp_path: Path) -> None:
     assert_rejected(
-        tmp_path, "columns ['brand', 'Brand'] differ by case alone", features=BRAND, brand=["a"] * 3, Brand=["b"] * 3
+        tmp_path, "columns ['brand', 'Brand'] differ by case alone", features=BRAND_FEATURES, brand=["a"] * 3, Brand=["b"] * 3
     )
 
 
-def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Path) -> None:
+def test_messages_quote_column_names_and_shorten_long_values(tmp_path: Path) -> None:
     column = 'much" FROM x; DROP TABLE joined; --'
     feature = [{"name": "likes", "kind": "weighted_list", "weight_column": column}]
-    likes, like_weights = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], LIST), [[1.0], [-1.0] * 5_000, None]
+    likes, weights = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], TEXT_LIST), [[1.0], [-1.0] * 5_000, None]
     assert_rejected(
         tmp_path,
         "DROP TABLE",
@@ -222,12 +233,12 @@ def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Pa
         "... is a list with a weight",
         features=feature,
         likes=likes,
-        **{column: pa.array(like_weights, WEIGHTS)},
+        **{column: pa.array(weights, NUMBER_LIST)},
     )
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"kind": "numeric"}, "set exactly one of buckets (a number), boundaries (a list) and standardise (true)"),
         ({"kind": "numeric", "standardise": True, "buckets": 3}, "set exactly one of buckets"),
@@ -248,33 +259,33 @@ def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Pa
         ({"name": "../x"}, "should match pattern"),
     ],
 )
-def test_contradicting_settings_of_a_feature_are_rejected(settings: dict[str, Any], words: str) -> None:
+def test_contradicting_settings_of_a_feature_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         FeatureConfig.model_validate({"name": "x"} | settings)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({}, "no feature is declared"),
         ({"context": [{"name": "a"}, {"name": "a"}]}, "2 features are named 'a'; rename all but one"),
         ({"users": {"paths": "u", "id_column": "id", "features": [{"name": "a"}] * 3}}, "3 features are named 'a'"),
     ],
 )
-def test_declared_features_have_names_of_their_own(config: dict[str, Any], words: str) -> None:
+def test_a_config_without_features_or_with_two_features_of_one_name_is_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         FeaturesConfig.model_validate(config)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_titles_must_be_text_and_a_table_has_titles_or_features(tmp_path: Path) -> None:
-    interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
+def test_titles_that_are_not_text_and_a_table_without_titles_and_features_are_rejected(tmp_path: Path) -> None:
+    interactions = write_interactions(tmp_path / "log", user_ids=["ann", "bob"], item_ids=[10, 11, 12], log=LOG)
     path = write_parquet(tmp_path / "items.parquet", id=[10, 11, 12], title=[1.5, 2.5, 3.5])
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "title_column": "title"}})
     assert_rejects(
-        lambda out: ingest_features(
-            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
+        lambda output_folder: ingest_features(
+            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=output_folder
         ),
         tmp_path,
         "items.parquet",
@@ -287,18 +298,18 @@ def test_titles_must_be_text_and_a_table_has_titles_or_features(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("columns", [["vector"], ["price", "price"]])
-def test_a_filter_column_has_a_name_of_its_own(columns: list[str]) -> None:
+def test_a_filter_column_with_a_reserved_or_repeated_name_is_rejected(columns: list[str]) -> None:
     with pytest.raises(ValidationError, match=r"is a reserved name|occurs twice"):
         FeaturesConfig.model_validate({"items": {"paths": "i.parquet", "id_column": "id", "filter_columns": columns}})
 
 
-def test_filter_columns_are_single_values(tmp_path: Path) -> None:
-    interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
+def test_a_filter_column_of_lists_is_rejected(tmp_path: Path) -> None:
+    interactions = write_interactions(tmp_path / "log", user_ids=["ann", "bob"], item_ids=[10, 11, 12], log=LOG)
     path = write_parquet(tmp_path / "items.parquet", id=[10, 11, 12], tags=[["a"], [], ["b"]])
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "filter_columns": ["tags"]}})
     assert_rejects(
-        lambda out: ingest_features(
-            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
+        lambda output_folder: ingest_features(
+            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=output_folder
         ),
         tmp_path,
         "items.parquet",

@@ -1,4 +1,6 @@
-"""Tests of the log ingest. A test with the mark `both_engines` runs with DuckDB and with Spark, any other test with DuckDB.
+"""The engine of the tests of the log ingest.
+
+Tests with the mark `both_engines` run with DuckDB and with Spark, other tests with DuckDB.
 
 NIGHTJAR_TEST_ENGINE=spark runs all tests with Spark, which takes about half an hour.
 """
@@ -11,19 +13,20 @@ import pytest
 
 from tests.recsys_core.ingest import interaction_logs, spark_sessions
 
-ENGINES = {"duckdb": {"kind": "duckdb"}, "spark": spark_sessions.SPARK}
+ENGINES = {"duckdb": {"kind": "duckdb"}, "spark": spark_sessions.SPARK_SETTINGS}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize the fixture `engine` of the tests in this folder; the subfolders have their own fixture."""
     if "engine" in metafunc.fixturenames and metafunc.definition.path.parent == Path(__file__).parent:
-        has_both = metafunc.definition.get_closest_marker("both_engines") is not None
-        default = os.environ.get("NIGHTJAR_TEST_ENGINE", "duckdb")
-        metafunc.parametrize("engine", list(ENGINES) if has_both else [default], indirect=True, scope="module")
+        has_both_engines = metafunc.definition.get_closest_marker("both_engines") is not None
+        default_engine = os.environ.get("NIGHTJAR_TEST_ENGINE", "duckdb")
+        metafunc.parametrize("engine", list(ENGINES) if has_both_engines else [default_engine], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Let interaction_logs.ingest use the engine."""
+    """Let interaction_logs.ingest use the engine, and return its name."""
     if request.param == "spark":
         request.getfixturevalue("spark")
     with pytest.MonkeyPatch.context() as patch:
@@ -33,11 +36,11 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Spark session for all tests of this process."""
+    """Keep a Spark session for all tests of this process, or skip the test if Spark is not installed."""
     if reason := spark_sessions.reason_to_skip():
         pytest.skip(reason)
     from recsys_core.ingest.log.spark_engine.cluster import stop_session
 
-    session = spark_sessions.start(tmp_path_factory.mktemp("spark"))
+    session = spark_sessions.start_session(tmp_path_factory.mktemp("spark"))
     yield
     stop_session(session)

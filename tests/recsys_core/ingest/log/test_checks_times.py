@@ -1,4 +1,4 @@
-"""Times that are null, before 1970, in the future or out of range are bad rows in every parquet type."""
+"""Times that are null, before 1970, in the future or out of range, in every parquet type of times."""
 
 import datetime as dt
 from pathlib import Path
@@ -11,72 +11,84 @@ import pytest
 from tests.recsys_core.ingest.interaction_logs import ingest, read_store
 from tests.recsys_core.ingest.parquet_files import assert_rejects, input_error, write_parquet
 
-LAST_OUT = {"kind": "leave_last_out"}
+LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 IDS = {"user_id": [1, 1, 1, 2, 2], "item_id": [5, 6, 7, 5, 6]}
-PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 ZONES = (None, "UTC", "Asia/Kolkata")
-KINDS = [pa.timestamp(unit, zone) for unit in PER_S for zone in ZONES]
-WAY_OUT = (
+TIMESTAMP_TYPES = [pa.timestamp(unit, zone) for unit in TICKS_PER_S for zone in ZONES]
+REMEDY = (
     "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows, "
     "or raise interactions.max_future_days"
 )
-FUTURE = 9_000_000_000
-"""A time of the year 2255 in seconds."""
+FUTURE_S = 9_000_000_000
+"""A time of the year 2255, in seconds since 1970."""
 
 
-def error_parts(path: str, reason: str) -> tuple[str, ...]:
-    return (f"{path}: column 't', row 1: ", f" is {reason} (2 of 5 rows); {WAY_OUT}, or set", "on_bad_rows to drop")
+def message_parts(path: str, reason: str) -> tuple[str, ...]:
+    """Return the parts of the message about a log whose rows 1 and 3 have a bad time."""
+    return (f"{path}: column 't', row 1: ", f" is {reason} (2 of 5 rows); {REMEDY}, or set", "on_bad_rows to drop")
 
 
-def bad_rows_of(tmp_path: Path, *times: int | None, kind: pa.DataType, **settings: Any) -> dict[str, int]:
-    """Return the dropped rows of a log that has `times` after five valid events."""
+def bad_rows_of(tmp_path: Path, *times: int | None, time_type: pa.DataType, **settings: Any) -> dict[str, int]:
+    """Ingest a log that has `times` after five valid events. Return the number of dropped rows by reason."""
     ids = {name: values + [1] * len(times) for name, values in IDS.items()}
-    path = write_parquet(tmp_path / "a.parquet", **ids, t=pa.array([1, 2, 3, 4, 5, *times], kind))
-    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.9, **settings)
+    path = write_parquet(tmp_path / "a.parquet", **ids, t=pa.array([1, 2, 3, 4, 5, *times], time_type))
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, on_bad_rows="drop", max_bad_share=0.9, **settings)
     assert manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events == 5
     return manifest.num_bad_rows_by_reason
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_kind_of_timestamp_is_checked(tmp_path: Path, kind: pa.TimestampType) -> None:
-    tick = PER_S[kind.unit]
-    num_bad_by_check = bad_rows_of(tmp_path, FUTURE * tick, FUTURE * tick + 1, -5 * tick, -tick, -6 * tick, None, kind=kind)
-    assert num_bad_by_check == {"t: null": 1, "t: in the future": 2, "t: before 1970": 3}
-
-
-@pytest.mark.parametrize("unit", PER_S)
-def test_integer_times_of_every_unit_are_checked_over_64_bits(tmp_path: Path, unit: str) -> None:
-    future = (FUTURE * PER_S[unit], 2**63 - 1)
-    num_bad_by_check = bad_rows_of(
-        tmp_path / "signed", *future, -5 * PER_S[unit], -(2**63), None, kind=pa.int64(), timestamp_unit=unit
+@pytest.mark.parametrize("time_type", TIMESTAMP_TYPES, ids=str)
+def test_timestamps_of_every_unit_and_zone_are_checked(tmp_path: Path, time_type: pa.TimestampType) -> None:
+    ticks_per_s = TICKS_PER_S[time_type.unit]
+    num_bad_rows_by_reason = bad_rows_of(
+        tmp_path,
+        FUTURE_S * ticks_per_s,
+        FUTURE_S * ticks_per_s + 1,
+        -5 * ticks_per_s,
+        -ticks_per_s,
+        -6 * ticks_per_s,
+        None,
+        time_type=time_type,
     )
-    assert num_bad_by_check == {"t: null": 1, "t: in the future": 2, "t: before 1970": 2}
-    num_bad_by_check = bad_rows_of(tmp_path / "unsigned", *future, 2**64 - 1, None, kind=pa.uint64(), timestamp_unit=unit)
-    assert num_bad_by_check == {"t: null": 1, "t: in the future": 3}
+    assert num_bad_rows_by_reason == {"t: null": 1, "t: in the future": 2, "t: before 1970": 3}
+
+
+@pytest.mark.parametrize("unit", TICKS_PER_S)
+def test_integer_times_of_every_unit_are_checked_up_to_the_limits_of_64_bits(tmp_path: Path, unit: str) -> None:
+    future_times = (FUTURE_S * TICKS_PER_S[unit], 2**63 - 1)
+    num_bad_rows_by_reason = bad_rows_of(
+        tmp_path / "signed", *future_times, -5 * TICKS_PER_S[unit], -(2**63), None, time_type=pa.int64(), timestamp_unit=unit
+    )
+    assert num_bad_rows_by_reason == {"t: null": 1, "t: in the future": 2, "t: before 1970": 2}
+    num_bad_rows_by_reason = bad_rows_of(
+        tmp_path / "unsigned", *future_times, 2**64 - 1, None, time_type=pa.uint64(), timestamp_unit=unit
+    )
+    assert num_bad_rows_by_reason == {"t: null": 1, "t: in the future": 3}
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "shown"),
+    ("time_type", "value", "shown_time"),
     [
         (pa.int64(), 2**63 - 1, "9223372036854775807 is in the future"),
         (pa.int64(), -(2**63), "-9223372036854775808 is before 1970"),
         (pa.int64(), None, "null"),
         (pa.timestamp("ms"), None, "null"),
         (pa.timestamp("ns", "Asia/Kolkata"), -(10**9) * 86_400 * 365, "1969-01-01 05:30:00+05:30 is before 1970"),
-        (pa.timestamp("s"), FUTURE, "2255-03-14 16:00:00 is in the future"),
+        (pa.timestamp("s"), FUTURE_S, "2255-03-14 16:00:00 is in the future"),
     ],
 )
 def test_the_message_shows_a_bad_time_as_it_is_in_the_file(
-    tmp_path: Path, kind: pa.DataType, value: int | None, shown: str
+    tmp_path: Path, time_type: pa.DataType, value: int | None, shown_time: str
 ) -> None:
-    path = write_parquet(tmp_path / "a.parquet", **IDS, t=pa.array([1, value, 2, value, 0], kind))
-    way_out = "drop these rows" if value is None else WAY_OUT
-    parts = (f"{path}: column 't', row 1: {shown} (2 of 5 rows); {way_out}", ", or set interactions.on_bad_rows")
-    assert_rejects(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, *parts)
+    path = write_parquet(tmp_path / "a.parquet", **IDS, t=pa.array([1, value, 2, value, 0], time_type))
+    remedy = "drop these rows" if value is None else REMEDY
+    expected_parts = (f"{path}: column 't', row 1: {shown_time} (2 of 5 rows); {remedy}", ", or set interactions.on_bad_rows")
+    assert_rejects(lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT), tmp_path, *expected_parts)
 
 
 @pytest.mark.parametrize(
-    ("days", "shown", "reason"),
+    ("days", "shown_date", "reason"),
     [
         (-5, "1969-12-27", "before 1970"),
         (10**6, "4707-11-29", "in the future"),
@@ -84,10 +96,10 @@ def test_the_message_shows_a_bad_time_as_it_is_in_the_file(
         (-(2**31), "-2147483648", "before 1970"),
     ],
 )
-def test_dates_are_checked(tmp_path: Path, days: int, shown: str, reason: str) -> None:
+def test_dates_are_checked(tmp_path: Path, days: int, shown_date: str, reason: str) -> None:
     path = write_parquet(tmp_path / "a.parquet", **IDS, t=pa.array([1, days, 2, days, 0], pa.int32()).cast(pa.date32()))
     assert_rejects(
-        lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, f"row 1: {shown} is {reason} (2 of 5", WAY_OUT
+        lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT), tmp_path, f"row 1: {shown_date} is {reason} (2 of 5", REMEDY
     )
 
 
@@ -98,22 +110,24 @@ def test_dates_are_checked(tmp_path: Path, days: int, shown: str, reason: str) -
 def test_the_smallest_and_largest_64_bit_times_are_checked(tmp_path: Path, unit: str, value: int, zone: str | None) -> None:
     path = write_parquet(tmp_path / "a.parquet", **IDS, t=pa.array([1, value, 2, value, 0], pa.timestamp(unit, zone)))
     reason = "in the future" if value > 0 else "before 1970"
-    assert_rejects(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, *error_parts(path, reason))
+    assert_rejects(lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT), tmp_path, *message_parts(path, reason))
 
 
-def with_times(path: Path, column: pa.Array) -> str:
-    """Write a log without statistics, from which the time would be known before a row is read."""
+def write_log_without_statistics(path: Path, column: pa.Array) -> str:
+    """Write a log without column statistics, from which the ingest would know the bad time before it reads a row."""
     pq.write_table(pa.table(IDS | {"t": column}), path, write_statistics=False)
     return str(path)
 
 
-@pytest.mark.parametrize(("value", "policy"), [(2**63 // 100, "fail"), (-(2**63) // 100, "drop"), (-(2**63), "fail")])
-def test_the_error_names_a_time_that_has_no_microseconds(tmp_path: Path, value: int, policy: str) -> None:
-    path = with_times(tmp_path / "a.parquet", pa.array([1, -1, value, value, 0], pa.timestamp("ms")))
+@pytest.mark.parametrize(("value", "on_bad_rows"), [(2**63 // 100, "fail"), (-(2**63) // 100, "drop"), (-(2**63), "fail")])
+def test_a_time_that_does_not_fit_into_64_bits_of_microseconds_is_rejected(
+    tmp_path: Path, value: int, on_bad_rows: str
+) -> None:
+    path = write_log_without_statistics(tmp_path / "a.parquet", pa.array([1, -1, value, value, 0], pa.timestamp("ms")))
     assert_rejects(
-        lambda folder: ingest(folder, path, split=LAST_OUT, on_bad_rows=policy, max_bad_share=0.9), tmp_path,
+        lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT, on_bad_rows=on_bad_rows, max_bad_share=0.9), tmp_path,
         "a.parquet: column 't', row 1: 1969-12-31 23:59:59.999000 is before 1970 or in the future; ",
-        "no engine can read some of these times", WAY_OUT,
+        "no engine can read some of these times", REMEDY,
     )  # fmt: skip
 
 
@@ -121,33 +135,34 @@ def test_the_error_names_a_time_that_has_no_microseconds(tmp_path: Path, value: 
 def test_the_message_about_a_bad_time_in_the_statistics_names_its_column(tmp_path: Path, unit: str, value: int) -> None:
     path = write_parquet(tmp_path / "a.parquet", **IDS, t=pa.array([1, 2, value, value, 0], pa.timestamp(unit)))
     message = "the times of column 't' reach beyond the year 290,000, which cannot be valid; fix the job that writes them"
-    assert_rejects(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "a.parquet", message)
+    assert_rejects(lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT), tmp_path, "a.parquet", message)
 
 
 @pytest.mark.parametrize(
-    "first", [pa.array([1, 2, 3, 10**6], pa.int32()).cast(pa.date32()), pa.array([1, 2, 3, 2**63 // 100], pa.timestamp("us"))]
+    "other_times",
+    [pa.array([1, 2, 3, 10**6], pa.int32()).cast(pa.date32()), pa.array([1, 2, 3, 2**63 // 100], pa.timestamp("us"))],
 )
-def test_a_time_outside_the_nanosecond_range_of_another_file_is_rejected(tmp_path: Path, first: pa.Array) -> None:
+def test_a_time_outside_the_nanosecond_range_of_another_file_is_rejected(tmp_path: Path, other_times: pa.Array) -> None:
     ids = {name: values[:4] for name, values in IDS.items()}
     paths = [
-        write_parquet(tmp_path / "a.parquet", **ids, t=first),
+        write_parquet(tmp_path / "a.parquet", **ids, t=other_times),
         write_parquet(tmp_path / "b.parquet", **IDS, t=pa.array([1, 2, 3, 4, 5], pa.timestamp("ns"))),
     ]
     assert_rejects(
-        lambda folder: ingest(folder, *paths, split=LAST_OUT), tmp_path,
-        "a.parquet: column 't', row 3: 4", " is before 1970 or in the future; ", WAY_OUT,
+        lambda folder: ingest(folder, *paths, split=LEAVE_LAST_OUT), tmp_path,
+        "a.parquet: column 't', row 3: 4", " is before 1970 or in the future; ", REMEDY,
     )  # fmt: skip
 
 
-def test_a_time_of_tomorrow_is_accepted_and_later_times_depend_on_the_setting(tmp_path: Path) -> None:
+def test_times_of_the_next_24_hours_are_accepted_and_later_times_need_max_future_days(tmp_path: Path) -> None:
     now = dt.datetime.now(dt.UTC)
     times = [now + dt.timedelta(hours=hours) for hours in (0, 1, 23, 30, 2)]
     path = write_parquet(tmp_path / "a.parquet", **IDS, t=pa.array(times, pa.timestamp("us", "UTC")))
-    assert_rejects(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "row 3: ", "is in the future (1 of 5")
-    assert len(read_store(ingest(tmp_path / "good", path, split=LAST_OUT, max_future_days=2)).items) == 3
+    assert_rejects(lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT), tmp_path, "row 3: ", "is in the future (1 of 5")
+    assert len(read_store(ingest(tmp_path / "good", path, split=LEAVE_LAST_OUT, max_future_days=2)).items) == 3
 
 
-DAYS = [{"item_id": [5, 6, 7], "user_id": [1, 1, 1]}, {"item_id": [5, 6], "user_id": [2, 2]}]
+COLUMNS_BY_DAY = [{"item_id": [5, 6, 7], "user_id": [1, 1, 1]}, {"item_id": [5, 6], "user_id": [2, 2]}]
 
 
 @pytest.mark.parametrize(
@@ -162,17 +177,19 @@ DAYS = [{"item_id": [5, 6, 7], "user_id": [1, 1, 1]}, {"item_id": [5, 6], "user_
 def test_a_time_in_a_folder_name_is_checked(
     tmp_path: Path, keys: tuple[str, str], settings: dict[str, Any], message: str
 ) -> None:
-    first, second = sorted(keys)
-    write_parquet(tmp_path / "log" / f"t={first}" / "a.parquet", **DAYS[0])
-    write_parquet(tmp_path / "log" / f"t={second}" / "a.parquet", **DAYS[1])
-    log = str(tmp_path / "log")
-    row = f"t={message.split()[0]}/a.parquet: column 't', row 0: "
+    first_key, second_key = sorted(keys)
+    write_parquet(tmp_path / "log" / f"t={first_key}" / "a.parquet", **COLUMNS_BY_DAY[0])
+    write_parquet(tmp_path / "log" / f"t={second_key}" / "a.parquet", **COLUMNS_BY_DAY[1])
+    log_path = str(tmp_path / "log")
+    row_message = f"t={message.split()[0]}/a.parquet: column 't', row 0: "
     if message.startswith("1924"):
         message = message.replace("2 of 5", "3 of 5")
-    assert_rejects(lambda folder: ingest(folder, log, split=LAST_OUT, **settings), tmp_path, row + message, WAY_OUT)
+    assert_rejects(
+        lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT, **settings), tmp_path, row_message + message, REMEDY
+    )
 
 
-def test_text_in_a_folder_name_is_rejected_as_a_time(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "t=monday" / "a.parquet", **DAYS[0])
+def test_a_folder_name_with_text_in_place_of_a_time_is_rejected(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "t=monday" / "a.parquet", **COLUMNS_BY_DAY[0])
     with input_error("t=monday/a.parquet: column 't' is string, but has to be a timestamp, a date or an integer; cast it"):
-        ingest(tmp_path / "stage", str(tmp_path), split=LAST_OUT)
+        ingest(tmp_path / "stage", str(tmp_path), split=LEAVE_LAST_OUT)

@@ -1,4 +1,4 @@
-"""The engine of the ingest is a setting that does not change the result, and the format of the log is one that does."""
+"""Settings of the engine, which does not change the result of the ingest, and of the log format, which does."""
 
 from typing import Any
 
@@ -7,21 +7,23 @@ import pytest
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine_settings import DuckdbSettings
 
-LOG = {"paths": "log.parquet", "timestamp_column": "t"}
+LOG_SETTINGS = {"paths": "log.parquet", "timestamp_column": "t"}
 
 
 def test_duckdb_is_the_default_and_the_engine_is_not_part_of_the_fingerprint() -> None:
-    default = InteractionsConfig.model_validate(LOG)
-    on_spark = InteractionsConfig.model_validate(LOG | {"engine": {"kind": "spark", "master": "yarn"}})
-    assert default.engine == DuckdbSettings() and default.engine.installation() is None
-    assert default.result_settings() == on_spark.result_settings()
-    assert "engine" not in default.result_settings()
+    duckdb_config = InteractionsConfig.model_validate(LOG_SETTINGS)
+    spark_config = InteractionsConfig.model_validate(LOG_SETTINGS | {"engine": {"kind": "spark", "master": "yarn"}})
+    assert duckdb_config.engine == DuckdbSettings() and duckdb_config.engine.installation() is None
+    assert duckdb_config.result_settings() == spark_config.result_settings()
+    assert "engine" not in duckdb_config.result_settings()
 
 
 def test_the_format_is_part_of_the_fingerprint_unless_it_is_parquet() -> None:
-    table = InteractionsConfig.model_validate(LOG | {"paths": "shop.log@v7", "format": "delta", "engine": {"kind": "spark"}})
-    assert table.result_settings()["format"] == "delta" and table.source_noun == "tables"
-    assert "format" not in InteractionsConfig.model_validate(LOG).result_settings()
+    table_config = InteractionsConfig.model_validate(
+        LOG_SETTINGS | {"paths": "shop.log@v7", "format": "delta", "engine": {"kind": "spark"}}
+    )
+    assert table_config.result_settings()["format"] == "delta" and table_config.source_noun == "tables"
+    assert "format" not in InteractionsConfig.model_validate(LOG_SETTINGS).result_settings()
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,6 @@ def test_the_format_is_part_of_the_fingerprint_unless_it_is_parquet() -> None:
         ({"format": "delta", "split": {"kind": "files", "test_paths": "a;b"}}, "'a;b' is not the name of a table"),
     ],
 )
-def test_tables_that_are_rejected(settings: dict[str, Any], message: str) -> None:
+def test_a_format_that_does_not_fit_the_engine_or_the_table_name_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        InteractionsConfig.model_validate(LOG | {"engine": {"kind": "spark"}, "paths": "shop.log"} | settings)
+        InteractionsConfig.model_validate(LOG_SETTINGS | {"engine": {"kind": "spark"}, "paths": "shop.log"} | settings)

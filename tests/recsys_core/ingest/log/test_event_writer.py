@@ -1,3 +1,5 @@
+"""The arrays that the event writer stores, for any division of the events into batches."""
+
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +20,7 @@ EVENTS = {
     "weight": pa.array([1, 2, 3, 4, 5, 6], pa.float32()),
     "context_0": pa.array(["a", "b", None, "d", "e", "f"]),
 }
+"""Events sorted by user, split and position. The user in row 1 has no event."""
 
 NEGATIVES = {
     "user_row": pa.array([0, 0, 0, 0, 2, 2], pa.int32()),
@@ -25,21 +28,22 @@ NEGATIVES = {
     "split": pa.array([0, 1, 1, 2, 0, 2], pa.int8()),
     "num_earlier_events": pa.array([1, 0, 0, 1, 0, 0], pa.int64()),
 }
+"""Known negatives sorted by user and split. `num_earlier_events` counts the events of the same user and split before each."""
 
 
-@pytest.mark.parametrize("cuts", [(0, 6), (0, 1, 4, 6), (0, 2, 2, 6)])
-def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("batch_bounds", [(0, 6), (0, 1, 4, 6), (0, 2, 2, 6)])
+def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, batch_bounds: tuple[int, ...]) -> None:
     config = InteractionsConfig(paths=("log",), timestamp_column="t", weight_column="w", context_columns=("shop",))
     users, items = (
         Vocabulary(side, pa.chunked_array([ids]), np.full(len(ids), -1))
         for side, ids in (("user", ["ann", "bob", "cat"]), ("item", ["x", "y"]))
     )
-    batch = pa.RecordBatch.from_pydict(EVENTS)
+    events = pa.RecordBatch.from_pydict(EVENTS)
     writer = EventWriter(tmp_path, users=users, items=items, config=config)
     negatives = pa.RecordBatch.from_pydict(NEGATIVES)
-    writer.write_events((batch.slice(start, stop - start) for start, stop in pairwise(cuts)), num_events=6)
+    writer.write_events((events.slice(start, stop - start) for start, stop in pairwise(batch_bounds)), num_events=6)
     writer.write_negatives(
-        (negatives.slice(start, stop - start) for start, stop in pairwise(cuts) if start < stop), num_negatives=6
+        (negatives.slice(start, stop - start) for start, stop in pairwise(batch_bounds) if start < stop), num_negatives=6
     )
     writer.write_offsets()
     arrays = {path.stem: np.load(path).tolist() for path in tmp_path.glob("*.npy")}

@@ -16,40 +16,48 @@ from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
 from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
-LAST_OUT = {"kind": "leave_last_out"}
-events = st.lists(
+LEAVE_LAST_OUT = {"kind": "leave_last_out"}
+event_lists = st.lists(
     st.tuples(st.integers(0, 5), st.integers(10, 15), st.integers(0, 8).map(lambda day: day * DAY_US)), min_size=6, max_size=40
 )
 
 
-def events_of(manifest: InteractionsManifest) -> list[Event]:
+def sorted_events_of(manifest: InteractionsManifest) -> list[Event]:
+    """Return the events of all splits."""
     return sorted(event for part in read_store(manifest).splits for event in part)
 
 
-def core(log: list[Event], *, users: int, items: int) -> list[Event]:
+def events_above_minimums(events: list[Event], *, min_user_events: int, min_item_events: int) -> list[Event]:
+    """Return the largest part of the log in which every user and every item has the minimum number of events."""
     while True:
-        by_user, by_item = (Counter(event[side] for event in log) for side in (0, 1))
-        filtered = [event for event in log if by_user[event[0]] >= users and by_item[event[1]] >= items]
-        if filtered == log:
-            return log
-        log = filtered
+        count_by_user, count_by_item = (Counter(event[side] for event in events) for side in (0, 1))
+        remaining_events = [
+            event
+            for event in events
+            if count_by_user[event[0]] >= min_user_events and count_by_item[event[1]] >= min_item_events
+        ]
+        if remaining_events == events:
+            return events
+        events = remaining_events
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])  # many logs have no core
-@given(log=events, users=st.integers(1, 4), items=st.integers(1, 4))
-def test_both_minimums_hold_at_the_end(
-    tmp_path_factory: pytest.TempPathFactory, log: list[Event], users: int, items: int
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])  # many logs lose all events
+@given(log=event_lists, min_user_events=st.integers(1, 4), min_item_events=st.integers(1, 4))
+def test_the_minimums_of_users_and_items_both_hold_after_the_filter(
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_user_events: int, min_item_events: int
 ) -> None:
-    expected = core(log, users=users, items=items)
-    assume(all(len({event[side] for event in expected}) > 1 for side in (0, 1)))
-    assume(max(Counter(user for user, _, _ in expected).values()) >= 3)  # otherwise no user has a test event
+    expected_events = events_above_minimums(log, min_user_events=min_user_events, min_item_events=min_item_events)
+    assume(all(len({event[side] for event in expected_events}) > 1 for side in (0, 1)))
+    assume(max(Counter(user for user, _, _ in expected_events).values()) >= 3)  # otherwise no user has a test event
     folder = tmp_path_factory.mktemp("core")
-    chosen = {"min_user_events": users, "min_item_events": items}
-    manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
-    assert events_of(manifest) == sorted(expected)
-    assert manifest.num_removed_events_by_filter == ({"rare": len(log) - len(expected)} if len(expected) < len(log) else {})
-    assert set(read_store(manifest).users) == {user for user, _, _ in expected}
-    assert set(read_store(manifest).items) == {item for _, item, _ in expected}
+    filter_settings = {"min_user_events": min_user_events, "min_item_events": min_item_events}
+    manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LEAVE_LAST_OUT, filter=filter_settings)
+    assert sorted_events_of(manifest) == sorted(expected_events)
+    assert manifest.num_removed_events_by_filter == (
+        {"rare": len(log) - len(expected_events)} if len(expected_events) < len(log) else {}
+    )
+    assert set(read_store(manifest).users) == {user for user, _, _ in expected_events}
+    assert set(read_store(manifest).items) == {item for _, item, _ in expected_events}
 
 
 LOG = [
@@ -57,7 +65,8 @@ LOG = [
     *((2, item, day * DAY_US) for day, item in ((3, 10), (3, 10), (4, 11), (4, 12))),
     *((9, 10 + number % 3, number * DAY_US // 10) for number in range(30)),
 ]  # fmt: skip
-FILTERS = {
+"""User, item and time of each event. User 9 has 30 events and is a bot if `bot_threshold` is 10."""
+FILTER_CASES = {
     "a rolling window": (
         {"window_days": 2.5},
         lambda log: [event for event in log if event[2] > 4 * DAY_US - 2.5 * DAY_US],
@@ -97,43 +106,52 @@ FILTERS = {
     ),
 }
 
+"""For each case: filter settings, the same filter in plain Python, and the reason under which removed events are counted."""
 
-@pytest.mark.parametrize("case", FILTERS)
-def test_a_filter_keeps_the_matching_events_and_counts_the_others(tmp_path: Path, case: str) -> None:
-    chosen, rule, reason = FILTERS[case]
-    manifest = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter=chosen)
-    expected = sorted(rule(LOG))
-    assert sorted((user, time) for user, _, time in events_of(manifest)) == sorted((user, time) for user, _, time in expected)
-    if reason != "over_cap":  # of events at one time, which are the newest is settled by the vocabulary
-        assert events_of(manifest) == expected
-    assert manifest.num_removed_events_by_filter == {reason: len(LOG) - len(expected)}
+
+@pytest.mark.parametrize("case", FILTER_CASES)
+def test_a_filter_keeps_the_matching_events_and_counts_the_removed_events(tmp_path: Path, case: str) -> None:
+    filter_settings, filter_events, reason = FILTER_CASES[case]
+    manifest = ingest(
+        tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LEAVE_LAST_OUT, filter=filter_settings
+    )
+    expected_events = sorted(filter_events(LOG))
+    stored_events = sorted_events_of(manifest)
+    assert sorted((user, time) for user, _, time in stored_events) == sorted((user, time) for user, _, time in expected_events)
+    if reason != "over_cap":  # the row of the item decides which of the events at one time is newest
+        assert stored_events == expected_events
+    assert manifest.num_removed_events_by_filter == {reason: len(LOG) - len(expected_events)}
 
 
 def test_users_above_the_bot_threshold_are_removed_with_their_events(tmp_path: Path) -> None:
     manifest = ingest(
-        tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_threshold": 10}
+        tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LEAVE_LAST_OUT, filter={"bot_threshold": 10}
     )
     assert read_store(manifest).users == [1, 2]
     assert manifest.num_removed_events_by_filter == {"bot_users": 1, "bot_events": 30}
 
 
-@pytest.mark.parametrize("filters", [{}, {"max_user_events": 3}, {"duplicates": "last"}])
-def test_equal_events_are_held_out_independently_of_their_order_in_the_file(tmp_path: Path, filters: dict[str, object]) -> None:
+@pytest.mark.parametrize("filter_settings", [{}, {"max_user_events": 3}, {"duplicates": "last"}])
+def test_equal_events_are_held_out_independently_of_their_order_in_the_file(
+    tmp_path: Path, filter_settings: dict[str, object]
+) -> None:
     log = [(user, item, 5) for user in (1, 2) for item in (10, 10, 11, 11, 12, 12)]
     weights = [float(number) for number in range(len(log))]
-    stored = []
-    for name, step in (("as it came", 1), ("turned around", -1)):
+    weights_by_order = []
+    for name, step in (("original", 1), ("reversed", -1)):
         path = write_log(tmp_path / f"{name}.parquet", log[::step], w=weights[::step])
-        manifest = ingest(tmp_path / name, path, split=LAST_OUT, weight_column="w", filter=filters)
-        stored.append(np.load(manifest.path("event_weight.npy")).tolist())
-    assert stored[0] == stored[1]
+        manifest = ingest(tmp_path / name, path, split=LEAVE_LAST_OUT, weight_column="w", filter=filter_settings)
+        weights_by_order.append(np.load(manifest.path("event_weight.npy")).tolist())
+    assert weights_by_order[0] == weights_by_order[1]
 
 
-@pytest.mark.parametrize("policy", ["exact", "first", "last"])
-def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize("duplicates", ["exact", "first", "last"])
+def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_path: Path, duplicates: str) -> None:
     log = [(user, item, user + item) for user in (1, 2) for item in (10, 11, 12)]
-    train, test = write_log(tmp_path / "train.parquet", log), write_log(tmp_path / "test.parquet", [*log, (1, 13, 9)])
-    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": (test,)}, filter={"duplicates": policy})
+    train_path, test_path = write_log(tmp_path / "train.parquet", log), write_log(tmp_path / "test.parquet", [*log, (1, 13, 9)])
+    manifest = ingest(
+        tmp_path / "stage", train_path, split={"kind": "files", "test_paths": (test_path,)}, filter={"duplicates": duplicates}
+    )
     assert [sorted(part) for part in read_store(manifest).splits] == [log, [], [(1, 13, 9)]]
 
 
@@ -147,7 +165,7 @@ def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_
         {"label_column": "l", "label_threshold": 1.0, "label_range": (0.0, float("inf"))},
     ],
 )
-def test_a_setting_that_is_no_finite_number_is_rejected(settings: dict[str, object]) -> None:
+def test_a_setting_that_is_not_a_finite_number_is_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="should be a finite number"):
         InteractionsConfig.model_validate({"paths": ("log.parquet",), "timestamp_column": "t"} | settings)
 
@@ -155,9 +173,9 @@ def test_a_setting_that_is_no_finite_number_is_rejected(settings: dict[str, obje
 def test_a_filter_that_removes_all_events_is_rejected(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.parquet", LOG)
     with input_error(path, "interactions.filter removes all events; relax it"):
-        ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 100})
+        ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, filter={"min_user_events": 100})
     with input_error(path, "column 'user_id': the log has a single user"):
-        ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 10})
+        ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, filter={"min_user_events": 10})
 
 
 def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
@@ -166,13 +184,13 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
     weights, devices = [number / 8 for number in times], [f"d{number}" for number in times]
     path = write_log(tmp_path / "log.parquet", log, w=weights, **{"de'v\"ice": devices})
     settings = {"weight_column": "w", "context_columns": ("de'v\"ice", "t")}
-    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, **settings)
-    stored = np.load(manifest.path("event_time.npy"))
-    assert np.load(manifest.path("event_weight.npy")).tolist() == [weights[time] for time in stored]
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, **settings)
+    stored_times = np.load(manifest.path("event_time.npy"))
+    assert np.load(manifest.path("event_weight.npy")).tolist() == [weights[time] for time in stored_times]
     context = pq.read_table(manifest.path("context.parquet"))
     assert context.column_names == ["de'v\"ice", "t"]
-    assert context.column(0).to_pylist() == [devices[time] for time in stored]
-    assert context.column("t").to_pylist() == stored.tolist()
+    assert context.column(0).to_pylist() == [devices[time] for time in stored_times]
+    assert context.column("t").to_pylist() == stored_times.tolist()
 
 
 @pytest.mark.parametrize(
@@ -188,13 +206,13 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_need_each_other_are_checked(settings: dict[str, object], message: str) -> None:
+def test_settings_that_do_not_fit_together_are_rejected(settings: dict[str, object], message: str) -> None:
     split = {"kind": "files", "test_paths": "test.parquet"}
     with pytest.raises(ValidationError, match=message):
         InteractionsConfig(**{"paths": "log.parquet", "split": split} | settings)
 
 
-def test_the_time_split_starts_from_the_newest_event_above_the_threshold(tmp_path: Path) -> None:
+def test_the_test_period_ends_with_the_newest_event_that_reaches_the_label_threshold(tmp_path: Path) -> None:
     log = [(1, 1, 0), (2, 2, 0), (1, 3, 2 * DAY_US), (1, 4, 9 * DAY_US)]
     path = write_parquet(
         tmp_path / "a.parquet",

@@ -1,4 +1,4 @@
-"""Incremental ingest: a second run reads new files only, every id keeps its row, and no event is lost or repeated."""
+"""Incremental ingest, in which a run continues the vocabularies and the parts of the previous run."""
 
 import errno
 import time
@@ -11,76 +11,76 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.ingest.log import incremental as log_parts
+from recsys_core.ingest.log import incremental
 from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
 from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
-TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
+TIME_SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 DAYS: list[list[Event]] = [
     [("ann", "x", 1), ("bob", "x", 2), ("ann", "y", 3)],
     [("bob", "y", DAY_US), ("cat", "z", DAY_US + 1), ("ann", "x", DAY_US + 2)],
     [("ann", "z", 2 * DAY_US), ("bob", "x", 2 * DAY_US + 1), ("cat", "x", 2 * DAY_US + 2)],
     [("dan", "w", 3 * DAY_US), ("ann", "w", 3 * DAY_US + 1), ("dan", "x", 3 * DAY_US + 2)],
 ]
+"""Events of four days. The user dan and the item w are new on the last day."""
 
 
-def partitions(folder: Path, days: list[list[Event]]) -> str:
-    for number, events in enumerate(days):
-        path = folder / f"day{number}.parquet"
+def write_days(folder: Path, events_by_day: list[list[Event]]) -> str:
+    """Write a file for each day that has no file yet. Return a glob of all files."""
+    for day, events in enumerate(events_by_day):
+        path = folder / f"day{day}.parquet"
         if not path.exists():
             write_log(path, events)
     return str(folder / "*.parquet")
 
 
-def two_runs(
-    folder: Path, *, split: dict[str, Any] = TIME, **settings: Any
+def ingest_in_two_runs(
+    folder: Path, *, split: dict[str, Any] = TIME_SPLIT, **settings: Any
 ) -> tuple[InteractionsManifest, InteractionsManifest]:
-    """Ingest three days, then in a second run one more."""
-    first_manifest = ingest(folder / "run1", partitions(folder / "in", DAYS[:3]), split=split, **settings)
-    paths = partitions(folder / "in", DAYS)
+    """Ingest three days in a first run, and a fourth day in a second run. Return both manifests."""
+    first_manifest = ingest(folder / "run1", write_days(folder / "in", DAYS[:3]), split=split, **settings)
+    paths = write_days(folder / "in", DAYS)
     return first_manifest, ingest(folder / "run2", paths, split=split, previous=first_manifest, **settings)
 
 
-def rows(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
+def row_by_id(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
+    """Return the vocabulary. side: "users" or "items"."""
     ids = pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_pylist()
     return {id_: row for row, id_ in enumerate(ids)}
 
 
-def same_events(manifest: InteractionsManifest, other: InteractionsManifest) -> None:
-    for events, other_events in zip(read_store(manifest).splits, read_store(other).splits, strict=True):
+def assert_same_events(manifest: InteractionsManifest, other_manifest: InteractionsManifest) -> None:
+    """Assert that two stages have the same events in each split."""
+    for events, other_events in zip(read_store(manifest).splits, read_store(other_manifest).splits, strict=True):
         assert sorted(events) == sorted(other_events)
 
 
 def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[list[str]] = []
-    read_part = log_parts.read_part
+    file_names_by_part: list[list[str]] = []
+    read_part = incremental.read_part
 
-    def spy(*args: Any, sources: Any, **kwargs: Any) -> Any:
-        opened.append([Path(source.name).name for source in sources])
+    def record_files(*args: Any, sources: Any, **kwargs: Any) -> Any:
+        file_names_by_part.append([Path(source.name).name for source in sources])
         return read_part(*args, sources=sources, **kwargs)
 
-    monkeypatch.setattr(log_parts, "read_part", spy)
-    first_manifest, second_manifest = two_runs(tmp_path)
-    assert opened == [["day0.parquet", "day1.parquet", "day2.parquet"], ["day3.parquet"]]
-    assert (
-        first_manifest.num_files_read,
-        first_manifest.num_rows_read,
-        second_manifest.num_files_read,
-        second_manifest.num_rows_read,
-    ) == (3, 9, 1, 3)
+    monkeypatch.setattr(incremental, "read_part", record_files)
+    first_manifest, second_manifest = ingest_in_two_runs(tmp_path)
+    assert file_names_by_part == [["day0.parquet", "day1.parquet", "day2.parquet"], ["day3.parquet"]]
+    assert (first_manifest.num_files_read, first_manifest.num_rows_read) == (3, 9)
+    assert (second_manifest.num_files_read, second_manifest.num_rows_read) == (1, 3)
     for side in ("users", "items"):
-        assert rows(first_manifest, side).items() <= rows(second_manifest, side).items()
-    assert list(rows(second_manifest, "users"))[3:] == ["dan"] and list(rows(second_manifest, "items"))[3:] == ["w"]
+        assert row_by_id(first_manifest, side).items() <= row_by_id(second_manifest, side).items()
+    assert list(row_by_id(second_manifest, "users"))[3:] == ["dan"] and list(row_by_id(second_manifest, "items"))[3:] == ["w"]
     assert (first_manifest.lineage, first_manifest.run_number, second_manifest.run_number) == (second_manifest.lineage, 1, 2)
     assert second_manifest.rebuild_reason is None
-    same_events(second_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
+    assert_same_events(second_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT))
 
 
-def test_a_part_of_the_previous_run_is_shared_not_copied(tmp_path: Path) -> None:
-    first_manifest, second_manifest = two_runs(tmp_path)
+def test_a_part_of_the_previous_run_is_a_hard_link(tmp_path: Path) -> None:
+    first_manifest, second_manifest = ingest_in_two_runs(tmp_path)
     assert [part.file_name for part in first_manifest.parts] == [second_manifest.parts[0].file_name]
     assert first_manifest.path(first_manifest.parts[0].file_name).samefile(
         second_manifest.path(second_manifest.parts[0].file_name)
@@ -88,98 +88,101 @@ def test_a_part_of_the_previous_run_is_shared_not_copied(tmp_path: Path) -> None
 
 
 def test_a_run_without_new_files_reads_no_file(tmp_path: Path) -> None:
-    first_manifest, _ = two_runs(tmp_path)
+    first_manifest, _ = ingest_in_two_runs(tmp_path)
     (tmp_path / "in" / "day3.parquet").unlink()
-    again = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest)
-    assert (again.num_files_read, again.run_number) == (0, 2)
-    assert read_store(again) == read_store(first_manifest)
+    second_manifest = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, previous=first_manifest)
+    assert (second_manifest.num_files_read, second_manifest.run_number) == (0, 2)
+    assert read_store(second_manifest) == read_store(first_manifest)
 
 
-def test_a_changed_file_is_read_again_and_counts_once(tmp_path: Path) -> None:
-    first_manifest, _ = two_runs(tmp_path)
+def test_a_changed_file_replaces_its_earlier_events(tmp_path: Path) -> None:
+    first_manifest, _ = ingest_in_two_runs(tmp_path)
     write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY_US), ("eve", "x", DAY_US + 1)])
-    manifest = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest)
+    manifest = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, previous=first_manifest)
     assert manifest.num_files_read == 2
-    same_events(manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
+    assert_same_events(manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT))
 
 
 def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_path: Path) -> None:
-    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS), split=TIME_SPLIT)
     (tmp_path / "in" / "day3.parquet").unlink()
-    manifest = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest)
+    manifest = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, previous=first_manifest)
     assert (manifest.num_files_read, manifest.num_users, manifest.num_idle_users, manifest.num_idle_items) == (0, 4, 1, 1)
-    assert rows(manifest, "users") == rows(first_manifest, "users")
+    assert row_by_id(manifest, "users") == row_by_id(first_manifest, "users")
     assert sum(len(part) for part in read_store(manifest).splits) == 9
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "reason"),
     [
         ({"vocabulary": {"rebuild": "always"}}, "rebuild is always"),
         ({"vocabulary": {"rebuild_after_runs": 1}}, "1 runs have used the same vocabularies"),
     ],
 )
-def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
-    first_manifest, second_manifest = two_runs(tmp_path, **settings)
-    assert second_manifest.rebuild_reason is not None and why in second_manifest.rebuild_reason
-    assert (second_manifest.run_number, second_manifest.num_files_read, second_manifest.lineage == first_manifest.lineage) == (
-        1,
-        4,
-        False,
-    )
-    counts = [sum(event[1] == item for day in DAYS for event in day) for item in rows(second_manifest, "items")]
+def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    first_manifest, second_manifest = ingest_in_two_runs(tmp_path, **settings)
+    assert second_manifest.rebuild_reason is not None and reason in second_manifest.rebuild_reason
+    assert (second_manifest.run_number, second_manifest.num_files_read) == (1, 4)
+    assert second_manifest.lineage != first_manifest.lineage
+    counts = [sum(event[1] == item for day in DAYS for event in day) for item in row_by_id(second_manifest, "items")]
     assert counts == sorted(counts, reverse=True)
 
 
 def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
-    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
-    for number in (0, 1):
-        (tmp_path / "in" / f"day{number}.parquet").unlink()
-    new = [[("new", "w", day * DAY_US), ("ann", "x", day * DAY_US)] for day in (20, 21, 22)]
-    for number, events in enumerate(new):
-        write_log(tmp_path / "in" / f"late{number}.parquet", events)
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS), split=TIME_SPLIT)
+    for day in (0, 1):
+        (tmp_path / "in" / f"day{day}.parquet").unlink()
+    late_days = [[("new", "w", day * DAY_US), ("ann", "x", day * DAY_US)] for day in (20, 21, 22)]
+    for day, events in enumerate(late_days):
+        write_log(tmp_path / "in" / f"late{day}.parquet", events)
     paths = str(tmp_path / "in" / "late*.parquet")
-    second_manifest = ingest(tmp_path / "run2", paths, split=TIME, previous=first_manifest)
+    second_manifest = ingest(tmp_path / "run2", paths, split=TIME_SPLIT, previous=first_manifest)
     assert (second_manifest.rebuild_reason, second_manifest.num_idle_users, second_manifest.num_users) == (None, 3, 5)
-    third = ingest(tmp_path / "run3", paths, split=TIME, previous=second_manifest)
-    assert third.rebuild_reason is not None and "3 of 5 users had no event in the previous run" in third.rebuild_reason
-    assert (third.num_users, third.num_idle_users) == (2, 0)
+    third_manifest = ingest(tmp_path / "run3", paths, split=TIME_SPLIT, previous=second_manifest)
+    assert third_manifest.rebuild_reason is not None
+    assert "3 of 5 users had no event in the previous run" in third_manifest.rebuild_reason
+    assert (third_manifest.num_users, third_manifest.num_idle_users) == (2, 0)
 
 
-def test_other_reading_settings_read_all_files_again_and_keep_the_rows(tmp_path: Path) -> None:
-    for number, events in enumerate(DAYS):
-        write_log(tmp_path / "in" / f"day{number}.parquet", events, stars=[5, 1, 5])
+def test_with_another_label_column_all_files_are_read_again_and_ids_keep_their_rows(tmp_path: Path) -> None:
+    for day, events in enumerate(DAYS):
+        write_log(tmp_path / "in" / f"day{day}.parquet", events, stars=[5, 1, 5])
     paths = str(tmp_path / "in" / "*.parquet")
-    first_manifest = ingest(tmp_path / "run1", paths, split=TIME)
+    first_manifest = ingest(tmp_path / "run1", paths, split=TIME_SPLIT)
     second_manifest = ingest(
-        tmp_path / "run2", paths, split=TIME, previous=first_manifest, label_column="stars", label_threshold=3
+        tmp_path / "run2", paths, split=TIME_SPLIT, previous=first_manifest, label_column="stars", label_threshold=3
     )
-    assert (second_manifest.num_files_read, second_manifest.run_number, second_manifest.num_removed_events_by_filter) == (
-        4,
-        2,
-        {"below_threshold": 4},
-    )
-    assert rows(second_manifest, "users") == rows(first_manifest, "users")
+    assert (second_manifest.num_files_read, second_manifest.run_number) == (4, 2)
+    assert second_manifest.num_removed_events_by_filter == {"below_threshold": 4}
+    assert row_by_id(second_manifest, "users") == row_by_id(first_manifest, "users")
 
 
 def test_an_id_below_the_minimum_gets_a_row_once_it_has_enough_events(tmp_path: Path) -> None:
-    chosen = {"filter": {"min_user_events": 3}}
-    first_manifest, second_manifest = two_runs(tmp_path, **chosen)
-    assert set(rows(first_manifest, "users")) == {"ann", "bob"}
-    assert rows(first_manifest, "users").items() <= rows(second_manifest, "users").items()
-    more = write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY_US + 5), ("dan", "y", 3 * DAY_US + 6)])
-    third = ingest(tmp_path / "run3", str(Path(more).parent / "*.parquet"), split=TIME, previous=second_manifest, **chosen)
-    assert rows(second_manifest, "users").items() <= rows(third, "users").items()
-    assert set(rows(third, "users")) == {"ann", "bob", "cat", "dan"}
-    same_events(third, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME, **chosen))
+    filter_settings = {"filter": {"min_user_events": 3}}
+    first_manifest, second_manifest = ingest_in_two_runs(tmp_path, **filter_settings)
+    assert set(row_by_id(first_manifest, "users")) == {"ann", "bob"}
+    assert row_by_id(first_manifest, "users").items() <= row_by_id(second_manifest, "users").items()
+    later_path = write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY_US + 5), ("dan", "y", 3 * DAY_US + 6)])
+    third_manifest = ingest(
+        tmp_path / "run3",
+        str(Path(later_path).parent / "*.parquet"),
+        split=TIME_SPLIT,
+        previous=second_manifest,
+        **filter_settings,
+    )
+    assert row_by_id(second_manifest, "users").items() <= row_by_id(third_manifest, "users").items()
+    assert set(row_by_id(third_manifest, "users")) == {"ann", "bob", "cat", "dan"}
+    assert_same_events(
+        third_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, **filter_settings)
+    )
 
 
 def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def raise_cross_device_error(*_: Any) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
-    first_manifest, second_manifest = two_runs(tmp_path)
+    monkeypatch.setattr(Path, "hardlink_to", raise_cross_device_error)
+    first_manifest, second_manifest = ingest_in_two_runs(tmp_path)
     assert second_manifest.num_files_read == 1
     assert not first_manifest.path(first_manifest.parts[0].file_name).samefile(
         second_manifest.path(second_manifest.parts[0].file_name)
@@ -189,113 +192,117 @@ def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
 def test_parts_of_another_engine_version_are_read_again_and_every_id_keeps_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), split=TIME)
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS[:3]), split=TIME_SPLIT)
     monkeypatch.setattr(DuckdbEngine, "version", "duckdb 0.0.0")
-    second_manifest = ingest(tmp_path / "run2", partitions(tmp_path / "in", DAYS), split=TIME, previous=first_manifest)
+    second_manifest = ingest(tmp_path / "run2", write_days(tmp_path / "in", DAYS), split=TIME_SPLIT, previous=first_manifest)
     assert (second_manifest.num_files_read, second_manifest.rebuild_reason) == (4, None)
     for side in ("users", "items"):
-        assert rows(first_manifest, side).items() <= rows(second_manifest, side).items()
-    same_events(second_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
+        assert row_by_id(first_manifest, side).items() <= row_by_id(second_manifest, side).items()
+    assert_same_events(second_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT))
 
 
 def test_ids_of_another_column_are_numbered_again(tmp_path: Path) -> None:
-    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
-    turned = {"user_column": "item_id", "item_column": "user_id"}
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS), split=TIME_SPLIT)
+    swapped_columns = {"user_column": "item_id", "item_column": "user_id"}
     second_manifest = ingest(
-        tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest, **turned
+        tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, previous=first_manifest, **swapped_columns
     )
     assert second_manifest.rebuild_reason is not None and "('item_id', 'user_id')" in second_manifest.rebuild_reason
-    assert set(rows(second_manifest, "users")) == set(rows(first_manifest, "items"))
+    assert set(row_by_id(second_manifest, "users")) == set(row_by_id(first_manifest, "items"))
 
 
 def test_a_row_from_the_future_is_used_once_its_time_is_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = partitions(tmp_path / "in", DAYS)
-    dropping = {"on_bad_rows": "drop", "max_bad_share": 0.5, "max_future_days": 0}
+    path = write_days(tmp_path / "in", DAYS)
+    drop_settings = {"on_bad_rows": "drop", "max_bad_share": 0.5, "max_future_days": 0}
     monkeypatch.setattr(time, "time_ns", lambda: (3 * DAY_US - 1) * 1_000)
-    first_manifest = ingest(tmp_path / "run1", path, split=TIME, **dropping)
+    first_manifest = ingest(tmp_path / "run1", path, split=TIME_SPLIT, **drop_settings)
     assert first_manifest.num_bad_rows_by_reason == {"t: in the future": 3}
     monkeypatch.setattr(time, "time_ns", lambda: 4 * DAY_US * 1_000)
-    second_manifest = ingest(tmp_path / "run2", path, split=TIME, previous=first_manifest, **dropping)
+    second_manifest = ingest(tmp_path / "run2", path, split=TIME_SPLIT, previous=first_manifest, **drop_settings)
     assert (second_manifest.num_bad_rows_by_reason, second_manifest.num_files_read) == ({}, 4)
-    same_events(second_manifest, ingest(tmp_path / "whole", path, split=TIME))
+    assert_same_events(second_manifest, ingest(tmp_path / "whole", path, split=TIME_SPLIT))
 
 
 def test_a_bad_new_day_leaves_the_previous_run_unchanged(tmp_path: Path) -> None:
-    first_manifest, _ = two_runs(tmp_path)
+    first_manifest, _ = ingest_in_two_runs(tmp_path)
     write_parquet(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY_US, 4 * DAY_US])
     with input_error("day4.parquet: column 'user_id', row 1: null"):
-        ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest)
+        ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, previous=first_manifest)
     assert not (tmp_path / "bad").exists()
-    assert (
-        first_manifest.path(first_manifest.parts[0].file_name).stat().st_size
-        == first_manifest.files[first_manifest.parts[0].file_name].size_bytes
-    )
+    part_name = first_manifest.parts[0].file_name
+    assert first_manifest.path(part_name).stat().st_size == first_manifest.files[part_name].size_bytes
 
 
 def test_a_file_without_rows_may_be_deleted(tmp_path: Path) -> None:
-    log, empty = write_log(tmp_path / "log.parquet", DAYS[0] + DAYS[1] + DAYS[2]), tmp_path / "empty.parquet"
-    pq.write_table(pq.read_table(log).slice(0, 0), empty)
-    first_manifest = ingest(tmp_path / "run1", log, split=TIME)
-    second_manifest = ingest(tmp_path / "run2", log, str(empty), split=TIME, previous=first_manifest)
-    same_events(ingest(tmp_path / "run3", log, split=TIME, previous=second_manifest), first_manifest)
+    log_path, empty_path = write_log(tmp_path / "log.parquet", DAYS[0] + DAYS[1] + DAYS[2]), tmp_path / "empty.parquet"
+    pq.write_table(pq.read_table(log_path).slice(0, 0), empty_path)
+    first_manifest = ingest(tmp_path / "run1", log_path, split=TIME_SPLIT)
+    second_manifest = ingest(tmp_path / "run2", log_path, str(empty_path), split=TIME_SPLIT, previous=first_manifest)
+    assert_same_events(ingest(tmp_path / "run3", log_path, split=TIME_SPLIT, previous=second_manifest), first_manifest)
 
 
-def test_an_id_of_a_deleted_file_gets_no_row_when_its_filter_is_removed(tmp_path: Path) -> None:
-    old, new = (
+def test_an_id_that_occurs_only_in_a_deleted_file_gets_no_row_when_the_filter_is_removed(tmp_path: Path) -> None:
+    old_path, new_path = (
         write_log(tmp_path / "old.parquet", [("rare", "r", 5)]),
         write_log(tmp_path / "new.parquet", [event for events in DAYS for event in events]),
     )
-    filtered = {"min_item_events": 2}
-    first_manifest = ingest(tmp_path / "run1", old, new, split=TIME, filter=filtered)
-    second_manifest = ingest(tmp_path / "run2", new, split=TIME, previous=first_manifest)
-    assert not {"rare", "r"} & {*rows(second_manifest, "users"), *rows(second_manifest, "items")}
+    filter_settings = {"min_item_events": 2}
+    first_manifest = ingest(tmp_path / "run1", old_path, new_path, split=TIME_SPLIT, filter=filter_settings)
+    second_manifest = ingest(tmp_path / "run2", new_path, split=TIME_SPLIT, previous=first_manifest)
+    assert not {"rare", "r"} & {*row_by_id(second_manifest, "users"), *row_by_id(second_manifest, "items")}
     assert (second_manifest.num_idle_users, second_manifest.num_idle_items) == (0, 0)
 
 
 @pytest.mark.parametrize("folder", ["user=bob", "item=x", "split=1", "position=5", "id=7"])
-def test_a_workspace_in_a_folder_named_like_a_hive_key_is_read_like_any_other(tmp_path: Path, folder: str) -> None:
-    first_manifest, second_manifest = two_runs(tmp_path / folder)
-    plain_first, plain_second = two_runs(tmp_path / "plain")
-    for manifest, plain in ((first_manifest, plain_first), (second_manifest, plain_second)):
-        same_events(manifest, plain)
-        assert rows(manifest, "users") == rows(plain, "users") and rows(manifest, "items") == rows(plain, "items")
+def test_a_workspace_in_a_folder_named_like_a_hive_partition_has_the_same_results(tmp_path: Path, folder: str) -> None:
+    first_manifest, second_manifest = ingest_in_two_runs(tmp_path / folder)
+    plain_first_manifest, plain_second_manifest = ingest_in_two_runs(tmp_path / "plain")
+    for manifest, plain_manifest in ((first_manifest, plain_first_manifest), (second_manifest, plain_second_manifest)):
+        assert_same_events(manifest, plain_manifest)
+        for side in ("users", "items"):
+            assert row_by_id(manifest, side) == row_by_id(plain_manifest, side)
 
 
-day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, DAY_US - 1)), min_size=1, max_size=8)
-days = st.lists(day, min_size=4, max_size=7)
+events_of_day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, DAY_US - 1)), min_size=1, max_size=8)
+logs_by_day = st.lists(events_of_day, min_size=4, max_size=7)
 
 
 @settings(max_examples=10, deadline=None)
-@given(days=days, cuts=st.sets(st.integers(1, 6), min_size=1, max_size=3), least=st.integers(1, 2))
+@given(
+    events_by_day=logs_by_day, run_bounds=st.sets(st.integers(1, 6), min_size=1, max_size=3), min_item_events=st.integers(1, 2)
+)
 def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
-    tmp_path_factory: pytest.TempPathFactory, days: list[list[Event]], cuts: set[int], least: int
+    tmp_path_factory: pytest.TempPathFactory, events_by_day: list[list[Event]], run_bounds: set[int], min_item_events: int
 ) -> None:
-    log = [[(user, item, day * DAY_US + time) for user, item, time in events] for day, events in enumerate(days)]
-    log[0] += [(user, item, time) for user in (8, 9) for item in (8, 9) for time in (1, 2)]  # something is always left
+    log = [[(user, item, day * DAY_US + time) for user, item, time in events] for day, events in enumerate(events_by_day)]
+    # These events always pass the filter.
+    log[0] += [(user, item, time) for user in (8, 9) for item in (8, 9) for time in (1, 2)]
     folder = tmp_path_factory.mktemp("runs")
-    test = write_log(folder / "test.parquet", log[0])
-    chosen = {"split": {"kind": "files", "test_paths": test}, "filter": {"min_item_events": least}}
+    test_path = write_log(folder / "test.parquet", log[0])
+    ingest_settings = {"split": {"kind": "files", "test_paths": test_path}, "filter": {"min_item_events": min_item_events}}
     manifest: InteractionsManifest | None = None
-    for number, stop in enumerate(sorted({2, *(min(cut + 1, len(log)) for cut in cuts), len(log)})):
-        before = manifest
-        manifest = ingest(folder / f"run{number}", partitions(folder / "in", log[:stop]), previous=before, **chosen)
-        if before is not None:
+    for run_index, stop in enumerate(sorted({2, *(min(cut + 1, len(log)) for cut in run_bounds), len(log)})):
+        previous = manifest
+        manifest = ingest(
+            folder / f"run{run_index}", write_days(folder / "in", log[:stop]), previous=previous, **ingest_settings
+        )
+        if previous is not None:
             for side in ("users", "items"):
-                assert rows(before, side).items() <= rows(manifest, side).items()
+                assert row_by_id(previous, side).items() <= row_by_id(manifest, side).items()
     assert manifest is not None
-    manifest_of_one_run = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **chosen)
-    same_events(manifest, manifest_of_one_run)
-    rank = np.load(manifest.path("item_rank.npy"))
-    counts = np.load(manifest.path("item_count.npy"))
-    assert sorted(rank.tolist()) == list(range(manifest.num_items))
-    assert (np.diff(counts[np.argsort(rank)]) <= 0).all()
+    manifest_of_one_run = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **ingest_settings)
+    assert_same_events(manifest, manifest_of_one_run)
+    rank_I = np.load(manifest.path("item_rank.npy"))
+    count_I = np.load(manifest.path("item_count.npy"))
+    assert sorted(rank_I.tolist()) == list(range(manifest.num_items))
+    assert (np.diff(count_I[np.argsort(rank_I)]) <= 0).all()
 
 
 def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) -> None:
     plain_path, checked_path = tmp_path / "log" / "a.parquet", tmp_path / "log" / "b.parquet"
     for path, first_day in ((plain_path, 0), (checked_path, 4)):
-        days = [(first_day + day) * DAY_US for day in range(4)]
-        write_parquet(path, user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=days)
+        times = [(first_day + day) * DAY_US for day in range(4)]
+        write_parquet(path, user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=times)
     pq.write_table(pq.read_table(checked_path), checked_path, write_page_checksum=True)
     split = {"kind": "time", "test_days": 1, "validation_days": 1}
     manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=split)
@@ -305,16 +312,18 @@ def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) ->
     }
 
 
-def test_rows_that_are_no_codes_stay_in_a_third_run_without_a_filter(tmp_path: Path) -> None:
-    """The first run gives no row to ann, who has the first code."""
-    settings: dict[str, Any] = {"split": TIME, "vocabulary": {"max_idle_share": 1}}
-    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), filter={"bot_threshold": 3}, **settings)
-    paths = partitions(tmp_path / "in", DAYS)
+def test_rows_that_differ_from_the_codes_stay_in_a_third_run_without_a_filter(tmp_path: Path) -> None:
+    """ann has the first code of a part, but no row in the first run. Rows therefore differ from codes."""
+    settings: dict[str, Any] = {"split": TIME_SPLIT, "vocabulary": {"max_idle_share": 1}}
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS[:3]), filter={"bot_threshold": 3}, **settings)
+    paths = write_days(tmp_path / "in", DAYS)
     second_manifest = ingest(tmp_path / "run2", paths, previous=first_manifest, **settings)
-    third = ingest(tmp_path / "run3", paths, previous=second_manifest, **settings)
-    assert (list(rows(first_manifest, "users")), list(rows(third, "users"))) == (["bob", "cat"], ["bob", "cat", "ann", "dan"])
+    third_manifest = ingest(tmp_path / "run3", paths, previous=second_manifest, **settings)
+    assert (list(row_by_id(first_manifest, "users")), list(row_by_id(third_manifest, "users"))) == (
+        ["bob", "cat"],
+        ["bob", "cat", "ann", "dan"],
+    )
     for side in ("users", "items"):
-        assert rows(first_manifest, side).items() <= rows(second_manifest, side).items() and rows(
-            second_manifest, side
-        ) == rows(third, side)
-    same_events(third, second_manifest)
+        assert row_by_id(first_manifest, side).items() <= row_by_id(second_manifest, side).items()
+        assert row_by_id(second_manifest, side) == row_by_id(third_manifest, side)
+    assert_same_events(third_manifest, second_manifest)

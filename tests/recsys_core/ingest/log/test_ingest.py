@@ -1,4 +1,4 @@
-"""No event is lost, repeated or put into the wrong split, for any ids, times and number of threads."""
+"""Ingest of valid logs: splits, times, orders, labels, vectors and files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from recsys_core.manifests.stage_folder import MARKER_NAME
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import (
     Event,
-    check_stored_events,
+    assert_stored_events,
     ingest,
     leave_last_out,
     read_store,
@@ -27,25 +27,25 @@ from tests.recsys_core.ingest.interaction_logs import (
 )
 from tests.recsys_core.ingest.parquet_files import write_parquet
 
-LAST_OUT = {"kind": "leave_last_out"}
-BEAUTY = Path(__file__).parents[5] / "shared" / "data" / "beauty"
+LEAVE_LAST_OUT = {"kind": "leave_last_out"}
+BEAUTY_FOLDER = Path(__file__).parents[5] / "shared" / "data" / "beauty"
 
 int64 = st.integers(-(2**63), 2**63 - 1)
-ids = st.sampled_from([int64, st.text(min_size=1, max_size=3), st.integers(0, 3)])
+id_strategies = st.sampled_from([int64, st.text(min_size=1, max_size=3), st.integers(0, 3)])
 times = st.integers(0, 40).map(lambda step: step * DAY_US // 4)
 
 
 @st.composite
-def logs(draw: st.DrawFn, smallest: int = 1) -> list[Event]:
-    """Draw events of few ids, which repeat, and times on a grid, of which some are equal or on the edge of a split."""
-    users, items = (draw(st.lists(draw(ids), min_size=2, max_size=6, unique=True)) for _ in range(2))
-    log = draw(st.lists(st.tuples(st.sampled_from(users), st.sampled_from(items), times), min_size=smallest, max_size=30))
-    return [(users[0], items[0], draw(times)), (users[1], items[1], draw(times)), *log]  # a single user or item is refused
+def logs(draw: st.DrawFn, min_events: int = 1) -> list[Event]:
+    """Draw a log with few ids, which repeat, and with times on a grid, which repeat and coincide with the bounds of splits."""
+    users, items = (draw(st.lists(draw(id_strategies), min_size=2, max_size=6, unique=True)) for _ in range(2))
+    log = draw(st.lists(st.tuples(st.sampled_from(users), st.sampled_from(items), times), min_size=min_events, max_size=30))
+    return [(users[0], items[0], draw(times)), (users[1], items[1], draw(times)), *log]  # a log needs two users and two items
 
 
 @settings(max_examples=40, deadline=None)
 @given(log=logs(), test_days=st.sampled_from([0.25, 1.0, 1.3]), validation_days=st.sampled_from([0.0, 0.5, 2.0]))
-def test_a_time_split_holds_every_event_once_in_order(
+def test_a_time_split_has_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], test_days: float, validation_days: float
 ) -> None:
     splits = split_by_time(log, test_days=test_days, validation_days=validation_days)
@@ -53,84 +53,80 @@ def test_a_time_split_holds_every_event_once_in_order(
     folder = tmp_path_factory.mktemp("time")
     split = {"kind": "time", "test_days": test_days, "validation_days": validation_days}
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
-    check_stored_events(manifest, splits)
-    assert (
-        manifest.num_removed_events_by_filter,
-        manifest.num_items_with_vector,
-        manifest.num_items_vector_only,
-        manifest.is_ordered,
-    ) == (
-        {},
-        0,
-        0,
-        True,
-    )
+    assert_stored_events(manifest, splits)
+    assert manifest.is_ordered and manifest.num_removed_events_by_filter == {}
+    assert (manifest.num_items_with_vector, manifest.num_items_vector_only) == (0, 0)
 
 
 @settings(max_examples=40, deadline=None)
 @given(log=logs(), test_users=st.integers(1, 5))
-def test_an_automatic_test_period_is_the_shortest_one_with_enough_users_and_at_most_a_fifth_of_the_log(
+def test_an_automatic_test_period_is_the_shortest_with_enough_users_and_at_most_a_fifth_of_the_log(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], test_users: int
 ) -> None:
     event_times = [time for _, _, time in log]
-    most_days = max(1, (max(event_times) - min(event_times)) // (5 * DAY_US))
-    needed_users = min(test_users, len({user for user, _, _ in log}))
+    max_days = max(1, (max(event_times) - min(event_times)) // (5 * DAY_US))
+    min_users = min(test_users, len({user for user, _, _ in log}))
     test_days = next(
         (
             days
-            for days in range(1, most_days)
-            if len({user for user, _, time in log if max(event_times) - time < days * DAY_US}) >= needed_users
+            for days in range(1, max_days)
+            if len({user for user, _, time in log if max(event_times) - time < days * DAY_US}) >= min_users
         ),
-        most_days,
+        max_days,
     )
     splits = split_by_time(log, test_days=test_days, validation_days=1.0)
     assume(splits[0])
     folder = tmp_path_factory.mktemp("auto")
     split = {"kind": "time", "test_users": test_users}
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
-    check_stored_events(manifest, splits)
+    assert_stored_events(manifest, splits)
     assert manifest.test_days == test_days
 
 
 @settings(max_examples=40, deadline=None)
 @given(log=logs(), min_events=st.integers(3, 5))
-def test_leave_last_out_holds_every_event_once_in_order(
+def test_leave_last_out_has_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_events: int
 ) -> None:
     log += [(*log[0][:2], step * DAY_US) for step in range(min_events)]  # at least one user has test events
     splits = leave_last_out(log, min_events=min_events)
     folder = tmp_path_factory.mktemp("last")
     path = write_log(folder / "log.parquet", log)
-    check_stored_events(ingest(folder / "stage", path, split=LAST_OUT | {"min_events": min_events}), splits)
+    assert_stored_events(ingest(folder / "stage", path, split=LEAVE_LAST_OUT | {"min_events": min_events}), splits)
 
 
 def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
     num_users, num_folds = 100, 3
     log = [(user, item, user * 10 + item) for user in range(num_users) for item in range(3)]
     path = write_log(tmp_path / "log.parquet", log)
-    folds = []
+    users_by_fold = []
     for fold in range(num_folds):
-        split = LAST_OUT | {"num_folds": num_folds, "fold": fold}
+        split = LEAVE_LAST_OUT | {"num_folds": num_folds, "fold": fold}
         manifest = ingest(tmp_path / f"stage{fold}", path, split=split)
-        held_out = {user for user, _, _ in read_store(manifest).splits[2]}
-        last_out = leave_last_out([event for event in log if event[0] in held_out], min_events=3)
-        train_events = [event for event in log if event[0] not in held_out]
-        check_stored_events(manifest, ([*last_out[0], *train_events], *last_out[1:]))
-        folds.append(held_out)
-    assert set.union(*folds) == set(range(num_users)) and sum(map(len, folds)) == num_users
-    assert min(map(len, folds)) > num_users / num_folds * 0.7
+        held_out_users = {user for user, _, _ in read_store(manifest).splits[2]}
+        last_out = leave_last_out([event for event in log if event[0] in held_out_users], min_events=3)
+        train_events = [event for event in log if event[0] not in held_out_users]
+        assert_stored_events(manifest, ([*last_out[0], *train_events], *last_out[1:]))
+        users_by_fold.append(held_out_users)
+    assert set.union(*users_by_fold) == set(range(num_users)) and sum(map(len, users_by_fold)) == num_users
+    assert min(map(len, users_by_fold)) > 0.7 * num_users / num_folds  # the folds have similar sizes
 
 
 @settings(max_examples=20, deadline=None)
-@given(log=logs(smallest=3), cuts=st.tuples(st.integers(0, 30), st.integers(0, 30)))
-def test_given_files_are_the_splits(tmp_path_factory: pytest.TempPathFactory, log: list[Event], cuts: tuple[int, int]) -> None:
-    train_end = 1 + cuts[0] % (len(log) - 2)
-    validation_end = train_end + 1 + cuts[1] % (len(log) - train_end - 1)
+@given(log=logs(min_events=3), random_numbers=st.tuples(st.integers(0, 30), st.integers(0, 30)))
+def test_files_of_the_config_are_the_splits(
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], random_numbers: tuple[int, int]
+) -> None:
+    train_end = 1 + random_numbers[0] % (len(log) - 2)
+    validation_end = train_end + 1 + random_numbers[1] % (len(log) - train_end - 1)
     splits = (log[:train_end], log[train_end:validation_end], log[validation_end:])
     folder = tmp_path_factory.mktemp("files")
-    train, validation, test = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(splits))
-    check_stored_events(
-        ingest(folder / "stage", train, split={"kind": "files", "validation_paths": validation, "test_paths": test}), splits
+    train_path, validation_path, test_path = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(splits))
+    assert_stored_events(
+        ingest(
+            folder / "stage", train_path, split={"kind": "files", "validation_paths": validation_path, "test_paths": test_path}
+        ),
+        splits,
     )
 
 
@@ -138,129 +134,138 @@ def test_several_files_make_one_log(tmp_path: Path) -> None:
     log = [("ann", 5, 3), ("bob", 6, 1), ("ann", 7, 2), ("ann", 8, 1), ("ann", 5, 9)]
     for index, event in enumerate(log):
         write_log(tmp_path / "in" / f"{index}.parquet", [event], **({"extra": [1]} if index else {}))
-    manifest = ingest(tmp_path / "stage", str(tmp_path / "in" / "*.parquet"), split=LAST_OUT)
-    check_stored_events(manifest, leave_last_out(log, min_events=3))
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "in" / "*.parquet"), split=LEAVE_LAST_OUT)
+    assert_stored_events(manifest, leave_last_out(log, min_events=3))
     assert [Path(source.path).name for source in manifest.sources] == [f"{index}.parquet" for index in range(5)]
 
 
-def test_a_file_without_rows_between_others_is_read_as_such(tmp_path: Path) -> None:
+def test_a_file_without_rows_is_recorded_with_0_rows(tmp_path: Path) -> None:
     log = [("ann", 5, 3), ("bob", 6, 1), ("ann", 7, 2), ("ann", 8, 1), ("ann", 5, 9)]
     write_log(tmp_path / "in" / "0.parquet", log[:2])
     pq.write_table(pq.read_table(tmp_path / "in" / "0.parquet").slice(0, 0), tmp_path / "in" / "1.parquet")
     write_log(tmp_path / "in" / "2.parquet", log[2:])
-    manifest = ingest(tmp_path / "stage", str(tmp_path / "in"), split=LAST_OUT)
-    check_stored_events(manifest, leave_last_out(log, min_events=3))
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "in"), split=LEAVE_LAST_OUT)
+    assert_stored_events(manifest, leave_last_out(log, min_events=3))
     assert (manifest.num_files_read, [file.source.num_rows for file in manifest.parts[0].files]) == (3, [2, 0, 3])
 
 
 @pytest.mark.parametrize("name", ["day[1].parquet", "day?.parquet", "day*.parquet", "day{1,2}.parquet", "d'ay\".parquet"])
-def test_a_file_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+def test_pattern_characters_in_file_names_are_read_literally(tmp_path: Path, name: str) -> None:
     log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5)]
     write_log(tmp_path / "in" / name, log)
     write_log(tmp_path / "in" / "day1.parquet", [("bob", *event[1:]) for event in log])
-    manifest = ingest(tmp_path / "run[1]" / "stage", str(tmp_path / "in" / "d*"), split=LAST_OUT)
-    check_stored_events(manifest, leave_last_out(log + [("bob", *event[1:]) for event in log], min_events=3))
+    manifest = ingest(tmp_path / "run[1]" / "stage", str(tmp_path / "in" / "d*"), split=LEAVE_LAST_OUT)
+    assert_stored_events(manifest, leave_last_out(log + [("bob", *event[1:]) for event in log], min_events=3))
 
 
-def big_log(num_rows: int = 300_000) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(3)
+def random_columns(num_rows: int = 300_000) -> dict[str, np.ndarray]:
+    """Return the columns of a random log of 3,000 users, 500 items and 10 days."""
+    rng = np.random.default_rng(3)
     return {
-        "user_id": random.integers(0, 3000, num_rows),
-        "item_id": random.zipf(1.5, num_rows) % 500,
-        "t": random.integers(0, 5000, num_rows) * DAY_US // 500,
+        "user_id": rng.integers(0, 3000, num_rows),
+        "item_id": rng.zipf(1.5, num_rows) % 500,
+        "t": rng.integers(0, 5000, num_rows) * DAY_US // 500,
     }
 
 
-def test_the_result_is_the_same_bytes_for_any_number_of_threads(tmp_path: Path) -> None:
-    columns = big_log()
-    path = write_parquet(tmp_path / "log.parquet", row_group=30_000, **columns)
+def test_the_files_are_identical_for_any_number_of_threads(tmp_path: Path) -> None:
+    columns = random_columns()
+    path = write_parquet(tmp_path / "log.parquet", row_group_size=30_000, **columns)
     manifests = [
         ingest(tmp_path / f"stage{num_threads}", path, split={"kind": "time"}, threads=num_threads) for num_threads in (1, 2, 4)
     ]
-    # The order of rows within a part depends on the threads.
+    # Parts are left out, because the order of their rows depends on the threads.
     first_files, *other_files = (
         {name: file for name, file in manifest.files.items() if "parts/" not in name} for manifest in manifests
     )
     assert other_files == [first_files, first_files]
-    stage = manifests[0]
-    offset, item, time = (np.load(stage.path(f"{name}.npy")) for name in ("user_offset", "event_item", "event_time"))
-    users, items = (pq.read_table(stage.path(f"{side}.parquet")).column("id").to_numpy() for side in ("users", "items"))
-    stored = np.stack([np.repeat(users, np.diff(offset)), items[item], time])
-    expected = np.stack(list(columns.values()))
-    np.testing.assert_array_equal(stored[:, np.lexsort(stored)], expected[:, np.lexsort(expected)])
-    same_user = np.repeat(np.arange(len(users)), np.diff(offset))
-    assert (np.diff(time)[np.diff(same_user) == 0] >= 0).all()
+    manifest = manifests[0]
+    user_offset, item_E, time_E = (
+        np.load(manifest.path(f"{name}.npy")) for name in ("user_offset", "event_item", "event_time")
+    )
+    users, items = (pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_numpy() for side in ("users", "items"))
+    stored_events = np.stack([np.repeat(users, np.diff(user_offset)), items[item_E], time_E])
+    expected_events = np.stack(list(columns.values()))
+    np.testing.assert_array_equal(stored_events[:, np.lexsort(stored_events)], expected_events[:, np.lexsort(expected_events)])
+    user_E = np.repeat(np.arange(len(users)), np.diff(user_offset))
+    assert (np.diff(time_E)[np.diff(user_E) == 0] >= 0).all()
 
 
-MOMENTS = [1_700_000_000_123_456 + step * DAY_US for step in (0, 5, 9)]
-MILLIS, SECONDS = ([moment // unit for moment in MOMENTS] for unit in (1000, 1_000_000))
-TIMES: dict[str, tuple[pa.Array, dict[str, str], int]] = {
-    "us": (pa.array(MOMENTS, pa.timestamp("us")), {}, 1),
-    "ns": (pa.array([moment * 1000 for moment in MOMENTS], pa.timestamp("ns")), {}, 1),
-    "ms": (pa.array(MILLIS, pa.timestamp("ms")), {}, 1000),
-    "us with zone": (pa.array(MOMENTS, pa.timestamp("us", tz="Asia/Kolkata")), {}, 1),
-    "ns with zone": (pa.array([moment * 1000 for moment in MOMENTS], pa.timestamp("ns", tz="UTC")), {}, 1),
-    "integer us": (pa.array(MOMENTS), {"timestamp_unit": "us"}, 1),
-    "integer ns": (pa.array([moment * 1000 for moment in MOMENTS]), {"timestamp_unit": "ns"}, 1),
-    "integer ms": (pa.array(MILLIS, pa.uint64()), {"timestamp_unit": "ms"}, 1000),
-    "integer s": (pa.array(SECONDS, pa.int32()), {"timestamp_unit": "s"}, 1_000_000),
-    "date": (pa.array([moment // DAY_US for moment in MOMENTS], pa.int32()).cast(pa.date32()), {}, DAY_US),
+TIMES_US = [1_700_000_000_123_456 + step * DAY_US for step in (0, 5, 9)]
+TIMES_MS, TIMES_S = ([time_us // unit for time_us in TIMES_US] for unit in (1000, 1_000_000))
+TIME_COLUMNS: dict[str, tuple[pa.Array, dict[str, str], int]] = {
+    "us": (pa.array(TIMES_US, pa.timestamp("us")), {}, 1),
+    "ns": (pa.array([time_us * 1000 for time_us in TIMES_US], pa.timestamp("ns")), {}, 1),
+    "ms": (pa.array(TIMES_MS, pa.timestamp("ms")), {}, 1000),
+    "us with zone": (pa.array(TIMES_US, pa.timestamp("us", tz="Asia/Kolkata")), {}, 1),
+    "ns with zone": (pa.array([time_us * 1000 for time_us in TIMES_US], pa.timestamp("ns", tz="UTC")), {}, 1),
+    "integer us": (pa.array(TIMES_US), {"timestamp_unit": "us"}, 1),
+    "integer ns": (pa.array([time_us * 1000 for time_us in TIMES_US]), {"timestamp_unit": "ns"}, 1),
+    "integer ms": (pa.array(TIMES_MS, pa.uint64()), {"timestamp_unit": "ms"}, 1000),
+    "integer s": (pa.array(TIMES_S, pa.int32()), {"timestamp_unit": "s"}, 1_000_000),
+    "date": (pa.array([time_us // DAY_US for time_us in TIMES_US], pa.int32()).cast(pa.date32()), {}, DAY_US),
 }
 
+"""For each case: the time column, the setting of its unit, and its resolution in microseconds."""
 
-@pytest.mark.parametrize("case", TIMES)
-def test_every_kind_of_time_becomes_microseconds(tmp_path: Path, case: str) -> None:
-    column, unit_settings, grain_us = TIMES[case]
+
+@pytest.mark.parametrize("case", TIME_COLUMNS)
+def test_times_of_every_type_and_unit_are_stored_in_microseconds(tmp_path: Path, case: str) -> None:
+    column, unit_settings, resolution_us = TIME_COLUMNS[case]
     path = write_parquet(tmp_path / "log.parquet", user_id=[1, 2, 3], item_id=[1, 2, 3], t=column)
     manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, **unit_settings)
     times = np.load(manifest.path("event_time.npy"))
-    assert times.tolist() == [moment // grain_us * grain_us for moment in MOMENTS]
+    assert times.tolist() == [time_us // resolution_us * resolution_us for time_us in TIMES_US]
     assert manifest.first_time is not None and manifest.first_time.startswith("2023-11-14T")
     assert manifest.last_time is not None and manifest.last_time.endswith("+00:00")
 
 
 @pytest.mark.parametrize("order_type", [pa.float32(), pa.int16(), pa.float64()])
 def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, order_type: pa.DataType) -> None:
-    order = pa.array([3, -1, 2, 0, 7], pa.float64()).cast(order_type)
-    path = write_parquet(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], at=order)
-    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="at")
+    order_column = pa.array([3, -1, 2, 0, 7], pa.float64()).cast(order_type)
+    path = write_parquet(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], sequence=order_column)
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, order_column="sequence")
     assert [[item for _, item, _ in part] for part in read_store(manifest).splits] == [[10, 20, 10], [25], [30]]
     assert (manifest.is_ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
 
 
-LABELS = [
+LABEL_COLUMNS = [
     pa.array([5.0, 2.9, 3.0, 4.0, 0.0, 9.0]),
     pa.array([5, 2, 3, 4, 0, 9]),
     pa.array([True, False, True, True, False, True]),
 ]
 
 
-@pytest.mark.parametrize(("label", "threshold"), list(zip(LABELS, [3.0, 3.0, 1.0], strict=True)))
-def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Path, label: pa.Array, threshold: float) -> None:
+@pytest.mark.parametrize(("labels", "threshold"), list(zip(LABEL_COLUMNS, [3.0, 3.0, 1.0], strict=True)))
+def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Path, labels: pa.Array, threshold: float) -> None:
     log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
-    path = write_log(tmp_path / "log.parquet", log, stars=label)
-    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_column="stars", label_threshold=threshold)
-    check_stored_events(manifest, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
+    path = write_log(tmp_path / "log.parquet", log, stars=labels)
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, label_column="stars", label_threshold=threshold)
+    assert_stored_events(manifest, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
-def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> None:
-    train = write_log(tmp_path / "a.parquet", [(1, 1, 1), (1, 2, 2), (2, 1, 1)], stars=[5, 1, 5])
-    test = write_log(tmp_path / "b.parquet", [(1, 3, 3), (1, 4, 4)], stars=[1, 5])
+def test_the_label_threshold_applies_to_test_files_too(tmp_path: Path) -> None:
+    train_path = write_log(tmp_path / "a.parquet", [(1, 1, 1), (1, 2, 2), (2, 1, 1)], stars=[5, 1, 5])
+    test_path = write_log(tmp_path / "b.parquet", [(1, 3, 3), (1, 4, 4)], stars=[1, 5])
     manifest = ingest(
-        tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, label_column="stars", label_threshold=2
+        tmp_path / "stage",
+        train_path,
+        split={"kind": "files", "test_paths": test_path},
+        label_column="stars",
+        label_threshold=2,
     )
-    check_stored_events(manifest, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
+    assert_stored_events(manifest, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
 def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_path: Path) -> None:
     log = [(user, item, item) for user in range(100) for item in range(50)]
-    train = write_log(tmp_path / "train.parquet", log)
-    backwards = write_log(tmp_path / "backwards.parquet", log[::-1])
-    test = write_log(tmp_path / "test.parquet", [(1, 60, 60)])
-    split = {"kind": "files", "test_paths": test, "validation_share": 0.2}
-    manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train, backwards))]
+    train_path = write_log(tmp_path / "train.parquet", log)
+    reversed_path = write_log(tmp_path / "backwards.parquet", log[::-1])
+    test_path = write_log(tmp_path / "test.parquet", [(1, 60, 60)])
+    split = {"kind": "files", "test_paths": test_path, "validation_share": 0.2}
+    manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train_path, reversed_path))]
     first_store, second_store = (read_store(manifest) for manifest in manifests)
     assert first_store == second_store
     assert 850 < manifests[0].num_validation_events < 1150  # 5 standard deviations of 28 around 1000
@@ -272,58 +277,63 @@ def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_p
 def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tmp_path: Path, id_type: type) -> None:
     log = [(user, id_type(item), item) for user in range(5) for item in range(1000)]
     first_path = write_log(tmp_path / "a.parquet", log)
-    test = write_log(tmp_path / "test.parquet", [(1, id_type(60), 60), (1, id_type(1000), 60)])
-    split = {"kind": "files", "test_paths": test, "validation_share": 0.2, "validation_unit": "item"}
+    test_path = write_log(tmp_path / "test.parquet", [(1, id_type(60), 60), (1, id_type(1000), 60)])
+    split = {"kind": "files", "test_paths": test_path, "validation_share": 0.2, "validation_unit": "item"}
     earlier_manifest = ingest(tmp_path / "earlier", first_path, split=split)
-    train, validation, tested = read_store(earlier_manifest).splits
-    held_out = {item for _, item, _ in validation}
-    assert not held_out & {item for _, item, _ in train}
+    train, validation, test_events = read_store(earlier_manifest).splits
+    held_out_items = {item for _, item, _ in validation}
+    assert not held_out_items & {item for _, item, _ in train}
     assert sorted(train + validation) == sorted(log)  # all events of an item are on one side
-    assert 137 < len(held_out) < 263  # 5 standard deviations of 12.6 around 200
-    assert sorted(tested) == sorted([(1, id_type(60), 60), (1, id_type(1000), 60)])
+    assert 137 < len(held_out_items) < 263  # 5 standard deviations of 12.6 around 200
+    assert sorted(test_events) == sorted([(1, id_type(60), 60), (1, id_type(1000), 60)])
 
-    # The next run reads one more file: held-out items stay held out in it, also when it starts from scratch.
+    # The next run reads one more file. The same items are held out in it, also if it starts from scratch.
     second_path = write_log(
         tmp_path / "b.parquet", [(user, id_type(item), 2000) for user in (7, 8) for item in range(900, 1100)]
     )
     later_manifest = ingest(tmp_path / "later", first_path, second_path, split=split, previous=earlier_manifest)
     assert later_manifest.num_files_read == 1
     train, validation, _ = read_store(later_manifest).splits
-    later_held_out = {item for _, item, _ in validation}
-    assert not later_held_out & {item for _, item, _ in train}
-    assert {item for item in later_held_out if int(item) < 1000} == held_out
-    rebuilt = read_store(ingest(tmp_path / "rebuilt", first_path, second_path, split=split)).splits
-    assert [sorted(part) for part in rebuilt] == [sorted(part) for part in read_store(later_manifest).splits]
+    later_held_out_items = {item for _, item, _ in validation}
+    assert not later_held_out_items & {item for _, item, _ in train}
+    assert {item for item in later_held_out_items if int(item) < 1000} == held_out_items
+    rebuilt_splits = read_store(ingest(tmp_path / "rebuilt", first_path, second_path, split=split)).splits
+    assert [sorted(part) for part in rebuilt_splits] == [sorted(part) for part in read_store(later_manifest).splits]
 
 
 def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
+    log_path = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
     split = {"kind": "files", "test_paths": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
-    manifest_of_pairs = ingest(tmp_path / "pairs", log, split=split)
-    manifest_of_items = ingest(tmp_path / "items", log, split=split | {"validation_unit": "item"}, previous=manifest_of_pairs)
+    manifest_of_pairs = ingest(tmp_path / "pairs", log_path, split=split)
+    manifest_of_items = ingest(
+        tmp_path / "items", log_path, split=split | {"validation_unit": "item"}, previous=manifest_of_pairs
+    )
     train, validation, _ = read_store(manifest_of_items).splits
     assert validation and not {item for _, item, _ in validation} & {item for _, item, _ in train}
 
 
-def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) -> None:
-    train = write_log(tmp_path / "a.parquet", log := [(user, item, 0) for item in range(20) for user in range(5)])
-    test = write_log(tmp_path / "b.parquet", [(0, 99, 0)])
-    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, timestamp_column=None)
-    check_stored_events(manifest, (log, [], [(0, 99, 0)]))
-    orders = {tuple(item for user, item, _ in read_store(manifest).splits[0] if user == user_row) for user_row in range(5)}
-    assert not manifest.is_ordered and len(orders) == 5
+def test_a_log_without_order_has_the_events_of_each_user_together_in_a_random_order(tmp_path: Path) -> None:
+    train_path = write_log(tmp_path / "a.parquet", log := [(user, item, 0) for item in range(20) for user in range(5)])
+    test_path = write_log(tmp_path / "b.parquet", [(0, 99, 0)])
+    manifest = ingest(tmp_path / "stage", train_path, split={"kind": "files", "test_paths": test_path}, timestamp_column=None)
+    assert_stored_events(manifest, (log, [], [(0, 99, 0)]))
+    item_orders = {tuple(item for user, item, _ in read_store(manifest).splits[0] if user == user_id) for user_id in range(5)}
+    assert not manifest.is_ordered and len(item_orders) == 5
 
 
-def vectors(folder: Path, ids: Sequence[Any]) -> EmbeddingsManifest:
-    path = write_parquet(folder / "vectors.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
+def ingest_vectors(folder: Path, item_ids: Sequence[Any]) -> EmbeddingsManifest:
+    """Ingest the vectors [1], [2], ... of the items `item_ids`."""
+    path = write_parquet(
+        folder / "vectors.parquet", item_id=pa.array(item_ids), v=[[1.0 + row] for row in range(len(item_ids))]
+    )
     return ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=folder / "embeddings")
 
 
 @pytest.mark.parametrize("id_type", [str, int])
-def test_items_known_by_their_vector_alone_are_in_the_vocabulary(tmp_path: Path, id_type: type) -> None:
+def test_items_with_a_vector_but_without_events_are_in_the_vocabulary(tmp_path: Path, id_type: type) -> None:
     as_id = {str: lambda number: f"i{number}", int: lambda number: number}[id_type]
     log = [("u", as_id(3), 1), ("u", as_id(1), 2), ("u", as_id(3), 3), ("v", as_id(3), 3), ("u", as_id(5), 4)]
-    embeddings = vectors(tmp_path / "run [1]'s", [as_id(number) for number in (9, 3, 7, 5)])
+    embeddings = ingest_vectors(tmp_path / "run [1]'s", [as_id(number) for number in (9, 3, 7, 5)])
     path = write_log(tmp_path / "log.parquet", log)
     manifest = ingest(tmp_path / "stage", path, split={"kind": "leave_last_out"}, embeddings=embeddings)
     assert read_store(manifest).items == [as_id(number) for number in (3, 1, 5, 9, 7)]
@@ -331,18 +341,18 @@ def test_items_known_by_their_vector_alone_are_in_the_vocabulary(tmp_path: Path,
     assert (manifest.num_items_with_vector, manifest.num_items_vector_only) == (4, 2)
 
 
-def test_columns_may_be_named_anything(tmp_path: Path) -> None:
-    names = {"user_column": 'a "user"', "item_column": "x'); DROP TABLE log; --", "timestamp_column": "select"}
-    names |= {"label_column": "ü.label"}
+def test_column_names_may_have_any_characters(tmp_path: Path) -> None:
+    column_settings = {"user_column": 'a "user"', "item_column": "x'); DROP TABLE log; --", "timestamp_column": "select"}
+    column_settings |= {"label_column": "ü.label"}
     log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5), ("bob", 5, 1)]
-    columns = dict(zip(names.values(), [*zip(*log, strict=True), (1, 1, 1, 1)], strict=True))
+    columns = dict(zip(column_settings.values(), [*zip(*log, strict=True), (1, 1, 1, 1)], strict=True))
     path = write_parquet(tmp_path / "log.parquet", filename=[1] * 4, split=[7] * 4, position=[7] * 4, **columns)
-    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_threshold=1, **names)
-    check_stored_events(manifest, leave_last_out(log, min_events=3))
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, label_threshold=1, **column_settings)
+    assert_stored_events(manifest, leave_last_out(log, min_events=3))
 
 
 def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "log.parquet", **big_log(1_000_000))
+    path = write_parquet(tmp_path / "log.parquet", **random_columns(1_000_000))
     manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
     file_names = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
     assert file_names == {*manifest.files, "manifest.json", MARKER_NAME}
@@ -350,24 +360,22 @@ def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
     assert manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events == 1_000_000
 
 
-@pytest.mark.skipif(not BEAUTY.exists(), reason="the Beauty log is not on this machine")
-def test_data_real_beauty_gives_the_published_numbers(tmp_path: Path) -> None:
+def num_test_events_with_unseen_item(manifest: InteractionsManifest) -> dict[str, int]:
+    """Return the number of test events whose item has no training event, or no training and no validation event."""
+    train_items, validation_items, test_items = ([item for _, item, _ in part] for part in read_store(manifest).splits)
+    items_by_splits = {"train": set(train_items), "train and validation": {*train_items, *validation_items}}
+    return {name: sum(item not in items for item in test_items) for name, items in items_by_splits.items()}
+
+
+@pytest.mark.skipif(not BEAUTY_FOLDER.exists(), reason="the Beauty log is not on this machine")
+def test_the_beauty_log_has_the_published_numbers_of_users_items_and_events(tmp_path: Path) -> None:
     embeddings = ingest_embeddings(
-        (EmbeddingsConfig(paths=str(BEAUTY / "item_embeddings.parquet"), vector_column="embedding"),),
+        (EmbeddingsConfig(paths=str(BEAUTY_FOLDER / "item_embeddings.parquet"), vector_column="embedding"),),
         folder=tmp_path / "vectors",
     )
-    path = str(BEAUTY / "interactions.parquet")
-    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="position", embeddings=embeddings)
+    path = str(BEAUTY_FOLDER / "interactions.parquet")
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, order_column="position", embeddings=embeddings)
     assert (manifest.num_users, manifest.num_items, manifest.num_items_with_vector) == (22_363, 12_101, 12_101)
-    assert (manifest.num_train_events, manifest.num_validation_events, manifest.num_test_events) == (
-        198_502 - 2 * 22_363,
-        22_363,
-        22_363,
-    )
-    assert targets_never_seen(manifest) == {"train": 138, "train and validation": 52}
-
-
-def targets_never_seen(manifest: InteractionsManifest) -> dict[str, int]:
-    train, validation, test = ([item for _, item, _ in part] for part in read_store(manifest).splits)
-    items_by_splits = {"train": set(train), "train and validation": {*train, *validation}}
-    return {name: sum(item not in items for item in test) for name, items in items_by_splits.items()}
+    assert manifest.num_validation_events == manifest.num_test_events == 22_363  # one event of each user
+    assert manifest.num_train_events == 198_502 - 2 * 22_363
+    assert num_test_events_with_unseen_item(manifest) == {"train": 138, "train and validation": 52}

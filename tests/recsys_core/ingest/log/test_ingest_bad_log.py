@@ -1,4 +1,4 @@
-"""An invalid log is rejected with file, column and row, and no file of the stage is left."""
+"""Rejection of invalid logs, with file, column and row in the message and without any file of the stage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,48 +15,49 @@ from recsys_core.manifests import InteractionsManifest
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, input_error, write_parquet
 
-LAST_OUT = {"kind": "leave_last_out"}
-GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4], "stars": [1.0, 2.0, 3.0, 4.0]}
+LEAVE_LAST_OUT = {"kind": "leave_last_out"}
+VALID_COLUMNS = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4], "stars": [1.0, 2.0, 3.0, 4.0]}
 
 
-def ingest_of(*paths: str, split: dict[str, Any] = LAST_OUT, **settings: Any) -> Callable[[Path], InteractionsManifest]:
+def stage_of(*paths: str, split: dict[str, Any] = LEAVE_LAST_OUT, **settings: Any) -> Callable[[Path], InteractionsManifest]:
+    """Return a function that ingests the log files into a folder."""
     return lambda folder: ingest(folder, *paths, split=split, **settings)
 
 
-@pytest.mark.parametrize("column", GOOD)
+@pytest.mark.parametrize("column", VALID_COLUMNS)
 def test_a_null_is_named_with_file_and_row(tmp_path: Path, column: str) -> None:
-    write_parquet(tmp_path / "a.parquet", **GOOD)
-    write_parquet(tmp_path / "b.parquet", **(GOOD | {column: [*GOOD[column][:2], None, None]}))
-    stage = ingest_of(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
-    assert_rejects(stage, tmp_path, f"b.parquet: column {column!r}, row 2: null", "(2 of 8 rows)")
+    write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS)
+    write_parquet(tmp_path / "b.parquet", **(VALID_COLUMNS | {column: [*VALID_COLUMNS[column][:2], None, None]}))
+    ingest_log = stage_of(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
+    assert_rejects(ingest_log, tmp_path, f"b.parquet: column {column!r}, row 2: null", "(2 of 8 rows)")
 
 
 @pytest.mark.parametrize("settings", [{"label_column": "x", "label_threshold": 0.0}, {"order_column": "x"}])
-def test_a_nan_label_or_weight_is_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
-    path = write_parquet(tmp_path / "a.parquet", **GOOD, x=[1.0, float("nan"), 2.0, 3.0])
+def test_a_nan_label_or_order_is_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS, x=[1.0, float("nan"), 2.0, 3.0])
     assert_rejects(
-        ingest_of(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows"
+        stage_of(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows"
     )
 
 
-def test_the_row_of_a_null_is_found_next_to_columns_of_any_name(tmp_path: Path) -> None:
-    columns = GOOD | {"filename": ["x"] * 4, "source": [9] * 4, "row": [9] * 4, "item_id": [1, 2, 3, None]}
+def test_the_error_names_the_row_of_a_null_in_a_log_with_columns_named_like_internal_columns(tmp_path: Path) -> None:
+    columns = VALID_COLUMNS | {"filename": ["x"] * 4, "source": [9] * 4, "row": [9] * 4, "item_id": [1, 2, 3, None]}
     assert_rejects(
-        ingest_of(write_parquet(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null"
+        stage_of(write_parquet(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null"
     )
 
 
 @pytest.mark.parametrize("name", ["file_row_number", "File_Index"])
-def test_a_column_with_a_name_that_counts_rows_is_rejected(tmp_path: Path, name: str) -> None:
+def test_a_column_with_a_name_that_duckdb_reserves_is_rejected(tmp_path: Path, name: str) -> None:
     assert_rejects(
-        ingest_of(write_parquet(tmp_path / "a.parquet", **GOOD, **{name: [1] * 4})),
+        stage_of(write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS, **{name: [1] * 4})),
         tmp_path,
         f"column {name!r} has a name that DuckDB reserves",
         "rename it",
     )
 
 
-BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+BAD_LOG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "time as text": ({"t": list("abcd")}, {}, ("a.parquet: column 't' is string, but has to be a timestamp",)),
     "label as text": (
         {"stars": list("abcd")},
@@ -70,7 +71,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"item_column": "itemid"},
         ("no column 'itemid' (interactions.item_column); did you mean 'item_id'",),
     ),
-    "two columns for DuckDB": ({"USER_ID": [9] * 4}, {}, ("a.parquet: columns ['user_id', 'USER_ID'] differ by case alone",)),
+    "column names that differ by case": (
+        {"USER_ID": [9] * 4},
+        {},
+        ("a.parquet: columns ['user_id', 'USER_ID'] differ by case alone",),
+    ),
     "uint64 too large for int64": (
         {"item_id": pa.array([1, 2, 3, 2**63], pa.uint64())},
         {},
@@ -86,7 +91,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"timestamp_unit": "s"},
         ("a.parquet: column 't', row 0: 1700000000000000000 is in the future", "check interactions.timestamp_unit"),
     ),
-    "nothing liked": (
+    "no label at the threshold": (
         {},
         {"label_column": "stars", "label_threshold": 5},
         ("a.parquet: column 'stars': no event reaches interactions.label_threshold, 5",),
@@ -104,76 +109,84 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "too little memory": ({}, {"memory_limit": "1MB"}, ("interactions.memory_limit is 1MB, which is too little",)),
 }
 
+"""For each case: columns that override VALID_COLUMNS, settings, and parts of the message."""
 
-@pytest.mark.parametrize("case", BAD)
+
+@pytest.mark.parametrize("case", BAD_LOG_CASES)
 def test_a_bad_log_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
-    columns, settings, parts = BAD[case]
-    assert_rejects(ingest_of(write_parquet(tmp_path / "a.parquet", **(GOOD | columns)), **settings), tmp_path, *parts)
+    columns, settings, message_parts = BAD_LOG_CASES[case]
+    assert_rejects(
+        stage_of(write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | columns)), **settings), tmp_path, *message_parts
+    )
 
 
-def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Path) -> None:
-    random = np.random.default_rng(1)
-    columns = {name: random.integers(0, 2**60, 300_000) for name in ("user_id", "item_id")} | {"t": np.arange(300_000)}
-    stage = ingest_of(write_parquet(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
-    assert_rejects(stage, tmp_path, "interactions.memory_limit is 4MB, which is too little")
+def test_the_error_names_the_memory_limit_if_a_sort_exceeds_it(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    columns = {name: rng.integers(0, 2**60, 300_000) for name in ("user_id", "item_id")} | {"t": np.arange(300_000)}
+    ingest_log = stage_of(write_parquet(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
+    assert_rejects(ingest_log, tmp_path, "interactions.memory_limit is 4MB, which is too little")
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other_times", "message"),
     [
         (pa.array([1, 2, 3, 4], pa.timestamp("us")), "timestamp[us], but int64"),
         (pa.array([1, 2, 3, 4], pa.timestamp("us", tz="UTC")), "timestamp[us, tz=UTC], but int64"),
     ],
 )
-def test_files_with_times_of_different_types_are_rejected(tmp_path: Path, other: pa.Array, message: str) -> None:
+def test_files_with_times_of_different_types_are_rejected(tmp_path: Path, other_times: pa.Array, message: str) -> None:
     first_path, second_path = (
-        write_parquet(tmp_path / "a.parquet", **GOOD),
-        write_parquet(tmp_path / "b.parquet", **(GOOD | {"t": other})),
+        write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS),
+        write_parquet(tmp_path / "b.parquet", **(VALID_COLUMNS | {"t": other_times})),
     )
-    assert_rejects(ingest_of(first_path, second_path), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+    assert_rejects(stage_of(first_path, second_path), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
     split = {"kind": "files", "test_paths": second_path}
-    assert_rejects(ingest_of(first_path, split=split), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+    assert_rejects(stage_of(first_path, split=split), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
 
 
-def test_local_times_and_times_with_a_zone_are_not_mixed(tmp_path: Path) -> None:
-    local = write_parquet(tmp_path / "a.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us"))}))
-    zoned = write_parquet(
-        tmp_path / "b.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us", tz="Asia/Kolkata"))})
+def test_a_log_with_local_times_and_times_with_a_zone_is_rejected(tmp_path: Path) -> None:
+    local_path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us"))}))
+    zoned_path = write_parquet(
+        tmp_path / "b.parquet", **(VALID_COLUMNS | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us", tz="Asia/Kolkata"))})
     )
     assert_rejects(
-        ingest_of(local, zoned), tmp_path, "b.parquet: column 't' is timestamp[us, tz=Asia/Kolkata], but timestamp[us] in "
+        stage_of(local_path, zoned_path),
+        tmp_path,
+        "b.parquet: column 't' is timestamp[us, tz=Asia/Kolkata], but timestamp[us] in ",
     )
 
 
 def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> None:
-    train = write_parquet(tmp_path / "a.parquet", **GOOD)
-    test = write_parquet(tmp_path / "b.parquet", **(GOOD | {"user_id": list("abcd")}))
-    stage = ingest_of(train, split={"kind": "files", "test_paths": test})
-    assert_rejects(stage, tmp_path, "b.parquet: column 'user_id' is string, but int64 in ", "a.parquet; write one type")
+    train_path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS)
+    test_path = write_parquet(tmp_path / "b.parquet", **(VALID_COLUMNS | {"user_id": list("abcd")}))
+    ingest_log = stage_of(train_path, split={"kind": "files", "test_paths": test_path})
+    assert_rejects(ingest_log, tmp_path, "b.parquet: column 'user_id' is string, but int64 in ", "a.parquet; write one type")
 
 
-def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", **GOOD)
-    for split, name in (
+def test_the_error_names_the_setting_of_a_missing_test_or_validation_file(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS)
+    for split, setting in (
         ({"test_paths": "gone.parquet"}, "test_paths"),
         ({"test_paths": path, "validation_paths": "gone.parquet"}, "validation_paths"),
     ):
-        with input_error(f"interactions.split.{name}: no such file: gone.parquet"):
+        with input_error(f"interactions.split.{setting}: no such file: gone.parquet"):
             ingest(tmp_path / "stage", path, split={"kind": "files"} | split)
 
 
 @pytest.mark.parametrize(
-    ("ids", "parts"),
+    ("ids", "message_parts"),
     [
         (["5", "6"], ("column 'item_id' is int64, but the id of the item vectors is string",)),
         ([50, 60, 70], ("embeddings: none of the 3 ids of the item vectors is an id of the items of the log",)),
     ],
 )
-def test_vectors_of_other_items_are_rejected(tmp_path: Path, ids: list[Any], parts: tuple[str, ...]) -> None:
-    vectors = write_parquet(tmp_path / "v.parquet", item_id=ids, v=[[1.0]] * len(ids))
-    config = EmbeddingsConfig(paths=vectors, vector_column="v")
+def test_vectors_of_other_items_are_rejected(tmp_path: Path, ids: list[Any], message_parts: tuple[str, ...]) -> None:
+    vectors_path = write_parquet(tmp_path / "v.parquet", item_id=ids, v=[[1.0]] * len(ids))
+    config = EmbeddingsConfig(paths=vectors_path, vector_column="v")
     embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
-    assert_rejects(ingest_of(write_parquet(tmp_path / "a.parquet", **GOOD), embeddings=embeddings), tmp_path, *parts)
+    assert_rejects(
+        stage_of(write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS), embeddings=embeddings), tmp_path, *message_parts
+    )
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
@@ -182,5 +195,5 @@ def test_damage_behind_an_intact_footer_is_rejected(tmp_path: Path, compression:
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression=compression)
     damage_data(str(tmp_path / "a.parquet"))
     assert_rejects(
-        ingest_of(str(tmp_path / "a.parquet")), tmp_path, "a.parquet: column 'user_id', rows 0 to 4,999: a page is damaged"
+        stage_of(str(tmp_path / "a.parquet")), tmp_path, "a.parquet: column 'user_id', rows 0 to 4,999: a page is damaged"
     )

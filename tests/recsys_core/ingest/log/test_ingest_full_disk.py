@@ -1,4 +1,4 @@
-"""A disk that is too small ends the stage with one message and no file left, whenever it is full."""
+"""A disk that fills up during the ingest."""
 
 from pathlib import Path
 from typing import Any
@@ -10,34 +10,36 @@ import pytest
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
-LAST_OUT = {"kind": "leave_last_out"}
+LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 
 
-def log(folder: Path, *, rows: int, ids: int = 1_000, **columns: Any) -> str:
-    random = np.random.default_rng(0)
-    column_by_name = {name: random.integers(0, ids, rows) for name in ("user_id", "item_id")} | {"t": np.arange(rows)}
+def write_random_log(folder: Path, *, num_rows: int, num_ids: int = 1_000, **columns: Any) -> str:
+    """Write a log with random ids. `columns` override or extend its columns."""
+    rng = np.random.default_rng(0)
+    column_by_name = {name: rng.integers(0, num_ids, num_rows) for name in ("user_id", "item_id")} | {"t": np.arange(num_rows)}
     return write_parquet(folder / "log.parquet", **(column_by_name | columns))
 
 
-def words(rows: int) -> pa.Array:
-    return pa.array([np.random.default_rng(row).bytes(8).hex() for row in range(rows)])
+def random_texts(num_rows: int) -> pa.Array:
+    """Return different texts of 16 characters, which do not compress well."""
+    return pa.array([np.random.default_rng(row).bytes(8).hex() for row in range(num_rows)])
 
 
-CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
-    "the part": (300_000, 0, {"ids": 2**40}, {}),
+CASE_BY_FILE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "the part": (300_000, 0, {"num_ids": 2**40}, {}),
     "the events": (90_000, 0, {}, {}),
-    "the ids": (4_000, 850_000, {"item_id": words(4_000)}, {}),
-    "the context": (20_000, 0, {"where": words(20_000)}, {"context_columns": ("where",)}),
+    "the ids": (4_000, 850_000, {"item_id": random_texts(4_000)}, {}),
+    "the context": (20_000, 0, {"where": random_texts(20_000)}, {"context_columns": ("where",)}),
 }
-"""The rows of a log, the bytes already on the disk, the columns and the settings."""
+"""For the file that does not fit: rows of the log, bytes already on the disk, arguments of write_random_log, and settings."""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_disk_that_fills_up_while_the_log_is_written(tmp_path: Path, small_disk: Path, case: str) -> None:
-    rows, there, columns, settings = CASES[case]
-    path = log(tmp_path, rows=rows, **columns)
-    (small_disk / "already").write_bytes(b"x" * there)
+@pytest.mark.parametrize("file", CASE_BY_FILE)
+def test_a_disk_that_fills_up_during_the_ingest_is_reported(tmp_path: Path, small_disk: Path, file: str) -> None:
+    num_rows, num_used_bytes, columns, settings = CASE_BY_FILE[file]
+    path = write_random_log(tmp_path, num_rows=num_rows, **columns)
+    (small_disk / "other_file").write_bytes(b"x" * num_used_bytes)
     assert_rejects(
-        lambda folder: ingest(folder, path, split=LAST_OUT, **settings), small_disk,
+        lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT, **settings), small_disk,
         ", but the disk has 0.00", " GiB free; free some space, or set workspace to a folder on a larger disk",
     )  # fmt: skip

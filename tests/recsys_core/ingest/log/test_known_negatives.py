@@ -1,6 +1,7 @@
-"""Known negatives of the store compared with plain Python over the same rows."""
+"""Known negatives, which are events below the label threshold, compared with plain Python over the same rows."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,82 +18,88 @@ from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, Id, SplitEvents, ingest, leave_last_out, split_by_time, write_log
 from tests.recsys_core.models.error_messages import raises_message
 
-LABELS: dict[str, Any] = {"label_column": "stars", "label_threshold": 3}
-TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
-LAST_OUT = {"kind": "leave_last_out"}
+LABEL_SETTINGS: dict[str, Any] = {"label_column": "stars", "label_threshold": 3}
+TIME_SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
+LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 Row = tuple[Id, Id, int, int]
 """User, item, time, label."""
 Negatives = dict[Id, tuple[list[Id], list[Id], list[Id]]]
 """Items of the known negatives by user and split, oldest first."""
-rows = st.tuples(st.sampled_from("abc"), st.sampled_from("uvwxyz"), st.integers(0, 11), st.integers(1, 5))
-logs = st.lists(rows, min_size=1, max_size=40)
+labelled_rows = st.tuples(st.sampled_from("abc"), st.sampled_from("uvwxyz"), st.integers(0, 11), st.integers(1, 5))
+logs = st.lists(labelled_rows, min_size=1, max_size=40)
 
 
 def write_rows(path: Path, log: Sequence[Row]) -> str:
+    """Write a log with the labels in the column stars."""
     return write_log(path, [row[:3] for row in log], stars=[row[3] for row in log])
 
 
 def stored_negatives(manifest: InteractionsManifest) -> tuple[Negatives, list[int]]:
-    """Return the known negatives of a store, and the index of the event of each."""
-    arrays = {name: np.load(manifest.path(f"negative_{name}.npy")).tolist() for name in ("offset", "item", "event")}
+    """Return the known negatives of a store, and for each negative the index of the first event that is not earlier."""
+    offset, item_rows, event_indices = (
+        np.load(manifest.path(f"negative_{name}.npy")).tolist() for name in ("offset", "item", "event")
+    )
     users, items = (pq.read_table(manifest.path(f"{side}.parquet"))["id"].to_pylist() for side in ("users", "items"))
-    assert len(arrays["offset"]) == 3 * len(users) + 1
-    assert arrays["offset"][-1] == len(arrays["item"]) == len(arrays["event"]) == manifest.num_known_negatives
-    negatives = {
-        user: tuple(
-            [items[row] for row in arrays["item"][slice(*arrays["offset"][3 * user_row + split : 3 * user_row + split + 2])]]
-            for split in range(3)
-        )
-        for user_row, user in enumerate(users)
-    }
-    return negatives, arrays["event"]
+    assert len(offset) == 3 * len(users) + 1
+    assert offset[-1] == len(item_rows) == len(event_indices) == manifest.num_known_negatives
+    negative_items = [items[row] for row in item_rows]
+    lists = [negative_items[start:stop] for start, stop in pairwise(offset)]
+    return {user: tuple(lists[3 * row : 3 * row + 3]) for row, user in enumerate(users)}, event_indices
 
 
-def check_negatives(
-    manifest: InteractionsManifest, log: Sequence[Row], *, parts: SplitEvents, starts: dict[Id, list[int]]
+def assert_negatives(
+    manifest: InteractionsManifest, log: Sequence[Row], *, splits: SplitEvents, period_starts: dict[Id, list[int]]
 ) -> None:
-    """Compare the store with plain Python. starts: times from which a negative of a user is in the splits 1 and 2."""
+    """Assert that the store has the known negatives that plain Python finds in the log.
+
+    period_starts: for each user, the times from which negatives are in the validation split and in the test split.
+    """
     negatives, event_indices = stored_negatives(manifest)
-    catalogue = {item for part in parts for _, item, _ in part}
-    positions, counts = iter(event_indices), np.diff(np.load(manifest.path("user_offset.npy")))
-    block_start = 0
+    catalogue = {item for split_events in splits for _, item, _ in split_events}
+    event_index_iterator, num_events_U = iter(event_indices), np.diff(np.load(manifest.path("user_offset.npy")))
+    split_start = 0
     assert sorted(event_indices) == event_indices
     for user_row, user in enumerate(negatives):
-        own: list[list[Event]] = [[event for event in part if event[0] == user] for part in parts]
+        user_splits: list[list[Event]] = [[event for event in split_events if event[0] == user] for split_events in splits]
         first_time: dict[Id, int] = {}
         for owner, item, time, label in log:
             if owner == user and label < 3 and item in catalogue:
                 first_time[item] = min(time, first_time.get(item, time))
-        for split, stored in enumerate(negatives[user]):
-            liked = {item for part in own[: split + 1] for _, item, _ in part}
-            expected = [
+        for split, stored_items in enumerate(negatives[user]):
+            items_of_user = {item for split_events in user_splits[: split + 1] for _, item, _ in split_events}
+            expected_items = [
                 item
                 for item, time in first_time.items()
-                if sum(time >= start for start in starts[user]) == split and item not in liked
+                if sum(time >= start for start in period_starts[user]) == split and item not in items_of_user
             ]
-            assert sorted(stored) == sorted(expected)
-            assert [first_time[item] for item in stored] == sorted(first_time[item] for item in stored)
-            for item in stored:
-                assert next(positions) == block_start + sum(time < first_time[item] for _, _, time in own[split])
-            block_start += len(own[split])
-        assert block_start == sum(counts[: user_row + 1])
+            assert sorted(stored_items) == sorted(expected_items)
+            assert [first_time[item] for item in stored_items] == sorted(first_time[item] for item in stored_items)
+            for item in stored_items:
+                assert next(event_index_iterator) == split_start + sum(
+                    time < first_time[item] for _, _, time in user_splits[split]
+                )
+            split_start += len(user_splits[split])
+        assert split_start == sum(num_events_U[: user_row + 1])
 
 
 @settings(max_examples=25, deadline=None)
 @given(log=logs)
-def test_known_negatives_of_a_split_by_time_are_those_of_plain_python(
+def test_known_negatives_of_a_split_by_time_equal_those_of_plain_python(
     log: list[Row], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    # Two users with training and test events, so that every log can be split.
     log = [(user, item, time * DAY_US // 3, label) for user, item, time, label in log]
+    # With these events, every log has training events of two users and a test event.
     log += [("p", "u", 0, 5), ("q", "v", 0, 5), ("p", "w", 4 * DAY_US, 5)]
     folder = tmp_path_factory.mktemp("time")
-    manifest = ingest(folder / "stage", write_rows(folder / "log.parquet", log), split=TIME, explicit_negatives=True, **LABELS)
+    manifest = ingest(
+        folder / "stage", write_rows(folder / "log.parquet", log), split=TIME_SPLIT, explicit_negatives=True, **LABEL_SETTINGS
+    )
     events = [row[:3] for row in log if row[3] >= 3]
-    newest = max(time for _, _, time in events)
-    starts = [newest - 2 * DAY_US + 1, newest - DAY_US + 1]  # a period starts after the end of the period before
-    parts = split_by_time(events, test_days=1, validation_days=1)
-    check_negatives(manifest, log, parts=parts, starts={user: starts for user, _, _ in events})
+    newest_time = max(time for _, _, time in events)
+    # A period of one day begins a microsecond after the end of the previous period.
+    period_starts = [newest_time - 2 * DAY_US + 1, newest_time - DAY_US + 1]
+    splits = split_by_time(events, test_days=1, validation_days=1)
+    assert_negatives(manifest, log, splits=splits, period_starts={user: period_starts for user, _, _ in events})
 
 
 @settings(max_examples=25, deadline=None)
@@ -104,42 +111,50 @@ def test_known_negatives_of_leave_last_out_end_before_the_held_out_events_of_the
     folder = tmp_path_factory.mktemp("last")
     path = write_rows(folder / "log.parquet", log)
     manifest = ingest(
-        folder / "stage", path, split=LAST_OUT, explicit_negatives=True, timestamp_column=None, order_column="t", **LABELS
+        folder / "stage",
+        path,
+        split=LEAVE_LAST_OUT,
+        explicit_negatives=True,
+        timestamp_column=None,
+        order_column="t",
+        **LABEL_SETTINGS,
     )
-    parts = leave_last_out([row[:3] for row in log if row[3] >= 3], min_events=3)
-    held_out = [{user: time for user, _, time in part} for part in parts[1:]]
-    starts = {user: [times[user] for times in held_out if user in times] for user, *_ in log}
-    check_negatives(manifest, log, parts=parts, starts=starts)
+    splits = leave_last_out([row[:3] for row in log if row[3] >= 3], min_events=3)
+    held_out_times = [{user: time for user, _, time in split_events} for split_events in splits[1:]]
+    period_starts = {user: [time_by_user[user] for time_by_user in held_out_times if user in time_by_user] for user, *_ in log}
+    assert_negatives(manifest, log, splits=splits, period_starts=period_starts)
 
 
 def test_each_file_is_a_split_and_the_validation_share_holds_out_negatives_of_the_same_items(tmp_path: Path) -> None:
     items = range(200)
-    train = write_rows(
-        tmp_path / "train.parquet", [row for i in items for row in ((1, i, i, 5), (2, i, i, 1), (2, 1000 + i, i, 5))]
-    )
-    test = write_rows(tmp_path / "test.parquet", [(1, 500, 0, 5), (1, 1000, 0, 1), (2, 501, 0, 5)])
-    split = {"kind": "files", "test_paths": test, "validation_share": 0.3, "validation_unit": "item"}
-    manifest = ingest(tmp_path / "stage", train, split=split, explicit_negatives=True, **LABELS)
+    # User 2 rejects the items that user 1 likes.
+    rows_by_item = [((1, item, item, 5), (2, item, item, 1), (2, 1000 + item, item, 5)) for item in items]
+    train_path = write_rows(tmp_path / "train.parquet", [row for rows in rows_by_item for row in rows])
+    test_path = write_rows(tmp_path / "test.parquet", [(1, 500, 0, 5), (1, 1000, 0, 1), (2, 501, 0, 5)])
+    split = {"kind": "files", "test_paths": test_path, "validation_share": 0.3, "validation_unit": "item"}
+    manifest = ingest(tmp_path / "stage", train_path, split=split, explicit_negatives=True, **LABEL_SETTINGS)
     negatives, _ = stored_negatives(manifest)
     arrays = {name: np.load(manifest.path(f"{name}.npy")) for name in ("train_end", "validation_end", "event_item")}
-    ids = pq.read_table(manifest.path("items.parquet"))["id"].to_pylist()
-    row = pq.read_table(manifest.path("users.parquet"))["id"].to_pylist().index(1)
-    validation = {ids[item] for item in arrays["event_item"][arrays["train_end"][row] : arrays["validation_end"][row]]}
-    assert 30 < len(validation) < 90
-    assert set(negatives[2][1]) == validation and set(negatives[2][0]) == set(items) - validation
+    item_ids = pq.read_table(manifest.path("items.parquet"))["id"].to_pylist()
+    user_row = pq.read_table(manifest.path("users.parquet"))["id"].to_pylist().index(1)
+    validation_items = {
+        item_ids[item] for item in arrays["event_item"][arrays["train_end"][user_row] : arrays["validation_end"][user_row]]
+    }
+    assert 30 < len(validation_items) < 90  # 60 on average
+    assert set(negatives[2][1]) == validation_items and set(negatives[2][0]) == set(items) - validation_items
     assert negatives[1] == ([], [], [1000])
 
 
-def test_a_log_without_an_order_has_no_event_of_a_negative(tmp_path: Path) -> None:
-    train = write_rows(tmp_path / "train.parquet", [(1, 7, 0, 5), (1, 8, 0, 1), (2, 8, 0, 5), (2, 7, 0, 1), (1, 7, 0, 1)])
-    test = write_rows(tmp_path / "test.parquet", [(1, 9, 0, 5), (2, 9, 0, 1)])
+def test_a_log_without_an_order_stores_no_events_of_negatives(tmp_path: Path) -> None:
+    train_path = write_rows(tmp_path / "train.parquet", [(1, 7, 0, 5), (1, 8, 0, 1), (2, 8, 0, 5), (2, 7, 0, 1), (1, 7, 0, 1)])
+    test_path = write_rows(tmp_path / "test.parquet", [(1, 9, 0, 5), (2, 9, 0, 1)])
     manifest = ingest(
         tmp_path / "stage",
-        train,
-        split={"kind": "files", "test_paths": test},
+        train_path,
+        split={"kind": "files", "test_paths": test_path},
         timestamp_column=None,
         explicit_negatives=True,
-        **LABELS,
+        **LABEL_SETTINGS,
     )
     assert "negative_event.npy" not in manifest.files and manifest.num_known_negatives == 3
     known_negatives = EventStore.open(manifest).known_negatives
@@ -147,27 +162,29 @@ def test_a_log_without_an_order_has_no_event_of_a_negative(tmp_path: Path) -> No
     assert known_negatives.num_train_negatives_U.tolist() == [1, 1]
 
 
-def test_events_splits_and_rows_are_those_of_a_log_without_its_negatives(tmp_path: Path) -> None:
+def test_explicit_negatives_change_no_event_split_or_row(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     log = [
         (int(user), f"i{item}", int(time), int(label)) for user, item, time, label in rng.integers(1, [9, 30, 99, 6], (400, 4))
     ]
     path = write_rows(tmp_path / "log.parquet", [*log, (77, "only negative", 5, 1)])
-    settings = {"split": LAST_OUT, **LABELS, "filter": {"min_item_events": 3, "max_user_events": 20}}
-    ordinary = ingest(tmp_path / "without", path, **settings)
+    settings = {"split": LEAVE_LAST_OUT, **LABEL_SETTINGS, "filter": {"min_item_events": 3, "max_user_events": 20}}
+    plain_manifest = ingest(tmp_path / "without", path, **settings)
     manifest = ingest(tmp_path / "with", path, explicit_negatives=True, **settings)
-    assert manifest.num_known_negatives > 50 and ordinary.num_known_negatives == 0
-    compared_files = [name for name in ordinary.files if not name.startswith("parts/") and not name.endswith("_ids.parquet")]
-    assert {name: ordinary.files[name] for name in compared_files} == {name: manifest.files[name] for name in compared_files}
-    assert manifest.files.keys() - ordinary.files.keys() - {part.file_name for part in manifest.parts} == {
+    assert manifest.num_known_negatives > 50 and plain_manifest.num_known_negatives == 0
+    compared_files = [
+        name for name in plain_manifest.files if not name.startswith("parts/") and not name.endswith("_ids.parquet")
+    ]
+    assert all(manifest.files[name] == plain_manifest.files[name] for name in compared_files)
+    assert manifest.files.keys() - plain_manifest.files.keys() - {part.file_name for part in manifest.parts} == {
         f"negative_{name}.npy" for name in ("offset", "item", "event")
     }
     excluded = {"files", "folder", "fingerprint", "lineage", "seconds", "parts", "num_known_negatives"}
-    assert manifest.model_dump(exclude=excluded) == ordinary.model_dump(exclude=excluded)
+    assert manifest.model_dump(exclude=excluded) == plain_manifest.model_dump(exclude=excluded)
 
 
-def test_without_the_setting_the_fingerprints_do_not_contain_it() -> None:
-    config = InteractionsConfig(paths=("log",), timestamp_column="t", **LABELS)
+def test_the_setting_is_part_of_the_fingerprint_only_if_it_is_true() -> None:
+    config = InteractionsConfig(paths=("log",), timestamp_column="t", **LABEL_SETTINGS)
     assert "explicit_negatives" not in config.result_settings()
     assert config.model_copy(update={"explicit_negatives": True}).result_settings()["explicit_negatives"] is True
 
@@ -179,31 +196,35 @@ def test_the_filters_by_time_apply_to_negatives(tmp_path: Path) -> None:
     manifest = ingest(
         tmp_path / "stage",
         path,
-        split=TIME,
+        split=TIME_SPLIT,
         explicit_negatives=True,
         filter={"until": "1970-01-12T00:00:00", "window_days": 6},
-        **LABELS,
+        **LABEL_SETTINGS,
     )
     negatives, event_indices = stored_negatives(manifest)
     assert negatives == {"a": (["y"], [], []), "b": ([], [], [])}
-    assert event_indices == [2]  # the events of the days 6 and 7 are earlier
+    assert event_indices == [2]  # the events of the days 6 and 7, with the indices 0 and 1, are earlier
 
 
-def test_negatives_of_one_moment_are_in_another_order_for_each_user(tmp_path: Path) -> None:
+def test_negatives_at_the_same_time_are_in_another_order_for_each_user(tmp_path: Path) -> None:
     items = [f"i{index}" for index in range(5)]
     log = [(user, item, 2, 1) for user in range(20) for item in items]
     log += [(user, f"own{user}", time, 5) for user in range(20) for time in (1, 2, 3, 4)]
     log += [(20, item, 1, 5) for item in items]
     manifest = ingest(
-        tmp_path / "stage", write_rows(tmp_path / "log.parquet", log), split=LAST_OUT, explicit_negatives=True, **LABELS
+        tmp_path / "stage",
+        write_rows(tmp_path / "log.parquet", log),
+        split=LEAVE_LAST_OUT,
+        explicit_negatives=True,
+        **LABEL_SETTINGS,
     )
     negatives, _ = stored_negatives(manifest)
     assert len({tuple(negatives[user][0]) for user in range(20)}) > 10
 
 
-def test_a_log_without_a_label_below_the_threshold_has_no_known_negative(tmp_path: Path) -> None:
+def test_a_log_without_labels_below_the_threshold_has_no_known_negatives(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "log.parquet", [(user, item, item, 5) for user in (1, 2) for item in range(4)])
-    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, explicit_negatives=True, **LABELS)
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, explicit_negatives=True, **LABEL_SETTINGS)
     assert stored_negatives(manifest) == ({1: ([], [], []), 2: ([], [], [])}, [])
 
 
@@ -215,37 +236,43 @@ DAYS: list[list[Row]] = [
 ]
 
 
-@pytest.mark.parametrize("split", [{"kind": "time", "test_days": 0.5, "validation_days": 0.25}, LAST_OUT])
-def test_a_run_with_a_new_day_gives_the_negatives_of_a_complete_ingest(tmp_path: Path, split: dict[str, Any]) -> None:
-    """On the last day, the item w and the user dan get their first event, and their negatives of the first day count."""
-    extra = [("cat", item, time, 5) for time, item in enumerate("xyzx")] + [("ann", "x", 5, 5), ("bob", "x", 9, 5)]
+@pytest.mark.parametrize("split", [{"kind": "time", "test_days": 0.5, "validation_days": 0.25}, LEAVE_LAST_OUT])
+def test_an_incremental_ingest_has_the_negatives_of_a_complete_ingest(tmp_path: Path, split: dict[str, Any]) -> None:
+    """The item w and the user dan have their first event on the last day. Their negatives of the first day then count."""
+    extra_events = [("cat", item, time, 5) for time, item in enumerate("xyzx")] + [("ann", "x", 5, 5), ("bob", "x", 9, 5)]
     manifest, paths = None, []
-    for number, day in enumerate([DAYS[0] + extra, *DAYS[1:]]):
-        write_rows(tmp_path / "in" / f"day{number}.parquet", day)
-        paths.append(str(tmp_path / "in" / f"day{number}.parquet"))
-        if number > 0:
+    for day_index, day in enumerate([DAYS[0] + extra_events, *DAYS[1:]]):
+        write_rows(tmp_path / "in" / f"day{day_index}.parquet", day)
+        paths.append(str(tmp_path / "in" / f"day{day_index}.parquet"))
+        if day_index > 0:
             manifest = ingest(
-                tmp_path / f"run{number}", *paths, split=split, previous=manifest, explicit_negatives=True, **LABELS
+                tmp_path / f"run{day_index}", *paths, split=split, previous=manifest, explicit_negatives=True, **LABEL_SETTINGS
             )
     assert manifest is not None and (manifest.num_files_read, manifest.run_number) == (1, 3)
-    whole = ingest(tmp_path / "whole", *paths, split=split, explicit_negatives=True, **LABELS)
+    complete_manifest = ingest(tmp_path / "whole", *paths, split=split, explicit_negatives=True, **LABEL_SETTINGS)
     negatives, _ = stored_negatives(manifest)
-    expected, _ = stored_negatives(whole)
-    assert {user: negatives[user] for user in sorted(negatives)} == {user: expected[user] for user in sorted(expected)}
+    expected_negatives, _ = stored_negatives(complete_manifest)
+    assert negatives == expected_negatives
     assert "w" in negatives["bob"][0] and "x" in negatives["dan"][0] and manifest.num_known_negatives >= 4
 
 
-def test_the_switch_reads_the_files_again_and_keeps_the_rows(tmp_path: Path) -> None:
+def test_after_a_change_of_explicit_negatives_the_files_are_read_again_and_ids_keep_their_rows(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "log.parquet", [row for day in DAYS for row in day])
-    first = ingest(tmp_path / "run1", path, split=TIME, **LABELS)
-    second = ingest(tmp_path / "run2", path, split=TIME, previous=first, explicit_negatives=True, **LABELS)
-    third = ingest(tmp_path / "run3", path, split=TIME, previous=second, **LABELS)
-    assert [run.num_files_read for run in (second, third)] == [1, 1] and second.num_known_negatives > 0
+    first_manifest = ingest(tmp_path / "run1", path, split=TIME_SPLIT, **LABEL_SETTINGS)
+    second_manifest = ingest(
+        tmp_path / "run2", path, split=TIME_SPLIT, previous=first_manifest, explicit_negatives=True, **LABEL_SETTINGS
+    )
+    third_manifest = ingest(tmp_path / "run3", path, split=TIME_SPLIT, previous=second_manifest, **LABEL_SETTINGS)
+    assert (second_manifest.num_files_read, third_manifest.num_files_read) == (1, 1)
+    assert second_manifest.num_known_negatives > 0
     for side in ("users", "items"):
-        ids = [pq.read_table(run.path(f"{side}.parquet"))["id"].to_pylist() for run in (first, second, third)]
+        ids = [
+            pq.read_table(manifest.path(f"{side}.parquet"))["id"].to_pylist()
+            for manifest in (first_manifest, second_manifest, third_manifest)
+        ]
         assert ids[0] == ids[1] == ids[2]
 
 
-def test_the_switch_without_a_label_column_is_rejected() -> None:
+def test_explicit_negatives_without_a_label_column_are_rejected() -> None:
     with raises_message("explicit_negatives is true, but label_column is not set, so no event is a negative; set label_column"):
         InteractionsConfig(paths=("log",), timestamp_column="t", explicit_negatives=True)

@@ -1,4 +1,4 @@
-"""An event store whose validation and test events are training events, compared with the store that it was made from."""
+"""Event stores with merged splits, whose validation and test events have become training events."""
 
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
 
 LOG = [([2, 1], [3], [0]), ([], [], []), ([1], [], [1, 3])]
+"""For each user, the rows of the training, validation and test items."""
 
 
 def test_all_events_are_training_events_in_the_same_order(tmp_path: Path) -> None:
-    interactions = write_interactions(tmp_path / "log", users=[4, 5, 6], items=["a", "b", "c", "d"], log=LOG)
+    interactions = write_interactions(tmp_path / "log", user_ids=[4, 5, 6], item_ids=["a", "b", "c", "d"], log=LOG)
     merged = merge_splits(interactions, tmp_path / "merged")
     store, merged_store = EventStore.open(interactions), EventStore.open(merged)
     assert merged.num_train_events == store.event_count_U.sum() > interactions.num_train_events
@@ -30,17 +31,17 @@ def test_all_events_are_training_events_in_the_same_order(tmp_path: Path) -> Non
     assert merged_store.items_before(np.arange(3), "test").values_L.tolist() == [2, 1, 3, 0, 1, 1, 3]
 
 
-def test_files_that_do_not_depend_on_the_split_are_the_same_files(tmp_path: Path) -> None:
-    interactions = write_interactions(tmp_path / "log", users=[4, 5, 6], items=["a", "b", "c", "d"], log=LOG)
+def test_files_that_do_not_depend_on_the_split_are_hard_links(tmp_path: Path) -> None:
+    interactions = write_interactions(tmp_path / "log", user_ids=[4, 5, 6], item_ids=["a", "b", "c", "d"], log=LOG)
     merged = merge_splits(interactions, tmp_path / "merged")
     for name in merged.files.keys() & interactions.files.keys():
-        is_same = merged.path(name).samefile(interactions.path(name))
-        assert is_same == (name.removesuffix(".npy") not in MERGED_ARRAYS)
+        is_hard_link = merged.path(name).samefile(interactions.path(name))
+        assert is_hard_link == (name.removesuffix(".npy") not in MERGED_ARRAYS)
     assert merge_splits(interactions, tmp_path / "merged") == merged
 
 
 def test_known_negatives_of_all_splits_are_training_negatives_except_items_that_the_user_has(tmp_path: Path) -> None:
-    """User 1 rejects the items 7, 8 and 9 first, then has 7 as its test event, and rejects 5 at the end."""
+    """User 1 rejects the items 7, 8 and 9, then likes 7, which becomes the test event, and finally rejects 5."""
     log = [(1, 7, 0), (1, 8, 1), (1, 0, 2), (1, 1, 3), (1, 9, 4), (1, 2, 5), (1, 5, 6), (1, 7, 7), (1, 5, 8)]
     stars = [1, 1, 5, 5, 1, 5, 5, 5, 1]
     log += [(2, item, time) for time, item in enumerate([7, 8, 9, 5, 3, 4])] + [(3, 3, 1), (3, 4, 2), (2, 0, 2)]
@@ -48,15 +49,15 @@ def test_known_negatives_of_all_splits_are_training_negatives_except_items_that_
     settings = {"split": {"kind": "leave_last_out"}, "label_column": "stars", "label_threshold": 3}
     interactions = ingest(tmp_path / "stage", path, explicit_negatives=True, **settings)
     merged = merge_splits(interactions, tmp_path / "merged")
-    negatives, merged_negatives = (EventStore.open(stage).known_negatives for stage in (interactions, merged))
+    negatives, merged_negatives = (EventStore.open(manifest).known_negatives for manifest in (interactions, merged))
     assert negatives is not None and merged_negatives is not None
     items, users = (pq.read_table(merged.path(f"{side}.parquet"))["id"].to_pylist() for side in ("items", "users"))
-    names = [items[row] for row in negatives.item_L]
-    assert sorted(names) == [0, 7, 8, 9] and merged.num_known_negatives == interactions.num_known_negatives - 1 == 3
-    assert [items[row] for row in merged_negatives.item_L] == [name for name in names if name != 7]
+    negative_items = [items[row] for row in negatives.item_L]
+    assert sorted(negative_items) == [0, 7, 8, 9] and merged.num_known_negatives == interactions.num_known_negatives - 1 == 3
+    assert [items[row] for row in merged_negatives.item_L] == [item for item in negative_items if item != 7]
     assert merged_negatives.event_L is not None and negatives.event_L is not None
-    expected_events = [event for event, name in zip(negatives.event_L.tolist(), names, strict=True) if name != 7]
+    expected_events = [event for event, item in zip(negatives.event_L.tolist(), negative_items, strict=True) if item != 7]
     assert merged_negatives.event_L.tolist() == expected_events
-    num_U = dict(zip(users, merged_negatives.num_train_negatives_U.tolist(), strict=True))
-    assert num_U == {1: 2, 2: 1, 3: 0}
+    num_negatives_by_user = dict(zip(users, merged_negatives.num_train_negatives_U.tolist(), strict=True))
+    assert num_negatives_by_user == {1: 2, 2: 1, 3: 0}
     assert merged_negatives.before(np.arange(3), "test").lengths.tolist() == merged_negatives.num_train_negatives_U.tolist()

@@ -1,4 +1,4 @@
-"""An event store in several shards has the results of a store with one shard; rows may have more than 32 bits."""
+"""Event stores in several shards, which must have the contents of a store with one shard, and rows of more than 32 bits."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -24,8 +24,8 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.training.warm.leaked_events import count_leaked_events
 from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 
-SHARDS = (1, 3, 8)
-USERS, ITEMS, EVENTS = 41, 23, 900
+SHARD_COUNTS = (1, 3, 8)
+NUM_USERS, NUM_ITEMS, NUM_EVENTS = 41, 23, 900
 SETTINGS: dict[str, Any] = {
     "split": {"kind": "leave_last_out"},
     "label_column": "stars",
@@ -37,32 +37,35 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def random_log(folder: Path, *, first_time: int = 0, users: int = USERS, seed: int = 0) -> str:
-    random = np.random.default_rng(seed)
-    user = (users * random.random(EVENTS) ** 2).astype(int)
+def write_random_log(folder: Path, *, first_time: int = 0, num_users: int = NUM_USERS, seed: int = 0) -> str:
+    """Write a log with the columns that SETTINGS names. Its times are `first_time`, `first_time` + 1, ..."""
+    rng = np.random.default_rng(seed)
+    user_E = (num_users * rng.random(NUM_EVENTS) ** 2).astype(int)
     events = [
-        (f"u{row}", int(item), first_time + at)
-        for at, (row, item) in enumerate(zip(user, random.integers(0, ITEMS, EVENTS), strict=True))
+        (f"u{row}", int(item), first_time + index)
+        for index, (row, item) in enumerate(zip(user_E, rng.integers(0, NUM_ITEMS, NUM_EVENTS), strict=True))
     ]
-    columns = {"stars": random.integers(1, 6, EVENTS).tolist(), "w": random.random(EVENTS).astype(np.float32).tolist()}
-    return write_log(folder / f"log-{first_time}.parquet", events, **columns, shop=[f"shop {at % 7}" for at in range(EVENTS)])
+    columns = {"stars": rng.integers(1, 6, NUM_EVENTS).tolist(), "w": rng.random(NUM_EVENTS).astype(np.float32).tolist()}
+    return write_log(
+        folder / f"log-{first_time}.parquet", events, **columns, shop=[f"shop {index % 7}" for index in range(NUM_EVENTS)]
+    )
 
 
-def contents(manifest: InteractionsManifest, scratch_path: Path) -> dict[str, Any]:
-    """Return what the consumers of an event store read, without the indices of events in the log."""
+def contents_of(manifest: InteractionsManifest, scratch_path: Path) -> dict[str, Any]:
+    """Return all values that the readers of an event store use, except the indices of events, which depend on the shards."""
     store = EventStore.open(manifest)
-    users, negatives = np.arange(store.num_users), store.known_negatives
+    user_U, negatives = np.arange(store.num_users), store.known_negatives
     assert negatives is not None
     user_E, event_E = store.training_events(np.arange(store.num_train_events))
     context = pa.concat_tables([pq.read_table(path) for path in context_paths(manifest)])
-    held_out_user_E, held_out_E = store.held_out_events(skip_validation_U=users % 2 == 0)
+    held_out_user_E, held_out_event_E = store.held_out_events(skip_validation_U=user_U % 2 == 0)
     histories = store.histories(event_E, user_E, max_history=5)
-    drawn = negatives.at_events(event_E, user_E, max_items=3, draw_B=np.full(len(event_E), 0.4))
+    drawn_negatives = negatives.at_events(event_E, user_E, max_items=3, draw_B=np.full(len(event_E), 0.4))
     chunk_user_E, chunk_event_E = (np.concatenate(arrays) for arrays in zip(*store.train_chunks(), strict=True))
     assert np.array_equal(chunk_user_E, user_E) and np.array_equal(chunk_event_E, event_E)
     is_training_E = store.is_training(slice(0, int(store.event_count_U.sum())))
     assert is_training_E.sum() == store.num_train_events and is_training_E[event_E].all()
-    values: dict[str, Any] = {
+    contents: dict[str, Any] = {
         "user": user_E,
         "item": store.items_at(event_E),
         "time": store.times_at(event_E),
@@ -70,8 +73,8 @@ def contents(manifest: InteractionsManifest, scratch_path: Path) -> dict[str, An
         "mean_weight": store.mean_weight(user_exponent=-0.5),
         "shop": np.array(context["shop"].take(pa.array(event_E)).to_pylist()),
         "history": (histories.offset, histories.values_L),
-        "negatives": (drawn.offset, drawn.values_L),
-        "held_out": (held_out_user_E, store.items_at(held_out_E), store.times_at(held_out_E)),
+        "negatives": (drawn_negatives.offset, drawn_negatives.values_L),
+        "held_out": (held_out_user_E, store.items_at(held_out_event_E), store.times_at(held_out_event_E)),
         "counts": (
             store.train_count_U,
             store.event_count_U,
@@ -84,83 +87,105 @@ def contents(manifest: InteractionsManifest, scratch_path: Path) -> dict[str, An
         "all_histories": [np.array(array) for array in store.all_histories(scratch_path)],
     }
     for split in ("validation", "test"):
-        lists = (store.targets(users, split), store.items_before(users, split, max_items=7), negatives.before(users, split))
-        values[split] = [array for ragged in lists for array in (ragged.offset, ragged.values_L)]
-        values[split] += [store.users_with_targets(split), store.item_counts_before(split), store.first_time(split)]
+        lists = (store.targets(user_U, split), store.items_before(user_U, split, max_items=7), negatives.before(user_U, split))
+        contents[split] = [array for ragged in lists for array in (ragged.offset, ragged.values_L)]
+        contents[split] += [store.users_with_targets(split), store.item_counts_before(split), store.first_time(split)]
         first_event_U = store.first_event_index(store.users_with_targets(split), split)
-        values[split] += [np.array(context["shop"].take(pa.array(first_event_U)).to_pylist())]
-    return values
+        contents[split] += [np.array(context["shop"].take(pa.array(first_event_U)).to_pylist())]
+    return contents
 
 
-def same(one: InteractionsManifest, other: InteractionsManifest) -> None:
-    expected, actual = (contents(manifest, manifest.folder.with_suffix(".npy")) for manifest in (one, other))
-    for name, values in expected.items():
-        is_one_value = not isinstance(values, tuple | list)
-        pairs = [(values, actual[name])] if is_one_value else zip(values, actual[name], strict=True)
-        for value, other_value in pairs:
+def assert_same_contents(manifest: InteractionsManifest, other_manifest: InteractionsManifest) -> None:
+    """Assert that the stores of two stages have equal contents."""
+    expected_contents = contents_of(manifest, manifest.folder.with_suffix(".npy"))
+    contents = contents_of(other_manifest, other_manifest.folder.with_suffix(".npy"))
+    for name, values in expected_contents.items():
+        is_single_value = not isinstance(values, tuple | list)
+        value_pairs = [(values, contents[name])] if is_single_value else zip(values, contents[name], strict=True)
+        for value, other_value in value_pairs:
             np.testing.assert_array_equal(value, other_value, err_msg=name)
 
 
-@pytest.mark.parametrize("shards", SHARDS[1:])
-def test_a_store_in_shards_has_the_results_of_one_shard(tmp_path: Path, shards: int) -> None:
-    log = random_log(tmp_path)
-    one, several = (ingest(tmp_path / f"{number}", log, shards=number, **SETTINGS) for number in (1, shards))
-    assert one.num_known_negatives > 20 and one.shards == ()
-    assert (several.num_shards, sum(shard.num_events for shard in several.shards)) == (
-        shards,
-        EventStore.open(one).event_count_U.sum(),
+@pytest.mark.parametrize("num_shards", SHARD_COUNTS[1:])
+def test_a_store_in_shards_has_the_contents_of_a_store_with_one_shard(tmp_path: Path, num_shards: int) -> None:
+    log_path = write_random_log(tmp_path)
+    plain_manifest, sharded_manifest = (
+        ingest(tmp_path / f"{shard_count}", log_path, shards=shard_count, **SETTINGS) for shard_count in (1, num_shards)
     )
-    assert sum(shard.num_known_negatives for shard in several.shards) == one.num_known_negatives
-    same(one, several)
-    same(merge_splits(one, tmp_path / "merged"), merge_splits(several, tmp_path / "merged_shards"))
+    assert plain_manifest.num_known_negatives > 20 and plain_manifest.shards == ()
+    assert sharded_manifest.num_shards == num_shards
+    num_events = EventStore.open(plain_manifest).event_count_U.sum()
+    assert sum(shard.num_events for shard in sharded_manifest.shards) == num_events
+    assert sum(shard.num_known_negatives for shard in sharded_manifest.shards) == plain_manifest.num_known_negatives
+    assert_same_contents(plain_manifest, sharded_manifest)
+    assert_same_contents(
+        merge_splits(plain_manifest, tmp_path / "merged"), merge_splits(sharded_manifest, tmp_path / "merged_shards")
+    )
 
 
-def test_one_shard_has_one_file_per_array(tmp_path: Path) -> None:
-    log = random_log(tmp_path)
-    one, three = (ingest(tmp_path / f"{number}", log, shards=number, **SETTINGS) for number in (1, 3))
-    shared = one.files.keys() & three.files.keys()
-    assert {"train_user.npy", "item_count.npy", "users.parquet"} <= shared
-    assert all(one.files[name] == three.files[name] for name in shared if name.endswith(".npy"))
-    divided = {"event_item.npy", "event_time.npy", "event_weight.npy", "user_offset.npy", "train_end.npy", "validation_end.npy"}
-    divided |= {"negative_offset.npy", "negative_item.npy", "negative_event.npy", "context.parquet"}
-    assert one.files.keys() - shared == divided
-    names = {
-        f"{name.split('.')[0]}.{shard}.{name.split('.')[1]}" for name in (*divided, "event_offset.npy") for shard in range(3)
+def test_only_the_arrays_of_users_and_events_have_a_file_per_shard(tmp_path: Path) -> None:
+    log_path = write_random_log(tmp_path)
+    plain_manifest, sharded_manifest = (
+        ingest(tmp_path / f"{num_shards}", log_path, shards=num_shards, **SETTINGS) for num_shards in (1, 3)
+    )
+    shared_names = plain_manifest.files.keys() & sharded_manifest.files.keys()
+    assert {"train_user.npy", "item_count.npy", "users.parquet"} <= shared_names
+    assert all(plain_manifest.files[name] == sharded_manifest.files[name] for name in shared_names if name.endswith(".npy"))
+    divided_arrays = ("event_item", "event_time", "event_weight", "user_offset", "train_end", "validation_end")
+    divided_names = {f"{name}.npy" for name in (*divided_arrays, "negative_offset", "negative_item", "negative_event")}
+    divided_names.add("context.parquet")
+    assert plain_manifest.files.keys() - shared_names == divided_names
+    shard_file_names = {
+        f"{name.split('.')[0]}.{shard}.{name.split('.')[1]}"
+        for name in (*divided_names, "event_offset.npy")
+        for shard in range(3)
     }
-    assert three.files.keys() - shared == names
+    assert sharded_manifest.files.keys() - shared_names == shard_file_names
 
 
 def test_consecutive_runs_may_have_different_numbers_of_shards(tmp_path: Path) -> None:
-    logs = [random_log(tmp_path, first_time=EVENTS * day, users=USERS + 5 * day, seed=day) for day in range(3)]
-    runs: list[InteractionsManifest] = []
-    for day, shards in enumerate((2, 1, 5)):
-        previous = runs[-1] if runs else None
-        runs.append(ingest(tmp_path / f"run{day}", *logs[: day + 1], shards=shards, previous=previous, **SETTINGS))
-    unsharded = None
+    log_paths = [
+        write_random_log(tmp_path, first_time=NUM_EVENTS * day, num_users=NUM_USERS + 5 * day, seed=day) for day in range(3)
+    ]
+    manifests: list[InteractionsManifest] = []
+    for day, num_shards in enumerate((2, 1, 5)):
+        previous = manifests[-1] if manifests else None
+        manifests.append(
+            ingest(tmp_path / f"run{day}", *log_paths[: day + 1], shards=num_shards, previous=previous, **SETTINGS)
+        )
+    plain_manifest = None
     for day in range(3):
-        unsharded = ingest(tmp_path / f"alone{day}", *logs[: day + 1], previous=unsharded, **SETTINGS)
-    assert unsharded is not None and [run.num_files_read for run in runs] == [1, 1, 1] and runs[-1].run_number == 3
-    same(unsharded, runs[-1])
+        plain_manifest = ingest(tmp_path / f"alone{day}", *log_paths[: day + 1], previous=plain_manifest, **SETTINGS)
+    assert plain_manifest is not None and manifests[-1].run_number == 3
+    assert [manifest.num_files_read for manifest in manifests] == [1, 1, 1]
+    assert_same_contents(plain_manifest, manifests[-1])
 
 
 def test_leaked_events_are_found_between_runs_with_different_numbers_of_shards(tmp_path: Path) -> None:
-    log, settings = random_log(tmp_path), SETTINGS | {"filter": {}}
-    champions, runs = (
-        [ingest(tmp_path / f"{name}{shards}", log, shards=shards, **(settings | {"split": split})) for shards in (1, 4)]
+    log_path, settings = write_random_log(tmp_path), SETTINGS | {"filter": {}}
+    champion_manifests, manifests = (
+        [
+            ingest(tmp_path / f"{name}{num_shards}", log_path, shards=num_shards, **(settings | {"split": split}))
+            for num_shards in (1, 4)
+        ]
         for name, split in (
             ("champion", {"kind": "time", "test_days": 1e-9, "validation_days": 0}),
             ("run", {"kind": "leave_last_out"}),
         )
     )
-    counts = {count_leaked_events(run, champion=champion) for run in runs for champion in champions}
-    assert len(counts) == 1 and counts.pop() > 20
+    num_leaked_events = {
+        count_leaked_events(manifest, champion=champion) for manifest in manifests for champion in champion_manifests
+    }
+    assert len(num_leaked_events) == 1 and num_leaked_events.pop() > 20
 
 
 def test_more_shards_than_users_leave_shards_empty(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "log.parquet", [(user, item, 10 * user + item) for user in range(3) for item in range(4)])
-    one, many = (ingest(tmp_path / f"{shards}", log, split={"kind": "leave_last_out"}, shards=shards) for shards in (1, 64))
-    assert [shard.num_events for shard in many.shards] == [4, 4, 4] + [0] * 61
-    stores = [EventStore.open(manifest) for manifest in (one, many)]
+    log_path = write_log(tmp_path / "log.parquet", [(user, item, 10 * user + item) for user in range(3) for item in range(4)])
+    plain_manifest, sharded_manifest = (
+        ingest(tmp_path / f"{shards}", log_path, split={"kind": "leave_last_out"}, shards=shards) for shards in (1, 64)
+    )
+    assert [shard.num_events for shard in sharded_manifest.shards] == [4, 4, 4] + [0] * 61
+    stores = [EventStore.open(manifest) for manifest in (plain_manifest, sharded_manifest)]
     for split in ("validation", "test"):
         targets, same_targets = (store.targets(np.arange(3), split).values_L.tolist() for store in stores)
         assert targets == same_targets
@@ -172,13 +197,13 @@ def test_a_number_of_shards_out_of_range_is_rejected(shards: int) -> None:
         InteractionsConfig(paths=("log",), timestamp_column="t", shards=shards)
 
 
-def test_a_single_shard_has_the_fingerprint_of_configs_without_the_setting() -> None:
+def test_the_number_of_shards_is_part_of_the_fingerprint_unless_it_is_1() -> None:
     config = InteractionsConfig(paths=("log",), timestamp_column="t")
     assert "shards" not in config.result_settings() and config.model_copy(update={"shards": 2}).result_settings()["shards"] == 2
 
 
-def test_only_the_shards_of_the_selected_users_are_mapped(tmp_path: Path) -> None:
-    manifest = ingest(tmp_path / "stage", random_log(tmp_path), shards=8, **SETTINGS)
+def test_only_the_shards_of_the_requested_users_are_mapped(tmp_path: Path) -> None:
+    manifest = ingest(tmp_path / "stage", write_random_log(tmp_path), shards=8, **SETTINGS)
     store = EventStore.open(manifest)
     users = np.arange(store.num_users)
     store.items_before(users[users % 8 < 2], "test")
@@ -187,7 +212,7 @@ def test_only_the_shards_of_the_selected_users_are_mapped(tmp_path: Path) -> Non
     assert store._event_time._parts.mapped_shards == ()
 
 
-def test_a_growing_array_is_extended_and_cut(tmp_path: Path) -> None:
+def test_a_growing_array_has_the_appended_values_for_any_expected_length(tmp_path: Path) -> None:
     path, values = tmp_path / "values.npy", np.arange(1_000, dtype=np.int32)
     for expected_length in (0, 10, 1_000, 5_000):
         array = GrowingArray(path, dtype=np.int32, expected_length=expected_length)
@@ -204,17 +229,18 @@ def test_a_growing_array_on_a_full_disk_is_an_error(small_disk: Path) -> None:
         array.append(np.zeros(10_000_000, np.int64))
 
 
-FIRST_FREE = 2**31 + 10
+FIRST_NEW_ROW = 2**31 + 10
+"""Row of the first user and item that a run adds to the large vocabularies."""
 
 
-class LargeVocabularies(DuckdbEngine):
-    """DuckdbEngine after runs with FIRST_FREE users and items, of which the newest is in the vocabulary."""
+class LargeVocabulariesEngine(DuckdbEngine):
+    """DuckdbEngine that starts with FIRST_NEW_ROW users and as many items. Its tables store only the newest id of each."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         for side, id_type in self._id_types.items():
             newest_sql = "'newest'" if id_type == "string" else "-1"
-            self._session.append(f"{side}_ids", f"SELECT {newest_sql}, {FIRST_FREE - 1}, {FIRST_FREE - 1}")
+            self._session.append(f"{side}_ids", f"SELECT {newest_sql}, {FIRST_NEW_ROW - 1}, {FIRST_NEW_ROW - 1}")
         self._is_filtered = True
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
@@ -222,60 +248,61 @@ class LargeVocabularies(DuckdbEngine):
 
 
 class StopAtEventsError(Exception):
-    pass
+    """Ends the ingest before it writes the events. Its argument is the list of event batches."""
 
 
-def test_codes_and_rows_pass_2_to_the_31(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_ids_may_have_codes_and_rows_above_2_to_the_31(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [("ann", 5, 1), ("ann", 6, 2), ("ann", 5, 3), ("bob", 5, 4), ("bob", 7, 5), ("bob", 5, 6)]
     path = write_log(tmp_path / "log.parquet", events)
     config = InteractionsConfig(
         paths=(path,), timestamp_column="t", timestamp_unit="us", threads=1, split={"kind": "leave_last_out", "num_folds": 2}
     )
-    monkeypatch.setattr("recsys_core.ingest.log.duckdb_engine.engine.DuckdbEngine", LargeVocabularies)
+    monkeypatch.setattr("recsys_core.ingest.log.duckdb_engine.engine.DuckdbEngine", LargeVocabulariesEngine)
     with pytest.raises(StopAtEventsError) as caught:
         ingest_interactions(config, embeddings=None, folder=tmp_path / "stage")
     (batches,) = caught.value.args
     batch = pa.Table.from_batches(batches)
     assert (batch.schema.field("user_row").type, batch.schema.field("item_row").type) == (pa.int64(), pa.int64())
-    ann, bob, five = FIRST_FREE, FIRST_FREE + 1, FIRST_FREE
-    assert batch["user_row"].to_pylist() == [ann] * 3 + [bob] * 3
+    ann_row, bob_row, row_of_5 = FIRST_NEW_ROW, FIRST_NEW_ROW + 1, FIRST_NEW_ROW
+    assert batch["user_row"].to_pylist() == [ann_row] * 3 + [bob_row] * 3
     assert sorted(zip(batch["position"].to_pylist(), batch["item_row"].to_pylist(), strict=True)) == [
-        (1, five), (2, five + 1), (3, five), (4, five), (5, five + 2), (6, five),
+        (1, row_of_5), (2, row_of_5 + 1), (3, row_of_5), (4, row_of_5), (5, row_of_5 + 2), (6, row_of_5),
     ]  # fmt: skip
 
 
-class ManyIds(Vocabulary):
-    """A vocabulary of FIRST_FREE + 10 ids, without the ids."""
+class LargeVocabulary(Vocabulary):
+    """A vocabulary with the length FIRST_NEW_ROW + 10 that stores no ids."""
 
     def __len__(self) -> int:
-        return FIRST_FREE + 10
+        return FIRST_NEW_ROW + 10
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_the_writer_stores_rows_above_2_to_the_31(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
-    """The counts of all users and items are sparse files of 51 GB."""
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_the_writer_stores_rows_above_2_to_the_31(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shards: int) -> None:
+    """The counts per user and per item are sparse files, because they would take 51 GB of memory."""
 
-    def sparse(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def create_sparse_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.memmap(tmp_path / f"counts-{len(list(tmp_path.iterdir()))}", dtype, "w+", shape=shape)
 
-    first = FIRST_FREE // 3 * 3  # in the first shard
-    user_row, item_row = np.array([0, first, first, first + 1]), np.array([FIRST_FREE + 9, 3, 2**31, 2**31 - 1])
+    user_in_first_shard = FIRST_NEW_ROW // 3 * 3  # a multiple of 3, so that the user is in the first of 3 shards
+    user_row = np.array([0, user_in_first_shard, user_in_first_shard, user_in_first_shard + 1])
+    item_row = np.array([FIRST_NEW_ROW + 9, 3, 2**31, 2**31 - 1])
     batch = pa.record_batch({
         "user_row": user_row, "item_row": item_row, "split": np.array([0, 0, 2, 0], np.int8), "position": np.arange(4),
     })  # fmt: skip
-    config = InteractionsConfig(paths=("log",), timestamp_column="t", shards=shards)
+    config = InteractionsConfig(paths=("log",), timestamp_column="t", shards=num_shards)
     users, items = (
-        ManyIds(side, pa.chunked_array([pa.array([], pa.int64())]), np.zeros(0, np.int64)) for side in ("user", "item")
+        LargeVocabulary(side, pa.chunked_array([pa.array([], pa.int64())]), np.zeros(0, np.int64)) for side in ("user", "item")
     )
     with monkeypatch.context() as patch:
         patch.setattr(
             "recsys_core.ingest.log.event_writer.np.zeros",
-            lambda shape, dtype: sparse(shape, dtype) if shape[0] else np.empty(shape, dtype),
+            lambda shape, dtype: create_sparse_array(shape, dtype) if shape[0] else np.empty(shape, dtype),
         )
         writer = EventWriter(tmp_path, users=users, items=items, config=config)
     writer.write_events([batch], num_events=4)
-    stored = [np.load(path) for path in sorted(tmp_path.glob("event_item*.npy"))]
-    assert len(stored) == shards and {array.dtype for array in stored} == {np.dtype(np.int64)}
-    assert np.concatenate(stored).tolist() == item_row.tolist()
-    assert writer.user_count_US[first : first + 2].tolist() == [[1, 0, 1], [1, 0, 0]]
+    items_by_shard = [np.load(path) for path in sorted(tmp_path.glob("event_item*.npy"))]
+    assert len(items_by_shard) == num_shards and {array.dtype for array in items_by_shard} == {np.dtype(np.int64)}
+    assert np.concatenate(items_by_shard).tolist() == item_row.tolist()
+    assert writer.user_count_US[user_in_first_shard : user_in_first_shard + 2].tolist() == [[1, 0, 1], [1, 0, 0]]
     assert writer.item_count_IS[item_row].tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 0]]

@@ -1,4 +1,4 @@
-"""Ids of vectors with any Unicode text are stored unchanged and match the items of the log."""
+"""Vectors whose ids are unusual Unicode texts."""
 
 from pathlib import Path
 
@@ -10,37 +10,37 @@ import pytest
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from tests.recsys_core.ingest import interaction_logs
-from tests.recsys_core.ingest.log.test_checks import ODD, STRANGE
+from tests.recsys_core.ingest.log.test_checks import SUSPICIOUS_IDS, UNUSUAL_IDS
 from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 
-@pytest.mark.parametrize("dictionary", [True, False])
-def test_unusual_unicode_ids_are_stored_unchanged(tmp_path: Path, dictionary: bool) -> None:
-    ids = pa.array(STRANGE).dictionary_encode() if dictionary else pa.array(STRANGE)
-    path = write_parquet(tmp_path / "v.parquet", item_id=ids, v=[[1.0 + row] for row in range(len(STRANGE))])
-    manifest = ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=tmp_path / "embeddings")
-    assert pq.read_table(manifest.ids_path("item"))["id"].to_pylist() == STRANGE
-    log = [(user, item, time) for time, (user, item) in enumerate((user, item) for user in "ab" for item in STRANGE[::-1])]
-    store = interaction_logs.ingest(
+@pytest.mark.parametrize("is_dictionary", [True, False])
+def test_unusual_ids_are_stored_unchanged_and_match_the_items_of_the_log(tmp_path: Path, is_dictionary: bool) -> None:
+    ids = pa.array(UNUSUAL_IDS).dictionary_encode() if is_dictionary else pa.array(UNUSUAL_IDS)
+    path = write_parquet(tmp_path / "v.parquet", item_id=ids, v=[[1.0 + row] for row in range(len(UNUSUAL_IDS))])
+    embeddings = ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=tmp_path / "embeddings")
+    assert pq.read_table(embeddings.ids_path("item"))["id"].to_pylist() == UNUSUAL_IDS
+    log = [(user, item, time) for time, (user, item) in enumerate((user, item) for user in "ab" for item in UNUSUAL_IDS[::-1])]
+    interactions = interaction_logs.ingest(
         tmp_path / "stage",
         interaction_logs.write_log(tmp_path / "a.parquet", log),
         split={"kind": "leave_last_out"},
-        embeddings=manifest,
+        embeddings=embeddings,
     )
-    items, rows = interaction_logs.read_store(store).items, np.load(store.path("vector_row.npy"))
-    assert [STRANGE[row] for row in rows] == items
-    assert store.num_items_with_vector == len(STRANGE)
+    items_by_row, vector_rows = interaction_logs.read_store(interactions).items, np.load(interactions.path("vector_row.npy"))
+    assert [UNUSUAL_IDS[row] for row in vector_rows] == items_by_row
+    assert interactions.num_items_with_vector == len(UNUSUAL_IDS)
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_no_unusual_id_breaks_a_message(tmp_path: Path, name: str) -> None:
-    path = write_parquet(tmp_path / "v.parquet", item_id=[name] * 2, v=[[1.0], [2.0]])
+@pytest.mark.parametrize("item_id", SUSPICIOUS_IDS)
+def test_a_message_about_a_suspicious_id_is_printable_and_short(tmp_path: Path, item_id: str) -> None:
+    path = write_parquet(tmp_path / "v.parquet", item_id=[item_id] * 2, v=[[1.0], [2.0]])
     config = EmbeddingsConfig(paths=path, vector_column="v")
 
-    def stage(folder: Path) -> object:
+    def ingest(folder: Path) -> object:
         return ingest_embeddings((config,), folder=folder)
 
-    assert_rejects(stage, tmp_path, "v.parquet: column 'item_id', row 1: id '", "(1 of 2 rows); fix these rows")
+    assert_rejects(ingest, tmp_path, "v.parquet: column 'item_id', row 1: id '", "(1 of 2 rows); fix these rows")
     with pytest.raises(ValueError) as caught:
-        stage(tmp_path / "stage")
+        ingest(tmp_path / "stage")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400 + len(path)

@@ -1,4 +1,4 @@
-"""The ingested matrix equals the vectors of the files, without the rows that the config drops."""
+"""Ingest of valid vectors: column layouts, ids, projections, id maps and dropped rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,20 +29,23 @@ def as_large_list(vectors: np.ndarray) -> pa.Array:
     return as_list(vectors).cast(pa.large_list(pa.from_numpy_dtype(vectors.dtype)))
 
 
-def as_fixed(vectors: np.ndarray) -> pa.Array:
+def as_fixed_size_list(vectors: np.ndarray) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
 
 
-def as_sliced(vectors: np.ndarray) -> pa.Array:
+def as_slice(vectors: np.ndarray) -> pa.Array:
+    """Return a slice of an array with one more vector at each end."""
     padded = np.vstack([vectors[:1] + 1, vectors, vectors[:1] + 1])
-    return as_fixed(padded).slice(1, len(vectors))
+    return as_fixed_size_list(padded).slice(1, len(vectors))
 
 
 def as_chunks(vectors: np.ndarray) -> pa.ChunkedArray:
-    return pa.chunked_array([as_sliced(vectors[:3]), as_fixed(vectors[3:4]), as_fixed(vectors[4:])])
+    """Return three chunks. The first is a slice."""
+    return pa.chunked_array([as_slice(vectors[:3]), as_fixed_size_list(vectors[3:4]), as_fixed_size_list(vectors[4:])])
 
 
 def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
+    """Ingest one entry. Without another setting, the vectors are in column v."""
     columns = {} if {"vector_column", "dimension_prefix"} & set(settings) else {"vector_column": "v"}
     return ingest_embeddings((EmbeddingsConfig(paths=paths, **columns, **settings),), folder=folder)
 
@@ -51,28 +54,29 @@ def ids_of(manifest: EmbeddingsManifest) -> list[int | str]:
     return pq.read_table(manifest.ids_path("item")).column("id").to_pylist()
 
 
-def some_vectors(rows: int, dim: int, dtype: type = np.float32) -> np.ndarray:
-    return np.random.default_rng(rows * dim).normal(size=(rows, dim)).astype(dtype)
+def random_vectors(num_rows: int, width: int, dtype: type = np.float32) -> np.ndarray:
+    """Return vectors [num_rows, width] of normally distributed numbers."""
+    return np.random.default_rng(num_rows * width).normal(size=(num_rows, width)).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("layout", [as_list, as_large_list, as_fixed, as_sliced, as_chunks])
+@pytest.mark.parametrize("layout", [as_list, as_large_list, as_fixed_size_list, as_slice, as_chunks])
 def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout, dtype: type) -> None:
-    vectors = some_vectors(11, 3, dtype)
-    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vectors), row_group=4)
+    vectors = random_vectors(11, 3, dtype)
+    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vectors), row_group_size=4)
     manifest = ingest(tmp_path / "stage", path, batch_rows=3)
-    stored = np.load(manifest.vectors_path("item"))
-    assert stored.dtype == np.float32
-    np.testing.assert_array_equal(stored, vectors.astype(np.float32))
+    stored_vectors = np.load(manifest.vectors_path("item"))
+    assert stored_vectors.dtype == np.float32
+    np.testing.assert_array_equal(stored_vectors, vectors.astype(np.float32))
     assert ids_of(manifest) == list(range(0, 77, 7))
     assert (manifest.tables["item"].num_rows, manifest.tables["item"].dim, manifest.tables["item"].id_type) == (11, 3, "int64")
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("first", [0, 1])
-def test_single_columns_are_put_in_order_of_their_number(tmp_path: Path, first: int, dtype: type) -> None:
-    vectors = some_vectors(5, 12, dtype)
-    columns = {f"dim_{first + index}": vectors[:, index] for index in np.random.default_rng(0).permutation(12)}
+@pytest.mark.parametrize("first_number", [0, 1])
+def test_dimension_columns_are_sorted_by_their_number(tmp_path: Path, first_number: int, dtype: type) -> None:
+    vectors = random_vectors(5, 12, dtype)
+    columns = {f"dim_{first_number + index}": vectors[:, index] for index in np.random.default_rng(0).permutation(12)}
     path = write_parquet(tmp_path / "a.parquet", dim_note=["x"] * 5, item_id=list("abcde"), **columns)
     manifest = ingest(tmp_path / "stage", path, batch_rows=2, dimension_prefix="dim_")
     np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors.astype(np.float32))
@@ -84,17 +88,17 @@ def test_single_columns_are_put_in_order_of_their_number(tmp_path: Path, first: 
     vectors=hnp.arrays(
         np.float32, st.tuples(st.integers(1, 40), st.integers(1, 5)), elements=st.floats(-(2.0**100), 2.0**100, width=32)
     ),
-    row_group=st.integers(1, 50),
+    row_group_size=st.integers(1, 50),
     batch_rows=st.integers(1, 50),
-    fixed=st.booleans(),
+    is_fixed_size=st.booleans(),
 )
 def test_the_matrix_does_not_depend_on_batches_and_row_groups(
-    tmp_path_factory: pytest.TempPathFactory, vectors: np.ndarray, row_group: int, batch_rows: int, fixed: bool
+    tmp_path_factory: pytest.TempPathFactory, vectors: np.ndarray, row_group_size: int, batch_rows: int, is_fixed_size: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("matrix")
-    vectors = np.where(vectors.any(axis=1, keepdims=True), vectors, np.float32(1))  # a vector of zeros is refused
-    column = (as_fixed if fixed else as_list)(vectors)
-    path = write_parquet(folder / "a.parquet", item_id=np.arange(len(vectors)), v=column, row_group=row_group)
+    vectors = np.where(vectors.any(axis=1, keepdims=True), vectors, np.float32(1))  # a vector of zeros is rejected
+    vector_column = (as_fixed_size_list if is_fixed_size else as_list)(vectors)
+    path = write_parquet(folder / "a.parquet", item_id=np.arange(len(vectors)), v=vector_column, row_group_size=row_group_size)
     manifest = ingest(folder / "stage", path, batch_rows=batch_rows)
     np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
     assert ids_of(manifest) == list(range(len(vectors)))
@@ -111,22 +115,22 @@ def test_the_matrix_does_not_depend_on_batches_and_row_groups(
         pa.array(["ü", "🦉\u202e" * 5000, "a\x00b"]).dictionary_encode(),
     ],
 )
-def test_ids_are_stored_as_one_of_two_types(tmp_path: Path, ids: pa.Array) -> None:
-    manifest = ingest(tmp_path / "stage", write_parquet(tmp_path / "a.parquet", item_id=ids, v=as_list(some_vectors(3, 2))))
+def test_ids_of_any_type_are_stored_as_int64_or_string(tmp_path: Path, ids: pa.Array) -> None:
+    manifest = ingest(tmp_path / "stage", write_parquet(tmp_path / "a.parquet", item_id=ids, v=as_list(random_vectors(3, 2))))
     assert ids_of(manifest) == ids.to_pylist()
     assert str(pq.read_schema(manifest.ids_path("item")).field("id").type) == manifest.tables["item"].id_type
 
 
-def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
-    vectors = some_vectors(9, 4)
-    for name, part in (("c", slice(6, 9)), ("a", slice(0, 2)), ("b", slice(2, 6))):
+def test_the_files_of_a_glob_are_read_in_order_of_their_names(tmp_path: Path) -> None:
+    vectors = random_vectors(9, 4)
+    for name, rows in (("c", slice(6, 9)), ("a", slice(0, 2)), ("b", slice(2, 6))):
         write_parquet(
             tmp_path / f"in-{name}.parquet",
-            item_id=np.arange(9)[part],
-            v=as_fixed(vectors[part]),
-            other=["x"] * (len(vectors[part])),
+            item_id=np.arange(9)[rows],
+            v=as_fixed_size_list(vectors[rows]),
+            other=["x"] * (len(vectors[rows])),
         )
-    write_parquet(tmp_path / "in-aa.parquet", item_id=pa.array([], pa.int64()), v=as_fixed(vectors[:0]))
+    write_parquet(tmp_path / "in-aa.parquet", item_id=pa.array([], pa.int64()), v=as_fixed_size_list(vectors[:0]))
     manifest = ingest(tmp_path / "stage", str(tmp_path / "in-*.parquet"), batch_rows=2)
     np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
     assert ids_of(manifest) == list(range(9))
@@ -134,27 +138,29 @@ def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
 
 
 def test_a_stage_folder_may_have_pattern_characters_in_its_name(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 1], v=as_list(some_vectors(2, 2)))
+    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 1], v=as_list(random_vectors(2, 2)))
     (tmp_path / "run[1]").mkdir()
     assert_rejects(lambda folder: ingest(folder, path), tmp_path / "run[1]", "id 1 is already in")
 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
 def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path, columns: dict[str, str]) -> None:
-    vectors = some_vectors(5_000, 37, np.float64)
+    vectors = random_vectors(5_000, 37, np.float64)
     value_by_column = {f"d{index}": vectors[:, index] for index in range(37)}
     path = write_parquet(
-        tmp_path / "a.parquet", item_id=np.arange(5_000)[::-1], v=as_fixed(vectors), row_group=1_111, **value_by_column
+        tmp_path / "a.parquet",
+        item_id=np.arange(5_000)[::-1],
+        v=as_fixed_size_list(vectors),
+        row_group_size=1_111,
+        **value_by_column,
     )
     manifest_by_num_threads = {
-        threads: ingest(tmp_path / f"stage{threads}", path, threads=threads, **columns) for threads in (1, 5)
+        num_threads: ingest(tmp_path / f"stage{num_threads}", path, threads=num_threads, **columns) for num_threads in (1, 5)
     }
     np.testing.assert_array_equal(np.load(manifest_by_num_threads[5].vectors_path("item")), vectors.astype(np.float32))
     assert ids_of(manifest_by_num_threads[5]) == list(range(5_000))[::-1]
-    assert (
-        manifest_by_num_threads[1].files == manifest_by_num_threads[5].files
-        and manifest_by_num_threads[1].fingerprint == manifest_by_num_threads[5].fingerprint
-    )
+    assert manifest_by_num_threads[1].files == manifest_by_num_threads[5].files
+    assert manifest_by_num_threads[1].fingerprint == manifest_by_num_threads[5].fingerprint
 
 
 def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
@@ -169,36 +175,38 @@ def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
-def test_normalised_vectors_have_length_one(tmp_path: Path, columns: dict[str, str]) -> None:
+def test_normalised_vectors_have_norm_1(tmp_path: Path, columns: dict[str, str]) -> None:
     vectors = np.array([[3.0, 4.0], [3e30, 4e30], [-3e-30, 4e-30], [6e-44, 8e-44]])
     path = write_parquet(tmp_path / "a.parquet", item_id=range(4), v=as_list(vectors), d0=vectors[:, 0], d1=vectors[:, 1])
-    stored = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors_path("item"))
-    np.testing.assert_allclose(stored, [[0.6, 0.8], [0.6, 0.8], [-0.6, 0.8], [0.6, 0.8]], rtol=0.02)
-    np.testing.assert_allclose(np.linalg.norm(stored, axis=1), 1.0, rtol=1e-6)
+    stored_vectors = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors_path("item"))
+    np.testing.assert_allclose(stored_vectors, [[0.6, 0.8], [0.6, 0.8], [-0.6, 0.8], [0.6, 0.8]], rtol=0.02)
+    np.testing.assert_allclose(np.linalg.norm(stored_vectors, axis=1), 1.0, rtol=1e-6)
 
 
 def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    plane = rng.normal(size=(500, 2)) @ rng.normal(size=(2, 9)) + 5.0
-    vectors = plane + 1e-3 * rng.normal(size=plane.shape)
-    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(500), v=as_list(vectors), row_group=70)
+    points_in_plane = rng.normal(size=(500, 2)) @ rng.normal(size=(2, 9)) + 5.0
+    vectors = points_in_plane + 1e-3 * rng.normal(size=points_in_plane.shape)
+    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(500), v=as_list(vectors), row_group_size=70)
     manifest = ingest(tmp_path / "stage", path, pca_dim=2)
-    stored = np.load(manifest.vectors_path("item"))
+    stored_vectors = np.load(manifest.vectors_path("item"))
     assert manifest.tables["item"].dim == 2 and 0.9999 < (manifest.tables["item"].explained_variance or 0) < 1.0
     centred = vectors - vectors.mean(axis=0)
-    expected = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
-    np.testing.assert_allclose(np.abs(stored), np.abs(expected), rtol=1e-3, atol=1e-3)
-    repeated = ingest(tmp_path / "again", path, pca_dim=2, threads=1, batch_rows=7)
-    np.testing.assert_array_equal(np.load(repeated.vectors_path("item")), stored)
-    scaled = np.load(ingest(tmp_path / "scaled", path, pca_dim=2, normalise=True).vectors_path("item"))
-    np.testing.assert_allclose(scaled, stored / np.linalg.norm(stored, axis=1, keepdims=True), rtol=1e-5)
+    projected_vectors = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
+    np.testing.assert_allclose(np.abs(stored_vectors), np.abs(projected_vectors), rtol=1e-3, atol=1e-3)
+    repeated_manifest = ingest(tmp_path / "again", path, pca_dim=2, threads=1, batch_rows=7)
+    np.testing.assert_array_equal(np.load(repeated_manifest.vectors_path("item")), stored_vectors)
+    normalised_vectors = np.load(ingest(tmp_path / "scaled", path, pca_dim=2, normalise=True).vectors_path("item"))
+    np.testing.assert_allclose(
+        normalised_vectors, stored_vectors / np.linalg.norm(stored_vectors, axis=1, keepdims=True), rtol=1e-5
+    )
 
 
 def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", item_id=["x", "y", "z", "w"], v=[[1.0], [2.0], [3.0], [4.0]])
-    ids = write_parquet(tmp_path / "map.parquet", theirs=["w", "x", "unused", "z"], ours=[40, 10, 5, 30])
+    id_map_path = write_parquet(tmp_path / "map.parquet", theirs=["w", "x", "unused", "z"], ours=[40, 10, 5, 30])
     manifest = ingest(
-        tmp_path / "stage", path, vector_column="v", id_map={"paths": ids, "from_column": "theirs", "to_column": "ours"}
+        tmp_path / "stage", path, vector_column="v", id_map={"paths": id_map_path, "from_column": "theirs", "to_column": "ours"}
     )
     assert ids_of(manifest) == [10, 30, 40] and manifest.tables["item"].id_type == "int64"
     assert np.load(manifest.vectors_path("item")).tolist() == [[1.0], [3.0], [4.0]]
@@ -206,14 +214,14 @@ def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -
     assert [Path(source.path).name for source in manifest.sources] == ["a.parquet", "map.parquet"]
 
 
-def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_files(tmp_path: Path) -> None:
-    first_items = write_parquet(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
-    second_items = write_parquet(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
-    users = write_parquet(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])
+def test_an_id_of_two_entries_has_the_vector_of_the_first_entry_and_each_table_has_its_own_files(tmp_path: Path) -> None:
+    first_items_path = write_parquet(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
+    second_items_path = write_parquet(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
+    users_path = write_parquet(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])
     entries = (
-        EmbeddingsConfig(paths=first_items, vector_column="v"),
-        EmbeddingsConfig(paths=users, table="user", id_column="user", vector_column="v"),
-        EmbeddingsConfig(paths=second_items, id_column="sku", dimension_prefix="e"),
+        EmbeddingsConfig(paths=first_items_path, vector_column="v"),
+        EmbeddingsConfig(paths=users_path, table="user", id_column="user", vector_column="v"),
+        EmbeddingsConfig(paths=second_items_path, id_column="sku", dimension_prefix="e"),
     )
     manifest = ingest_embeddings(entries, folder=tmp_path / "stage")
     assert ids_of(manifest) == [1, 2, 3, 5, 4]
@@ -225,25 +233,32 @@ def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_fi
 
 @settings(max_examples=20, deadline=None)
 @given(
-    length=st.lists(st.sampled_from([3, 3, 3, 3, 2, 0, None]), min_size=1, max_size=40),
-    ids=st.data(),
-    row_group=st.integers(1, 50),
+    widths=st.lists(st.sampled_from([3, 3, 3, 3, 2, 0, None]), min_size=1, max_size=40),
+    data=st.data(),
+    row_group_size=st.integers(1, 50),
     batch_rows=st.integers(1, 50),
 )
-def test_only_bad_rows_are_dropped_and_the_others_keep_their_vectors(
-    tmp_path_factory: pytest.TempPathFactory, length: list[int | None], ids: st.DataObject, row_group: int, batch_rows: int
+def test_bad_rows_are_dropped_and_all_other_rows_keep_their_vectors(
+    tmp_path_factory: pytest.TempPathFactory,
+    widths: list[int | None],
+    data: st.DataObject,
+    row_group_size: int,
+    batch_rows: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("dropped")
-    vectors = [None if size is None else [float(row + 1)] * size for row, size in enumerate([3, *length])]
-    names = ["first", *(ids.draw(st.sampled_from(["a", "b", "c", f"r{row}", "", None])) for row in range(len(length)))]
+    vectors = [None if width is None else [float(row + 1)] * width for row, width in enumerate([3, *widths])]
+    ids = ["first", *(data.draw(st.sampled_from(["a", "b", "c", f"r{row}", "", None])) for row in range(len(widths)))]
     path = write_parquet(
-        folder / "a.parquet", item_id=pa.array(names), v=pa.array(vectors, pa.list_(pa.float32())), row_group=row_group
+        folder / "a.parquet",
+        item_id=pa.array(ids),
+        v=pa.array(vectors, pa.list_(pa.float32())),
+        row_group_size=row_group_size,
     )
-    expected: dict[str, list[float]] = {}
-    for name, vector in zip(names, vectors, strict=True):
-        if name and vector is not None and len(vector) == 3:
-            expected.setdefault(name, vector)
+    expected_vector_by_id: dict[str, list[float]] = {}
+    for id_, vector in zip(ids, vectors, strict=True):
+        if id_ and vector is not None and len(vector) == 3:
+            expected_vector_by_id.setdefault(id_, vector)
     manifest = ingest(folder / "stage", path, on_bad_rows="drop", max_bad_share=1.0, batch_rows=batch_rows, vector_column="v")
-    assert ids_of(manifest) == list(expected)
-    assert np.load(manifest.vectors_path("item")).tolist() == list(expected.values())
-    assert manifest.tables["item"].num_rows + sum(manifest.tables["item"].num_dropped_by_fault.values()) == len(names)
+    assert ids_of(manifest) == list(expected_vector_by_id)
+    assert np.load(manifest.vectors_path("item")).tolist() == list(expected_vector_by_id.values())
+    assert manifest.tables["item"].num_rows + sum(manifest.tables["item"].num_dropped_by_fault.values()) == len(ids)

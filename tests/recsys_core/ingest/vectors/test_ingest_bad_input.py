@@ -1,4 +1,4 @@
-"""Invalid vectors are rejected with file, column, row, value, count and fix, and no file of the stage is left."""
+"""Rejection of invalid vectors, with the place and a fix in the message and without any file of the stage."""
 
 import errno
 import os
@@ -17,78 +17,79 @@ from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, 
 
 
 def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
+    """Ingest one entry. Without another setting, the vectors are in column v."""
     columns = {} if {"vector_column", "dimension_prefix"} & set(settings) else {"vector_column": "v"}
     return ingest_embeddings((EmbeddingsConfig(paths=paths, **columns, **settings),), folder=folder)
 
 
-WAY_OUT = "; fix these rows, or set embeddings.on_bad_rows to drop"
-ONES = [[1.0, 2.0]]
-LONG = "🦉" * 10_000
-LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+REMEDY = "; fix these rows, or set embeddings.on_bad_rows to drop"
+ONE_VECTOR = [[1.0, 2.0]]
+LONG_ID = "🦉" * 10_000
+BAD_LIST_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "wrong length in the same batch": (
         {"item_id": [1, 2], "v": [[1.0, 2.0], [1.0]]},
-        ("a.parquet: column 'v', row 1: the vector has 1 numbers, but the first vector has 2 (1 of 2 rows)", WAY_OUT),
+        ("a.parquet: column 'v', row 1: the vector has 1 numbers, but the first vector has 2 (1 of 2 rows)", REMEDY),
     ),
     "wrong length from a whole batch on": (
-        {"item_id": [1, 2, 3, 4, 5], "v": ONES * 3 + [[1.0, 2.0, 3.0]] * 2},
-        ("column 'v', row 3: the vector has 3 numbers, but the first vector has 2 (2 of 5 rows)", WAY_OUT),
+        {"item_id": [1, 2, 3, 4, 5], "v": ONE_VECTOR * 3 + [[1.0, 2.0, 3.0]] * 2},
+        ("column 'v', row 3: the vector has 3 numbers, but the first vector has 2 (2 of 5 rows)", REMEDY),
     ),
     "an empty vector": (
         {"item_id": [1, 2, 3], "v": [[1.0], [], []]},
-        ("column 'v', row 1: the vector is empty (2 of 3 rows)", WAY_OUT),
+        ("column 'v', row 1: the vector is empty (2 of 3 rows)", REMEDY),
     ),
-    "nothing but empty vectors": (
+    "empty vectors only": (
         {"item_id": [1, 2], "v": pa.array([[], None], pa.list_(pa.float32()))},
         ("a.parquet: column 'v': no row has a vector; check the job that writes this table",),
     ),
     "null vector": (
         {"item_id": [1, 2, 3], "v": [[1.0], [2.0], None]},
-        ("column 'v', row 2: the vector is null (1 of 3 rows)", WAY_OUT),
+        ("column 'v', row 2: the vector is null (1 of 3 rows)", REMEDY),
     ),
     "null vector of fixed size": (
         {"item_id": [1, 2, 3], "v": pa.array([[1.0, 2.0], None, None], pa.list_(pa.float32(), 2))},
         ("column 'v', row 1: the vector is null (2 of 3 rows); fix these rows, or write the column as a list of variable",),
     ),
     "null element": (
-        {"item_id": [1, 2, 3, 4], "v": ONES * 3 + [[1.0, None]]},
-        ("column 'v', row 3: number 1 of the vector is null (1 of 4 rows)", WAY_OUT),
+        {"item_id": [1, 2, 3, 4], "v": ONE_VECTOR * 3 + [[1.0, None]]},
+        ("column 'v', row 3: number 1 of the vector is null (1 of 4 rows)", REMEDY),
     ),
     "null element of fixed size": (
-        {"item_id": [1, 2, 3, 4], "v": pa.array(ONES * 3 + [[None, 1.0]], pa.list_(pa.float32(), 2))},
-        ("column 'v', row 3: number 0 of the vector is null (1 of 4 rows)", WAY_OUT),
+        {"item_id": [1, 2, 3, 4], "v": pa.array(ONE_VECTOR * 3 + [[None, 1.0]], pa.list_(pa.float32(), 2))},
+        ("column 'v', row 3: number 0 of the vector is null (1 of 4 rows)", REMEDY),
     ),
     "NaN": (
-        {"item_id": [1, 2, 3, 4], "v": ONES * 2 + [[1.0, float("nan")]] * 2},
-        ("a.parquet: column 'v', row 2: number 1 of the vector is nan as float32 (2 of 4 rows)", WAY_OUT),
+        {"item_id": [1, 2, 3, 4], "v": ONE_VECTOR * 2 + [[1.0, float("nan")]] * 2},
+        ("a.parquet: column 'v', row 2: number 1 of the vector is nan as float32 (2 of 4 rows)", REMEDY),
     ),
     "Inf": (
         {"item_id": [1, 2], "v": [[1.0], [float("-inf")]]},
-        ("a.parquet: column 'v', row 1: number 0 of the vector is -inf as float32 (1 of 2 rows)", WAY_OUT),
+        ("a.parquet: column 'v', row 1: number 0 of the vector is -inf as float32 (1 of 2 rows)", REMEDY),
     ),
     "too large for float32": ({"item_id": [1], "v": [[1e300]]}, ("a.parquet: column 'v', row 0", "is inf as float32")),
     "all zero": (
         {"item_id": [1, 2, 3, 4], "v": [[1.0, 2.0], [0.0, -0.0], [1e-30, 0.0], [1e-300, 0.0]]},
-        ("column 'v', row 1: all numbers of the vector are 0, so it has no direction and no cosine (2 of 4 rows)", WAY_OUT),
+        ("column 'v', row 1: all numbers of the vector are 0, so it has no direction and no cosine (2 of 4 rows)", REMEDY),
     ),
     "null id": (
         {"item_id": [1, 2, None, None], "v": [[1.0]] * 4},
-        ("a.parquet: column 'item_id', row 2: the id is null (2 of 4 rows)", WAY_OUT),
+        ("a.parquet: column 'item_id', row 2: the id is null (2 of 4 rows)", REMEDY),
     ),
     "null id in a dictionary": (
         {"item_id": pa.array(["a", None, "b"]).dictionary_encode(), "v": [[1.0]] * 3},
-        ("a.parquet: column 'item_id', row 1: the id is null (1 of 3 rows)", WAY_OUT),
+        ("a.parquet: column 'item_id', row 1: the id is null (1 of 3 rows)", REMEDY),
     ),
     "empty id": (
         {"item_id": ["a", "", "b", ""], "v": [[1.0]] * 4},
-        ("column 'item_id', row 1: the id is an empty string (2 of 4 rows)", WAY_OUT),
+        ("column 'item_id', row 1: the id is an empty string (2 of 4 rows)", REMEDY),
     ),
     "empty id in a dictionary": (
         {"item_id": pa.array(["a", "", "b"]).dictionary_encode(), "v": [[1.0]] * 3},
-        ("column 'item_id', row 1: the id is an empty string (1 of 3 rows)", WAY_OUT),
+        ("column 'item_id', row 1: the id is an empty string (1 of 3 rows)", REMEDY),
     ),
     "uint64 over int64": (
         {"item_id": pa.array([1, 2, 2**63, 2**64 - 1], pa.uint64()), "v": [[1.0]] * 4},
-        ("column 'item_id', row 2: the id is 9223372036854775808, but ids have to fit into int64 (2 of 4 rows)", WAY_OUT),
+        ("column 'item_id', row 2: the id is 9223372036854775808, but ids have to fit into int64 (2 of 4 rows)", REMEDY),
     ),
     "decimal over int64": (
         {"item_id": pa.array([10**25], pa.decimal128(38)), "v": [[1.0]]},
@@ -97,15 +98,15 @@ LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "float ids": ({"item_id": [1.0], "v": [[1.0]]}, ("column 'item_id' is double, but ids are integers or strings; cast it",)),
     "duplicate id": (
         {"item_id": [1, 2, 3, 2, 1, 2], "v": [[1.0]] * 6},
-        ("a.parquet: column 'item_id', row 3: id 2 is already in ", "a.parquet, row 1 (3 of 6 rows)", WAY_OUT),
+        ("a.parquet: column 'item_id', row 3: id 2 is already in ", "a.parquet, row 1 (3 of 6 rows)", REMEDY),
     ),
     "a duplicate id that is too long to read": (
-        {"item_id": [LONG, LONG], "v": [[1.0]] * 2},
-        ("column 'item_id', row 1: id '" + "🦉" * 76 + "... is already in ", WAY_OUT),
+        {"item_id": [LONG_ID, LONG_ID], "v": [[1.0]] * 2},
+        ("column 'item_id', row 1: id '" + "🦉" * 76 + "... is already in ", REMEDY),
     ),
-    "a duplicate id that would turn the line around": (
+    "a duplicate id that would reverse the text of the line": (
         {"item_id": ["a\n\u202eb"] * 2, "v": [[1.0]] * 2},
-        (r"column 'item_id', row 1: id 'a\n\u202eb' is already in ", WAY_OUT),
+        (r"column 'item_id', row 1: id 'a\n\u202eb' is already in ", REMEDY),
     ),
     "vectors of integers": ({"item_id": [1], "v": [[1, 2]]}, ("a.parquet: column 'v' is list<", "list of floats")),
     "no list": ({"item_id": [1], "v": [1.0]}, ("a.parquet: column 'v' is double, but a vector is a list", "dimension_prefix")),
@@ -118,36 +119,40 @@ LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
 }
 
+"""For each case: columns of the file, and parts of the message."""
 
-@pytest.mark.parametrize("case", LISTS)
+
+@pytest.mark.parametrize("case", BAD_LIST_CASES)
 def test_a_bad_vector_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
-    columns, parts = LISTS[case]
+    columns, message_parts = BAD_LIST_CASES[case]
     path = write_parquet(tmp_path / "a.parquet", **columns)
-    assert_rejects(lambda folder: ingest(folder, path, batch_rows=2), tmp_path, *parts)
+    assert_rejects(lambda folder: ingest(folder, path, batch_rows=2), tmp_path, *message_parts)
 
 
-DIMENSIONS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+BAD_DIMENSION_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "gap": ({"d0": [1.0], "d1": [1.0], "d3": [1.0]}, ("a.parquet: column d2 is missing between d0 and d3",)),
     "none": ({"e0": [1.0]}, ("a.parquet: no column is named 'd' and a number", "'e0'")),
     "integer": ({"d0": [1.0], "d1": [1]}, ("a.parquet: column 'd1' is int64",)),
     "twice": ({"d0": [1.0], "d1": [1.0], "d01": [1.0]}, ("a.parquet: columns 'd1' and 'd01' are both dimension 1",)),
     "null": (
         {"d0": [1.0, 1.0, None], "d1": [1.0, None, None]},
-        ("a.parquet: column 'd1', row 1: the number is null (2 of 3 rows)", WAY_OUT),
+        ("a.parquet: column 'd1', row 1: the number is null (2 of 3 rows)", REMEDY),
     ),
     "NaN": (
         {"d0": [1.0, 1.0, 1.0], "d1": [1.0, 1.0, np.nan]},
-        ("a.parquet: column 'd1', row 2: number 1 of the vector is nan as float32 (1 of 3 rows)", WAY_OUT),
+        ("a.parquet: column 'd1', row 2: number 1 of the vector is nan as float32 (1 of 3 rows)", REMEDY),
     ),
-    "zero": ({"d0": [1.0, 0.0], "d1": [1.0, 0.0]}, ("column 'd0', row 1: all numbers of the vector are 0", WAY_OUT)),
+    "zero": ({"d0": [1.0, 0.0], "d1": [1.0, 0.0]}, ("column 'd0', row 1: all numbers of the vector are 0", REMEDY)),
 }
 
+"""For each case: dimension columns of the file, and parts of the message."""
 
-@pytest.mark.parametrize("case", DIMENSIONS)
+
+@pytest.mark.parametrize("case", BAD_DIMENSION_CASES)
 def test_a_bad_dimension_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
-    columns, parts = DIMENSIONS[case]
+    columns, message_parts = BAD_DIMENSION_CASES[case]
     path = write_parquet(tmp_path / "a.parquet", item_id=list(range(len(columns.get("d0", [1])))), **columns)
-    assert_rejects(lambda folder: ingest(folder, path, batch_rows=2, dimension_prefix="d"), tmp_path, *parts)
+    assert_rejects(lambda folder: ingest(folder, path, batch_rows=2, dimension_prefix="d"), tmp_path, *message_parts)
 
 
 def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
@@ -159,18 +164,20 @@ def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     assert_rejects(lambda folder: ingest(folder, path, dimension_prefix="d"), tmp_path, "2 columns are named 'item_id'")
 
 
-@pytest.mark.parametrize("other", [{"d0": [1.0]}, {"d1": [1.0], "d2": [1.0]}])
-def test_the_error_names_two_files_with_different_dimensions(tmp_path: Path, other: dict[str, list[float]]) -> None:
+@pytest.mark.parametrize("other_columns", [{"d0": [1.0]}, {"d1": [1.0], "d2": [1.0]}])
+def test_the_error_names_two_files_with_different_numbers_of_dimension_columns(
+    tmp_path: Path, other_columns: dict[str, list[float]]
+) -> None:
     first_path = write_parquet(tmp_path / "a.parquet", item_id=[1], d0=[1.0], d1=[1.0])
-    second_path = write_parquet(tmp_path / "b.parquet", item_id=[2], **other)
+    second_path = write_parquet(tmp_path / "b.parquet", item_id=[2], **other_columns)
     assert_rejects(
         lambda folder: ingest(folder, first_path, second_path, dimension_prefix="d"),
-        tmp_path, f"b.parquet: the vectors have {len(other)} columns", "a.parquet have 2 (d0 to d1)",
+        tmp_path, f"b.parquet: the vectors have {len(other_columns)} columns", "a.parquet have 2 (d0 to d1)",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("other", "parts"),
+    ("other_columns", "message_parts"),
     [
         (
             {"item_id": ["2"], "v": [[1.0]]},
@@ -183,18 +190,20 @@ def test_the_error_names_two_files_with_different_dimensions(tmp_path: Path, oth
         ({"item_id": [2], "w": [[1.0]]}, ("b.parquet: no column 'v'",)),
         (
             {"item_id": [2], "v": [[1.0, 2.0]]},
-            ("b.parquet: column 'v', row 0: the vector has 2 numbers, but the first vector has 1", WAY_OUT),
+            ("b.parquet: column 'v', row 0: the vector has 2 numbers, but the first vector has 1", REMEDY),
         ),
         (
             {"item_id": [7, 1], "v": [[1.0]] * 2},
-            ("b.parquet: column 'item_id', row 1: id 1 is already in ", "a.parquet, row 2 (1 of 5 rows)", WAY_OUT),
+            ("b.parquet: column 'item_id', row 1: id 1 is already in ", "a.parquet, row 2 (1 of 5 rows)", REMEDY),
         ),
     ],
 )
-def test_the_error_names_both_files_of_a_conflict(tmp_path: Path, other: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_the_error_names_both_files_of_a_conflict(
+    tmp_path: Path, other_columns: dict[str, Any], message_parts: tuple[str, ...]
+) -> None:
     first_path = write_parquet(tmp_path / "a.parquet", item_id=[3, 4, 1], v=[[1.0]] * 3)
-    second_path = write_parquet(tmp_path / "b.parquet", **other)
-    assert_rejects(lambda folder: ingest(folder, first_path, second_path), tmp_path, *parts)
+    second_path = write_parquet(tmp_path / "b.parquet", **other_columns)
+    assert_rejects(lambda folder: ingest(folder, first_path, second_path), tmp_path, *message_parts)
 
 
 def test_damage_behind_an_intact_footer_is_reported(tmp_path: Path) -> None:
@@ -203,20 +212,23 @@ def test_damage_behind_an_intact_footer_is_reported(tmp_path: Path) -> None:
     assert_rejects(lambda folder: ingest(folder, path), tmp_path, "a.parquet: damaged: ", "write it again")
 
 
-BAD = {"item_id": [1, 2, None, 2, *range(3, 99)], "v": [[1.0], [np.nan], [1.0], [4.0], [0.0], *([[1.0]] * 94)]}
+COLUMNS_WITH_BAD_ROWS = {
+    "item_id": [1, 2, None, 2, *range(3, 98)],
+    "v": [[1.0], [np.nan], [1.0], [4.0], [0.0], *([[1.0]] * 94)],
+}
 
 
-def test_with_drop_bad_rows_are_dropped_and_counted(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
+def test_with_on_bad_rows_drop_bad_rows_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", **COLUMNS_WITH_BAD_ROWS)
     manifest = ingest(tmp_path / "stage", path, on_bad_rows="drop", max_bad_share=0.04)
-    # The first vector of item 2 is no vector, so the second is its first.
+    # The first row of item 2 is dropped, because its vector is NaN. The second row of item 2 is therefore no duplicate.
     assert manifest.tables["item"].num_dropped_by_fault == {"null_id": 1, "not_finite": 1, "all_zero": 1}
     assert pq.read_table(manifest.ids_path("item"))["id"].to_pylist() == [1, 2, *range(4, 98)]
     assert np.load(manifest.vectors_path("item"))[:3].tolist() == [[1.0], [4.0], [1.0]]
 
 
 def test_more_bad_rows_than_max_bad_share_are_rejected_with_their_reasons(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
+    path = write_parquet(tmp_path / "a.parquet", **COLUMNS_WITH_BAD_ROWS)
     assert_rejects(
         lambda folder: ingest(folder, path, on_bad_rows="drop"), tmp_path,
         "a.parquet: column 'v', row 1: number 0 of the vector is nan as float32 (1 of 99 rows); 3 of 99 rows are bad "
@@ -225,7 +237,7 @@ def test_more_bad_rows_than_max_bad_share_are_rejected_with_their_reasons(tmp_pa
     )  # fmt: skip
 
 
-def test_a_table_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path: Path) -> None:
+def test_a_table_with_bad_rows_only_is_rejected_for_any_max_bad_share(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", item_id=[1, 2], v=[[0.0]] * 2)
     assert_rejects(
         lambda folder: ingest(folder, path, on_bad_rows="drop", max_bad_share=1),
@@ -235,7 +247,7 @@ def test_a_table_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "parts"),
+    ("old_ids", "new_ids", "message_parts"),
     [
         (["x", "y", "x"], [1, 2, 3], ("column 'theirs', row 2: id 'x' is already in ", "row 0 (1 such ids)")),
         (["x", "y", "z"], [1, 2, 2], ("column 'ours', row 2: id 2 is already in ", "row 1", "one to one")),
@@ -245,29 +257,31 @@ def test_a_table_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path
         (["q"], [1], ("map.parquet: column 'theirs' has none of the 2 ids of ", "a.parquet")),
     ],
 )
-def test_a_bad_id_map_is_rejected(tmp_path: Path, theirs: list[Any], ours: list[Any], parts: tuple[str, ...]) -> None:
+def test_a_bad_id_map_is_rejected(
+    tmp_path: Path, old_ids: list[Any], new_ids: list[Any], message_parts: tuple[str, ...]
+) -> None:
     path = write_parquet(tmp_path / "a.parquet", item_id=["x", "y"], v=[[1.0]] * 2)
-    ids = write_parquet(tmp_path / "map.parquet", theirs=theirs, ours=ours)
-    id_map = {"paths": ids, "from_column": "theirs", "to_column": "ours"}
-    assert_rejects(lambda folder: ingest(folder, path, id_map=id_map), tmp_path, *parts)
+    id_map_path = write_parquet(tmp_path / "map.parquet", theirs=old_ids, ours=new_ids)
+    id_map = {"paths": id_map_path, "from_column": "theirs", "to_column": "ours"}
+    assert_rejects(lambda folder: ingest(folder, path, id_map=id_map), tmp_path, *message_parts)
 
 
 @pytest.mark.parametrize(
-    ("second_columns", "parts"),
+    ("second_columns", "message_parts"),
     [
         ({"item_id": ["a"], "v": [[1.0, 2.0]]}, ("the id of embeddings.1 is string, but the id of embeddings.0", "int64")),
         ({"item_id": [9], "v": [[1.0]]}, ("embeddings.1: the vectors have 1 numbers, but those of embeddings.0", "have 2")),
     ],
 )
 def test_entries_of_one_table_that_do_not_fit_together_are_rejected(
-    tmp_path: Path, second_columns: dict[str, Any], parts: tuple[str, ...]
+    tmp_path: Path, second_columns: dict[str, Any], message_parts: tuple[str, ...]
 ) -> None:
     paths = [
-        write_parquet(tmp_path / "a.parquet", item_id=[1], v=ONES),
+        write_parquet(tmp_path / "a.parquet", item_id=[1], v=ONE_VECTOR),
         write_parquet(tmp_path / "b.parquet", **second_columns),
     ]
     entries = [EmbeddingsConfig(paths=path, vector_column="v") for path in paths]
-    assert_rejects(lambda folder: ingest_embeddings(entries, folder=folder), tmp_path, *parts)
+    assert_rejects(lambda folder: ingest_embeddings(entries, folder=folder), tmp_path, *message_parts)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +302,11 @@ def test_a_projection_that_the_vectors_do_not_allow_is_rejected(tmp_path: Path, 
 def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(descriptor: int, offset: int, size: int) -> None:
+    def raise_disk_full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 2], v=ONES * 2)
+    monkeypatch.setattr(os, "posix_fallocate", raise_disk_full)
+    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 2], v=ONE_VECTOR * 2)
     assert_rejects(
         lambda folder: ingest(folder, path), tmp_path,
         "stage.tmp", ": vectors.npy, 2 x 2 numbers, takes ", " GiB, but the disk has ", " GiB free; free some space, or set",
@@ -300,11 +314,13 @@ def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_writt
 
 
 @pytest.mark.parametrize(
-    ("rows", "dim", "message"),
+    ("num_rows", "vector_width", "message"),
     [(4_000, 128, "4,000 x 128 numbers, takes 0.002 GiB"), (40_000, 1, "the stage does not fit")],
 )
-def test_a_full_disk_is_an_input_error(tmp_path: Path, small_disk: Path, rows: int, dim: int, message: str) -> None:
-    """In the second case the matrix fits on the disk, but the ids do not."""
-    ids = [np.random.default_rng(row).bytes(16).hex() for row in range(rows)]
-    path = write_parquet(tmp_path / "a.parquet", item_id=ids, v=list(np.ones((rows, dim), np.float32)))
+def test_a_full_disk_is_an_input_error(
+    tmp_path: Path, small_disk: Path, num_rows: int, vector_width: int, message: str
+) -> None:
+    """In the first case the matrix does not fit on the disk. In the second case the matrix fits, but the ids do not."""
+    ids = [np.random.default_rng(row).bytes(16).hex() for row in range(num_rows)]
+    path = write_parquet(tmp_path / "a.parquet", item_id=ids, v=list(np.ones((num_rows, vector_width), np.float32)))
     assert_rejects(lambda folder: ingest(folder, path), small_disk, message, "but the disk has 0.00", "GiB free; free some")

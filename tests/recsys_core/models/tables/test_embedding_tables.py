@@ -105,7 +105,7 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
     }
     tables["user"]["lookup"] = user_lookup
     spec = spec_of(tables=tables, vector_dims={name: tables[name]["dim"] for name in frozen})
-    store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, seed=seed)
+    store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, seed=seed)
     batch = batch_of(history, store, user_batch_key=spec.tables["user"].batch_key)
     tables_module = embedding_tables_of(spec, seed=seed)
     embeddings, weights = look_up(tables_module, batch), dict(tables_module.named_parameters())
@@ -118,7 +118,7 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
 
 
 def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
-    store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, weightless=True)
+    store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, has_zero_weights=True)
     spec = spec_of()
     batch, tables_module = batch_of([[1, 2], [], [3]], store), embedding_tables_of(spec)
     embeddings = look_up(tables_module, batch)
@@ -151,7 +151,10 @@ def test_lists_without_a_value_give_zeros() -> None:
 def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, has_distillation: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
     spec = spec_of(tables={"item": item}, vector_dims={"item": 12}, has_distillation=has_distillation)
-    tables_module, store = embedding_tables_of(spec), feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
+    tables_module, store = (
+        embedding_tables_of(spec),
+        feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS),
+    )
     batch, weights = batch_of([[8, 1], [4]], store), dict(tables_module.named_parameters())
     outputs = table_outputs(spec, look_up(tables_module, batch), batch, side="item")
     shared = (
@@ -174,7 +177,7 @@ def test_each_collection_holds_tables_of_one_batch_key_width_and_state() -> None
 
 
 def test_the_gradient_of_a_row_is_its_weight() -> None:
-    store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, seed=2)
+    store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, seed=2)
     spec = spec_of()
     batch, tables_module = batch_of([[1, 2], [5, 5]], store), embedding_tables_of(spec)
     embeddings = look_up(tables_module, batch)

@@ -1,6 +1,8 @@
+"""The engine of the tests of this folder."""
+
 import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
 def engine() -> None:
-    """Run the tests of this folder with DuckDB alone, the default engine."""
+    """Do nothing, so that the tests of this folder run with DuckDB, the default engine."""

@@ -1,4 +1,4 @@
-"""The start of Spark's JVM."""
+"""The start of Spark's Java process: its logging, and a connector that cannot be downloaded."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.ingest.log.spark_engine.cluster import _logging_errors_only, start_session
 
 
-def test_a_jvm_that_starts_logs_errors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spark_logs_errors_only_while_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError), _logging_errors_only(tmp_path):
@@ -27,11 +27,13 @@ def test_a_jvm_that_starts_logs_errors_only(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"])
-def test_a_variable_of_spark_keeps_its_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_logging_stays_unchanged_if_the_user_has_set_a_spark_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(name, "/conf")
-    before = dict(os.environ)
+    environment = dict(os.environ)
     with _logging_errors_only(tmp_path):
-        assert dict(os.environ) == before
+        assert dict(os.environ) == environment
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""A missing library, a missing or old Java, and a master that does not answer are errors that name the fix."""
+"""Checks of the Spark installation: libraries, the version of Java, and whether the master answers."""
 
 import socket
 from importlib import metadata
@@ -14,28 +14,29 @@ from recsys_core.ingest.log.spark_engine.installation import check_installation
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import assert_rejects, input_error, write_parquet
 
-GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
+VALID_COLUMNS = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all libraries seem installed."""
+    """Make all libraries appear installed, in version 4.0.1."""
     monkeypatch.setattr(installation, "find_spec", lambda name: name)
     monkeypatch.setattr(metadata, "version", lambda name: "4.0.1")
 
 
-def fake_java(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    program = folder / "java" / "bin" / "java"
-    program.parent.mkdir(parents=True)
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
+def install_fake_java(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Set JAVA_HOME to a folder whose program `java` executes the shell script. Return the path of the program."""
+    program_path = folder / "java" / "bin" / "java"
+    program_path.parent.mkdir(parents=True)
+    program_path.write_text(f"#!/bin/sh\n{script}\n")
+    program_path.chmod(0o755)
     monkeypatch.setenv("JAVA_HOME", str(folder / "java"))
-    return program
+    return program_path
 
 
 def test_a_missing_library_is_named_with_its_extra_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name == "pyspark" else name)
-    path = write_parquet(tmp_path / "a.parquet", **GOOD)
+    path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS)
     assert_rejects(
         lambda folder: ingest(folder, path, split={"kind": "time"}, engine={"kind": "spark"}), tmp_path,
         "interactions.engine: kind spark needs pyspark, which is not installed", 'pip install ".[spark]"',
@@ -61,8 +62,8 @@ def test_the_error_names_a_missing_java(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_error_names_an_old_or_broken_java(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
-    java = fake_java(tmp_path, script, monkeypatch)
-    with input_error(str(java), message):
+    java_path = install_fake_java(tmp_path, script, monkeypatch)
+    with input_error(str(java_path), message):
         check_installation()
 
 
@@ -74,8 +75,8 @@ def test_another_major_version_of_pyspark_is_rejected(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_versions_are_those_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_java(tmp_path, "echo 'openjdk version \"21.0.3\" 2024-04-16' >&2", monkeypatch)
+def test_the_installation_text_names_the_versions_and_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_java(tmp_path, "echo 'openjdk version \"21.0.3\" 2024-04-16' >&2", monkeypatch)
     assert SparkSettings(kind="spark", master="yarn").installation() == "Spark 4.0.1, Java 21.0.3, master yarn"
 
 
@@ -99,6 +100,6 @@ def test_a_master_that_does_not_answer_is_an_error_after_the_timeout() -> None:
         ({"conf": {"hadoop.tmp.dir": "x"}}, "should match pattern"),
     ],
 )
-def test_settings_that_are_rejected(settings: dict[str, Any], message: str) -> None:
+def test_invalid_masters_and_spark_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparkSettings.model_validate({"kind": "spark"} | settings)

@@ -1,4 +1,4 @@
-"""Spark writes the store that DuckDB writes, bit by bit: every array, every vocabulary and every field of the manifest."""
+"""Event stores of Spark and of DuckDB, which must be equal in every array, vocabulary and manifest field."""
 
 from decimal import Decimal
 from pathlib import Path
@@ -17,29 +17,30 @@ from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
-from tests.recsys_core.ingest.spark_sessions import SPARK
+from tests.recsys_core.ingest.spark_sessions import SPARK_SETTINGS
 
 pytestmark = pytest.mark.usefixtures("spark")
-DATA = Path(__file__).parents[6] / "shared" / "data"
-ENGINES: dict[str, dict[str, Any]] = {"duckdb": {"kind": "duckdb"}, "spark": SPARK}
-Runs = dict[str, InteractionsManifest]
+DATA_FOLDER = Path(__file__).parents[6] / "shared" / "data"
+ENGINES: dict[str, dict[str, Any]] = {"duckdb": {"kind": "duckdb"}, "spark": SPARK_SETTINGS}
+ManifestByEngine = dict[str, InteractionsManifest]
 
 
-def ingest_with_both(folder: Path, *paths: str, previous: Runs | None = None, **settings: Any) -> Runs:
-    """Ingest with both engines, each after its own previous run; assert that the stores are the same."""
-    runs = {
+def ingest_with_both(folder: Path, *paths: str, previous: ManifestByEngine | None = None, **settings: Any) -> ManifestByEngine:
+    """Ingest with both engines, each after its own previous run, and assert that the stores are the same."""
+    manifest_by_engine = {
         kind: ingest(folder / kind, *paths, engine=engine, previous=previous and previous[kind], **settings)
         for kind, engine in ENGINES.items()
     }
-    assert differences(runs["duckdb"], runs["spark"]) == []
-    return runs
+    assert differences(manifest_by_engine["duckdb"], manifest_by_engine["spark"]) == []
+    return manifest_by_engine
 
 
 def test_a_log_with_every_filter_has_the_same_store(tmp_path: Path) -> None:
     write_log(tmp_path / "log", num_events=200_000)
     duckdb_run, spark_run = (ingest_generated(tmp_path / "log", tmp_path / kind, engine=ENGINES[kind]) for kind in ENGINES)
-    removed = duckdb_run.num_removed_events_by_filter
-    assert {*removed} == {"below_threshold", "outside_window", "duplicates", "bot_users", "bot_events", "rare", "over_cap"}
+    num_removed_by_filter = duckdb_run.num_removed_events_by_filter
+    expected_filters = {"below_threshold", "outside_window", "duplicates", "bot_users", "bot_events", "rare", "over_cap"}
+    assert {*num_removed_by_filter} == expected_filters
     assert duckdb_run.num_known_negatives > 0 and len(duckdb_run.num_bad_rows_by_reason) == 3
     assert differences(duckdb_run, spark_run) == []
 
@@ -49,61 +50,68 @@ def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path)
     settings: dict[str, Any] = {"split": {"kind": "leave_last_out", "num_folds": 2}, "weight_column": "w"}
     settings |= {"label_column": "x", "label_threshold": 1, "explicit_negatives": True, "filter": {"min_item_events": 2}}
 
-    def day(number: int, *, first_id: int) -> str:
+    def write_day(day: int, *, first_id: int) -> str:
         user, item = (rng.integers(first_id, first_id + 30, 300) for _ in range(2))
-        time_us = (number * DAY_US + rng.integers(0, 40, 300) * DAY_US // 40).astype(np.int64)
+        time_us = (day * DAY_US + rng.integers(0, 40, 300) * DAY_US // 40).astype(np.int64)
         columns = {"user_id": user, "item_id": item, "t": time_us, "x": rng.integers(0, 4, 300), "w": rng.random(300)}
-        return write_parquet(tmp_path / "log" / f"dt=2026-01-0{number}" / "a.parquet", **columns)
+        return write_parquet(tmp_path / "log" / f"dt=2026-01-0{day}" / "a.parquet", **columns)
 
-    first_paths = [day(number, first_id=10 * number) for number in (1, 2, 3)]
-    vectors = write_parquet(tmp_path / "vectors.parquet", item_id=np.array([999, 15, 40]), v=[[1.0], [2.0], [3.0]])
-    config = EmbeddingsConfig(paths=vectors, vector_column="v")
+    first_paths = [write_day(day, first_id=10 * day) for day in (1, 2, 3)]
+    vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=np.array([999, 15, 40]), v=[[1.0], [2.0], [3.0]])
+    config = EmbeddingsConfig(paths=vectors_path, vector_column="v")
     embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
-    first = ingest_with_both(tmp_path / "first", *first_paths, embeddings=embeddings, **settings)
-    paths = [*first_paths[1:], day(4, first_id=45)]
-    second = ingest_with_both(tmp_path / "second", *paths, previous=first, embeddings=embeddings, **settings)
-    assert (second["spark"].num_files_read, second["spark"].run_number, len(second["spark"].parts)) == (1, 2, 2)
-    # A run with the other engine reads all files again, and keeps every row.
-    crossed = ingest(tmp_path / "crossed", *paths, engine=SPARK, previous=first["duckdb"], embeddings=embeddings, **settings)
-    assert crossed.num_files_read == 3
+    first_run = ingest_with_both(tmp_path / "first", *first_paths, embeddings=embeddings, **settings)
+    paths = [*first_paths[1:], write_day(4, first_id=45)]
+    second_run = ingest_with_both(tmp_path / "second", *paths, previous=first_run, embeddings=embeddings, **settings)
+    assert (second_run["spark"].num_files_read, second_run["spark"].run_number, len(second_run["spark"].parts)) == (1, 2, 2)
+    # A run with Spark after a run with DuckDB reads all files again, and every id keeps its row.
+    spark_after_duckdb = ingest(
+        tmp_path / "crossed", *paths, engine=SPARK_SETTINGS, previous=first_run["duckdb"], embeddings=embeddings, **settings
+    )
+    assert spark_after_duckdb.num_files_read == 3
     for side in ("users", "items"):
         first_ids, ids = (
-            pq.read_table(run.path(f"{side}.parquet")).column("id").to_pylist() for run in (first["duckdb"], crossed)
+            pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_pylist()
+            for manifest in (first_run["duckdb"], spark_after_duckdb)
         )
         assert ids[: len(first_ids)] == first_ids and len(ids) > len(first_ids)
 
 
-def test_ids_and_times_of_any_type_become_the_same_arrays(tmp_path: Path) -> None:
+def test_ids_times_and_context_values_of_any_type_have_the_same_store(tmp_path: Path) -> None:
     times = [1_700_000_000_123_456 + step * DAY_US for step in (0, 5, 9)]
-    columns: dict[str, Any] = {"user_id": pa.array([1, 2, 1], pa.uint64()), "item_id": pa.array(["a", "ä", "\0x"])}
-    columns |= {"d": pa.array([1, 2, 3], pa.int32()).cast(pa.date32()), "b": [True, None, False], "f": [0.5, None, -1.0]}
-    columns |= {
-        "m": [Decimal("1.00"), Decimal("2.50"), None],
-        "l": [["p", "q"], [], None],
-        "u": pa.array([0, 1, 2], pa.uint8()),
+    context: dict[str, Any] = {
+        "date": pa.array([1, 2, 3], pa.int32()).cast(pa.date32()),
+        "boolean": [True, None, False],
+        "float": [0.5, None, -1.0],
+        "decimal": [Decimal("1.00"), Decimal("2.50"), None],
+        "list": [["p", "q"], [], None],
+        "unsigned": pa.array([0, 1, 2], pa.uint8()),
     }
     zones = {"us": "UTC", "ns": "Asia/Kolkata", "ms": "UTC"}
     for unit, zone in zones.items():
         ticks = [time * 1_000 if unit == "ns" else time // 1_000 if unit == "ms" else time for time in times]
-        user_id = columns["user_id"] if unit == "us" else columns["user_id"].cast(pa.int16())
         write_parquet(
             tmp_path / "log" / f"{unit}.parquet",
-            **columns | {"user_id": user_id, "t": pa.array(ticks, pa.timestamp(unit, zone))},
+            user_id=pa.array([1, 2, 1], pa.uint64() if unit == "us" else pa.int16()),
+            item_id=pa.array(["a", "ä", "\0x"]),
+            t=pa.array(ticks, pa.timestamp(unit, zone)),
+            **context,
         )
-    ingest_with_both(
-        tmp_path / "stage", str(tmp_path / "log"), split={"kind": "time"}, context_columns=("d", "b", "f", "m", "l", "u")
+    manifest_by_engine = ingest_with_both(
+        tmp_path / "stage", str(tmp_path / "log"), split={"kind": "time"}, context_columns=tuple(context)
     )
+    assert manifest_by_engine["spark"].num_rows_read == 9
 
 
-def test_times_beyond_64_bits_are_bad_rows_with_the_same_reasons(tmp_path: Path) -> None:
+def test_times_near_the_64_bit_limits_are_bad_rows_with_the_same_reasons(tmp_path: Path) -> None:
     ids = {"user_id": [1, 1, 1, 2, 2, 2], "item_id": [5, 6, 7, 5, 6, 7]}
-    times = pa.array([1, 2, 3, 2**64 - 1, None, 2**63 - 1], pa.uint64())
-    path = write_parquet(tmp_path / "a.parquet", **ids, t=times)
+    unsigned_times = pa.array([1, 2, 3, 2**64 - 1, None, 2**63 - 1], pa.uint64())
+    unsigned_path = write_parquet(tmp_path / "a.parquet", **ids, t=unsigned_times)
     settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "timestamp_unit": "ms"}
     settings |= {"on_bad_rows": "drop", "max_bad_share": 0.9, "filter": {"duplicates": "exact"}}
-    other = write_parquet(tmp_path / "b.parquet", **ids, t=pa.array([4, 5, 6, -1, 7, -(2**63)]))
-    runs = ingest_with_both(tmp_path / "stage", path, other, **settings)
-    assert runs["spark"].num_bad_rows_by_reason == {"t: null": 1, "t: in the future": 2, "t: before 1970": 2}
+    signed_path = write_parquet(tmp_path / "b.parquet", **ids, t=pa.array([4, 5, 6, -1, 7, -(2**63)]))
+    manifest_by_engine = ingest_with_both(tmp_path / "stage", unsigned_path, signed_path, **settings)
+    assert manifest_by_engine["spark"].num_bad_rows_by_reason == {"t: null": 1, "t: in the future": 2, "t: before 1970": 2}
 
 
 def test_a_context_column_with_another_time_unit_needs_a_rebuild(tmp_path: Path) -> None:
@@ -112,33 +120,36 @@ def test_a_context_column_with_another_time_unit_needs_a_rebuild(tmp_path: Path)
         write_parquet(tmp_path / f"{unit}.parquet", **ids, c=pa.array([1, 2, 3, len(unit)], pa.timestamp(unit)))
         for unit in ("us", "ns")
     ]
-    settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "context_columns": ("c",), "engine": SPARK}
-    first = ingest(tmp_path / "first", paths[0], **settings)
+    settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "context_columns": ("c",), "engine": SPARK_SETTINGS}
+    first_manifest = ingest(tmp_path / "first", paths[0], **settings)
     with input_error(
         "column 'c' is timestamp[ns] in new files, but timestamp[us] in files of earlier runs", "rebuild to always"
     ):
-        ingest(tmp_path / "second", *paths, previous=first, **settings)
+        ingest(tmp_path / "second", *paths, previous=first_manifest, **settings)
 
 
-def vectors_of(folder: Path, name: str) -> EmbeddingsManifest:
-    config = EmbeddingsConfig(paths=str(DATA / name / "item_embeddings.parquet"), vector_column="embedding")
+def ingest_vectors(folder: Path, dataset: str) -> EmbeddingsManifest:
+    config = EmbeddingsConfig(paths=str(DATA_FOLDER / dataset / "item_embeddings.parquet"), vector_column="embedding")
     return ingest_embeddings((config,), folder=folder / "embeddings")
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="the public data are not on this machine")
-@pytest.mark.parametrize("name", ["beauty", *(pytest.param(name, marks=pytest.mark.drill) for name in ("citeulike_t", "ml1m"))])
-def test_data_of_publications_have_the_same_store(tmp_path: Path, name: str) -> None:
-    folder = DATA / name
+@pytest.mark.skipif(not DATA_FOLDER.exists(), reason="the public data are not on this machine")
+@pytest.mark.parametrize(
+    "dataset", ["beauty", *(pytest.param(dataset, marks=pytest.mark.drill) for dataset in ("citeulike_t", "ml1m"))]
+)
+def test_datasets_of_publications_have_the_same_store(tmp_path: Path, dataset: str) -> None:
+    folder = DATA_FOLDER / dataset
     settings: dict[str, Any] = {
         "split": {"kind": "leave_last_out"},
         "order_column": "position",
         "filter": {"duplicates": "last"},
     }
     paths = [str(folder / "interactions.parquet")]
-    if name != "beauty":
-        test_path = str(folder / ("test.parquet" if name == "ml1m" else "test_*.parquet"))
-        unit = "pair" if name == "ml1m" else "item"
+    if dataset != "beauty":
+        test_path = str(folder / ("test.parquet" if dataset == "ml1m" else "test_*.parquet"))
+        unit = "pair" if dataset == "ml1m" else "item"
         split = {"kind": "files", "test_paths": test_path, "validation_share": 0.1, "validation_unit": unit}
         settings, paths = {"split": split, "timestamp_column": None}, [str(folder / "train.parquet")]
-    embeddings = None if name == "ml1m" else vectors_of(tmp_path, name)
-    ingest_with_both(tmp_path / "stage", *paths, embeddings=embeddings, **settings)
+    embeddings = None if dataset == "ml1m" else ingest_vectors(tmp_path, dataset)
+    manifest_by_engine = ingest_with_both(tmp_path / "stage", *paths, embeddings=embeddings, **settings)
+    assert manifest_by_engine["spark"].num_test_events > 0

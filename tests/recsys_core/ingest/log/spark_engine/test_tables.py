@@ -1,6 +1,6 @@
-"""Tables of Spark become the store that DuckDB makes of the same rows in parquet files.
+"""Ingest of Spark tables, compared with DuckDB on parquet files with the same rows.
 
-ORC tables are read for real. Spark has no connector for Delta and Iceberg here, so their statements are answered by a stub.
+The ORC tables are real. Spark has no connector for Delta and Iceberg here, so a stub session answers their statements.
 """
 
 from collections.abc import Callable
@@ -22,22 +22,28 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import assert_rejects, input_error
-from tests.recsys_core.ingest.spark_sessions import SPARK
+from tests.recsys_core.ingest.spark_sessions import SPARK_SETTINGS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.usefixtures("spark")
 TIME_SPLIT: dict[str, Any] = {"split": {"kind": "time"}}
-LABELS: dict[str, Any] = {"label_column": "x", "label_threshold": 1, "weight_column": "w", "context_columns": ("day", "c")}
-ORC: dict[str, Any] = {"format": "orc", "engine": SPARK}
+COLUMN_SETTINGS: dict[str, Any] = {
+    "label_column": "x",
+    "label_threshold": 1,
+    "weight_column": "w",
+    "context_columns": ("day", "c"),
+}
+ORC_SETTINGS: dict[str, Any] = {"format": "orc", "engine": SPARK_SETTINGS}
 START_US = 1_700_000_000_000_000
-UNEQUAL = ["fingerprint", "lineage", "sources", "parts"]
-"""Fields of the manifest that name the input."""
+UNEQUAL_FIELDS = ["fingerprint", "lineage", "sources", "parts"]
+"""Fields of the manifest that depend on the input files, and therefore differ between a table and a parquet file."""
 
 
 @pytest.fixture
 def session() -> "SparkSession":
+    """Return the Spark session of this process."""
     from pyspark.sql import SparkSession
 
     session = SparkSession.getActiveSession()
@@ -45,12 +51,13 @@ def session() -> "SparkSession":
     return session
 
 
-def events(seed: int = 0, *, num_rows: int = 400) -> pa.Table:
+def random_events(seed: int = 0, *, num_rows: int = 400) -> pa.Table:
+    """Return events of three days, in the column day: 0, 1 or 2."""
     rng = np.random.default_rng(seed)
     day = rng.integers(0, 3, num_rows)
-    time = pa.array(START_US + day * 4 * DAY_US + rng.integers(0, DAY_US, num_rows), pa.timestamp("us", "UTC"))
+    times = pa.array(START_US + day * 4 * DAY_US + rng.integers(0, DAY_US, num_rows), pa.timestamp("us", "UTC"))
     columns = {"user_id": np.char.add("ü", rng.integers(0, 40, num_rows).astype(str)), "item_id": rng.integers(0, 20, num_rows)}
-    columns |= {"t": time, "x": rng.integers(0, 5, num_rows), "w": rng.random(num_rows).astype(np.float32)}
+    columns |= {"t": times, "x": rng.integers(0, 5, num_rows), "w": rng.random(num_rows).astype(np.float32)}
     columns |= {
         "c": pa.array(rng.choice(["a", "b"], num_rows), mask=rng.random(num_rows) < 0.1),
         "unused": [{"k": 1}] * num_rows,
@@ -59,7 +66,7 @@ def events(seed: int = 0, *, num_rows: int = 400) -> pa.Table:
 
 
 def write_orc(session: "SparkSession", folder: Path, table: pa.Table, *, mode: str = "overwrite") -> str:
-    """Write an ORC table with one folder for each day, and a parquet file of the same rows."""
+    """Write an ORC table with one folder per day, and a parquet file with the same rows. Return the folder of the table."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path := folder.with_suffix(".parquet"))
     session.read.parquet(f"file://{path}").write.partitionBy("day").mode(mode).orc(f"file://{folder}")
@@ -67,110 +74,115 @@ def write_orc(session: "SparkSession", folder: Path, table: pa.Table, *, mode: s
 
 
 def test_an_orc_table_has_the_store_of_the_same_rows_in_parquet(tmp_path: Path, session: "SparkSession") -> None:
-    path = write_orc(session, tmp_path / "log", events())
-    on_duckdb = ingest(tmp_path / "duckdb", f"{path}.parquet", **TIME_SPLIT, **LABELS)
-    on_spark = ingest(tmp_path / "spark", path, **TIME_SPLIT, **LABELS, **ORC)
-    assert differences(on_duckdb, on_spark) == UNEQUAL
-    assert on_spark.sources[0].path == path and on_spark.sources[0].num_rows == 400
-    assert on_spark.parts[0].files[0].spans == on_duckdb.parts[0].files[0].spans
+    path = write_orc(session, tmp_path / "log", random_events())
+    duckdb_manifest = ingest(tmp_path / "duckdb", f"{path}.parquet", **TIME_SPLIT, **COLUMN_SETTINGS)
+    spark_manifest = ingest(tmp_path / "spark", path, **TIME_SPLIT, **COLUMN_SETTINGS, **ORC_SETTINGS)
+    assert differences(duckdb_manifest, spark_manifest) == UNEQUAL_FIELDS
+    assert spark_manifest.sources[0].path == path and spark_manifest.sources[0].num_rows == 400
+    assert spark_manifest.parts[0].files[0].spans == duckdb_manifest.parts[0].files[0].spans
 
 
-def test_tables_of_a_catalog_can_be_the_splits(tmp_path: Path, session: "SparkSession") -> None:
-    names = {}
+def test_the_splits_can_be_tables_of_a_catalog(tmp_path: Path, session: "SparkSession") -> None:
+    table_by_split = {}
     for seed, split in enumerate(("train", "test")):
-        write_orc(session, tmp_path / split, events(seed))
-        names[split] = f"nightjar_{split}"
+        write_orc(session, tmp_path / split, random_events(seed))
+        table_by_split[split] = f"nightjar_{split}"
         session.read.orc(f"file://{tmp_path / split}").write.format("orc").option(
-            "path", f"file://{tmp_path / names[split]}"
-        ).mode("overwrite").saveAsTable(names[split])
+            "path", f"file://{tmp_path / table_by_split[split]}"
+        ).mode("overwrite").saveAsTable(table_by_split[split])
     settings: dict[str, Any] = {
         "split": {"kind": "files", "test_paths": str(tmp_path / "test.parquet"), "validation_share": 0.2}
     }
-    on_duckdb = ingest(tmp_path / "duckdb", str(tmp_path / "train.parquet"), **settings)
-    settings["split"] |= {"test_paths": names["test"]}
-    on_spark = ingest(tmp_path / "spark", names["train"], **settings, **ORC)
-    for name in names.values():
+    duckdb_manifest = ingest(tmp_path / "duckdb", str(tmp_path / "train.parquet"), **settings)
+    settings["split"] |= {"test_paths": table_by_split["test"]}
+    spark_manifest = ingest(tmp_path / "spark", table_by_split["train"], **settings, **ORC_SETTINGS)
+    for name in table_by_split.values():
         session.sql(f"DROP TABLE {name}")
-    assert differences(on_duckdb, on_spark) == UNEQUAL
+    assert differences(duckdb_manifest, spark_manifest) == UNEQUAL_FIELDS
 
 
 def test_a_table_is_read_again_only_if_it_changed_and_ids_keep_their_rows(tmp_path: Path, session: "SparkSession") -> None:
-    old, new = (write_orc(session, tmp_path / "log" / name, events(seed)) for seed, name in enumerate(("old", "new")))
+    old_path, new_path = (
+        write_orc(session, tmp_path / "log" / name, random_events(seed)) for seed, name in enumerate(("old", "new"))
+    )
 
-    def run(name: str, previous: dict[str, InteractionsManifest] | None = None) -> dict[str, InteractionsManifest]:
-        paths = {"duckdb": [f"{old}.parquet", f"{new}.parquet"], "spark": [old, new]}
+    def ingest_with_both(name: str, previous: dict[str, InteractionsManifest] | None = None) -> dict[str, InteractionsManifest]:
+        paths = {"duckdb": [f"{old_path}.parquet", f"{new_path}.parquet"], "spark": [old_path, new_path]}
         return {
             kind: ingest(tmp_path / name / kind, *paths[kind], previous=previous and previous[kind], **TIME_SPLIT, **settings)
-            for kind, settings in {"duckdb": {}, "spark": ORC}.items()
+            for kind, settings in {"duckdb": {}, "spark": ORC_SETTINGS}.items()
         }
 
-    first = run("first")
-    assert [manifest.num_files_read for manifest in run("same", first).values()] == [0, 0]
-    more = pa.concat_tables([events(1), events(7, num_rows=100)])
-    write_orc(session, tmp_path / "log" / "new", more)
-    second = run("second", first)
-    assert (second["spark"].num_files_read, second["spark"].num_rows_read, len(second["spark"].parts)) == (1, 500, 2)
-    assert differences(*second.values()) == ["fingerprint", "lineage", "continued_fingerprint", "sources", "parts"]
+    first_run = ingest_with_both("first")
+    assert [manifest.num_files_read for manifest in ingest_with_both("same", first_run).values()] == [0, 0]
+    extended_events = pa.concat_tables([random_events(1), random_events(7, num_rows=100)])
+    write_orc(session, tmp_path / "log" / "new", extended_events)
+    second_run = ingest_with_both("second", first_run)
+    spark_manifest = second_run["spark"]
+    assert (spark_manifest.num_files_read, spark_manifest.num_rows_read, len(spark_manifest.parts)) == (1, 500, 2)
+    assert differences(*second_run.values()) == ["fingerprint", "lineage", "continued_fingerprint", "sources", "parts"]
 
 
-BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+BAD_ROW_BY_FAULT: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({"user_id": None}, "column 'user_id': null, in a row with user null and item 3 (1 of 401 rows)"),
     "future": ({"t": 4 * 10**15}, "column 't': 2096-10-02 07:06:40+00:00 is in the future, in a row with user 'u' and item 3"),
     "weight": ({"w": -1.0}, "column 'w': -1.0 is negative, in a row with user 'u' and item 3 (1 of 401 rows)"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_bad_row_is_named_by_its_ids(tmp_path: Path, session: "SparkSession", name: str) -> None:
-    values, message = BAD_ROWS[name]
+@pytest.mark.parametrize("fault", BAD_ROW_BY_FAULT)
+def test_the_error_names_the_ids_of_a_bad_row(tmp_path: Path, session: "SparkSession", fault: str) -> None:
+    values, message = BAD_ROW_BY_FAULT[fault]
     row = {"user_id": "u", "item_id": 3, "t": START_US, "x": 3, "w": 1.0, "c": "a", "unused": {"k": 1}, "day": 0} | values
-    schema = events().schema
-    bad = pa.table({field.name: pa.array([row[field.name]]).cast(field.type) for field in schema})
-    path = write_orc(session, tmp_path / "log", pa.concat_tables([events(), bad]))
-    settings = TIME_SPLIT | LABELS | ORC
+    schema = random_events().schema
+    bad_row = pa.table({field.name: pa.array([row[field.name]]).cast(field.type) for field in schema})
+    path = write_orc(session, tmp_path / "log", pa.concat_tables([random_events(), bad_row]))
+    settings = TIME_SPLIT | COLUMN_SETTINGS | ORC_SETTINGS
     assert_rejects(
         lambda folder: ingest(folder, path, **settings), tmp_path, f"{path}: {message}", "interactions.on_bad_rows to drop"
     )
 
 
 def test_the_error_names_a_damaged_file_of_a_table(tmp_path: Path, session: "SparkSession") -> None:
-    path = write_orc(session, tmp_path / "log", events())
-    damaged = sorted(Path(path).glob("day=1/*.orc"))[0]
-    content = bytearray(damaged.read_bytes())
+    path = write_orc(session, tmp_path / "log", random_events())
+    damaged_path = sorted(Path(path).glob("day=1/*.orc"))[0]
+    content = bytearray(damaged_path.read_bytes())
     content[3 : len(content) // 2] = b"\xff" * (len(content) // 2 - 3)
-    damaged.write_bytes(content)
-    for checksum in Path(path).glob("day=1/.*.crc"):  # of Hadoop's local file system
+    damaged_path.write_bytes(content)
+    for checksum in Path(path).glob("day=1/.*.crc"):  # Hadoop's local file system would find the damage first
         checksum.unlink()
-    assert_rejects(lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC), tmp_path, damaged.name, "Spark cannot read it")
-
-
-def test_a_table_that_changes_between_the_checks_and_the_scan_is_rejected(
-    tmp_path: Path, session: "SparkSession", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_orc(session, tmp_path / "log", events())
-    read_part = incremental.read_part
-
-    def read_later(*arguments: Any, **options: Any) -> Any:
-        write_orc(session, tmp_path / "log", events(1), mode="append")
-        return read_part(*arguments, **options)
-
-    monkeypatch.setattr(incremental, "read_part", read_later)
     assert_rejects(
-        lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC), tmp_path, f"{path}: changed while it was being read"
+        lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC_SETTINGS), tmp_path, damaged_path.name, "Spark cannot read it"
     )
 
 
-def test_the_unit_of_times_is_checked_in_the_first_rows(tmp_path: Path, session: "SparkSession") -> None:
-    table = events()
-    times = pa.array(np.full(len(table), START_US // 1_000_000))
-    path = write_orc(session, tmp_path / "log", table.set_column(2, "t", times))
-    config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t", "timestamp_unit": "ms"} | ORC)
+def test_a_table_that_changes_between_the_checks_and_the_reading_is_rejected(
+    tmp_path: Path, session: "SparkSession", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_orc(session, tmp_path / "log", random_events())
+    read_part = incremental.read_part
+
+    def append_and_read(*arguments: Any, **options: Any) -> Any:
+        write_orc(session, tmp_path / "log", random_events(1), mode="append")
+        return read_part(*arguments, **options)
+
+    monkeypatch.setattr(incremental, "read_part", append_and_read)
+    assert_rejects(
+        lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC_SETTINGS), tmp_path, f"{path}: changed while it was being read"
+    )
+
+
+def test_times_in_a_wrong_unit_are_rejected(tmp_path: Path, session: "SparkSession") -> None:
+    events = random_events()
+    times = pa.array(np.full(len(events), START_US // 1_000_000))
+    path = write_orc(session, tmp_path / "log", events.set_column(2, "t", times))
+    config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t", "timestamp_unit": "ms"} | ORC_SETTINGS)
     with input_error(f"{path}: column 't': 1700000000 is 1970-01-20 in ms", "set interactions.timestamp_unit to s"):
         check_time_unit(config, open_interactions(config).sources)
 
 
 @pytest.mark.parametrize(
-    ("settings", "paths", "messages"),
+    ("settings", "paths", "message_parts"),
     [
         ({"format": "delta"}, ["./log"], ["format is delta, but Spark has no connector that reads ./log", "delta-spark_2.13"]),
         ({"format": "iceberg"}, ["lake.shop.log"], ["format is iceberg, but Spark has no connector", "iceberg-spark-runtime"]),
@@ -179,33 +191,33 @@ def test_the_unit_of_times_is_checked_in_the_first_rows(tmp_path: Path, session:
         ({}, ["./log", "./log"], ["./log is also in interactions.paths, and its rows would count twice"]),
     ],
 )
-def test_a_table_that_cannot_be_opened_is_named_before_anything_is_written(
-    tmp_path: Path, settings: dict[str, Any], paths: list[str], messages: list[str]
+def test_the_error_names_a_table_that_cannot_be_opened(
+    tmp_path: Path, settings: dict[str, Any], paths: list[str], message_parts: list[str]
 ) -> None:
-    assert_rejects(lambda folder: ingest(folder, *paths, **TIME_SPLIT, **(ORC | settings)), tmp_path, *messages)
+    assert_rejects(lambda folder: ingest(folder, *paths, **TIME_SPLIT, **(ORC_SETTINGS | settings)), tmp_path, *message_parts)
 
 
 def test_an_empty_table_and_a_table_outside_of_the_data_root_are_rejected(tmp_path: Path, session: "SparkSession") -> None:
     session.sql("SELECT 'u' AS user_id, 3 AS item_id, now() AS t").limit(0).write.orc(path := f"{tmp_path}/log")
-    config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t"} | ORC)
+    config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t"} | ORC_SETTINGS)
     with input_error(f"{path}: no rows"):
         open_interactions(config)
     with input_error(f"{path}: is not a folder below allowed_data_root ({tmp_path}/other)"):
         open_interactions(config, allowed_data_root=tmp_path / "other")
 
 
-class Statements:
-    """A session that answers the statements of a connector."""
+class StubSession:
+    """Stub of a session with a connector. It answers the given SQL statements."""
 
-    def __init__(self, answers: dict[str, "Callable[[], DataFrame]"]) -> None:
-        self._answers = answers
+    def __init__(self, frame_by_statement: dict[str, "Callable[[], DataFrame]"]) -> None:
+        self._frame_by_statement = frame_by_statement
 
     def sql(self, statement: str) -> "DataFrame":
-        return self._answers[statement]()
+        return self._frame_by_statement[statement]()
 
 
 @pytest.mark.parametrize(
-    ("table_format", "path", "identifier", "newest"),
+    ("table_format", "path", "identifier", "version_statement"),
     [
         ("delta", "/lake/a`b", "delta.`file:///lake/a``b`", "DESCRIBE HISTORY delta.`file:///lake/a``b` LIMIT 1"),
         ("delta", "shop.log", "`shop`.`log`", "DESCRIBE HISTORY `shop`.`log` LIMIT 1"),
@@ -217,24 +229,32 @@ class Statements:
         ),
     ],
 )
-def test_a_versioned_table_is_read_at_its_newest_version_or_at_the_one_in_its_path(
-    session: "SparkSession", monkeypatch: pytest.MonkeyPatch, table_format: Any, path: str, identifier: str, newest: str
+def test_a_versioned_table_is_read_at_its_newest_version_or_at_the_version_in_its_path(
+    session: "SparkSession",
+    monkeypatch: pytest.MonkeyPatch,
+    table_format: Any,
+    path: str,
+    identifier: str,
+    version_statement: str,
 ) -> None:
     from recsys_core.ingest.log.spark_engine import tables
 
-    answers = {newest: lambda: session.sql("SELECT 8L AS version")}
-    answers |= {f"SELECT * FROM {identifier} VERSION AS OF {n}": lambda n=n: session.range(n).toDF("user_id") for n in (3, 8)}
-    monkeypatch.setattr(tables, "new_session", lambda _: Statements(answers))
+    frame_by_statement = {version_statement: lambda: session.sql("SELECT 8L AS version")}
+    frame_by_statement |= {
+        f"SELECT * FROM {identifier} VERSION AS OF {version}": lambda version=version: session.range(version).toDF("user_id")
+        for version in (3, 8)
+    }
+    monkeypatch.setattr(tables, "new_session", lambda _: StubSession(frame_by_statement))
 
-    def open_one(name: str) -> Any:
-        settings = SparkSettings.model_validate(SPARK)
+    def open_table(name: str) -> Any:
+        settings = SparkSettings.model_validate(SPARK_SETTINGS)
         ((source,),) = tables.open_tables(
             settings, table_format, {"interactions.paths": [name]}, columns=["user_id"], allowed_data_root=None
         )
         return source
 
-    source, old_source = open_one(path), open_one(f"{path}@v3")
+    source, old_source = open_table(path), open_table(f"{path}@v3")
     assert [source.name, old_source.name] == [f"{path}@v8", f"{path}@v3"]
     assert [source.record.num_rows, old_source.record.num_rows] == [8, 3] and source.record != old_source.record
-    assert open_one(path).record == source.record and open_one(f"{path}@v8").record == source.record
-    assert tables.table_frame(Statements(answers), old_source).count() == 3  # type: ignore[arg-type]
+    assert open_table(path).record == source.record and open_table(f"{path}@v8").record == source.record
+    assert tables.table_frame(StubSession(frame_by_statement), old_source).count() == 3  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Counts of leaked, repeated and misplaced events, computed in one pass over the event store.
 
-Shapes: I items, U users of a chunk, E events of a chunk. The parts of the split: 0 training, 1 validation, 2 test.
+Shapes: I items, U users of a chunk, E events of a chunk. The parts of a split are numbered: 0 training, 1 validation, 2 test.
 """
 
 from dataclasses import dataclass, field
@@ -15,20 +15,21 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US, INT64_MAX
 
 MAX_CHUNK_EVENTS = 2_000_000
-"""Events per chunk; bounds the memory to about 250 MB for a log of any length."""
+"""Largest number of events in a chunk. It bounds the memory to about 250 MB for a log of any length."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass
 class SplitCounts:
-    """Counts over the whole event store. In a store without timestamps, counts that depend on time are 0."""
+    """Numbers of events in the whole event store. In a store without timestamps, counts that depend on time are 0."""
 
     num_events_I: Ints
     """Events of each item, in all parts."""
     num_test_events_I: Ints
+    """Test events of each item."""
     num_events_by_day: dict[int, Ints] = field(default_factory=dict)
-    """Days since 1970 -> number of events in each part, int64 [3]."""
+    """Number of events in each part, int64 [3], by day: the number of days since 1970."""
     num_duplicates: int = 0
     """Events that repeat another event of the same part: same user, item and time."""
     num_repeated_train_pairs: int = 0
@@ -40,15 +41,17 @@ class SplitCounts:
     num_future_events: int = 0
     """Training events that are later than the first test event of the same user."""
     num_misplaced_events: int = 0
-    """Events that the kind of split would put into another part; see `count_split`."""
+    """Events that belong into another part by the definition of the split; see `count_split_events`."""
     num_unordered_events: int = 0
-    """Events that are stored after a later event of the same user and part. Their histories contain later events."""
+    """Events that are stored after a later event of the same user and part, so that their histories contain later events."""
 
 
-def count_split(interactions: InteractionsManifest, *, split: Split, max_chunk_events: int = MAX_CHUNK_EVENTS) -> SplitCounts:
-    """Read the event store once, in chunks of users.
+def count_split_events(
+    interactions: InteractionsManifest, *, split: Split, max_chunk_events: int = MAX_CHUNK_EVENTS
+) -> SplitCounts:
+    """Count the events of the event store, which is read once, in chunks of users.
 
-    `num_misplaced_events` depends on split.kind:
+    What counts as a misplaced event (`num_misplaced_events`) depends on split.kind:
 
     - time: training events after the first validation or test event, and validation events after the first test event.
     - leave_last_out: each user's validation events beyond the first, and each user's test events beyond the first. One more
@@ -73,7 +76,7 @@ def count_split(interactions: InteractionsManifest, *, split: Split, max_chunk_e
 
 
 def _value_at(chunk: UserChunk, index_U3: Ints, value_E: Ints, *, default: int) -> Ints:
-    """Return the value at each index; `default` for a part of a user without events."""
+    """Return the value at each index, [U, 3]; `default` where a user has no event in a part."""
     return np.where(chunk.num_events_U3 > 0, value_E[np.clip(index_U3, 0, len(value_E) - 1)], default)
 
 
@@ -111,16 +114,16 @@ def _count_by_time(
         (day_part_code // 3).tolist(), (day_part_code % 3).tolist(), num_events.tolist(), strict=True
     ):
         counts.num_events_by_day.setdefault(day, np.zeros(3, np.int64))[part] += num_day_events
-    is_same_segment = chunk.segment_E[1:] == chunk.segment_E[:-1]
-    counts.num_unordered_events += int(np.sum(is_same_segment & (time_E[1:] < time_E[:-1])))
+    is_same_user_and_part = chunk.segment_E[1:] == chunk.segment_E[:-1]
+    counts.num_unordered_events += int(np.sum(is_same_user_and_part & (time_E[1:] < time_E[:-1])))
     end_U3 = np.cumsum(chunk.num_events_U3.ravel()).reshape(-1, 3)
     first_time_U3 = _value_at(chunk, end_U3 - chunk.num_events_U3, time_E, default=INT64_MAX)
     last_time_U3 = _value_at(chunk, end_U3 - 1, time_E, default=-INT64_MAX)
     counts.num_future_events += int(np.sum((chunk.split_E == 0) & (time_E > first_time_U3[chunk.user_E, 2])))
     if split.kind == "time":
         first_validation_time, first_test_time = first_held_out_times
-        first_later_time_3 = np.array([min(first_validation_time, first_test_time), first_test_time, INT64_MAX])
-        counts.num_misplaced_events += int(np.sum(time_E > first_later_time_3[chunk.split_E]))
+        first_time_of_later_parts = np.array([min(first_validation_time, first_test_time), first_test_time, INT64_MAX])
+        counts.num_misplaced_events += int(np.sum(time_E > first_time_of_later_parts[chunk.split_E]))
     if split.kind == "leave_last_out":
         counts.num_misplaced_events += int(np.sum(first_time_U3[:, 1] < last_time_U3[:, 0]))
         counts.num_misplaced_events += int(np.sum(first_time_U3[:, 2] < np.maximum(last_time_U3[:, 0], last_time_U3[:, 1])))

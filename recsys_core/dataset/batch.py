@@ -1,6 +1,6 @@
 """The input of a training step, and its assembly from users, histories and candidates.
 
-Shapes: B queries, N sampled negatives, C = B + N candidates, V distinct items, H entries of all histories, L ragged entries.
+Shapes: B queries, C candidates, V distinct items, H entries of all histories, L entries of a ragged array.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from recsys_core.dataset.jagged import Int64Array, JaggedArray
 
 @dataclass(frozen=True)
 class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
-    """B queries with their positives, N sampled negatives, and the V distinct items of candidates and histories.
+    """B queries, their candidates (positives and negatives), and the V distinct items of candidates and histories.
 
     Candidates and histories are indices into the V items, so each item is looked up once per step.
     """
@@ -33,15 +33,15 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     item_row_V: Tensor
     """int64 [V]: row of each distinct item in the catalogue."""
     candidate_index_C: Tensor
-    """int64 [C], indices into the V items: the B positives, then the N sampled negatives."""
+    """int64 [C], indices into the V items: the B positives, then the negatives; see TrainLoader."""
     history_index_H: Tensor
     """int64 [H], indices into the V items: the histories one after the other, each oldest first."""
     history_offset: Tensor
     """int64 [B + 1]: the history of query b is history_index_H[history_offset[b]:history_offset[b + 1]]."""
     item_feature_weight: dict[str, Tensor]
-    """For each weighted item feature, a float32 tensor with one weight per value of the feature."""
+    """float32 tensor with one weight for each value of a weighted item feature, by the key of the feature."""
     loss_weight: Tensor | None = None
-    """float32 [B]: factor of each query's loss. The mean over all training events is 1. None: all factors are 1."""
+    """float32 [B]: factor of each query's loss, with a mean of 1 over all training events; None: all factors are 1."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Copy the batch to `device`."""
@@ -70,10 +70,10 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
 
 @dataclass(frozen=True)
 class Assembler:
-    """Builds batches.
+    """Builds batches from rows of users and items, and adds their features.
 
     Args:
-        user_batch_key: the key of Batch.sparse for the table of user ids; None: the model has no such table.
+        user_batch_key: the key of Batch.sparse that looks up the table of user ids; None: the model has no such table.
         features: features of users, events and items; None: the model uses none.
     """
 
@@ -98,7 +98,7 @@ class Assembler:
             candidate_row_C: item rows, the B positives first; empty if only queries are encoded.
             loss_weight_B: factor of each query's loss; None: all factors are 1.
         """
-        position_in_V, item_row_V = pd.factorize(np.concatenate([candidate_row_C, history.values_L]))
+        distinct_index, item_row_V = pd.factorize(np.concatenate([candidate_row_C, history.values_L]))
         item_row_V = _at_least_one_row(item_row_V)  # one unused item if there are no candidates and no histories
         sparse, item_feature_weight = self._query_features(user_row_B, event_index_B), {}
         unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
@@ -113,8 +113,8 @@ class Assembler:
             sparse=sparse,
             batch_size=len(user_row_B),
             item_row_V=torch.from_numpy(item_row_V),
-            candidate_index_C=torch.from_numpy(position_in_V[: len(candidate_row_C)]),
-            history_index_H=torch.from_numpy(position_in_V[len(candidate_row_C) :]),
+            candidate_index_C=torch.from_numpy(distinct_index[: len(candidate_row_C)]),
+            history_index_H=torch.from_numpy(distinct_index[len(candidate_row_C) :]),
             history_offset=torch.from_numpy(history.offset),
             item_feature_weight=item_feature_weight,
             loss_weight=None if loss_weight_B is None else torch.from_numpy(loss_weight_B),
@@ -158,19 +158,19 @@ def _at_least_one_row(rows: Int64Array) -> Int64Array:
 def keyed_jagged(
     features: Mapping[str, JaggedArray], *, num_samples: int, weight_L: NDArray[np.float32] | None = None
 ) -> KeyedJaggedTensor:
-    """Build a KeyedJaggedTensor; a feature with fewer than `num_samples` lists gets empty lists at its end.
+    """Build a KeyedJaggedTensor. A feature with fewer than `num_samples` lists gets empty lists at its end.
 
-    weight_L: one weight for each value, in the order of `features`.
+    weight_L: one weight for each value, feature by feature in the order of `features`.
     """
-    length_FB: NDArray[np.int32] = np.zeros((len(features), num_samples), np.int32)
-    for feature_lengths, feature in zip(length_FB, features.values(), strict=True):
+    lengths_by_feature: NDArray[np.int32] = np.zeros((len(features), num_samples), np.int32)
+    for feature_lengths, feature in zip(lengths_by_feature, features.values(), strict=True):
         np.subtract(feature.offset[1:], feature.offset[:-1], out=feature_lengths[: len(feature)], casting="unsafe")
     num_values_per_feature = [len(feature.values_L) for feature in features.values()]
     return KeyedJaggedTensor(
         keys=list(features),
         values=torch.from_numpy(np.concatenate([feature.values_L for feature in features.values()])),
         weights=None if weight_L is None else torch.from_numpy(weight_L),
-        lengths=torch.from_numpy(length_FB.reshape(-1)),
+        lengths=torch.from_numpy(lengths_by_feature.reshape(-1)),
         stride=num_samples,
         # Without these two arguments TorchRec would compute them in the training thread.
         length_per_key=num_values_per_feature,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.data_report.leaks import SplitCounts, count_split
+from recsys_core.data_report.leaks import SplitCounts, count_split_events
 from recsys_core.ingest.log.split_config import FileSplit, LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of
@@ -22,7 +22,7 @@ logs = st.lists(st.tuples(ordered_part, ordered_part, ordered_part), min_size=1,
 def counts_of(log: list[Parts], split: Split, *, chunk_events: int = 4) -> SplitCounts:
     with tempfile.TemporaryDirectory() as folder:
         interactions = interactions_of(Path(folder, "stage"), log, item_ids=range(NUM_ITEMS))
-        return count_split(interactions, split=split, max_chunk_events=chunk_events)
+        return count_split_events(interactions, split=split, max_chunk_events=chunk_events)
 
 
 @settings(deadline=None, max_examples=60)
@@ -95,7 +95,7 @@ def test_events_stored_after_a_later_event_of_the_same_user_are_counted() -> Non
 
 def test_without_timestamps_only_user_item_pairs_are_compared(tmp_path: Path) -> None:
     log = [([(0, 0), (0, 0)], [], [(0, 0), (1, 0)])]
-    counts = count_split(interactions_of(tmp_path / "stage", log, item_ids=range(2), timed=False), split=FILES)
+    counts = count_split_events(interactions_of(tmp_path / "stage", log, item_ids=range(2), timed=False), split=FILES)
     assert (counts.num_repeated_train_pairs, counts.num_repeated_test_pairs) == (1, 1)
     assert (counts.num_duplicates, counts.num_leaked_events, counts.num_future_events, counts.num_events_by_day) == (
         0,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray, ragged_ranges
-from recsys_core.dataset.layout import SHARDED_ARRAYS, EventArrays, Parts
+from recsys_core.dataset.layout import SHARDED_ARRAYS, EventArrays, ShardArrays
 from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 
 Nested = list[list[int]]
@@ -57,8 +57,8 @@ def in_shards(arrays: EventArrays, shards: Sequence[EventArrays]) -> EventArrays
     first_example = np.searchsorted(arrays.train_user, np.arange(len(arrays.train_end)))
     offsets = [shard.user_offset[:-1] - first_example[users] for shard, users in zip(shards, users_by_shard(), strict=True)]
     stored_names = [name for name in SHARDED_ARRAYS if getattr(arrays, name) is not None]
-    parts = {name: Parts.of(*(getattr(shard, name) for shard in shards)) for name in stored_names}
-    return replace(arrays, **parts, event_offset=Parts.of(*offsets))
+    parts = {name: ShardArrays.of(*(getattr(shard, name) for shard in shards)) for name in stored_names}
+    return replace(arrays, **parts, event_offset=ShardArrays.of(*offsets))
 
 
 def arrays_of(log: Users, *, weight: list[float] | None = None) -> EventArrays:

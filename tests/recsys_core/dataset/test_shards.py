@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED
-from recsys_core.dataset.layout import EventArrays, Parts, allocate_npy, array_files, row_dtype, users_by_shard
-from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, query_batch
+from recsys_core.dataset.layout import EventArrays, ShardArrays, allocate_npy, array_files, row_dtype, users_by_shard
+from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader, query_batch
 from recsys_core.dataset.shards import ShardedEventArray, ShardedEventIndices, ShardedUserArray
 from recsys_core.manifests import EventShard
 
@@ -23,7 +23,7 @@ lists = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=
 @settings(deadline=None)
 @given(parts=lists, data=st.data())
 def test_event_arrays_are_concatenated(parts: list[list[int]], data: st.DataObject) -> None:
-    array = ShardedEventArray(Parts.of(*(np.array(part, np.int32) for part in parts)))
+    array = ShardedEventArray(ShardArrays.of(*(np.array(part, np.int32) for part in parts)))
     expected = np.concatenate([np.array(part, np.int32) for part in parts])
     assert len(array) == len(expected)
     start, stop = (data.draw(st.integers(0, len(expected))) for _ in range(2))
@@ -36,7 +36,7 @@ def test_event_arrays_are_concatenated(parts: list[list[int]], data: st.DataObje
 @given(numbers=st.lists(st.integers(0, 99), max_size=20), num_shards=st.integers(1, 9), data=st.data())
 def test_user_arrays_take_the_users_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)
-    parts = Parts.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
+    parts = ShardArrays.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
     array = ShardedUserArray(parts, num_users=len(values_U), start_S=start_S)
     expected_U = values_U + start_S[np.arange(len(values_U)) % num_shards]
     assert array[:].tolist() == expected_U.tolist() and len(array) == len(numbers)
@@ -53,7 +53,7 @@ def test_user_arrays_take_the_users_in_turn(numbers: list[int], num_shards: int,
 def test_an_event_is_searched_in_its_own_shard(sizes: list[int], data: st.DataObject) -> None:
     start_S = np.cumsum(sizes) - sizes
     parts = [sorted(data.draw(st.lists(st.integers(0, size), max_size=5))) for size in sizes]
-    array = ShardedEventIndices(Parts.of(*(np.array(part, np.int64) for part in parts)), event_start_S=start_S)
+    array = ShardedEventIndices(ShardArrays.of(*(np.array(part, np.int64) for part in parts)), event_start_S=start_S)
     for shard, (size, start) in enumerate(zip(sizes, start_S.tolist(), strict=True)):
         for event in range(size):
             num_before = sum(len(part) for part in parts[:shard])
@@ -126,7 +126,7 @@ def test_batches_of_users_and_items_above_2_to_the_31(large_store: EventStore, s
     assert sorted(queries.item_row_V.tolist()) == sorted({item for user in user_B.tolist() for item in (user - 1, user - 2)})
     if shards == 1:
         return
-    loader = TrainLoader(ExampleSource(large_store, assembler, max_history=2), batch_size=5, shard=Shard(0, 1), seed=1)
+    loader = TrainLoader(ExampleSource(large_store, assembler, max_history=2), batch_size=5, rank_share=RankShare(0, 1), seed=1)
     seen = []
     for batch in loader.epoch(0):
         users = batch.sparse[UNPOOLED]["user"].values().tolist()

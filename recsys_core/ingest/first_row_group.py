@@ -1,6 +1,6 @@
-"""Checks that read one row group of an input: vector length, matching ids of log and embeddings, and the unit of times.
+"""Checks that read one row group of an input: vector width, ids that the log and the vectors share, and the unit of times.
 
-They find common mistakes within seconds, before an ingest that takes hours.
+The checks find common mistakes within seconds, before an ingest that takes hours.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ _YEAR_1971_S, _YEAR_1990_S, _YEAR_6000_S = 31_536_000, 631_152_000, 2**37
 
 
 def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_ROWS) -> pa.Array | None:
-    """Return the first values of `column` in a row group of the first non-empty file; None if the column is a hive key.
+    """Return the first values of `column` in the first non-empty row group; None if the column is a hive key.
 
     Raises:
         InputError: the values cannot be read.
@@ -53,7 +53,7 @@ def _first_non_empty(sources: Sequence[Source]) -> Source:
 def stored_vector_dim(entry: VectorFiles) -> int | None:
     """Return the width of the vectors after the projection (pca_dim), from the config, the schema or the first rows.
 
-    Return None if the vectors of the first rows differ in length.
+    Return None if the vectors of the first rows differ in width.
 
     Raises:
         InputError: pca_dim is larger than the width of the input vectors.
@@ -62,12 +62,12 @@ def stored_vector_dim(entry: VectorFiles) -> int | None:
     if entry.source_dim is not None:
         return pca_dim or entry.source_dim
     first_vectors = first_values(entry.sources, entry.columns[0], max_rows=_MAX_VECTOR_ROWS)
-    distinct_lengths = set() if first_vectors is None else set(pc.list_value_length(first_vectors).drop_null().to_pylist())
-    if len(distinct_lengths) != 1:
+    distinct_dims = set() if first_vectors is None else set(pc.list_value_length(first_vectors).drop_null().to_pylist())
+    if len(distinct_dims) != 1:
         return pca_dim
-    length: int = distinct_lengths.pop()
-    check_pca_dim(entry, length)
-    return pca_dim or length
+    source_dim: int = distinct_dims.pop()
+    check_pca_dim(entry, source_dim)
+    return pca_dim or source_dim
 
 
 def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> None:
@@ -100,12 +100,12 @@ def plausible_time_unit(ticks: int, *, latest_s: float) -> str | None:
     >>> plausible_time_unit(1_700_000_000_000, latest_s=1_800_000_000), plausible_time_unit(42, latest_s=1_800_000_000)
     ('ms', None)
     """
-    units = (unit for unit, per_s in _TICKS_PER_S.items() if _YEAR_1990_S <= ticks // per_s <= latest_s)
+    units = (unit for unit, ticks_per_s in _TICKS_PER_S.items() if _YEAR_1990_S <= ticks // ticks_per_s <= latest_s)
     return next(units, None)
 
 
-def _date_text(seconds: int) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}" if seconds < _YEAR_6000_S else "after the year 6000"
+def _date_text(time_s: int) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d}" if time_s < _YEAR_6000_S else "after the year 6000"
 
 
 def check_shared_ids(
@@ -115,13 +115,13 @@ def check_shared_ids(
     *,
     id_column_by_table: Mapping[str, str],
 ) -> None:
-    """Raise InputError if the log and the vectors of a table do not have a single id in common.
+    """Raise InputError if the log and the vectors of a table have no id in common.
 
-    The ids of one row group of the log and one row group of the vectors are compared first. If they have no id in common, all
-    ids are compared, unless a file is in an object store. Vectors with an id map are not checked.
+    One row group of the log and one row group of the vectors are compared first. If they have no id in common, all ids are
+    compared, unless a file is in an object store. Vectors with an id map are not checked.
 
     Args:
-        id_column_by_table: column of the log that contains the ids of each table, by table.
+        id_column_by_table: column of the log that contains the ids of an embedding table, by table.
     """
     for table, column in id_column_by_table.items():
         table_entries = [entry for entry in entries if entry.config.table == table]
@@ -175,5 +175,5 @@ def _select_ids_sql(sources: Sequence[Source], column: str) -> str:
 
 
 def _example_id(ids: pa.Array | None) -> str:
-    non_null = None if ids is None else ids.drop_null()
-    return "none" if non_null is None or not len(non_null) else shown(non_null[0].as_py())
+    non_null_ids = None if ids is None else ids.drop_null()
+    return "none" if non_null_ids is None or not len(non_null_ids) else shown(non_null_ids[0].as_py())

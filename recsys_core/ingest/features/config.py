@@ -11,7 +11,7 @@ FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 OwnerKind = Literal["user", "item", "context"]
 Boundary = Annotated[float, Field(ge=-1e300, le=1e300)]
 MAX_HASH_ROWS = 2**31 - 2
-"""Row numbers are stored as int32, and row 0 is reserved."""
+"""Largest number of hashed values: row numbers are stored as int32, and row 0 is reserved."""
 
 
 class FeatureConfig(Settings):
@@ -75,7 +75,6 @@ class FeatureConfig(Settings):
         description="Ascending boundaries of the buckets of a `numeric` feature. A value that equals a boundary is in the "
         "bucket above it",
     )
-
     standardise: bool = Field(
         False,
         description="Use the value of a `numeric` feature as a number, without buckets. The mean of the training values is "
@@ -182,7 +181,7 @@ class FeatureTableConfig(Settings):
 
 
 RESERVED_ITEM_COLUMNS = ("row", "item_id", "title", "vector")
-"""Names of other columns in the files with the titles, filter columns and vectors of the items."""
+"""Names of columns that nightjar itself writes to the files with the titles, filter columns and vectors of the items."""
 
 
 class ItemTableConfig(FeatureTableConfig):
@@ -232,7 +231,7 @@ class FeaturesConfig(Settings):
 
     @property
     def by_key(self) -> dict[str, FeatureConfig]:
-        """The features by <owner_kind>.<name>."""
+        """The features by key, which is <owner_kind>.<name>."""
         features_by_owner_kind = {
             "user": () if self.users is None else self.users.features,
             "item": () if self.items is None else self.items.features,

@@ -35,7 +35,7 @@ class FileStatistics:
     """Counts and value ranges of one file of the log."""
 
     num_rows: int = 0
-    num_bad: int = 0
+    num_bad_rows: int = 0
     """Number of rows that fail at least one check."""
     num_bad_by_check: Mapping[str, int] = field(default_factory=dict)
     """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""

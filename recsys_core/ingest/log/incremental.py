@@ -125,7 +125,7 @@ def read_part(
 def _ingested_file(
     config: InteractionsConfig, source: Source, statistics: FileStatistics, *, has_checksums: bool
 ) -> IngestedFile:
-    column_by_role, num_good_rows = columns_by_role(config), statistics.num_rows - statistics.num_bad
+    column_by_role, num_good_rows = columns_by_role(config), statistics.num_rows - statistics.num_bad_rows
     return IngestedFile(
         source=source.record,
         num_bad_rows_by_reason=dict(statistics.num_bad_by_check),

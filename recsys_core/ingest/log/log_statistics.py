@@ -52,7 +52,7 @@ def reject_bad_log(
     *,
     sources: Sequence[Source],
     check_names: Sequence[str],
-    find_first: Callable[[int], BadRow],
+    find_first_bad_row: Callable[[int], BadRow],
 ) -> None:
     """Raise InputError for a file with another number of rows than its footer, or for the first bad row.
 
@@ -61,7 +61,7 @@ def reject_bad_log(
     Args:
         statistics: statistics of each source.
         check_names: names of all checks.
-        find_first: returns the first bad row of the source with the given index.
+        find_first_bad_row: returns the first bad row of the source with the given index.
     """
     for source, file_statistics in zip(sources, statistics, strict=True):
         if file_statistics.num_rows != source.record.num_rows:
@@ -71,11 +71,11 @@ def reject_bad_log(
             )
     reject_bad_rows(
         {name: sum(file_statistics.num_bad_by_check.get(name, 0) for file_statistics in statistics) for name in check_names},
-        num_bad=sum(file_statistics.num_bad for file_statistics in statistics),
+        num_bad_rows=sum(file_statistics.num_bad_rows for file_statistics in statistics),
         num_rows=sum(file_statistics.num_rows for file_statistics in statistics),
         policy=BadRowPolicy("interactions", config.on_bad_rows, config.max_bad_share),
-        find_first=lambda: find_first(
-            next(index for index, file_statistics in enumerate(statistics) if file_statistics.num_bad)
+        find_first_bad_row=lambda: find_first_bad_row(
+            next(index for index, file_statistics in enumerate(statistics) if file_statistics.num_bad_rows)
         ),
     )
 

@@ -63,7 +63,7 @@ def reject_faults(
     """
     counts = num_rows_by_fault(fault_code_R)
 
-    def find_first() -> BadRow:
+    def find_first_bad_row() -> BadRow:
         entry_row = int(np.argmax(fault_code_R > 0))
         fault = Fault(fault_code_R[entry_row])
         source, row = locate(entry.sources, entry_row)
@@ -82,10 +82,10 @@ def reject_faults(
 
     reject_bad_rows(
         counts,
-        num_bad=sum(counts.values()),
+        num_bad_rows=sum(counts.values()),
         num_rows=entry.num_rows,
         policy=BadRowPolicy(entry.setting, entry.config.on_bad_rows, entry.config.max_bad_share),
-        find_first=find_first,
+        find_first_bad_row=find_first_bad_row,
     )
 
 

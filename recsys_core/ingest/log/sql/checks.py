@@ -97,12 +97,12 @@ def scan_files(
         select_list += [f"{bound}({value_sql})" for bound in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
-    for file_index, num_rows, num_bad, num_events, *check_counts_and_bounds in session.fetch_rows(query):
+    for file_index, num_rows, num_bad_rows, num_events, *check_counts_and_bounds in session.fetch_rows(query):
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
         range_by_role = {role: (low, high) for role, low, high in role_bounds if low is not None}
-        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_events)
+        statistics[file_index] = FileStatistics(num_rows, num_bad_rows, num_bad_by_check, range_by_role, num_events)
     return statistics
 
 

@@ -75,7 +75,7 @@ class SqlEngine:
             statistics, kept_row_sql = self._check_rows(files)
             num_complete = self._write_part(part_path, kept_row_sql=kept_row_sql)
             num_written = sum(
-                file.num_rows - file.num_bad if self._config.explicit_negatives else file.num_events for file in statistics
+                file.num_rows - file.num_bad_rows if self._config.explicit_negatives else file.num_events for file in statistics
             )
             if num_complete != num_written:
                 self._reject_false_statistics(files)
@@ -132,7 +132,7 @@ class SqlEngine:
             self._session, checks, num_files=len(files.sources), roles=roles, positive_row_sql=self._positive_row_sql
         )
 
-        def find_first(file_index: int) -> BadRow:
+        def find_first_bad_row(file_index: int) -> BadRow:
             rows_sql, source = f"(SELECT * FROM raw WHERE source = {file_index})", files.sources[file_index]
             if source.table is not None:
                 return first_bad_row_of_table(self._session, self._config, checks, rows_sql=rows_sql, table_name=source.name)
@@ -141,9 +141,11 @@ class SqlEngine:
             return bad_row
 
         check_names = [check.name for check in checks]
-        reject_bad_log(self._config, statistics, sources=files.sources, check_names=check_names, find_first=find_first)
+        reject_bad_log(
+            self._config, statistics, sources=files.sources, check_names=check_names, find_first_bad_row=find_first_bad_row
+        )
         # The checks take a second per 20 million rows, so they are not repeated if no row is bad.
-        has_bad_rows = any(file_statistics.num_bad for file_statistics in statistics)
+        has_bad_rows = any(file_statistics.num_bad_rows for file_statistics in statistics)
         conditions_sql = [pass_sql(checks)] if has_bad_rows else []
         if self._positive_row_sql is not None and not self._config.explicit_negatives:
             conditions_sql.append(self._positive_row_sql)

@@ -44,7 +44,7 @@ MemoryLimit = Annotated[
 
 
 class LogFilter(Settings):
-    """Filters of the log, applied in the order of the fields. Each filter counts only events that the earlier filters keep."""
+    """Filters of the log, applied in the order of the fields. Each filter counts only the events that earlier filters keep."""
 
     until: Annotated[datetime, WithJsonSchema({"type": "string", "format": "date-time", "maxLength": 40})] | None = Field(
         None,
@@ -245,8 +245,8 @@ class InteractionsConfig(Settings):
     def result_settings(self) -> dict[str, Any]:
         """Return the settings that change the result, for a fingerprint.
 
-        Without explicit negatives, with a single shard, or with parquet files, the result and the fingerprint are those of
-        configs that do not have the setting.
+        A later-added setting with its default (parquet files, no explicit negatives, a single shard) is left out, so that the
+        fingerprint equals the fingerprint of a config from before the setting existed.
         """
         settings = super().result_settings()
         if self.format == "parquet":
@@ -259,7 +259,7 @@ class InteractionsConfig(Settings):
 
     @property
     def source_noun(self) -> str:
-        """What `paths` names, in the plural."""
+        """Noun for the entries of `paths` in messages: "files" or "tables"."""
         return "files" if self.format == "parquet" else "tables"
 
     @property
@@ -278,5 +278,5 @@ class InteractionsConfig(Settings):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the events of a user have an order, so that an event has a history of earlier events."""
+        """Whether the events of a user are ordered, so that the history of an event consists of earlier events."""
         return self.timestamp_column is not None or self.order_column is not None

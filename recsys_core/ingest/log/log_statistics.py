@@ -1,4 +1,4 @@
-"""Statistics of the log's files and columns, and the errors that they cause. The counts come from a LogEngine."""
+"""Statistics of the log's files and columns, from the counts of a LogEngine, and the errors of an unusable log."""
 
 import time
 from collections import Counter
@@ -26,7 +26,7 @@ FIX_CLOCK = (
 )
 IN_FUTURE = "in the future"
 MAX_USUAL_ID_CHARACTERS = 1_000
-"""Largest number of characters of an id; a longer id is reported as unusual."""
+"""Number of characters above which an id is reported as unusual."""
 UNUSUAL_CHARACTERS = r"[\p{Cc}\p{Cf}]"
 """Control characters, and format characters such as direction marks."""
 
@@ -37,7 +37,7 @@ def latest_valid_time_us(config: InteractionsConfig) -> int:
 
 
 def columns_by_role(config: InteractionsConfig) -> dict[str, str]:
-    """Return the columns whose smallest and largest values are reported, by their role in a part."""
+    """Return the columns whose smallest and largest values are reported, by role: position, label or weight."""
     column_by_role = {
         "position": config.timestamp_column or config.order_column,
         "label": config.label_column,
@@ -91,12 +91,12 @@ def reject_unusable_log(config: InteractionsConfig, counts: LogCounts, *, first_
         raise InputError(f"{first_file_name}: all rows of the log are bad; see interactions.on_bad_rows")
     if not any(counts.num_events_by_split):
         raise InputError(f"{first_file_name}: interactions.filter removes all events; relax it")
-    num_events_by_name = dict(zip(SPLITS, counts.num_events_by_split, strict=True))
-    split_sizes_text = ", ".join(f"{num_events:,} {name}" for name, num_events in num_events_by_name.items())
-    for name in ("train", "test"):
-        if not num_events_by_name[name]:
+    num_events_by_split = dict(zip(SPLITS, counts.num_events_by_split, strict=True))
+    split_sizes_text = ", ".join(f"{num_events:,} {split}" for split, num_events in num_events_by_split.items())
+    for split in ("train", "test"):
+        if not num_events_by_split[split]:
             raise InputError(
-                f"{first_file_name}: the split {config.split.kind!r} leaves no {name} events ({split_sizes_text}); "
+                f"{first_file_name}: the split {config.split.kind!r} leaves no {split} events ({split_sizes_text}); "
                 "change interactions.split"
             )
     for side, column in (("user", config.user_column), ("item", config.item_column)):
@@ -116,7 +116,10 @@ def column_statistics(
     parts: Sequence[LogPart],
     vocabularies: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
 ) -> dict[str, ColumnStatistics]:
-    """Return the statistics of each column. vocabularies: each vocabulary with the number of events per id."""
+    """Return the statistics of each column.
+
+    vocabularies: each vocabulary with the number of events of each id, int64 [R].
+    """
     num_bad_by_check, files = bad_row_counts(parts, log), list(current_files(parts, log))
     statistics: dict[str, ColumnStatistics] = {}
     for column in config.columns:
@@ -134,18 +137,18 @@ def column_statistics(
     for vocabulary, event_count_R in vocabularies:
         column = config.user_column if vocabulary.side == "user" else config.item_column
         ids = vocabulary.ids.filter(pa.array(event_count_R > 0))
-        update = {"num_distinct": len(ids), "num_unusual_ids": _num_unusual(ids)}
+        update = {"num_distinct": len(ids), "num_unusual_ids": _num_unusual_ids(ids)}
         statistics[column] = statistics[column].model_copy(update=update)
     return statistics
 
 
 def current_files(parts: Sequence[LogPart], log: InteractionsInput) -> Iterator[IngestedFile]:
-    """Yield those files of the parts that are still input files. Other files of a part are outdated."""
+    """Yield the files of the parts that are still input files. The other files of a part are outdated."""
     current_sources = set(log.split_code_by_file)
     return (file for part in parts for file in part.files if file.source in current_sources)
 
 
-def _num_unusual(ids: pa.ChunkedArray) -> int:
+def _num_unusual_ids(ids: pa.ChunkedArray) -> int:
     """Return the number of very long ids and of ids with control or format characters."""
     if not pa.types.is_string(ids.type):
         return 0

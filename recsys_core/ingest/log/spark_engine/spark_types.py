@@ -1,4 +1,4 @@
-"""Spark's types of parquet columns. Schemas come from the footers that are already checked, so Spark infers none."""
+"""Spark's types of parquet columns. Spark infers no schema, because the schemas come from the checked footers."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from recsys_core.errors import InputError
 from recsys_core.parquet.columns import is_list, is_text, value_type
 from recsys_core.parquet.sources import Source
 
-_TYPE_BY_NUMBER = {
+_SPARK_TYPE_BY_ARROW_TYPE = {
     pa.bool_(): t.BooleanType(), pa.float32(): t.FloatType(), pa.float64(): t.DoubleType(), pa.date32(): t.DateType(),
     pa.int8(): t.ByteType(), pa.int16(): t.ShortType(), pa.int32(): t.IntegerType(), pa.int64(): t.LongType(),
     # Spark has no unsigned integers. It reads them as the next larger type.
@@ -35,11 +35,11 @@ def spark_type(data_type: pa.DataType) -> t.DataType | None:
     if is_list(data_type):
         element_type = spark_type(data_type.value_type)
         return element_type and t.ArrayType(element_type)
-    return _TYPE_BY_NUMBER.get(data_type)
+    return _SPARK_TYPE_BY_ARROW_TYPE.get(data_type)
 
 
 def column_types(source: Source, columns: Sequence[str]) -> tuple[t.DataType, ...]:
-    """Return Spark's types of some columns of a file. Raise InputError for a column that Spark cannot read."""
+    """Return Spark's type of each of the `columns` of a file. Raise InputError for a column that Spark cannot read."""
     schema = source.footer.metadata.schema
     leaf_columns = [schema.column(index) for index in range(len(schema))]
     int96_columns = {column.path for column in leaf_columns if column.physical_type == "INT96"}

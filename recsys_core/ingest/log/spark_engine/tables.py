@@ -1,7 +1,7 @@
 """Tables that Spark reads: Delta and Iceberg tables at one version, and ORC tables with one set of files.
 
-A version identifies the rows of a table, so a part of it is reused as long as the table has the same version. The version of an
-ORC table is a hash of the names, sizes and times of its files.
+A version identifies the rows of a table, so a part with its events is reused as long as the version stays the same. The version
+of an ORC table is a hash of the names, sizes and times of its files.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ from recsys_core.parquet.locations import Location
 from recsys_core.parquet.sources import Source, Table, open_own_file
 
 _MAX_FIRST_ROWS = 65_536
-_CONNECTOR = {
+_CONNECTOR_PROPERTIES = {
     "delta": "spark.jars.packages: io.delta:delta-spark_2.13:<version>, spark.sql.extensions: "
     "io.delta.sql.DeltaSparkSessionExtension, and spark.sql.catalog.spark_catalog: "
     "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     "iceberg": "spark.jars.packages: org.apache.iceberg:iceberg-spark-runtime-4.0_2.13:<version>, and the catalog of the table "
     "with spark.sql.catalog.<catalog>: org.apache.iceberg.spark.SparkCatalog",
 }
-"""Properties that a format needs, by format. Spark itself reads ORC."""
+"""Properties that the connector of a format needs, for messages. ORC needs none."""
 _NO_CONNECTOR_MARKERS = (
     "PARSE_SYNTAX_ERROR",  # DESCRIBE HISTORY is Delta's own statement
     "REQUIRES_SINGLE_PART_NAMESPACE",  # no catalog has the name
@@ -58,7 +58,7 @@ def open_tables(
 
     Args:
         paths_by_setting: paths and names of tables, by config key.
-        columns: columns whose first rows are read.
+        columns: columns that the first rows of a table have to contain.
         allowed_data_root: folder that has to contain every table.
 
     Raises:
@@ -104,7 +104,7 @@ def _check_root(name: str, *, setting: str, allowed_data_root: Path | None) -> N
 def _open_table(spark: SparkSession, table_format: TableFormat, path: str, columns: Sequence[str], *, setting: str) -> Source:
     name, version = split_version(path)
     with _explain_errors(table_format, name, setting=setting):
-        # The newest version is read in any case, because this statement fails without the connector.
+        # The newest version is read even if `path` names a version, because this statement fails if there is no connector.
         newest_version = _newest_version(spark, table_format, name)
         if newest_version is None:
             raise InputError(f"{setting}: {printable(name)}: no rows; check the job that writes this table")
@@ -116,13 +116,13 @@ def _open_table(spark: SparkSession, table_format: TableFormat, path: str, colum
     with tempfile.TemporaryDirectory(prefix="nightjar-table-") as folder:
         first_rows_path = Path(folder) / "first_rows.parquet"
         pq.write_table(first_rows, first_rows_path)
-        footer, content = open_own_file(first_rows_path).footer, first_rows_path.read_bytes()
+        footer, first_rows_content = open_own_file(first_rows_path).footer, first_rows_path.read_bytes()
     sha256 = hashlib.sha256(f"{table_format} {version}".encode()).hexdigest()
     return Source(
         Location(shown_name, name, 0, 0, pafs.LocalFileSystem()),
         footer,
         SourceFile(path=shown_name, size_bytes=0, num_rows=num_rows, modified_ns=0, footer_sha256=sha256),
-        table=Table(table_format, name, version, content),
+        table=Table(table_format, name, version, first_rows_content),
     )
 
 
@@ -142,7 +142,7 @@ def _frame(spark: SparkSession, table_format: str, name: str, version: str) -> D
 
 
 def _newest_version(spark: SparkSession, table_format: str, name: str) -> str | None:
-    """Return the newest version of the table; None if the table has no version."""
+    """Return the newest version of the table; None if the table has no version or no files."""
     if table_format == "orc":
         return _hash_of_files(spark, _frame(spark, "orc", name, ""))
     identifier = _identifier(table_format, name)
@@ -164,7 +164,7 @@ def _hash_of_files(spark: SparkSession, frame: DataFrame) -> str | None:
 
 
 def _first_rows(frame: DataFrame, columns: Sequence[str]) -> pa.Table:
-    """Return the first rows with all columns. The columns that are not needed have no values, and Arrow may lack their type."""
+    """Return the first rows with all columns. Columns other than `columns` are null, because Arrow may not have their type."""
     names = [name for name in dict.fromkeys(columns) if name in frame.columns]
     table = frame.select([F.col(quoted(name, quote="`")) for name in names]).limit(_MAX_FIRST_ROWS).toArrow()
     for name in frame.columns:
@@ -193,7 +193,7 @@ def _explain_errors(table_format: TableFormat, name: str, *, setting: str) -> It
         if table_format != "orc" and any(marker in message for marker in _NO_CONNECTOR_MARKERS):
             raise InputError(
                 f"interactions.format is {table_format}, but Spark has no connector that reads {printable(name)} "
-                f"({spark_message(error)}); set interactions.engine.conf to {_CONNECTOR[table_format]}"
+                f"({spark_message(error)}); set interactions.engine.conf to {_CONNECTOR_PROPERTIES[table_format]}"
             ) from error
         if not isinstance(error, PySparkException):  # a job failed, or a catalog does not answer
             raise

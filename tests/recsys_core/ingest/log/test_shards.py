@@ -215,7 +215,7 @@ class LargeVocabularies(DuckdbEngine):
         for side, id_type in self._id_types.items():
             newest_sql = "'newest'" if id_type == "string" else "-1"
             self._session.append(f"{side}_ids", f"SELECT {newest_sql}, {FIRST_FREE - 1}, {FIRST_FREE - 1}")
-        self._is_filtered = True
+        self._may_have_idle_ids = True
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
         raise StopAtEventsError(list(super().sorted_events()))
@@ -277,5 +277,5 @@ def test_the_writer_stores_rows_above_2_to_the_31(tmp_path: Path, monkeypatch: p
     stored = [np.load(path) for path in sorted(tmp_path.glob("event_item*.npy"))]
     assert len(stored) == shards and {array.dtype for array in stored} == {np.dtype(np.int64)}
     assert np.concatenate(stored).tolist() == item_row.tolist()
-    assert writer.user_count_US[first : first + 2].tolist() == [[1, 0, 1], [1, 0, 0]]
-    assert writer.item_count_IS[item_row].tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 0]]
+    assert writer.user_count_U3[first : first + 2].tolist() == [[1, 0, 1], [1, 0, 0]]
+    assert writer.item_count_I3[item_row].tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 0]]

@@ -41,7 +41,7 @@ class Leaf:
     column_path: str
     physical_type: str
     value_bytes: int | None
-    """Bytes of a value, if all values have the same length."""
+    """Bytes of a value of a type with a fixed length; None for other types."""
     is_repeated: bool
 
 
@@ -58,11 +58,11 @@ class Footer:
     num_values: NDArray[np.int64]
     """Number of values of each leaf in each row group, nulls included."""
     compressed_bytes: NDArray[np.int64]
-    """Size of the compressed pages."""
+    """Size of the compressed pages of each column chunk."""
     uncompressed_bytes: NDArray[np.int64]
-    """Size of the decompressed pages, before the values are decoded."""
+    """Size of the decompressed pages of each column chunk, before the values are decoded."""
     first_page_offset: NDArray[np.int64]
-    """Offset of the first page in the file."""
+    """Offset of the first page of each column chunk in the file."""
 
     def leaf_indices_of(self, columns: Sequence[str]) -> list[int]:
         """Return the indices of the leaves of `columns`: one leaf for a plain column, several leaves for a nested column."""
@@ -77,12 +77,12 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
         InputError: a file is not parquet, is truncated or encrypted, or its footer contradicts itself or the size of the file.
     """
     raw_footers = []
-    for location in _logged(locations, "read"):
+    for location in _with_progress_log(locations, "read"):
         with _explain_errors(location):
             raw_footers.append(retrying(lambda location=location: _read_footer_bytes(location)))  # type: ignore[misc]
     footers = []
     with tempfile.TemporaryDirectory(prefix="nightjar-footers-") as folder, duckdb.connect(config={"threads": 1}) as connection:
-        for index, (location, raw_footer) in enumerate(zip(_logged(locations, "checked"), raw_footers, strict=True)):
+        for index, (location, raw_footer) in enumerate(zip(_with_progress_log(locations, "checked"), raw_footers, strict=True)):
             # The footer between two magic numbers is a valid parquet file without data. DuckDB and pyarrow parse this file, so
             # they parse the same bytes that are hashed.
             footer_file_content = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
@@ -95,13 +95,16 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
     return footers
 
 
-def _logged(locations: Sequence[Location], verb: str) -> Iterator[Location]:
-    """Yield the locations; log every few seconds how many are done, because tens of thousands of files take minutes."""
-    next_line_s = time.monotonic() + _LOG_INTERVAL_S
+def _with_progress_log(locations: Sequence[Location], verb: str) -> Iterator[Location]:
+    """Yield the locations. Log the progress every few seconds, because tens of thousands of files take minutes.
+
+    verb: what the caller does with a location, for the log line, such as "read".
+    """
+    next_log_s = time.monotonic() + _LOG_INTERVAL_S
     for index, location in enumerate(locations):
-        if time.monotonic() >= next_line_s:
+        if time.monotonic() >= next_log_s:
             logger.info("%s the footers of %s of %s parquet files", verb, f"{index:,}", f"{len(locations):,}")
-            next_line_s = time.monotonic() + _LOG_INTERVAL_S
+            next_log_s = time.monotonic() + _LOG_INTERVAL_S
         yield location
 
 
@@ -119,7 +122,7 @@ def _explain_errors(location: Location) -> Iterator[None]:
 
 
 def _is_leaf_of(leaf_path: str, columns: set[str]) -> bool:
-    """Return whether a leaf is part of one of `columns`. A dot separates levels, but the name of a column may contain dots."""
+    """Return whether a leaf is part of one of `columns`. A dot separates levels, but a column name may also contain dots."""
     return leaf_path in columns or any(leaf_path[:end] in columns for end, char in enumerate(leaf_path) if char == ".")
 
 
@@ -154,12 +157,12 @@ def _read_footer_bytes(location: Location) -> bytes:
 def _parse_footer(
     footer_file_content: bytes, footer_path: Path, sha256: str, connection: duckdb.DuckDBPyConnection, *, data_end: int
 ) -> Footer:
-    """Parse a parquet file that consists of a footer only, and check the footer.
+    """Parse and check a footer, which is given as a parquet file without data.
 
     Args:
-        footer_file_content: content of this file.
-        footer_path: path of this file.
-        data_end: offset of the footer in the input file, which is the end of the input file's data.
+        footer_file_content: content of the parquet file without data.
+        footer_path: path of the same file.
+        data_end: offset in the input file at which the data ends and the footer starts.
     """
     query_sql = f"SELECT {_CHUNK_COLUMNS_SQL} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
     try:
@@ -219,18 +222,18 @@ def _check_counts_and_offsets(
 ) -> None:
     """Raise _InvalidFooterError unless all counts agree and all offsets are inside the file.
 
-    matrix_by_field: for each field of the footer, its value in each column chunk, [row groups, leaves].
+    matrix_by_field: value of each field of the footer in each column chunk, [row groups, leaves].
     """
     num_group_rows, num_values = matrix_by_field["row_group_num_rows"], matrix_by_field["num_values"]
     compressed_bytes, first_page_offset = matrix_by_field["total_compressed_size"], matrix_by_field["start"]
 
-    def reject(is_invalid: NDArray[np.bool_], message: str) -> None:
+    def reject(is_invalid: NDArray[np.bool_], claim_template: str) -> None:
         if is_invalid.any():
             group_index, leaf_index = (int(index) for index in np.argwhere(is_invalid)[0])
             value_by_field = {name: int(matrix[group_index, leaf_index]) for name, matrix in matrix_by_field.items()}
             value_by_field["end"] = value_by_field["start"] + value_by_field["total_compressed_size"]
             subject = f"row group {group_index}, column {shown(leaves[leaf_index].column_path)} claims "
-            raise _InvalidFooterError(subject + message.format(**value_by_field, data_end=data_end))
+            raise _InvalidFooterError(subject + claim_template.format(**value_by_field, data_end=data_end))
 
     if num_rows < 0:
         raise _InvalidFooterError(f"its footer claims {num_rows:,} rows; write it again")

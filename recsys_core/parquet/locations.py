@@ -18,11 +18,11 @@ import tenacity
 from recsys_core.config import URI_PATTERN, is_uri
 from recsys_core.errors import InputError, first_line, printable
 
-_SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
-_MAX_ATTEMPTS = 3
-"""Number of attempts of `retrying`. In each attempt the SDK of the store retries as well."""
-# pyarrow raises OSError for a lost connection, a damaged page and a rejected key; only the text differs.
-_TEMPORARY_ERROR = re.compile(
+_FILESYSTEM_BY_SCHEME = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
+_MAX_CALLS = 3
+"""Largest number of calls in `retrying`. The SDK of the store also retries within each call."""
+# pyarrow raises OSError for a lost connection, for a damaged page and for a rejected key. Only the texts differ.
+_TEMPORARY_ERROR_PATTERN = re.compile(
     r"NETWORK_CONNECTION|curlCode|REQUEST_TIMEOUT|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|HTTP status 5\d\d"
     r"|HTTP response code 5\d\d|UNAVAILABLE|DEADLINE_EXCEEDED|Connection reset|timed out"
 )
@@ -41,7 +41,7 @@ class Location:
     modified_ns: int
     filesystem: pafs.FileSystem = field(repr=False)
     inode: tuple[int, int] | None = None
-    """Device and inode of a local file: equal for all names of the file."""
+    """Device and inode of a local file, which are the same for all names of the file; None for a remote file."""
 
     @property
     def is_local(self) -> bool:
@@ -53,8 +53,8 @@ def find_files(pattern: str, *, setting: str, allowed_data_root: Path | None = N
     """Find the files of a path, a glob or a folder, in no particular order.
 
     A folder means all *.parquet files in it and below it. Folders and globs skip files and folders whose names start with _
-    or ., because by convention these are incomplete or not data. A glob that names such a file or folder, like log/_tmp/*,
-    skips no file.
+    or ., because by convention these are incomplete or not data. A glob that names such a file or folder itself, like
+    log/_tmp/*, skips no file.
 
     Raises:
         InputError: no file matches, the store rejects the request, or a file is outside `allowed_data_root`.
@@ -95,27 +95,27 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     """
     uri_match = URI_PATTERN.fullmatch(uri)
     assert uri_match is not None, "callers check is_uri"
-    raw_scheme, authority, path, options_text = uri_match.groups()
+    uri_scheme, authority, path, options_text = uri_match.groups()
     host_or_bucket = authority.rpartition("@")[2]
-    shown_uri = printable(f"{raw_scheme}://{host_or_bucket}{path}")
-    scheme = _SCHEMES.get(raw_scheme.lower())
+    shown_uri = printable(f"{uri_scheme}://{host_or_bucket}{path}")
+    scheme = _FILESYSTEM_BY_SCHEME.get(uri_scheme.lower())
     if scheme is None:
-        raise InputError(f"{setting}: {shown_uri}: {raw_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
+        raise InputError(f"{setting}: {shown_uri}: {uri_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
     options = dict(parse_qsl(options_text or "", keep_blank_values=True))
     if scheme == "file":
         if host_or_bucket not in ("", "localhost"):
             raise InputError(f"{setting}: {shown_uri}: names another machine; write a local file as file:///path/to/file")
         return pafs.LocalFileSystem(), unquote(path), "file:/"
     if not host_or_bucket:
-        raise InputError(f"{setting}: {shown_uri}: names no bucket; write {raw_scheme}://bucket/path")
-    # This is the URI of the bucket without the path, which may be a glob, because pyarrow rejects * and ? in a URI.
+        raise InputError(f"{setting}: {shown_uri}: names no bucket; write {uri_scheme}://bucket/path")
+    # pyarrow rejects * and ? in a URI, so its URI names only the bucket and not the path, which may be a glob.
     encoded_options = "&".join(f"{key}={quote(value)}" for key, value in options.items())
     bucket_uri = f"{scheme}://{authority}?{encoded_options}"
     try:
         filesystem, _ = retrying(lambda: pafs.FileSystem.from_uri(bucket_uri))
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{setting}: {shown_uri}: {_explain_store_error(error)}") from error
-    return filesystem, host_or_bucket + unquote(path).rstrip("/"), f"{raw_scheme.lower()}:/"
+    return filesystem, host_or_bucket + unquote(path).rstrip("/"), f"{uri_scheme.lower()}:/"
 
 
 def _find_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> list[str]:
@@ -126,7 +126,7 @@ def _find_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> list
 
 
 def _match_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> list[str]:
-    # An existing file whose name is equal to the pattern takes precedence over the glob.
+    # An existing file with the name of the pattern takes precedence over the files that match the glob.
     if Path(pattern).is_file():
         return [pattern]
     if Path(pattern).is_dir():
@@ -169,7 +169,7 @@ def _expand_glob(pattern: str) -> list[str]:
 
 
 def _walk(folder: str, parent_paths: tuple[str, ...]) -> Iterator[str]:
-    """Yield all files below `folder`, also through links, except links to one of the `parent_paths`."""
+    """Yield all files below `folder`. Links are followed, except links to one of the `parent_paths`."""
     real_path = os.path.realpath(folder)
     if real_path in parent_paths:
         return
@@ -181,7 +181,7 @@ def _walk(folder: str, parent_paths: tuple[str, ...]) -> Iterator[str]:
     for child_path, is_folder in children:
         if is_folder:
             yield from _walk(child_path, (*parent_paths, real_path))
-        elif Path(child_path).is_file():  # neither a dangling link nor a pipe
+        elif Path(child_path).is_file():  # not a dangling link or a pipe
             yield child_path
 
 
@@ -227,10 +227,10 @@ def _find_remote(filesystem: pafs.FileSystem, path: str, *, uri_prefix: str, set
 def _split_glob(pattern: str) -> tuple[str, list[str]]:
     """Split a glob into the folder before its first component with a wildcard, and the components from there on."""
     components = pattern.split("/")
-    first_magic_index = next(index for index, component in enumerate(components) if glob.has_magic(component))
-    base_folder = "/".join(components[:first_magic_index])
+    first_wildcard_index = next(index for index, component in enumerate(components) if glob.has_magic(component))
+    base_folder = "/".join(components[:first_wildcard_index])
     return base_folder or ("/" if pattern.startswith("/") else ""), [
-        component for component in components[first_magic_index:] if component
+        component for component in components[first_wildcard_index:] if component
     ]
 
 
@@ -239,7 +239,7 @@ def _path_components(path: str, base_folder: str) -> list[str]:
 
 
 def _matches(path_components: Sequence[str], pattern_components: Sequence[str]) -> bool:
-    """Return whether the components of a path match those of a glob; ** matches any number of folders."""
+    """Return whether a path matches a glob, both as lists of components. ** matches any number of folders."""
     if not pattern_components:
         return not path_components
     if pattern_components[0] == "**":
@@ -254,7 +254,7 @@ def _matches(path_components: Sequence[str], pattern_components: Sequence[str]) 
 
 
 def _includes_hidden_files(pattern_components: Sequence[str]) -> bool:
-    """Return whether one of the components of a glob starts with _ or . itself."""
+    """Return whether a component of the glob itself starts with _ or a dot."""
     return any(component[0] in "_." for component in pattern_components)
 
 
@@ -264,10 +264,10 @@ def _is_skipped(path: str, *, base_folder: str) -> bool:
 
 
 def retrying(call: Callable[[], T]) -> T:
-    """Return the result of `call`; call it up to three times if the network or the store fails temporarily."""
+    """Return the result of `call`, which is called up to three times if the network or the store fails temporarily."""
     retryer = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_temporary_error),
-        stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS),
+        stop=tenacity.stop_after_attempt(_MAX_CALLS),
         wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
         reraise=True,
     )
@@ -277,7 +277,7 @@ def retrying(call: Callable[[], T]) -> T:
 def is_temporary_error(error: BaseException) -> bool:
     """Return whether a retry may succeed because the network failed or the store is overloaded."""
     return isinstance(error, ConnectionError | TimeoutError) or (
-        isinstance(error, OSError) and bool(_TEMPORARY_ERROR.search(str(error)))
+        isinstance(error, OSError) and bool(_TEMPORARY_ERROR_PATTERN.search(str(error)))
     )
 
 

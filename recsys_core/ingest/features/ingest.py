@@ -23,7 +23,7 @@ from recsys_core.manifests import (
     record_file,
 )
 from recsys_core.parquet.duckdb_session import database
-from recsys_core.parquet.sources import open_own_file
+from recsys_core.parquet.sources import open_stage_file
 
 
 def ingest_features(
@@ -55,7 +55,7 @@ def ingest_features(
         config,
         user_id_type=interactions.user_id_type,
         item_id_type=interactions.item_id_type,
-        context_sources=[open_own_file(path) for path in context_paths(interactions)] if config.context else (),
+        context_sources=[open_stage_file(path) for path in context_paths(interactions)] if config.context else (),
         allowed_data_root=allowed_data_root,
     )
     vector_tables = {} if embeddings is None else embeddings.tables

@@ -25,7 +25,7 @@ from recsys_core.ingest.log.spark_engine.session import new_session
 from recsys_core.manifests import SourceFile
 from recsys_core.parquet.duckdb_session import quoted
 from recsys_core.parquet.locations import Location
-from recsys_core.parquet.sources import Source, Table, open_own_file
+from recsys_core.parquet.sources import Source, Table, open_stage_file
 
 _MAX_FIRST_ROWS = 65_536
 _CONNECTOR_PROPERTIES = {
@@ -116,7 +116,7 @@ def _open_table(spark: SparkSession, table_format: TableFormat, path: str, colum
     with tempfile.TemporaryDirectory(prefix="nightjar-table-") as folder:
         first_rows_path = Path(folder) / "first_rows.parquet"
         pq.write_table(first_rows, first_rows_path)
-        footer, first_rows_content = open_own_file(first_rows_path).footer, first_rows_path.read_bytes()
+        footer, first_rows_content = open_stage_file(first_rows_path).footer, first_rows_path.read_bytes()
     sha256 = hashlib.sha256(f"{table_format} {version}".encode()).hexdigest()
     return Source(
         Location(shown_name, name, 0, 0, pafs.LocalFileSystem()),

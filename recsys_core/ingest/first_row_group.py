@@ -18,11 +18,10 @@ from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim
 from recsys_core.parquet.columns import value_type
 from recsys_core.parquet.duckdb_session import database, quoted, scan_all_sql
 from recsys_core.parquet.sources import Source
-from recsys_core.units import DAY_S
+from recsys_core.units import DAY_S, TICKS_PER_S
 
 MAX_ROWS = 65_536
 _MAX_VECTOR_ROWS = 256
-_TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _YEAR_1971_S, _YEAR_1990_S, _YEAR_6000_S = 31_536_000, 631_152_000, 2**37
 
 
@@ -32,7 +31,7 @@ def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_
     Raises:
         InputError: the values cannot be read.
     """
-    source = _first_non_empty(sources)
+    source = _first_non_empty_source(sources)
     if column not in source.schema.names:
         return None
     group_index = next(index for index, num_rows in enumerate(source.footer.num_group_rows) if num_rows)
@@ -46,7 +45,7 @@ def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_
     return None if batch is None else batch.column(0)
 
 
-def _first_non_empty(sources: Sequence[Source]) -> Source:
+def _first_non_empty_source(sources: Sequence[Source]) -> Source:
     return next(source for source in sources if source.record.num_rows)
 
 
@@ -81,16 +80,16 @@ def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> No
     latest_valid_s = time.time() + config.max_future_days * DAY_S
     if tick_range["min"] is None or tick_range["max"] < 0:
         return
-    max_time_s = tick_range["max"] // _TICKS_PER_S[unit]
-    if max_time_s >= _YEAR_1971_S and tick_range["min"] // _TICKS_PER_S[unit] <= latest_valid_s:
+    max_time_s = tick_range["max"] // TICKS_PER_S[unit]
+    if max_time_s >= _YEAR_1971_S and tick_range["min"] // TICKS_PER_S[unit] <= latest_valid_s:
         return
     other_unit = plausible_time_unit(tick_range["max"], latest_s=latest_valid_s)
     if other_unit is not None:
         is_unit_from_config = times.type != pa.timestamp(unit)
         fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
         raise InputError(
-            f"{_first_non_empty(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
-            f"{unit}, and {_date_text(tick_range['max'] // _TICKS_PER_S[other_unit])} in {other_unit}; {fix}"
+            f"{_first_non_empty_source(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
+            f"{unit}, and {_date_text(tick_range['max'] // TICKS_PER_S[other_unit])} in {other_unit}; {fix}"
         )
 
 
@@ -100,7 +99,7 @@ def plausible_time_unit(ticks: int, *, latest_s: float) -> str | None:
     >>> plausible_time_unit(1_700_000_000_000, latest_s=1_800_000_000), plausible_time_unit(42, latest_s=1_800_000_000)
     ('ms', None)
     """
-    units = (unit for unit, ticks_per_s in _TICKS_PER_S.items() if _YEAR_1990_S <= ticks // ticks_per_s <= latest_s)
+    units = (unit for unit, ticks_per_s in TICKS_PER_S.items() if _YEAR_1990_S <= ticks // ticks_per_s <= latest_s)
     return next(units, None)
 
 

@@ -69,7 +69,7 @@ def require_same_types(
 
     Args:
         family: returns the name of the family of a type. Files may have different types of the same family. By default,
-            numbers of any width, and times of any unit, are a family.
+            a family contains the integers of all widths, the floats of all widths, or the timestamps of all units.
 
     Raises:
         InputError: the column has a type of another family in another file, for example an integer and a string.

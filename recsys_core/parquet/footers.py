@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 5.0
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 * 1024
+"""Bytes that are read from the end of a file at once. They contain most footers as a whole."""
+_MIN_FILE_BYTES = 12
+"""Two magic numbers and the length of the footer."""
 _CHUNK_COLUMNS_SQL = (
     "row_group_id, row_group_num_rows, row_group_bytes, column_id, num_values, total_compressed_size, total_uncompressed_size, "
     "data_page_offset, coalesce(dictionary_page_offset, 0) AS dictionary_page_offset"
@@ -114,6 +117,7 @@ class _InvalidFooterError(Exception):
 
 @contextmanager
 def _explain_errors(location: Location) -> Iterator[None]:
+    """Replace an error about a footer by an InputError that names the file."""
     try:
         yield
     except (_InvalidFooterError, pa.ArrowException, OSError, UnicodeError, MemoryError) as error:
@@ -136,7 +140,7 @@ def _read_footer_bytes(location: Location) -> bytes:
         tail = file.read_at(min(num_file_bytes, _TAIL_BYTES), max(0, num_file_bytes - _TAIL_BYTES))
         if tail[-4:] == b"PARE":
             raise _InvalidFooterError("its footer is encrypted; write it without encryption")
-        if num_file_bytes < 12 or tail[-4:] != _MAGIC:
+        if num_file_bytes < _MIN_FILE_BYTES or tail[-4:] != _MAGIC:
             starts_as_parquet = num_file_bytes >= 4 and file.read_at(4, 0) == _MAGIC
             raise _InvalidFooterError(
                 "it begins as parquet, but its end is missing: truncated; copy or write it again"
@@ -144,7 +148,7 @@ def _read_footer_bytes(location: Location) -> bytes:
                 else "it has no parquet footer; list only parquet files"
             )
         num_footer_bytes = int.from_bytes(tail[-8:-4], "little")
-        if num_footer_bytes > num_file_bytes - 12:
+        if num_footer_bytes > num_file_bytes - _MIN_FILE_BYTES:
             raise _InvalidFooterError(
                 f"its footer claims {num_footer_bytes:,} bytes, more than fit into the file: truncated or damaged; "
                 "copy or write it again"
@@ -210,6 +214,7 @@ def _leaf(column: pq.ColumnSchema) -> Leaf:
 
 
 def _explain_timestamp(footer_file_content: bytes) -> str:
+    """Return the message about a timestamp that is too large for DuckDB, with the columns that may contain it."""
     with pq.ParquetFile(pa.BufferReader(footer_file_content)) as file:
         timestamp_columns = [field.name for field in file.schema_arrow if pa.types.is_timestamp(field.type)]
     shown_columns = " or ".join(shown(name) for name in timestamp_columns[:5])

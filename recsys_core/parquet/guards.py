@@ -16,7 +16,7 @@ from recsys_core.units import GIB, MIB
 
 HARMLESS_BYTES = GIB
 """A file that decodes to at most this number of bytes is never rejected as a decompression bomb."""
-_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
+_VALUE_BYTES_BY_TYPE = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 """Bytes of a decoded value of each physical type. For a string (BYTE_ARRAY), this is the size of its offset."""
 _PAGE_HEADER_BYTES = 64
 _INT32_FIELD_MARKER = b"\x15"
@@ -75,7 +75,7 @@ def _decoded_bytes_from_footer(source: Source, columns: Sequence[str]) -> float:
     footer = source.footer
     leaf_indices = footer.leaf_indices_of(columns)
     leaves = [footer.leaves[index] for index in leaf_indices]
-    value_bytes = np.array([leaf.value_bytes or _VALUE_BYTES.get(leaf.physical_type, 8) for leaf in leaves])
+    value_bytes = np.array([leaf.value_bytes or _VALUE_BYTES_BY_TYPE.get(leaf.physical_type, 8) for leaf in leaves])
     # Computed as float, because the product with a corrupt count may overflow int64.
     chunk_bytes = np.maximum(
         footer.num_values[:, leaf_indices] * value_bytes.astype(float), footer.uncompressed_bytes[:, leaf_indices]
@@ -104,9 +104,8 @@ def _total_text_bytes(source: Source, columns: Sequence[str], *, max_text_bytes:
         index for index in footer.leaf_indices_of(columns) if footer.leaves[index].physical_type == "BYTE_ARRAY"
     ]
     # No string has more bytes than its column chunk. If the resulting upper bound is within the limit, no string is read.
-    if (
-        footer.num_values[:, text_leaf_indices].astype(float) * footer.uncompressed_bytes[:, text_leaf_indices]
-    ).sum() <= max_text_bytes:
+    chunk_bound_bytes = footer.num_values[:, text_leaf_indices].astype(float) * footer.uncompressed_bytes[:, text_leaf_indices]
+    if chunk_bound_bytes.sum() <= max_text_bytes:
         return 0
     for leaf_index in text_leaf_indices:
         column_path = footer.leaves[leaf_index].column_path

@@ -106,9 +106,9 @@ def read_batches(
         # With its defaults, pyarrow would hold whole column chunks in memory.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=_PAGE_BUFFER_BYTES, page_checksum_verification=True) as file:
             group_indices = list(range(file.num_row_groups) if row_groups is None else row_groups)
-            expected_rows = source.record.num_rows
+            num_expected_rows = source.record.num_rows
             if row_groups is not None:
-                expected_rows = sum(file.metadata.row_group(index).num_rows for index in group_indices)
+                num_expected_rows = sum(file.metadata.row_group(index).num_rows for index in group_indices)
             for batch in file.iter_batches(batch_rows, row_groups=group_indices, columns=list(columns), use_threads=False):
                 num_rows += batch.num_rows
                 if batch.num_rows:
@@ -117,14 +117,15 @@ def read_batches(
         for column in columns:
             _reject_null_of_fixed_size(source, path, column)
         raise InputError(f"{source.name}: damaged: {first_line(error)}; write it again") from error
-    if num_rows != expected_rows:
+    if num_rows != num_expected_rows:
         raise InputError(
-            f"{source.name}: damaged: the footer declares {expected_rows:,} rows, but the file has {num_rows:,}; write it again"
+            f"{source.name}: damaged: the footer declares {num_expected_rows:,} rows, but the file has {num_rows:,}; "
+            "write it again"
         )
 
 
 def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same batches. A thread decodes the next batch while the caller works on the current batch.
+    """Yield `batches`. A thread decodes the next batch while the caller works on the current batch.
 
     The first batch, which may need a long sort, is decoded in the caller's thread, where an interrupt ends the sort at once.
     """

@@ -68,8 +68,8 @@ def open_feature_tables(
         allowed_data_root: folder that has to contain every file of a table.
     """
     tables = []
-    owner_kinds: tuple[tuple[OwnerKind, IdType], ...] = (("user", user_id_type), ("item", item_id_type))
-    for owner_kind, log_id_type in owner_kinds:
+    id_type_by_owner_kind: dict[OwnerKind, IdType] = {"user": user_id_type, "item": item_id_type}
+    for owner_kind, log_id_type in id_type_by_owner_kind.items():
         table_config = config.users if owner_kind == "user" else config.items
         if table_config is None:
             continue
@@ -136,6 +136,7 @@ _FILTER_SQL_TYPES: tuple[tuple[Callable[[pa.DataType], bool], str], ...] = (
     (lambda data_type: pa.types.is_timestamp(data_type) and data_type.tz is not None, "TIMESTAMPTZ"),
     (lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type), "TIMESTAMP"),
 )
+"""(test of a column's type, SQL type in which a filter column of this type is stored); the first match is used."""
 
 
 def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: Mapping[str, IdType]) -> None:

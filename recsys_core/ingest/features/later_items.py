@@ -59,9 +59,11 @@ class LaterItemTable:
                 ingest.
         """
         self._encodings, self._memory_limit, self._threads = encodings, memory_limit, threads
-        read_features = tuple(feature for feature in config.features if f"item.{feature.name}" in encodings)
+        encoded_features = tuple(feature for feature in config.features if f"item.{feature.name}" in encodings)
         (self._table,) = open_feature_tables(
-            FeaturesConfig.model_construct(users=None, items=config.model_copy(update={"features": read_features}), context=()),
+            FeaturesConfig.model_construct(
+                users=None, items=config.model_copy(update={"features": encoded_features}), context=()
+            ),
             user_id_type=id_type,
             item_id_type=id_type,
             context_sources=(),

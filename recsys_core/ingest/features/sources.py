@@ -90,13 +90,13 @@ class ContextSource:
     table: FeatureTable
     num_rows: int
     """Number of events."""
-    events: EventStore
+    event_store: EventStore
 
     def load(self, connection: duckdb.DuckDBPyConnection, *, output_folder: Path, scratch_folder: Path) -> None:
         """Create table `joined` with the context columns of every event."""
         paths = [source.path for source in self.table.sources]
         _reject_bad_table(connection, self.table, paths=paths)
-        connection.register("events", _read_events(paths, columns=self.table.columns, events=self.events))
+        connection.register("events", _read_events(paths, columns=self.table.columns, event_store=self.event_store))
         connection.execute(
             'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar in_training" AS in_training, '
             f"{_value_columns_sql(self.table)} FROM events"
@@ -119,23 +119,23 @@ def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsMa
 
 
 def _value_columns_sql(table: FeatureTable) -> str:
-    """Return SQL for the columns v<n> and w<n> of `joined`, cast to the types in which values and weights are stored."""
-    columns = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
+    """Return SQL for the columns of `joined` with values: title, f<n> for filter columns, v<n> and w<n> for features."""
+    columns_sql = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
     for column_index, (column, sql_type) in enumerate(table.filter_sql_type_by_column.items()):
         # All times are stored in UTC, also times that the file has in another zone.
         value_sql = f"CAST({quoted(column)} AS {sql_type})"
         value_sql = f"({value_sql} AT TIME ZONE 'UTC')" if sql_type == "TIMESTAMPTZ" else value_sql
-        columns.append(f"{value_sql} AS f{column_index}")
+        columns_sql.append(f"{value_sql} AS f{column_index}")
     for feature_index, feature in enumerate(table.features):
         value_type = table.value_type_by_feature.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")
-        columns.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{feature_index}")
+        columns_sql.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{feature_index}")
         if feature.weight_column is not None:
-            columns.append(f"CAST({quoted(feature.weight_column)} AS FLOAT[]) AS w{feature_index}")
-    return ", ".join(columns)
+            columns_sql.append(f"CAST({quoted(feature.weight_column)} AS FLOAT[]) AS w{feature_index}")
+    return ", ".join(columns_sql)
 
 
-def _read_events(paths: Sequence[Path], *, columns: Sequence[str], events: EventStore) -> pa.RecordBatchReader:
+def _read_events(paths: Sequence[Path], *, columns: Sequence[str], event_store: EventStore) -> pa.RecordBatchReader:
     """Stream the context columns of all shards, the index of each event, and whether it is a training event."""
     file_schema = pq.read_schema(paths[0])
     fields = [file_schema.field(name) for name in columns]
@@ -147,7 +147,7 @@ def _read_events(paths: Sequence[Path], *, columns: Sequence[str], events: Event
         for batch in chain.from_iterable(file.iter_batches(BATCH_ROWS, columns=list(columns)) for file in files):
             stop_event = start_event + batch.num_rows
             event_index = pa.array(np.arange(start_event, stop_event))
-            is_training = pa.array(events.is_training(slice(start_event, stop_event)))
+            is_training = pa.array(event_store.is_training(slice(start_event, stop_event)))
             arrays = [*(batch.column(name) for name in columns), event_index, is_training]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
             start_event = stop_event
@@ -188,6 +188,8 @@ def _reject_failures(
     num_bad_rows: int,
     paths: Sequence[Path],
 ) -> None:
+    """Raise InputError for the first row that fails a check, unless `num_bad_rows` is 0."""
+
     def find_first_bad_row() -> BadRow:
         for source, path in zip(table.sources, paths, strict=True):
             # The rows are numbered without DuckDB's file_row_number, because the file may have a column of this name.

@@ -18,7 +18,7 @@ from recsys_core.config import (
     Settings,
 )
 from recsys_core.ingest.log.engine_settings import (
-    TABLE_NAME,
+    TABLE_NAME_PATTERN,
     DuckdbSettings,
     EngineSettings,
     SparkSettings,
@@ -191,7 +191,7 @@ class InteractionsConfig(Settings):
             name, version = split_version(path)
             if self.format == "orc" and version is not None:
                 raise ValueError(f"{path} names a version, but an ORC table has none; remove @v{version}")
-            if is_table_name(name) and TABLE_NAME.fullmatch(name) is None:
+            if is_table_name(name) and TABLE_NAME_PATTERN.fullmatch(name) is None:
                 raise ValueError(
                     f"{path!r} is not the name of a table in a catalog, such as lake.shop.events; the path of a folder has a "
                     "slash, such as ./events"
@@ -245,8 +245,8 @@ class InteractionsConfig(Settings):
     def result_settings(self) -> dict[str, Any]:
         """Return the settings that change the result, for a fingerprint.
 
-        A later-added setting with its default (parquet files, no explicit negatives, a single shard) is left out, so that the
-        fingerprint equals the fingerprint of a config from before the setting existed.
+        A setting that was added later is left out if it has its default (parquet files, no explicit negatives, a single shard).
+        The fingerprint then equals the fingerprint of a config from before the setting existed.
         """
         settings = super().result_settings()
         if self.format == "parquet":

@@ -47,9 +47,9 @@ class FileStatistics:
 
 @dataclass(frozen=True)
 class LogCounts:
-    """Counts of the filtered and split log. If num_read is 0, the other fields have their defaults."""
+    """Counts of the filtered and split log. If num_read_events is 0, the other fields have their defaults."""
 
-    num_read: int
+    num_read_events: int
     """Number of events of the current files, before the filters."""
     num_removed_by_reason: Mapping[str, int] = field(default_factory=dict)
     """Number of removed events by filter, without zeros. `bot_users` is the number of users that the bot filter removed."""

@@ -1,4 +1,4 @@
-"""Settings of the engines of the log ingest: one class for each kind, which imports its engine."""
+"""Settings of the engines of the log ingest: one class for each kind, which imports its engine on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from recsys_core.config import Settings
 
-if TYPE_CHECKING:  # an engine imports the config of the log
+if TYPE_CHECKING:  # at runtime, these imports would be circular, because an engine imports the config of the log
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # an engine imports the config of the log
 
 TableFormat = Literal["delta", "iceberg", "orc"]
 """Formats of the log that only Spark reads."""
-TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){0,4}")
-_VERSIONED_NAME = re.compile(r"(?P<name>.+)@v(?P<version>[0-9]{1,19})")
+TABLE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){0,4}")
+_VERSIONED_NAME_PATTERN = re.compile(r"(?P<name>.+)@v(?P<version>[0-9]{1,19})")
 _MAX_SPARK_NUMBER = 10**15
 SparkValue = (
     Annotated[str, Field(max_length=4_096)]
@@ -38,7 +38,7 @@ def split_version(path: str) -> tuple[str, str | None]:
     >>> split_version("lake.shop.events@v12"), split_version("/lake/events")
     (('lake.shop.events', '12'), ('/lake/events', None))
     """
-    match = _VERSIONED_NAME.fullmatch(path)
+    match = _VERSIONED_NAME_PATTERN.fullmatch(path)
     return (match["name"], match["version"]) if match else (path, None)
 
 

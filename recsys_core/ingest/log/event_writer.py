@@ -104,7 +104,7 @@ class EventWriter:
                     file_names = shard_files(CONTEXT_FILE, num_shards=self._config.shards)
                     paths = [self._output_folder / file_name for file_name in file_names]
                     context_writers = [stack.enter_context(pq.ParquetWriter(path, schema)) for path in paths]
-                for shard, shard_batch in self._route(batch):
+                for shard, shard_batch in self._split_by_shard(batch):
                     for column_name, arrays in arrays_by_column.items():
                         arrays[shard].append(shard_batch.column(column_name).to_numpy())
                     if context_writers:
@@ -122,6 +122,7 @@ class EventWriter:
                 num_earlier_events, the number of the user's events of the same split with a smaller position.
             num_negatives: number of known negatives in all batches.
         """
+        # Index, in the shard, of the first event of each user in each split.
         first_event_U3 = np.empty_like(self.user_count_U3)
         for shard_first_event_U3, count_U3 in zip(
             self._by_shard(first_event_U3), self._by_shard(self.user_count_U3), strict=True
@@ -134,7 +135,7 @@ class EventWriter:
         self._negative_count_U3 = np.zeros_like(self.user_count_U3)
         for batch in batches:
             _add_sorted_keys(self._negative_count_U3.reshape(-1), _user_split_keys(batch))
-            for shard, shard_batch in self._route(batch):
+            for shard, shard_batch in self._split_by_shard(batch):
                 item_arrays[shard].append(shard_batch.column("item_row").to_numpy())
                 if event_arrays:
                     first_event_L = first_event_U3.reshape(-1)[_user_split_keys(shard_batch)]
@@ -179,7 +180,7 @@ class EventWriter:
         key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
         _add_counts(self.item_count_I3.reshape(-1), key_E, keys=range(self.item_count_I3.size))
 
-    def _route(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def _split_by_shard(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield each shard of the users in `batch`, with the rows of its users in their order."""
         if self._config.shards == 1:
             yield 0, batch
@@ -211,8 +212,8 @@ def _close(arrays: Sequence[GrowingArray]) -> int:
 def _user_split_keys(batch: pa.RecordBatch) -> NDArray[np.int64]:
     """Return a key for each row: 3 * user row + split."""
     user_E, split_E = (batch.column(name).to_numpy() for name in ("user_row", "split"))
-    keys_E: NDArray[np.int64] = user_E.astype(np.int64) * len(SPLITS) + split_E
-    return keys_E
+    key_E: NDArray[np.int64] = user_E.astype(np.int64) * len(SPLITS) + split_E
+    return key_E
 
 
 def _add_sorted_keys(count_by_key: Counts, key_E: NDArray[np.int64]) -> None:

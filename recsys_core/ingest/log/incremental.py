@@ -108,7 +108,7 @@ def read_part(
         InputError: damaged files, bad rows (see config.on_bad_rows), and files whose content contradicts their footer.
     """
     type_by_column = {
-        column: _widest_type([require_column(source, column, setting="interactions") for source in sources])
+        column: _type_for_checks([require_column(source, column, setting="interactions") for source in sources])
         for column in config.columns
     }
     checksum_flags = [source.table is None and has_page_checksums(source, config.columns) for source in sources]
@@ -136,7 +136,7 @@ def _ingested_file(
     )
 
 
-def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
+def _type_for_checks(data_types: Sequence[pa.DataType]) -> pa.DataType:
     """Return the type on which the row checks depend: the first float or uint64 type if there is one, or the first type."""
     float_or_uint64_types = [
         data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)

@@ -160,12 +160,13 @@ def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous
         return f"the id types are {id_types}, but were {previous_id_types} in the previous run"
     if previous.run_number >= config.vocabulary.rebuild_after_runs:
         return f"{previous.run_number} runs have used the same vocabularies (interactions.vocabulary.rebuild_after_runs)"
-    for side, num_idle, num_rows in (
+    for side, num_idle_ids, num_ids in (
         ("users", previous.num_idle_users, previous.num_users),
         ("items", previous.num_idle_items, previous.num_items),
     ):
-        if num_idle > config.vocabulary.max_idle_share * num_rows:
+        if num_idle_ids > config.vocabulary.max_idle_share * num_ids:
             return (
-                f"{num_idle:,} of {num_rows:,} {side} had no event in the previous run (interactions.vocabulary.max_idle_share)"
+                f"{num_idle_ids:,} of {num_ids:,} {side} had no event in the previous run "
+                "(interactions.vocabulary.max_idle_share)"
             )
     return None

@@ -33,7 +33,7 @@ class InteractionsInput:
     @property
     def split_code_by_file(self) -> dict[SourceFile, int]:
         """Code of the split of each file. All codes are 0 unless the log is split by files."""
-        return {source.record: SPLITS.index(name) for name, sources in self.sources_by_split.items() for source in sources}
+        return {source.record: SPLITS.index(split) for split, sources in self.sources_by_split.items() for source in sources}
 
 
 def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:

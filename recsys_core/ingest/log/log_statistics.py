@@ -82,12 +82,12 @@ def reject_bad_log(
 
 def reject_unusable_log(config: InteractionsConfig, counts: LogCounts, *, first_file_name: str) -> None:
     """Raise InputError if there are no events, no training or test events, or only one user or item."""
-    if counts.num_read == 0 and config.label_column:
+    if counts.num_read_events == 0 and config.label_column:
         raise InputError(
             f"{first_file_name}: column {config.label_column!r}: no event reaches interactions.label_threshold, "
             f"{config.label_threshold}; lower it"
         )
-    if counts.num_read == 0:
+    if counts.num_read_events == 0:
         raise InputError(f"{first_file_name}: all rows of the log are bad; see interactions.on_bad_rows")
     if not any(counts.num_events_by_split):
         raise InputError(f"{first_file_name}: interactions.filter removes all events; relax it")

@@ -31,7 +31,9 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
     store, num_shards = EventStore.open(interactions), interactions.num_shards
     num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
     with stage.writing() as output_folder:
-        merged_files = {name for array in MERGED_ARRAYS for name in array_files(array, num_shards=num_shards)}
+        merged_files = {
+            file_name for array_name in MERGED_ARRAYS for file_name in array_files(array_name, num_shards=num_shards)
+        }
         for file_name in interactions.files:
             if "/" not in file_name and file_name not in merged_files:
                 link_or_copy(interactions.path(file_name), output_folder / file_name)
@@ -44,12 +46,12 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
         num_negatives_S = []
         for shard, arrays in enumerate(EventArrays.open(interactions).shards()):
             path_by_array = {
-                array: output_folder / array_files(array, num_shards=num_shards)[shard]
-                for array in SPLIT_END_ARRAYS + NEGATIVE_ARRAYS
+                array_name: output_folder / array_files(array_name, num_shards=num_shards)[shard]
+                for array_name in SPLIT_END_ARRAYS + NEGATIVE_ARRAYS
             }
             end_U = np.cumsum(EventStore(arrays, is_ordered=store.is_ordered).event_count_U)
-            for array in SPLIT_END_ARRAYS:
-                save_npy(path_by_array[array], end_U)
+            for array_name in SPLIT_END_ARRAYS:
+                save_npy(path_by_array[array_name], end_U)
             num_negatives_S.append(_write_merged_negatives(arrays, path_by_array=path_by_array))
         fields = interactions.model_dump(exclude={"fingerprint", "seconds", "files", "folder"})
         counts = {"num_train_events": num_events, "num_validation_events": 0, "num_test_events": 0}
@@ -73,8 +75,8 @@ def _write_merged_negatives(arrays: EventArrays, *, path_by_array: Mapping[str, 
     for chunk in chunk_slices(len(item_L), length=EVENTS_PER_CHUNK):
         user_L = np.searchsorted(user_offset, np.arange(chunk.start, chunk.stop), side="right") - 1
         remains_L[chunk] = ~np.isin(user_L * store.num_items + item_L[chunk], held_out_keys)
-        num_remaining = np.bincount((user_L - user_L[0])[remains_L[chunk]])
-        num_remaining_U3[user_L[0] : user_L[0] + len(num_remaining), 0] += num_remaining
+        num_remaining_U = np.bincount((user_L - user_L[0])[remains_L[chunk]])
+        num_remaining_U3[user_L[0] : user_L[0] + len(num_remaining_U), 0] += num_remaining_U
     save_npy(path_by_array["negative_offset"], np.cumsum(np.append(0, num_remaining_U3)))
     save_npy(path_by_array["negative_item"], item_L[remains_L])
     if arrays.negative_event is not None:

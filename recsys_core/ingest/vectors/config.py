@@ -17,7 +17,7 @@ class IdMapConfig(Settings):
 
 
 class EmbeddingsConfig(Settings):
-    """Pretrained vectors of one table, in parquet."""
+    """Pretrained vectors of one embedding table, in parquet files."""
 
     source: Literal["parquet"] = Field("parquet", description="pretrained vectors in parquet files")
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")

@@ -65,7 +65,7 @@ class TableIds:
                 if fault_code_N.any():
                     is_usable_N = fault_code_N == 0
                     row_N, ids = row_N[is_usable_N], ids.filter(pa.array(is_usable_N))
-                self._insert("entry_ids", pa.record_batch([_int64_arrow(row_N), ids.cast(arrow_type)], names=["row", "id"]))
+                self._insert("entry_ids", pa.record_batch([_to_int64_arrow(row_N), ids.cast(arrow_type)], names=["row", "id"]))
 
     def remove_rows(self, row_X: NDArray[np.int64]) -> None:
         """Remove rows from table `entry_ids`."""
@@ -111,20 +111,20 @@ class TableIds:
             "FROM entry_ids JOIN id_map ON entry_ids.id = source; "
             "DROP TABLE entry_ids; DROP TABLE id_map; ALTER TABLE translated RENAME TO entry_ids"
         )
-        num_translated = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
-        if not num_translated:
+        num_translated_ids = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
+        if not num_translated_ids:
             raise InputError(
                 f"{entry.id_map_sources[0].name}: column {config.from_column!r} has none of the {num_ids:,} ids of "
                 f"{entry.sources[0].name}; check that both use the same ids"
             )
-        return num_ids - num_translated
+        return num_ids - num_translated_ids
 
     def add_entry(self, *, entry_index: int) -> int:
         """Add the entry's ids to table `table_ids`; return the number of ids that an earlier entry already has."""
-        num_before, num_entry_ids = self.count_ids(), fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
+        num_ids_before, num_entry_ids = self.count_ids(), fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         self._execute(f"INSERT INTO table_ids SELECT {entry_index}, row, id FROM entry_ids ANTI JOIN table_ids USING (id)")
         self._execute("DROP TABLE entry_ids")
-        return num_entry_ids - (self.count_ids() - num_before)
+        return num_entry_ids - (self.count_ids() - num_ids_before)
 
     def write_ids(self, path: Path) -> None:
         """Write a parquet file with column `id`, in the order of the rows of the matrix."""
@@ -149,13 +149,13 @@ class TableIds:
             f"SELECT {map_column}, list(row ORDER BY row)[:2], count(*) OVER () FROM id_map GROUP BY {map_column} "
             "HAVING count(*) > 1 ORDER BY 2 LIMIT 1"
         ).fetchall()
-        for repeated_id, (first_row, second_row), num_repeated in repeated_ids:
+        for repeated_id, (first_row, second_row), num_repeated_ids in repeated_ids:
             (source, row), (other_source, other_row) = (
                 locate_row(entry.id_map_sources, map_row) for map_row in (second_row, first_row)
             )
             raise InputError(
                 f"{source.name}: column {column!r}, row {row}: id {shown(repeated_id)} is already in {other_source.name}, "
-                f"row {other_row} ({num_repeated:,} such ids); an id map has to be one to one"
+                f"row {other_row} ({num_repeated_ids:,} such ids); an id map has to be one to one"
             )
 
     def _insert(self, table_name: str, batch: pa.RecordBatch) -> None:
@@ -201,7 +201,7 @@ def _read_id_map(entry: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.Recor
                 batch.column(config.from_column).cast(ARROW_TYPE[entry.source_id_type]),
                 batch.column(config.to_column).cast(ARROW_TYPE[entry.id_type]),
             ]
-            yield pa.record_batch([_int64_arrow(row_N), *id_pairs], names=["row", "source", "target"])
+            yield pa.record_batch([_to_int64_arrow(row_N), *id_pairs], names=["row", "source", "target"])
 
 
 def _require_utf8(source: Source, column: str, ids: pa.Array) -> pa.Array:
@@ -214,6 +214,6 @@ def _require_utf8(source: Source, column: str, ids: pa.Array) -> pa.Array:
     return ids
 
 
-def _int64_arrow(value_N: NDArray[np.int64]) -> pa.Array:
+def _to_int64_arrow(value_N: NDArray[np.int64]) -> pa.Array:
     """Return an Arrow array; pa.array would import pandas first, which takes 0.2 s and 50 MB."""
     return pa.Array.from_buffers(pa.int64(), len(value_N), [None, pa.py_buffer(value_N)])

@@ -162,7 +162,7 @@ def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, ma
     dims = [read_entry.entry.config.pca_dim or read_entry.source_dim for read_entry in read_entries]
     for read_entry, dim in zip(read_entries, dims, strict=True):
         require_one_dim(read_entry.entry, dim, other_entry=read_entries[0].entry, other_dim=dims[0])
-    final_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
+    final_matrix_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
     start_row = 0
     for read_entry, projection in zip(read_entries, projections, strict=True):
         for block_ND in _usable_vectors(read_entry, table_ids=table_ids):
@@ -171,7 +171,7 @@ def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, ma
                 output_ND = projection.apply(block_ND)
                 if read_entry.entry.config.normalise:
                     output_ND = with_unit_norm(output_ND)
-            final_RD[start_row : start_row + len(output_ND)] = output_ND
+            final_matrix_RD[start_row : start_row + len(output_ND)] = output_ND
             start_row += len(output_ND)
         os.unlink(read_entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
     assert start_row == table_ids.count_ids()

@@ -1,4 +1,6 @@
-"""Parallel reader of vectors from parquet files into one memory-mapped matrix. A thread reads a few row groups or columns.
+"""Parallel reader of vectors from parquet files into one memory-mapped matrix.
+
+Each thread reads a few row groups or columns at a time.
 
 There are two layouts: a list column, and one column per dimension. The content of the matrix in a faulty row is undefined.
 
@@ -70,8 +72,8 @@ def read_vectors(entry: VectorFiles, *, paths: Sequence[Path], matrix_path: Path
     def read_columns(file_slice: _FileSlice) -> None:
         _read_columns(file_slice, matrix_RD, fault_code_R, batch_rows=batch_rows)
 
-    def check_batch(start: int) -> None:
-        batch_slice = slice(start, start + batch_rows)
+    def check_batch(batch_start: int) -> None:
+        batch_slice = slice(batch_start, batch_start + batch_rows)
         fault_code_N = fault_code_R[batch_slice]
         check_and_normalise(matrix_RD[batch_slice], fault_code_N, is_faulty_N=fault_code_N != 0, normalise=normalise)
 
@@ -128,10 +130,10 @@ def _read_lists(
     file_slice: _FileSlice, matrix_RD: NDArray[np.float32], fault_code_R: FaultCodes, *, batch_rows: int, normalise: bool
 ) -> None:
     """Write the lists of a slice into the matrix, and mark its faulty rows."""
-    dim, start = matrix_RD.shape[1], file_slice.first_row
+    dim, batch_start = matrix_RD.shape[1], file_slice.first_row
     for batch in decode_ahead(file_slice.batches(batch_rows=batch_rows)):
-        batch_slice = slice(start, start + batch.num_rows)
-        start += batch.num_rows
+        batch_slice = slice(batch_start, batch_start + batch.num_rows)
+        batch_start += batch.num_rows
         block_ND, fault_code_N = matrix_RD[batch_slice], fault_code_R[batch_slice]
         list_array = batch.column(0)
         length_N = np.from_dlpack(pc.fill_null(pc.list_value_length(list_array), -1)).astype(np.int64)
@@ -162,22 +164,22 @@ def _read_columns(file_slice: _FileSlice, matrix_RD: NDArray[np.float32], fault_
 
     Arrow transposes TRANSPOSED_ROWS rows at a time.
     """
-    start, first_dimension = file_slice.first_row, file_slice.first_dimension
+    batch_start, first_dimension = file_slice.first_row, file_slice.first_dimension
     for batch in file_slice.batches(batch_rows=batch_rows):
         arrays = []
         for column in file_slice.columns:
             array = batch.column(column)
             if array.null_count:
                 is_null_N = array.is_null().to_numpy(zero_copy_only=False)
-                mark_faults(fault_code_R[start : start + batch.num_rows], is_null_N, Fault.NULL_ELEMENT)
+                mark_faults(fault_code_R[batch_start : batch_start + batch.num_rows], is_null_N, Fault.NULL_ELEMENT)
                 array = array.fill_null(0.0)
             arrays.append(array if pa.types.is_float32(array.type) else array.cast(pa.float32(), safe=False))
         float32_batch = pa.record_batch(arrays, names=list(file_slice.columns))
-        block_ND = matrix_RD[start : start + batch.num_rows, first_dimension : first_dimension + len(arrays)]
+        block_ND = matrix_RD[batch_start : batch_start + batch.num_rows, first_dimension : first_dimension + len(arrays)]
         for block_start in range(0, batch.num_rows, TRANSPOSED_ROWS):
             transposed_batch = float32_batch.slice(block_start, TRANSPOSED_ROWS).to_tensor(row_major=True)
             block_ND[block_start : block_start + TRANSPOSED_ROWS] = transposed_batch.to_numpy()
-        start += batch.num_rows
+        batch_start += batch.num_rows
 
 
 def check_and_normalise(

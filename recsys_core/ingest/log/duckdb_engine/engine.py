@@ -58,7 +58,7 @@ class DuckdbEngine(SqlEngine):
     def _write_part(self, part_path: Path, *, part_row_sql: str) -> int:
         try:
             return super()._write_part(part_path, part_row_sql=part_row_sql)
-        except duckdb.ConstraintException:  # an id is null although the statistics of its file claim that none is
+        except duckdb.ConstraintException:  # an id is null although the statistics of its file claim that there is no null
             return 0
 
     def _ignore_file_statistics(self) -> None:

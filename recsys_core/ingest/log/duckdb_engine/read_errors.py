@@ -16,9 +16,8 @@ from recsys_core.ingest.row_checks import values_at
 from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
 from recsys_core.parquet.guards import verify_pages
 from recsys_core.parquet.sources import Source
-from recsys_core.units import DAY_US
+from recsys_core.units import DAY_US, TICKS_PER_S
 
-TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
 
 
@@ -63,14 +62,14 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
 
 def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> None:
     """Raise InputError for the first time before 1970 or in the future in a column of timestamps or of date32."""
-    column, latest_us, batch_start = config.timestamp_column or "", latest_valid_time_us(config), 0
+    column, latest_valid_us, batch_start = config.timestamp_column or "", latest_valid_time_us(config), 0
     if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
         return
     data_type = source.schema.field(column).type
     if pa.types.is_timestamp(data_type):
-        storage_type, latest_ticks = pa.int64(), latest_us * TICKS_PER_S[data_type.unit] // 1_000_000
+        storage_type, latest_ticks = pa.int64(), latest_valid_us * TICKS_PER_S[data_type.unit] // 1_000_000
     elif pa.types.is_date32(data_type):
-        storage_type, latest_ticks = pa.int32(), latest_us // DAY_US
+        storage_type, latest_ticks = pa.int32(), latest_valid_us // DAY_US
     else:
         return
     with source.open() as file:

@@ -41,12 +41,12 @@ _VERSION_MISMATCH_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuc
 
 
 @contextmanager
-def open_spark(settings: SparkSettings, *, local_folder: Path, is_shared: bool = True) -> Iterator[SparkSession]:
+def open_spark(settings: SparkSettings, *, local_folder: Path, must_be_shared: bool = True) -> Iterator[SparkSession]:
     """Yield the active Spark session of the process, which stays open; without an active session, start one and stop it.
 
     Args:
         local_folder: folder to which a local session spills.
-        is_shared: whether every executor has to see `local_folder`.
+        must_be_shared: whether every executor has to see `local_folder`.
 
     Raises:
         StageError: the master does not answer, no executor starts within timeout_s, or all executors are lost for timeout_s.
@@ -58,9 +58,9 @@ def open_spark(settings: SparkSettings, *, local_folder: Path, is_shared: bool =
     try:
         with _explain_errors(settings, watch), watch:
             if not _is_local(spark):
-                _check_versions(spark, settings)
-                if is_shared:
-                    _check_folder(spark, settings, local_folder)
+                _require_same_version(spark, settings)
+                if must_be_shared:
+                    _require_shared_folder(spark, settings, local_folder)
             yield spark
     finally:
         if active_session is None:
@@ -150,7 +150,7 @@ class _ExecutorWatch:
     def __init__(self, context: SparkContext, settings: SparkSettings) -> None:
         self._context, self._settings = context, settings
         self._is_local = str(context.master).startswith("local")
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.has_lost_all_executors = False
 
@@ -160,7 +160,7 @@ class _ExecutorWatch:
             self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self._stopped.set()
+        self._stop_event.set()
         if not self._is_local:
             self._thread.join()
 
@@ -182,7 +182,7 @@ class _ExecutorWatch:
 
     def _run(self) -> None:
         last_executor_s = time.monotonic()
-        while not self._stopped.wait(_POLL_S):
+        while not self._stop_event.wait(_POLL_S):
             with suppress(*SPARK_ERRORS, OSError):  # if the JVM has ended, the thread of the stage reports it
                 if self._num_executors() > 0:
                     last_executor_s = time.monotonic()
@@ -199,7 +199,7 @@ def _explain_errors(settings: SparkSettings, watch: _ExecutorWatch) -> Iterator[
     except (*SPARK_ERRORS, OSError) as error:
         if not isinstance(error, SPARK_ERRORS) and not isinstance(error, ConnectionError):
             raise
-        if _has_full_disk(error):
+        if _is_disk_full_error(error):
             raise
         if watch.has_lost_all_executors:
             raise StageError(
@@ -211,7 +211,7 @@ def _explain_errors(settings: SparkSettings, watch: _ExecutorWatch) -> Iterator[
         ) from error
 
 
-def _check_versions(spark: SparkSession, settings: SparkSettings) -> None:
+def _require_same_version(spark: SparkSession, settings: SparkSettings) -> None:
     """Raise InputError if an executor has another version of Spark than this process."""
     num_tasks = 2 * spark.sparkContext.defaultParallelism
     # `reflect` is evaluated by the executors; version() would be evaluated here.
@@ -230,7 +230,7 @@ def _check_versions(spark: SparkSession, settings: SparkSettings) -> None:
         )
 
 
-def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) -> None:
+def _require_shared_folder(spark: SparkSession, settings: SparkSettings, folder: Path) -> None:
     """Raise InputError unless this host and all executors see the files that executors write into `folder`."""
     probe_folder, num_tasks = folder.absolute() / "probe", 2 * spark.sparkContext.defaultParallelism
     problem = ""
@@ -242,7 +242,7 @@ def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) ->
         else:
             spark.read.schema("id BIGINT").parquet(f"file://{probe_folder}").selectExpr("max(id)").toArrow()
     except (*SPARK_ERRORS, OSError) as error:
-        if _has_full_disk(error):
+        if _is_disk_full_error(error):
             raise
         problem = spark_message(error)
     if problem:
@@ -252,7 +252,7 @@ def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) ->
         )
 
 
-def _has_full_disk(error: BaseException) -> bool:
+def _is_disk_full_error(error: BaseException) -> bool:
     try:
         return is_disk_full(error)
     except (*SPARK_ERRORS, OSError):  # the JVM, which has the text of the error, has ended

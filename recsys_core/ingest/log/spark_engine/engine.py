@@ -68,7 +68,7 @@ class SparkEngine(SqlEngine):
         return super().load(parts, folder=folder, split_code_by_file=split_code_by_file)
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
-        """Sort `log`, and stream it with the types that DuckDB has; see LogEngine."""
+        """Sort `log`, and stream its rows with the types that DuckDB would return; see LogEngine."""
         for batch in super().sorted_events():
             yield _cast_columns(batch, self._context_schema)
 
@@ -110,12 +110,14 @@ class SparkEngine(SqlEngine):
 
 def _require_one_time_unit(config: InteractionsConfig, schemas: Sequence[pa.Schema]) -> None:
     """Raise InputError if a context column has nanoseconds, which Spark reads as integers, in some parts only."""
-    for column, types in zip(config.context_columns, zip(*(schema.types for schema in schemas), strict=True), strict=False):
-        has_nanoseconds = {data_type.unit == "ns" for data_type in types if pa.types.is_timestamp(data_type)}
-        if len(has_nanoseconds) > 1:
+    for column, data_types in zip(
+        config.context_columns, zip(*(schema.types for schema in schemas), strict=True), strict=False
+    ):
+        nanosecond_flags = {data_type.unit == "ns" for data_type in data_types if pa.types.is_timestamp(data_type)}
+        if len(nanosecond_flags) > 1:
             raise InputError(
-                f"interactions.context_columns: column {column!r} is {types[-1]} in new files, but {types[0]} in files of "
-                "earlier runs, which Spark cannot combine; set interactions.vocabulary.rebuild to always for one run, which "
+                f"interactions.context_columns: column {column!r} is {data_types[-1]} in new files, but {data_types[0]} in "
+                "files of earlier runs, which Spark cannot combine; set interactions.vocabulary.rebuild to always for one run, which "
                 "reads all files again"
             )
 

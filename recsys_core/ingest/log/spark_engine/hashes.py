@@ -8,6 +8,7 @@ _MULTIPLIER = 0xD6E8FEB86659FD93 - 2**64
 _LENGTH_MULTIPLIER = 0xC6A4A7935BD1E995 - 2**64
 _SEED = 0xE17A1465
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
+"""Mask of the lower four bits of each byte."""
 
 
 def hash_sql(*texts_sql: str) -> str:
@@ -43,6 +44,7 @@ def _text_hash_sql(text_sql: str) -> str:
     mixed_blocks_sql = (
         f"aggregate(slice({blocks_sql}, 1, CAST({num_blocks_sql} AS INT)), {start_sql}, (h, x) -> (h ^ x) * ({_MULTIPLIER}L))"
     )
+    # At the end, the hash is mixed twice.
     return (
         f"aggregate(array(1, 2), {mixed_blocks_sql}, (h, _) -> (h ^ shiftrightunsigned(h, 32)) * ({_MULTIPLIER}L), "
         "h -> h ^ shiftrightunsigned(h, 32))"

@@ -76,6 +76,7 @@ def _context_schema(config: InteractionsConfig, files: LogFiles, groups: Sequenc
 
 
 def _file_groups(config: InteractionsConfig, files: LogFiles, *, hive_keys: Sequence[str]) -> list[_FileGroup]:
+    """Return the groups of files whose columns have the same types."""
     columns = [column for column in config.columns if column not in hive_keys]
     indices_by_types: dict[tuple[pa.DataType | None, tuple[t.DataType, ...]], list[int]] = {}
     for index, source in enumerate(files.sources):
@@ -96,6 +97,7 @@ def _file_groups(config: InteractionsConfig, files: LogFiles, *, hive_keys: Sequ
 def _group_sql(
     config: InteractionsConfig, group: _FileGroup, *, files_sql: str, hive_keys: Sequence[str], context_schema: pa.Schema
 ) -> str:
+    """Return SQL for the rows of one group, with the columns of `raw`."""
     columns = column_by_alias(config)
     select_list = [
         f"{'keys' if column in hive_keys else 'file'}.{quoted(column, quote='`')} AS `{alias}`"
@@ -103,7 +105,7 @@ def _group_sql(
     ]
     type_by_column = {field.name: field.dataType for field in group.schema}
     replacements_sql = [
-        f"CAST({alias} AS INT) AS {alias}"  # Spark compares no boolean with a number
+        f"CAST({alias} AS INT) AS {alias}"  # Spark cannot compare a boolean with a number
         for alias in ("sequence", "label", "weight")
         if isinstance(type_by_column.get(columns.get(alias, "")), t.BooleanType)
     ]
@@ -115,7 +117,7 @@ def _group_sql(
     computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
     if config.timestamp_column is not None:
         # The times of two groups may have different types, so only whether a time is null is kept, which the checks need.
-        is_integer = pa.types.is_integer(group.time_type)  # above 2^63, the ticks are null
+        is_integer = pa.types.is_integer(group.time_type)  # for an integer above 2^63, _ticks_sql would be null
         ticks_sql = "time" if is_integer else _ticks_sql(group, type_by_column.get(config.timestamp_column))
         computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{ticks_sql} < 0 AS before_1970"]
     return (
@@ -149,23 +151,23 @@ def _position_sql(config: InteractionsConfig, group: _FileGroup, type_by_column:
         return "TRY_CAST(sequence AS BIGINT)" if is_integer else "CAST(sequence AS DOUBLE)"
     if config.timestamp_column is None:
         return f"shiftrightunsigned({hash_sql('CAST(`user` AS STRING)', 'CAST(item AS STRING)')}, 1)"
-    time_type, spark_type = group.time_type, type_by_column.get(config.timestamp_column)
-    ticks_sql = _ticks_sql(group, spark_type)
+    time_type, file_type = group.time_type, type_by_column.get(config.timestamp_column)
+    ticks_sql = _ticks_sql(group, file_type)
     if pa.types.is_integer(time_type):
         if config.timestamp_unit == "ns":
             return f"({ticks_sql} DIV 1000)"
         return f"try_multiply(TRY_CAST(time AS BIGINT), {_US_PER_TICK[config.timestamp_unit]}L)"
     if pa.types.is_date(time_type):
         return f"try_multiply({ticks_sql}, {DAY_US}L)"
-    if isinstance(spark_type, t.LongType):  # nanoseconds, rounded down
+    if isinstance(file_type, t.LongType):  # nanoseconds
         return _ns_to_us_sql(ticks_sql)
     return ticks_sql
 
 
-def _ticks_sql(group: _FileGroup, spark_type: t.DataType | None) -> str:
+def _ticks_sql(group: _FileGroup, file_type: t.DataType | None) -> str:
     """Return SQL for the time since 1970 as an integer, in the unit of its type."""
     if pa.types.is_date(group.time_type):
         return "CAST(unix_date(time) AS BIGINT)"
-    if isinstance(spark_type, t.TimestampType | t.TimestampNTZType):
+    if isinstance(file_type, t.TimestampType | t.TimestampNTZType):
         return "unix_micros(CAST(time AS TIMESTAMP))"
     return "TRY_CAST(time AS BIGINT)"

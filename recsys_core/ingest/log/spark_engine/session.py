@@ -56,7 +56,7 @@ _FUNCTIONS = {
 
 
 def new_session(spark: SparkSession) -> SparkSession:
-    """Return a session with its own views, and with the properties of _CONF."""
+    """Return a session with its own views, and with the properties on which the results depend."""
     session = spark.newSession()
     for key, value in _CONF.items():
         session.conf.set(key, value)
@@ -71,7 +71,7 @@ class SparkLogSession:
 
     def __init__(self, spark: SparkSession, folder: Path) -> None:
         self.spark = new_session(spark)
-        self._folder, self._numbers = folder.absolute(), count()
+        self._folder, self._unique_numbers = folder.absolute(), count()
 
     def fetch_rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return all rows of a small result."""
@@ -138,7 +138,7 @@ class SparkLogSession:
         rows = self._read(path, schema=spark_schema(pq.read_schema(first_path)))
         if with_row_number:
             rows = rows.select("*", F.col("_metadata.row_index").alias("file_row_number"))
-        name = f"scan_{next(self._numbers)}"
+        name = f"scan_{next(self._unique_numbers)}"
         rows.createOrReplaceTempView(name)
         return name
 
@@ -198,7 +198,7 @@ class SparkLogSession:
         return self.spark.sql(spark_query)
 
     def _new_folder(self, name: str) -> Path:
-        return self._folder / f"{name}-{next(self._numbers)}"
+        return self._folder / f"{name}-{next(self._unique_numbers)}"
 
     def _read(self, path: Path, *, schema: t.StructType) -> DataFrame:
         return self.spark.read.options(**_READ_OPTIONS).schema(schema).parquet(f"file://{path}")

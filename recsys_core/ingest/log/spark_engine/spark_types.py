@@ -12,7 +12,7 @@ from recsys_core.parquet.sources import Source
 _SPARK_TYPE_BY_ARROW_TYPE = {
     pa.bool_(): t.BooleanType(), pa.float32(): t.FloatType(), pa.float64(): t.DoubleType(), pa.date32(): t.DateType(),
     pa.int8(): t.ByteType(), pa.int16(): t.ShortType(), pa.int32(): t.IntegerType(), pa.int64(): t.LongType(),
-    # Spark has no unsigned integers. It reads them as the next larger type.
+    # Spark has no unsigned integers, and reads them as the next larger type.
     pa.uint8(): t.ShortType(), pa.uint16(): t.IntegerType(), pa.uint32(): t.LongType(), pa.uint64(): t.DecimalType(20, 0),
     pa.binary(): t.BinaryType(), pa.large_binary(): t.BinaryType(),
 }  # fmt: skip
@@ -43,7 +43,7 @@ def column_types(source: Source, columns: Sequence[str]) -> tuple[t.DataType, ..
     schema = source.footer.metadata.schema
     leaf_columns = [schema.column(index) for index in range(len(schema))]
     int96_columns = {column.path for column in leaf_columns if column.physical_type == "INT96"}
-    types = []
+    spark_types = []
     for name in columns:
         # Arrow reads the obsolete INT96 as nanoseconds, and Spark as a time in microseconds.
         data_type = t.TimestampType() if name in int96_columns else spark_type(source.schema.field(name).type)
@@ -52,8 +52,8 @@ def column_types(source: Source, columns: Sequence[str]) -> tuple[t.DataType, ..
                 f"{source.name}: column {name!r} is {source.schema.field(name).type}, which Spark cannot read; cast it, or set "
                 "interactions.engine.kind to duckdb"
             )
-        types.append(data_type)
-    return tuple(types)
+        spark_types.append(data_type)
+    return tuple(spark_types)
 
 
 def spark_schema(schema: pa.Schema) -> t.StructType:

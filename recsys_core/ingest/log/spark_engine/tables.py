@@ -37,7 +37,7 @@ _CONNECTOR_PROPERTIES = {
 }
 """Properties that the connector of a format needs, for messages. ORC needs none."""
 _NO_CONNECTOR_MARKERS = (
-    "PARSE_SYNTAX_ERROR",  # DESCRIBE HISTORY is Delta's own statement
+    "PARSE_SYNTAX_ERROR",  # only Delta has the statement DESCRIBE HISTORY
     "REQUIRES_SINGLE_PART_NAMESPACE",  # no catalog has the name
     "Cannot find catalog plugin class",
     "DATA_SOURCE_NOT_FOUND",
@@ -68,7 +68,7 @@ def open_tables(
     setting_by_name: dict[str, str] = {}
     for setting, paths in paths_by_setting.items():
         for name, _ in map(split_version, paths):
-            _check_root(name, setting=setting, allowed_data_root=allowed_data_root)
+            _require_below_root(name, setting=setting, allowed_data_root=allowed_data_root)
             if name in setting_by_name:
                 raise InputError(
                     f"{setting}: {printable(name)} is also in {setting_by_name[name]}, and its rows would count twice; list it "
@@ -77,7 +77,7 @@ def open_tables(
             setting_by_name[name] = setting
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-tables-") as folder,
-        open_spark(settings, local_folder=Path(folder), is_shared=False) as spark,
+        open_spark(settings, local_folder=Path(folder), must_be_shared=False) as spark,
     ):
         session = new_session(spark)
         sources_of_settings = [
@@ -90,7 +90,7 @@ def open_tables(
     return sources_of_settings
 
 
-def _check_root(name: str, *, setting: str, allowed_data_root: Path | None) -> None:
+def _require_below_root(name: str, *, setting: str, allowed_data_root: Path | None) -> None:
     if allowed_data_root is None:
         return
     is_inside = not (is_table_name(name) or is_uri(name)) and Path(name).resolve().is_relative_to(allowed_data_root.resolve())
@@ -109,7 +109,7 @@ def _open_table(spark: SparkSession, table_format: TableFormat, path: str, colum
         if newest_version is None:
             raise InputError(f"{setting}: {printable(name)}: no rows; check the job that writes this table")
         version = version or newest_version
-        frame = _frame(spark, table_format, name, version)
+        frame = _frame_at_version(spark, table_format, name, version)
         num_rows = frame.count()
         first_rows = _first_rows(frame, columns)
     shown_name = printable(name if table_format == "orc" else f"{name}@v{version}")
@@ -132,19 +132,20 @@ def table_frame(spark: SparkSession, source: Source) -> DataFrame:
     assert table is not None
     if table.format == "orc" and _newest_version(spark, "orc", table.name) != table.version:
         raise InputError(f"{source.name}: changed while it was being read; run again after its writer has finished")
-    return _frame(spark, table.format, table.name, table.version)
+    return _frame_at_version(spark, table.format, table.name, table.version)
 
 
-def _frame(spark: SparkSession, table_format: str, name: str, version: str) -> DataFrame:
+def _frame_at_version(spark: SparkSession, table_format: str, name: str, version: str) -> DataFrame:
+    """Return the rows of a table. `version` is ignored for an ORC table, which has only its current files."""
     if table_format == "orc":
-        return spark.table(_identifier("orc", name)) if is_table_name(name) else spark.read.orc(_uri(name))
+        return spark.table(_identifier("orc", name)) if is_table_name(name) else spark.read.orc(_as_uri(name))
     return spark.sql(f"SELECT * FROM {_identifier(table_format, name)} VERSION AS OF {version}")
 
 
 def _newest_version(spark: SparkSession, table_format: str, name: str) -> str | None:
     """Return the newest version of the table; None if the table has no version or no files."""
     if table_format == "orc":
-        return _hash_of_files(spark, _frame(spark, "orc", name, ""))
+        return _hash_of_files(spark, _frame_at_version(spark, "orc", name, ""))
     identifier = _identifier(table_format, name)
     if table_format == "delta":
         versions = spark.sql(f"DESCRIBE HISTORY {identifier} LIMIT 1").select("version")
@@ -155,6 +156,7 @@ def _newest_version(spark: SparkSession, table_format: str, name: str) -> str | 
 
 
 def _hash_of_files(spark: SparkSession, frame: DataFrame) -> str | None:
+    """Return a hash of the paths, sizes and times of the files of a table; None if it has no files."""
     if not frame.inputFiles():
         return None
     # The reader of binary files lists them without reading their content.
@@ -165,21 +167,21 @@ def _hash_of_files(spark: SparkSession, frame: DataFrame) -> str | None:
 
 def _first_rows(frame: DataFrame, columns: Sequence[str]) -> pa.Table:
     """Return the first rows with all columns. Columns other than `columns` are null, because Arrow may not have their type."""
-    names = [name for name in dict.fromkeys(columns) if name in frame.columns]
-    table = frame.select([F.col(quoted(name, quote="`")) for name in names]).limit(_MAX_FIRST_ROWS).toArrow()
-    for name in frame.columns:
-        if name not in names:
-            table = table.append_column(name, pa.nulls(len(table)))
+    needed_columns = [column for column in dict.fromkeys(columns) if column in frame.columns]
+    table = frame.select([F.col(quoted(column, quote="`")) for column in needed_columns]).limit(_MAX_FIRST_ROWS).toArrow()
+    for column in frame.columns:
+        if column not in needed_columns:
+            table = table.append_column(column, pa.nulls(len(table)))
     return table
 
 
 def _identifier(table_format: str, name: str) -> str:
     if is_table_name(name):
         return ".".join(quoted(part, quote="`") for part in name.split("."))
-    return f"{table_format}.{quoted(_uri(name), quote='`')}"
+    return f"{table_format}.{quoted(_as_uri(name), quote='`')}"
 
 
-def _uri(path: str) -> str:
+def _as_uri(path: str) -> str:
     return path if is_uri(path) else f"file://{Path(path).absolute()}"
 
 

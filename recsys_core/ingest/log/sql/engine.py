@@ -79,7 +79,10 @@ class SqlEngine:
             statistics, part_row_sql = self._check_rows(files)
             num_complete_rows = self._write_part(part_path, part_row_sql=part_row_sql)
             num_expected_rows = sum(
-                file.num_rows - file.num_bad_rows if self._config.explicit_negatives else file.num_events for file in statistics
+                file_statistics.num_rows - file_statistics.num_bad_rows
+                if self._config.explicit_negatives
+                else file_statistics.num_events
+                for file_statistics in statistics
             )
             if num_complete_rows != num_expected_rows:
                 self._reject_false_statistics(files)

@@ -37,7 +37,7 @@ def load_log(
     """
     # A part of an earlier run is left out if none of its files is still an input file.
     current_parts = [part for part in parts if any(file.source in split_code_by_file for file in part.files)]
-    all_events_sql = " UNION ALL ".join(
+    part_rows_sql = " UNION ALL ".join(
         _part_sql(
             session,
             part,
@@ -48,12 +48,12 @@ def load_log(
         for part in current_parts
     )
     if config.explicit_negatives:
-        session.create_view("coded_events", all_events_sql)
-        all_events_sql = "SELECT * EXCLUDE (is_negative) FROM coded_events WHERE NOT is_negative"
-    session.create_view("events", all_events_sql)
+        session.create_view("coded_events", part_rows_sql)
+        part_rows_sql = "SELECT * EXCLUDE (is_negative) FROM coded_events WHERE NOT is_negative"
+    session.create_view("events", part_rows_sql)
     num_events = fetch_count(session, "SELECT count(*) FROM events")
     if num_events == 0:
-        return LogCounts(num_read=0)
+        return LogCounts(num_read_events=0)
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
     num_removed_by_reason = {"below_threshold": sum(file.num_below_threshold for file in current_files)}
     newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
@@ -84,7 +84,7 @@ def load_log(
     create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
     if config.explicit_negatives:
         create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql)
-    counts = count_log(session, config, num_read=num_events)
+    counts = count_log(session, config, num_read_events=num_events)
     return replace(
         counts,
         num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count},
@@ -100,16 +100,16 @@ def extra_column_names(session: SqlSession, table_name: str) -> list[str]:
     return [name for name in session.column_names(table_name) if name == "weight" or name.startswith("context_")]
 
 
-def count_log(session: SqlSession, config: InteractionsConfig, *, num_read: int) -> LogCounts:
+def count_log(session: SqlSession, config: InteractionsConfig, *, num_read_events: int) -> LogCounts:
     """Return the counts of `log`; the fields about filters and the test period are not set."""
     time_sql = ", min(position), max(position)" if config.timestamp_column is not None else ""
     rows = session.fetch_rows(f"SELECT split, count(*){time_sql} FROM log GROUP BY split")
     if not rows:
-        return LogCounts(num_read, num_events_by_split=(0,) * len(SPLITS))
-    split_codes, num_events, *times = zip(*rows, strict=True)
-    num_events_by_code = dict(zip(split_codes, num_events, strict=True))
+        return LogCounts(num_read_events, num_events_by_split=(0,) * len(SPLITS))
+    split_codes, event_counts, *times = zip(*rows, strict=True)
+    num_events_by_code = dict(zip(split_codes, event_counts, strict=True))
     return LogCounts(
-        num_read,
+        num_read_events,
         num_events_by_split=tuple(num_events_by_code.get(code, 0) for code in range(len(SPLITS))),
         sides_with_one_id=frozenset(side for side in ("user", "item") if not _has_several_ids(session, side)),
         time_span_us=(min(times[0]), max(times[1])) if times else None,
@@ -160,6 +160,7 @@ def _apply_filters(session: SqlSession, filters: LogFilter) -> dict[str, int]:
 
 
 def _remove_duplicates(session: SqlSession, policy: str) -> int:
+    """Remove repeated events from table `remaining`; return their number. policy: see LogFilter.duplicates."""
     key_sql = '"user", item, position' if policy == "exact" else '"user", item'
     time_order_sql = "position DESC" if policy == "last" else "position"
     # `split` comes before the extra columns: if an event is in both the training and the test files, the training event stays.
@@ -181,9 +182,9 @@ def _remove_rare_ids(session: SqlSession, filters: LogFilter) -> int:
         num_removed_in_pass = 0
         for side, min_events in min_events_by_side.items():
             if min_events > 1:
-                rare_sql = f'SELECT "{side}" FROM remaining GROUP BY "{side}" HAVING count(*) < {min_events}'
+                rare_ids_sql = f'SELECT "{side}" FROM remaining GROUP BY "{side}" HAVING count(*) < {min_events}'
                 num_removed_in_pass += _replace_remaining(
-                    session, f'SELECT * FROM remaining ANTI JOIN ({rare_sql}) USING ("{side}")'
+                    session, f'SELECT * FROM remaining ANTI JOIN ({rare_ids_sql}) USING ("{side}")'
                 )
         num_removed_events += num_removed_in_pass
         if num_removed_in_pass == 0:

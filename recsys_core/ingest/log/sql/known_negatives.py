@@ -40,7 +40,7 @@ def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, s
 
 
 def sorted_negatives(session: SqlSession, *, is_ordered: bool) -> tuple[int, str]:
-    """Return the number of known negatives whose items have a row, and SQL for their rows; see EventWriter.write_negatives.
+    """Return the number of known negatives whose items have a row, and SQL that selects them for EventWriter.write_negatives.
 
     A user's negatives with the same position are in random order, so that no item is preferred. This order depends on the ids
     and not on codes and rows, which differ between an incremental and a complete ingest. The ids of the user and the item are

@@ -47,17 +47,17 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
         """Copy the batch to `device`."""
         if self.item_row_V.device == device:
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Copy the batch to page-locked memory."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory allocated until `stream` has read it."""
-        self._map(lambda tensor: tensor.record_stream(stream))
+        self._map_tensors(lambda tensor: tensor.record_stream(stream))
 
-    def _map(self, function: Callable[[Any], Any]) -> Self:
+    def _map_tensors(self, function: Callable[[Any], Any]) -> Self:
         mapped_fields: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -126,11 +126,12 @@ class Assembler:
         return self.batch(user_row_B=empty, event_index_B=empty, history=JaggedArray.empty(0), candidate_row_C=item_row)
 
     def _query_features(self, user_row_B: Int64Array, event_index_B: Int64Array) -> dict[str, KeyedJaggedTensor]:
+        """Return the values to look up for each query (user ids, user features, context features), by kind of lookup."""
         pooled = {"user": JaggedArray.from_single_values(user_row_B)} if self.user_batch_key == POOLED else {}
         pooled_weighted: dict[str, JaggedArray] = {}
         weight_arrays: list[NDArray[np.float32]] = []
-        for side, index_B in (("user", user_row_B), ("context", event_index_B)):
-            for key, feature in self._keyed_features(side):
+        for owner_kind, index_B in (("user", user_row_B), ("context", event_index_B)):
+            for key, feature in self._keyed_features(owner_kind):
                 table_rows, weight_L = feature.rows_and_weights(index_B)
                 if weight_L is None:
                     pooled[key] = table_rows
@@ -145,9 +146,10 @@ class Assembler:
             sparse[POOLED_WEIGHTED] = keyed_jagged(pooled_weighted, num_samples=len(user_row_B), weight_L=weight_L)
         return sparse
 
-    def _keyed_features(self, side: str) -> list[tuple[str, Feature]]:
+    def _keyed_features(self, owner_kind: str) -> list[tuple[str, Feature]]:
+        """Return the features of users, items or events with their keys. owner_kind: "user", "item" or "context"."""
         feature_by_key = self.features.feature_by_key if self.features is not None else {}
-        return [(key, feature) for key, feature in feature_by_key.items() if key.startswith(f"{side}.")]
+        return [(key, feature) for key, feature in feature_by_key.items() if key.startswith(f"{owner_kind}.")]
 
 
 def _at_least_one_row(rows: Int64Array) -> Int64Array:
@@ -172,7 +174,7 @@ def keyed_jagged(
         weights=None if weight_L is None else torch.from_numpy(weight_L),
         lengths=torch.from_numpy(lengths_by_feature.reshape(-1)),
         stride=num_samples,
-        # Without these two arguments TorchRec would compute them in the training thread.
+        # Without these two arguments, TorchRec would compute them in the training thread.
         length_per_key=num_values_per_feature,
         offset_per_key=[0, *accumulate(num_values_per_feature)],
     )

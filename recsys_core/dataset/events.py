@@ -71,10 +71,8 @@ class EventStore:
 
     def __init__(self, arrays: EventArrays, *, is_ordered: bool) -> None:
         self.is_ordered = is_ordered
-        self._user_offset_by_shard, self._train_end_by_shard = (
-            ShardArrays.of(arrays.user_offset),
-            ShardArrays.of(arrays.train_end),
-        )
+        self._user_offset_by_shard = ShardArrays.of(arrays.user_offset)
+        self._train_end_by_shard = ShardArrays.of(arrays.train_end)
         self._num_shards, self._event_start_S = arrays.num_shards, ShardArrays.of(arrays.event_item).start_S
         as_user_array = partial(user_array, num_users=arrays.num_users, start_S=self._event_start_S)
         self._user_start, self._user_end = as_user_array(arrays.user_offset), as_user_array(arrays.user_offset, first_entry=1)
@@ -180,7 +178,7 @@ class EventStore:
         return np.float32(total_weight / self.num_train_events)
 
     def training_events(self, example_E: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the user of each training example, and its index in the log."""
+        """Return the user and the index in the log of each training example."""
         user_E = self._train_user[example_E].astype(np.int64)
         return user_E, example_E + self._event_offset[user_E]
 
@@ -324,13 +322,13 @@ class EventStore:
         return np.repeat(np.arange(self.num_users), num_events_U), ragged_ranges(start_U, num_events_U)
 
     def first_time(self, split: EvaluationSplit) -> int:
-        """Return the time of the oldest event of `split`; the largest 64-bit integer if the split has no event."""
+        """Return the time of the oldest event of `split` in microseconds; INT64_MAX if the split has no event."""
         # The events of each user are sorted by time within each split.
         start_U, end_U = (bound[:] for bound in self._split_bounds(split))
         return int(self.times_at(start_U[end_U > start_U]).min(initial=INT64_MAX))
 
     def newest_training_time(self) -> int:
-        """Return the time of the newest training event."""
+        """Return the time of the newest training event in microseconds."""
         return int(self.times_at(self._train_end[:][self.train_count_U > 0] - 1).max())
 
     @cached_property
@@ -360,12 +358,12 @@ class EventStore:
             first_row, num_rows = 0, len(user_offset) - 1
             while first_row < num_rows:
                 max_end = user_offset[first_row] + max_events
-                end_row = int(np.searchsorted(user_offset, max_end, side="right")) - 1
-                end_row = min(max(end_row, first_row + 1), num_rows)
-                if user_offset[end_row] > user_offset[first_row]:
-                    first_user, last_user = (row * self._num_shards + shard for row in (first_row, end_row - 1))
+                stop_row = int(np.searchsorted(user_offset, max_end, side="right")) - 1
+                stop_row = min(max(stop_row, first_row + 1), num_rows)
+                if user_offset[stop_row] > user_offset[first_row]:
+                    first_user, last_user = (row * self._num_shards + shard for row in (first_row, stop_row - 1))
                     yield slice(first_user, last_user + 1, self._num_shards)
-                first_row = end_row
+                first_row = stop_row
 
     def _split_bounds(self, split: EvaluationSplit) -> tuple[UserArray, UserArray]:
         """Return the start and the end of each user's events of `split` in the log."""

@@ -19,7 +19,7 @@ NUM_SPLITS = 3
 
 @dataclass(frozen=True)
 class KnownNegatives:
-    """The known negatives of all users, memory-mapped. They are never items of the same user's training events.
+    """The known negatives of all users, memory-mapped. A user's known negatives and training events have no item in common.
 
     Attributes:
         train_start, validation_start, test_start: int64 [U], index of each user's first known negative of each split.
@@ -66,8 +66,8 @@ class KnownNegatives:
         """Return, for each training event, at most `max_items` of its user's known negatives in the training split.
 
         In an ordered log, they are the newest known negatives before or at the event. In an unordered log, they are drawn
-        without replacement: a user's known negatives are stored in random order and are taken from a random index on, in a
-        circle.
+        without replacement: a user's known negatives are stored in random order, and are taken from a random index on,
+        continuing at the first one after the last one.
 
         Args:
             event_B: index of each event in the log.

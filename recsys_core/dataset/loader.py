@@ -120,16 +120,16 @@ class TrainLoader:
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch` from index `start_batch` on; a background thread builds them."""
         starts = range(start_batch, len(self), self._batches_per_chunk)
-        chunks = (self._chunk(epoch, start, min(start + self._batches_per_chunk, len(self))) for start in starts)
+        chunks = (self._build_chunk(epoch, start, min(start + self._batches_per_chunk, len(self))) for start in starts)
         with closing(prefetch(chunks, depth=PREFETCHED_CHUNKS)) as ready_chunks:
             for chunk in ready_chunks:
                 yield from chunk
 
     def batch(self, epoch: int, batch_index: int) -> Batch:
         """Build the batch with this index in `epoch`."""
-        return self._chunk(epoch, batch_index, batch_index + 1)[0]
+        return self._build_chunk(epoch, batch_index, batch_index + 1)[0]
 
-    def _chunk(self, epoch: int, first_batch: int, stop_batch: int) -> list[Batch]:
+    def _build_chunk(self, epoch: int, first_batch: int, stop_batch: int) -> list[Batch]:
         """Build the batches with the indices first_batch, ..., stop_batch - 1."""
         user_E, event_index_E = self._training_events(epoch, first_batch, stop_batch)
         negative_PN = self._shared_negatives(epoch, first_batch, stop_batch)
@@ -162,7 +162,7 @@ class TrainLoader:
     def _known_negatives(
         self, epoch: int, first_batch: int, stop_batch: int, *, user_E: Int64Array, event_index_E: Int64Array
     ) -> Int64Array:
-        """Return the known negatives of each event, [E, K]. The event's own item takes the place of missing ones."""
+        """Return K known negatives of each event, [E, K]. If an event has fewer, its own item fills the row."""
         store, max_known_negatives = self._examples.store, self._examples.max_known_negatives
         if max_known_negatives == 0:
             return np.zeros((len(user_E), 0), np.int64)
@@ -230,9 +230,9 @@ def prefetch(values: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     iterator = iter(values)
     pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
     try:
-        pending = deque(pool.submit(next, iterator, _NO_VALUE) for _ in range(depth))
-        while (value := pending.popleft().result()) is not _NO_VALUE:
-            pending.append(pool.submit(next, iterator, _NO_VALUE))
+        pending_results = deque(pool.submit(next, iterator, _NO_VALUE) for _ in range(depth))
+        while (value := pending_results.popleft().result()) is not _NO_VALUE:
+            pending_results.append(pool.submit(next, iterator, _NO_VALUE))
             yield value
     finally:
         # Wait for the thread, because a thread that runs numpy or torch code at interpreter shutdown crashes the process.

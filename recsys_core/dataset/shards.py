@@ -67,7 +67,7 @@ class ShardedEventArray:
         return int(self._end_S[-1])
 
     def __getitem__(self, index: Int64Array | slice) -> NDArray[Any]:
-        """Return the entries at these indices; a slice has no step."""
+        """Return the entries at these indices. A slice must have the step 1."""
         if isinstance(index, slice):
             return self._entries_in_range(*index.indices(len(self))[:2])
         shard_B = np.searchsorted(self._end_S, index, side="right")
@@ -102,8 +102,8 @@ class ShardedEventIndices:
         """Return where each event would be inserted, like ndarray.searchsorted: always among the indices of its shard."""
         shard_B, index_B = np.searchsorted(self._event_start_S, event_B, side="right") - 1, np.empty(len(event_B), np.int64)
         for shard, positions in positions_by_shard(shard_B, num_shards=len(self._shard_arrays)):
-            local_event = event_B[positions] - self._event_start_S[shard]
-            index_B[positions] = self._shard_arrays[shard].searchsorted(local_event, side=side) + self._start_S[shard]
+            event_in_shard = event_B[positions] - self._event_start_S[shard]
+            index_B[positions] = self._shard_arrays[shard].searchsorted(event_in_shard, side=side) + self._start_S[shard]
         return index_B
 
 

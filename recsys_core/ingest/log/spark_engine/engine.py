@@ -117,8 +117,8 @@ def _require_one_time_unit(config: InteractionsConfig, schemas: Sequence[pa.Sche
         if len(nanosecond_flags) > 1:
             raise InputError(
                 f"interactions.context_columns: column {column!r} is {data_types[-1]} in new files, but {data_types[0]} in "
-                "files of earlier runs, which Spark cannot combine; set interactions.vocabulary.rebuild to always for one run, which "
-                "reads all files again"
+                "files of earlier runs, which Spark cannot combine; set interactions.vocabulary.rebuild to always for one "
+                "run, which reads all files again"
             )
 
 

@@ -61,7 +61,7 @@ def disk_full_error(folder: Path, *, reason: str) -> InputError:
 
     reason: start of the message, such as "the checkpoint does not fit".
     """
-    existing_folder = _nearest_existing(folder)
+    existing_folder = _nearest_existing_folder(folder)
     mount_point = next(path for path in (existing_folder, *existing_folder.parents) if path.is_mount())
     return InputError(
         f"{folder}: {reason}, but the disk has {format_gib(free_bytes(folder), digits=3)} free; "
@@ -78,29 +78,29 @@ def used_bytes(folder: Path) -> int:
     for parent, _, file_names in os.walk(folder):
         for file_name in file_names:
             with suppress(OSError):
-                status = (Path(parent) / file_name).lstat()
-                num_blocks_by_inode[status.st_dev, status.st_ino] = status.st_blocks
+                file_status = (Path(parent) / file_name).lstat()
+                num_blocks_by_inode[file_status.st_dev, file_status.st_ino] = file_status.st_blocks
     return 512 * sum(num_blocks_by_inode.values())  # st_blocks counts units of 512 bytes
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space of this user on the disk of `folder`; the folder need not exist yet."""
-    return shutil.disk_usage(_nearest_existing(folder)).free
+    """Return the space that this user can still fill on the disk of `folder`, which need not exist yet."""
+    return shutil.disk_usage(_nearest_existing_folder(folder)).free
 
 
-def _nearest_existing(folder: Path) -> Path:
+def _nearest_existing_folder(folder: Path) -> Path:
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Hard-link a file that never changes; copy it if the disk does not support links."""
+def link_or_copy(source_path: str | Path, target_path: str | Path) -> None:
+    """Hard-link a file that never changes; copy the file if the disk does not support links."""
     try:
-        Path(target).hardlink_to(source)
+        Path(target_path).hardlink_to(source_path)
     except OSError as error:
         if error.errno not in HARD_LINK_ERRORS:
             raise
-        shutil.copyfile(source, target)
+        shutil.copyfile(source_path, target_path)
 
 
 @contextmanager

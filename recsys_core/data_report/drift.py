@@ -55,14 +55,14 @@ def turnover_metrics(side: str, *, previous_count: Ints, count_I: Ints, previous
     was_known_I = previous_row_I >= 0
     was_present_I = np.zeros(len(count_I), bool)
     was_present_I[was_known_I] = previous_count[previous_row_I[was_known_I]] > 0
-    num_new = int(np.sum(is_present_I & ~was_present_I))
-    num_stayed = int(np.sum(is_present_I & was_present_I))
-    num_vanished = int(np.sum(previous_count > 0)) - num_stayed
+    num_new_ids = int(np.sum(is_present_I & ~was_present_I))
+    num_stayed_ids = int(np.sum(is_present_I & was_present_I))
+    num_vanished_ids = int(np.sum(previous_count > 0)) - num_stayed_ids
     return {
-        f"new_{side}s": num_new,
-        f"vanished_{side}s": num_vanished,
-        f"new_{side}_share": num_new / max(num_new + num_stayed, 1),
-        f"vanished_{side}_share": num_vanished / max(num_vanished + num_stayed, 1),
+        f"new_{side}s": num_new_ids,
+        f"vanished_{side}s": num_vanished_ids,
+        f"new_{side}_share": num_new_ids / max(num_new_ids + num_stayed_ids, 1),
+        f"vanished_{side}_share": num_vanished_ids / max(num_vanished_ids + num_stayed_ids, 1),
     }
 
 

@@ -48,7 +48,7 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
 
 
 def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) -> dict[str, float]:
-    """Return shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN."""
+    """Return the shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN."""
     store = EventStore.open(interactions)
     train_count_I = store.train_count_I
     num_train_events, num_test_events = interactions.num_train_events, interactions.num_test_events
@@ -86,7 +86,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts)
 
 
 def gini(count_I: Ints) -> float:
-    """Return the Gini coefficient of the counts: 0 for equal counts, near 1 if one item has all events.
+    """Return the Gini coefficient of the counts: 0 for equal counts, near 1 if one of many items has all events.
 
     >>> gini(np.array([2, 2, 2, 2])), gini(np.array([0, 0, 0, 8]))
     (0.0, 0.75)

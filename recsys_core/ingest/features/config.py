@@ -116,10 +116,10 @@ class FeatureConfig(Settings):
                 "set another weight_column"
             )
         if self.min_count > 1 and (self.kind == "numeric" or self.hash_rows is not None):
-            fix = "set kind to categorical" if self.kind == "numeric" else "remove hash_rows"
+            encoding, fix = ("numeric", "set kind to categorical") if self.kind == "numeric" else ("hashed", "remove hash_rows")
             raise ValueError(
-                f"feature {self.name!r}: min_count is {self.min_count}, but only a vocabulary counts values; remove min_count, "
-                f"or {fix}"
+                f"feature {self.name!r}: min_count is {self.min_count}, but needs a vocabulary, which a {encoding} feature does "
+                f"not have; remove min_count, or {fix}"
             )
         return self
 
@@ -147,6 +147,7 @@ class FeatureConfig(Settings):
         return self
 
     def _reject_for_other_kinds(self, setting: str, *, kinds: tuple[FeatureKind, ...]) -> None:
+        """Raise ValueError if `setting` is set, but only applies to other kinds than the kind of this feature."""
         value = getattr(self, setting)
         if value is not None and value is not False and self.kind not in kinds:
             raise ValueError(

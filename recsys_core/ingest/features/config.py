@@ -118,8 +118,8 @@ class FeatureConfig(Settings):
         if self.min_count > 1 and (self.kind == "numeric" or self.hash_rows is not None):
             encoding, fix = ("numeric", "set kind to categorical") if self.kind == "numeric" else ("hashed", "remove hash_rows")
             raise ValueError(
-                f"feature {self.name!r}: min_count is {self.min_count}, but needs a vocabulary, which a {encoding} feature does "
-                f"not have; remove min_count, or {fix}"
+                f"feature {self.name!r}: min_count is {self.min_count}, but needs a vocabulary, which a {encoding} feature "
+                f"does not have; remove min_count, or {fix}"
             )
         return self
 

@@ -142,8 +142,8 @@ class EventStore:
         """Return the number of events of each item before `split`, [I]."""
         count_I = np.zeros(self.num_items, np.int64)
         for users in self._user_slices(max_events=self._bincount_chunk_events):
-            items = self.items_before(np.arange(users.start, users.stop, users.step), split)
-            count_I += np.bincount(items.values_L, minlength=self.num_items)
+            item_lists = self.items_before(np.arange(users.start, users.stop, users.step), split)
+            count_I += np.bincount(item_lists.values_L, minlength=self.num_items)
         return count_I
 
     def vector_rows(self, side: str) -> Int64Array | None:
@@ -308,8 +308,8 @@ class EventStore:
         users_per_chunk = max(1, EVENTS_PER_CHUNK * self.num_users // max(1, len(item_E)))
         for users in chunk_slices(self.num_users, length=users_per_chunk):
             user_B = np.arange(users.start, users.stop)
-            items = JaggedArray.from_slices(self._event_item, start=self._user_start[user_B], end=self._user_end[user_B])
-            item_E[offset[users.start] : offset[users.stop]] = items.values_L
+            item_lists = JaggedArray.from_slices(self._event_item, start=self._user_start[user_B], end=self._user_end[user_B])
+            item_E[offset[users.start] : offset[users.stop]] = item_lists.values_L
         return offset, item_E
 
     def held_out_events(self, *, skip_validation_U: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:

@@ -139,10 +139,11 @@ class FeatureConfig(Settings):
                 f"feature {self.name!r} is numeric: set exactly one of buckets (a number), boundaries (a list) and "
                 "standardise (true)"
             )
-        for low, high in pairwise(self.boundaries or ()):
-            if not low < high:
+        for boundary, next_boundary in pairwise(self.boundaries or ()):
+            if not boundary < next_boundary:
                 raise ValueError(
-                    f"feature {self.name!r}: boundaries have to increase, but {high:g} comes after {low:g}; sort them"
+                    f"feature {self.name!r}: boundaries have to increase, but {next_boundary:g} comes after {boundary:g}; "
+                    "sort them"
                 )
         return self
 

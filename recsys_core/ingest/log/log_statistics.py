@@ -129,8 +129,8 @@ def column_statistics(
         min_value = max_value = None
         if bounds_by_file:
             is_time = column == config.timestamp_column
-            min_value = _as_text(min(low for low, _ in bounds_by_file), is_time=is_time)
-            max_value = _as_text(max(high for _, high in bounds_by_file), is_time=is_time)
+            min_value = _as_text(min(file_min for file_min, _ in bounds_by_file), is_time=is_time)
+            max_value = _as_text(max(file_max for _, file_max in bounds_by_file), is_time=is_time)
         statistics[column] = ColumnStatistics(
             num_nulls=num_nulls, num_out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
         )

@@ -217,8 +217,9 @@ def _require_same_version(spark: SparkSession, settings: SparkSettings) -> None:
     # `reflect` is evaluated by the executors; version() would be evaluated here.
     version_sql = "reflect('org.apache.spark.package', 'SPARK_VERSION')"
     try:
-        table = spark.range(0, num_tasks, 1, num_tasks).selectExpr(f"{version_sql} AS version").distinct().toArrow()
-        versions = set(table.column("version").to_pylist())
+        tasks = spark.range(0, num_tasks, 1, num_tasks)
+        version_table = tasks.selectExpr(f"{version_sql} AS version").distinct().toArrow()
+        versions = set(version_table.column("version").to_pylist())
     except SPARK_ERRORS as error:
         if not any(marker in str(error) for marker in _VERSION_MISMATCH_MARKERS):
             raise

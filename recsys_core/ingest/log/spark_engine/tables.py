@@ -151,8 +151,8 @@ def _newest_version(spark: SparkSession, table_format: str, name: str) -> str | 
         versions = spark.sql(f"DESCRIBE HISTORY {identifier} LIMIT 1").select("version")
     else:
         versions = spark.sql(f"SELECT snapshot_id FROM {identifier}.refs WHERE name = 'main'")
-    values = versions.toArrow().column(0).to_pylist()
-    return str(values[0]) if values else None
+    version_values = versions.toArrow().column(0).to_pylist()
+    return str(version_values[0]) if version_values else None
 
 
 def _hash_of_files(spark: SparkSession, frame: DataFrame) -> str | None:

@@ -101,7 +101,7 @@ def scan_files(
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
-        range_by_role = {role: (low, high) for role, low, high in role_bounds if low is not None}
+        range_by_role = {role: (min_value, max_value) for role, min_value, max_value in role_bounds if min_value is not None}
         statistics[file_index] = FileStatistics(num_rows, num_bad_rows, num_bad_by_check, range_by_role, num_events)
     return statistics
 
@@ -166,13 +166,13 @@ def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
 def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:
     checks = _number_checks("label", column, data_type)
     if label_range is not None:
-        low, high = label_range
+        min_label, max_label = label_range
         # Both databases order NaN above all numbers, and NaN has a check of its own.
-        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
+        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {min_label!r} OR label::DOUBLE > {max_label!r})"
         checks.append(
             RowCheck(
                 column,
-                f"outside of {low:g} to {high:g}",
+                f"outside of {min_label:g} to {max_label:g}",
                 is_outside_sql,
                 "fix these labels, or change interactions.label_range",
             )

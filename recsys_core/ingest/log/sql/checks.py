@@ -1,7 +1,11 @@
 """The view `raw` of the interaction log in SQL: its columns, the row checks, and the statistics of its files.
 
-The view has the columns user, item, position, label, weight and context_<n>, the index of the row's file (`source`) and the
-index of the row in this file (`row`).
+The view has the columns of the config under fixed names (see `column_by_alias`), and these columns:
+
+- source: index of the row's file.
+- row: index of the row in its file.
+- position: sort key of a user's events.
+- before_1970: whether the time is before 1970; only with a timestamp column.
 """
 
 from collections.abc import Mapping, Sequence

@@ -44,7 +44,7 @@ def sorted_negatives(session: SqlSession, *, is_ordered: bool) -> tuple[int, str
 
     A user's negatives with the same position are in random order, so that no item is preferred. This order depends on the ids
     and not on codes and rows, which differ between an incremental and a complete ingest. The ids of the user and the item are
-    hashed as one string, because a hash of two values would order the items in almost the same way for each user.
+    hashed as one string. A hash of two values would order the items in almost the same way for each user.
 
     Args:
         is_ordered: whether the events have an order; if not, num_earlier_events is 0.

@@ -21,7 +21,7 @@ from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED, Feature, FeatureStore
 from recsys_core.dataset.layout import EventArrays, array_file, memory_map
-from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
+from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader
 
 NUM_EVENTS, NUM_USERS, NUM_ITEMS = 20_000_000, 1_000_000, 200_000
 BATCH_SIZES = (1_024, 8_192)
@@ -101,7 +101,7 @@ def _loader(folder: Path, case_name: str, *, batch_size: int, rank: int, world_s
         features=FeatureStore({name: features.feature_by_key[name] for name in feature_names}) if feature_names else None,
     )
     examples = ExampleSource(store, assembler, max_history=max_history)
-    return TrainLoader(examples, batch_size=batch_size, shard=Shard(rank, world_size), seed=1)
+    return TrainLoader(examples, batch_size=batch_size, rank_share=RankShare(rank, world_size), seed=1)
 
 
 def _load_batches(

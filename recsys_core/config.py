@@ -18,7 +18,6 @@ WEEK_S = 604_800
 MAX_PATH_CHARACTERS = 4_096
 PREFECT_BANNED_CHARACTERS = ("/", "%", "&", ">", "<")
 
-
 OPERATIONAL = "operational"
 """Annotation of a setting that does not change the result: a resumed run may change it and keeps its completed stages."""
 
@@ -47,8 +46,8 @@ class Settings(Frozen):
                 and any(isinstance(element, bool) for element in elements)
                 and not _accepts_bool(field.annotation)
             ):
-                text = printable(str(setting_value).lower(), max_characters=MAX_SHOWN_CHARACTERS)
-                raise ValueError(f"{setting_name} is {text}, which is not a value of this setting; see `nightjar init`")
+                value_text = printable(str(setting_value).lower(), max_characters=MAX_SHOWN_CHARACTERS)
+                raise ValueError(f"{setting_name} is {value_text}, which is not a value of this setting; see `nightjar init`")
         return settings
 
     @classmethod
@@ -84,7 +83,7 @@ def _check_path(path_text: str) -> str:
     if "\0" in path_text or any(unicodedata.category(char) == "Cs" for char in path_text):
         raise ValueError("contains NUL or a surrogate (half a character), which a path cannot contain; remove it")
     if (uri_match := URI_PATTERN.fullmatch(path_text)) is not None:
-        _check_uri(scheme=uri_match[1].lower(), authority=uri_match[2], options=uri_match[4] or "")
+        _check_uri(scheme=uri_match[1].lower(), authority=uri_match[2], query=uri_match[4] or "")
     try:
         Path(path_text).expanduser()
     except RuntimeError:
@@ -92,15 +91,15 @@ def _check_path(path_text: str) -> str:
     return path_text
 
 
-def _check_uri(*, scheme: str, authority: str, options: str) -> None:
-    """Reject credentials and unknown options: a config is copied into the folder of each run and into MLflow."""
+def _check_uri(*, scheme: str, authority: str, query: str) -> None:
+    """Reject unknown options, and credentials, because a config is copied into the folder of each run and into MLflow."""
     user_info = authority.rpartition("@")[0]
     if user_info and not (scheme == "gs" and user_info == "anonymous"):
         raise ValueError(
             "contains credentials, which every run would copy; remove them and set them in the environment "
             "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS)"
         )
-    unknown_options = sorted({option for option, _ in parse_qsl(options, keep_blank_values=True)} - set(URI_OPTIONS))
+    unknown_options = sorted({option for option, _ in parse_qsl(query, keep_blank_values=True)} - set(URI_OPTIONS))
     if unknown_options:
         raise ValueError(f"has the unknown options {unknown_options}; the options are {list(URI_OPTIONS)}")
 
@@ -117,17 +116,17 @@ _URI_START_PATTERN = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def _reject_uri(path: Any) -> Any:
-    """Reject a URI, also the path s3:/bucket that pathlib makes of a URI."""
+    """Reject a URI. Also reject a path such as s3:/bucket, to which pathlib shortens a URI."""
     if isinstance(path, str) and _URI_START_PATTERN.match(path):
         raise ValueError(f"is {redacted(path)[:80]!r}, but it must be a path on this machine, such as /var/lib/nightjar")
     return path
 
 
 def _check_flow_name(name: str) -> str:
-    if found_characters := sorted(set(name) & set(PREFECT_BANNED_CHARACTERS)):
+    if banned_characters := sorted(set(name) & set(PREFECT_BANNED_CHARACTERS)):
         raise ValueError(
             f"is {name[:80]!r}, but Prefect allows none of {' '.join(PREFECT_BANNED_CHARACTERS)} in the name of a deployment; "
-            f"remove {' '.join(found_characters)}"
+            f"remove {' '.join(banned_characters)}"
         )
     return name
 
@@ -168,15 +167,12 @@ FilePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARACTERS), A
 Folder = Annotated[Path, BeforeValidator(_reject_uri), AfterValidator(_check_local_path)]
 """A folder on this machine."""
 LocalFile = Folder
-"""A file on this machine. The checks of the path are equal to the checks of a folder."""
+"""A file on this machine, with the same checks as a folder."""
 Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_as_tuple)]
 """One path or glob, or a list of them; always a tuple after parsing."""
 
-
 URI_PATTERN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
 """Scheme, host, path and options of a URI such as s3://bucket/log?region=eu-west-1."""
-
-
 URI_OPTIONS = ("endpoint_override", "scheme", "region", "project", "retry_limit_seconds", "tls_ca_file_path")
 """Options of an object store in a URI. None of them is a secret."""
 

@@ -15,7 +15,7 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 DISK_FULL_PATTERN = re.compile(
     r"No space left on device|[Dd]isk quota exceeded|disk is full|\d+ requested and \d+ written|unexpected pos \d+ vs \d+"
 )
-"""Messages of FAISS, Arrow, SQLite, numpy and torch.save for a full disk. Their errors do not have an errno."""
+"""Messages of FAISS, Arrow, SQLite, numpy and torch.save about a full disk. The errors of these libraries have no errno."""
 MIN_STAGE_BYTES = 2**16
 """Space that a stage needs if it writes only a manifest."""
 HARD_LINK_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
@@ -35,8 +35,8 @@ def require_free_space(folder: Path, needed_bytes: int, *, subject: str) -> None
 def explain_disk_full(folder: Path) -> Iterator[None]:
     """If the block fails because the disk is full, raise an InputError that reports the free space.
 
-    The block writes below `folder`. Some libraries do not report the cause of a failed write. If less than MIN_STAGE_BYTES are
-    free, any error is therefore attributed to the full disk.
+    The block writes below `folder`. Some libraries do not report why a write failed, so any error counts as caused by a full
+    disk if less than MIN_STAGE_BYTES are free.
     """
     try:
         yield
@@ -49,7 +49,7 @@ def explain_disk_full(folder: Path) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether a full disk caused `error`, directly or through the errors it was raised from."""
+    """Return whether a full disk caused `error` itself, or an error in its chain of causes."""
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         return True
     cause = error.__cause__ or error.__context__
@@ -57,8 +57,11 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full_error(folder: Path, *, reason: str) -> InputError:
-    """Return the error for a disk that is too small. reason: start of the message, such as "the checkpoint does not fit"."""
-    existing_folder = _nearest_existing(folder)
+    """Return the error to raise if a disk is too small.
+
+    reason: start of the message, such as "the checkpoint does not fit".
+    """
+    existing_folder = _nearest_existing_folder(folder)
     mount_point = next(path for path in (existing_folder, *existing_folder.parents) if path.is_mount())
     return InputError(
         f"{folder}: {reason}, but the disk has {format_gib(free_bytes(folder), digits=3)} free; "
@@ -71,42 +74,41 @@ def used_bytes(folder: Path) -> int:
 
     A file that another process removes in the meantime is left out.
     """
-    blocks_by_inode: dict[tuple[int, int], int] = {}
+    num_blocks_by_inode: dict[tuple[int, int], int] = {}
     for parent, _, file_names in os.walk(folder):
         for file_name in file_names:
             with suppress(OSError):
-                status = (Path(parent) / file_name).lstat()
-                blocks_by_inode[status.st_dev, status.st_ino] = status.st_blocks
-    return 512 * sum(blocks_by_inode.values())
+                file_status = (Path(parent) / file_name).lstat()
+                num_blocks_by_inode[file_status.st_dev, file_status.st_ino] = file_status.st_blocks
+    return 512 * sum(num_blocks_by_inode.values())  # st_blocks counts units of 512 bytes
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space of this user on the disk of `folder`; the folder need not exist yet."""
-    return shutil.disk_usage(_nearest_existing(folder)).free
+    """Return the space that this user can still fill on the disk of `folder`, which need not exist yet."""
+    return shutil.disk_usage(_nearest_existing_folder(folder)).free
 
 
-def _nearest_existing(folder: Path) -> Path:
+def _nearest_existing_folder(folder: Path) -> Path:
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Hard-link a file that never changes; copy it if the disk does not support links."""
+def link_or_copy(source_path: str | Path, target_path: str | Path) -> None:
+    """Hard-link a file that never changes; copy the file if the disk does not support links."""
     try:
-        Path(target).hardlink_to(source)
+        Path(target_path).hardlink_to(source_path)
     except OSError as error:
         if error.errno not in HARD_LINK_ERRORS:
             raise
-        shutil.copyfile(source, target)
+        shutil.copyfile(source_path, target_path)
 
 
 @contextmanager
 def atomic_replacement(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; rename it to `path` at the end, or remove it after an error.
 
-    Readers see the old content of `path` or the new content, never part of it.
-
-    Two processes may replace the same file: the temporary name contains the process id.
+    Readers see the old content of `path` or the new content, never a part of the new content. Two processes may replace a file
+    at the same time, because the temporary name contains the process id.
     """
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

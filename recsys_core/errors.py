@@ -31,7 +31,7 @@ class DataRejectedError(InputError):
 
 
 class StageError(NightjarError, RuntimeError):
-    """A stage failed for a reason outside its input: a worker died, or a file changed."""
+    """A stage failed for a reason outside its input: a process died, or a file changed."""
 
 
 class TrackingServerError(StageError):
@@ -39,7 +39,7 @@ class TrackingServerError(StageError):
 
 
 class LaunchError(StageError):
-    """The training processes ended early; a new launch may continue from the last checkpoint."""
+    """The ranks of a training ended early; another attempt may continue from the last checkpoint."""
 
 
 def shown(value: object) -> str:
@@ -67,19 +67,19 @@ def shown_names(names: Sequence[str], *, max_names: int = 50) -> str:
 
 
 def printable(text: str, *, max_characters: int | None = None) -> str:
-    r"""Escape control characters in a path or a text, so that it fits into a message; cut it to `max_characters`.
+    r"""Escape the control characters of a text for a message, and cut the result to `max_characters`; None: do not cut.
 
     >>> print(printable("a\nb\x1b[31m.parquet"))
     a\nb\x1b[31m.parquet
     """
-    escaped = "".join(
+    escaped_text = "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
     )
-    return escaped if max_characters is None else _shortened(escaped, max_characters)
+    return escaped_text if max_characters is None else _shortened(escaped_text, max_characters)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, with control characters escaped; the name of its class if there is none."""
+    """Return the first line of an error's message, escaped and cut; without a message, the name of the error's class."""
     lines = str(error).splitlines()
     return printable(lines[0], max_characters=_MAX_LINE_CHARACTERS) if lines else type(error).__name__
 
@@ -96,6 +96,7 @@ def redacted(text: str) -> str:
     >>> redacted("https://token@host/api, models:/nightjar@champion")
     'https://***@host/api, models:/nightjar@champion'
     """
-    return _QUERY_VALUE_PATTERN.sub(
-        r"\1***", _USER_INFO_PATTERN.sub(lambda match: f"{match[1]}{f'{match[2]}:' * bool(match[3])}***@", text)
+    text_without_passwords = _USER_INFO_PATTERN.sub(
+        lambda match: f"{match[1]}{match[2]}:***@" if match[3] else f"{match[1]}***@", text
     )
+    return _QUERY_VALUE_PATTERN.sub(r"\1***", text_without_passwords)

@@ -11,6 +11,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "NIGHTJAR_PARENT_PID"
+STDOUT_FD = 1
 
 
 def parent_environment() -> dict[str, str]:
@@ -32,17 +33,17 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_with_reader_of_output() -> None:
+def die_with_stdout_reader() -> None:
     """Make Linux kill this process when its parent ends, or at once if stdout is a pipe without a reader.
 
-    Use this function in a child whose parent reads the child's output, but does not set the variable of `parent_environment`.
+    Use this function in a child whose parent reads the child's stdout, but does not set the variable of `parent_environment`.
     """
     if sys.platform != "linux":
         return
     _set_death_signal()
     poller = select.poll()
-    poller.register(1, 0)
-    if any(events & select.POLLERR for _, events in poller.poll(0)):  # the parent ended before the signal was set
+    poller.register(STDOUT_FD, 0)  # POLLERR is always reported
+    if any(events & select.POLLERR for _, events in poller.poll(0)):  # the parent ended before the death signal was set
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Figures and HTML pages. A figure is a PNG file or an SVG element of a page; it follows the colours of the page.
+"""Figures and HTML pages. A figure is saved as a PNG file, or as an SVG element that follows the colours of its page.
 
 matplotlib is imported where a figure is created, because most commands draw nothing.
 """
@@ -23,8 +23,8 @@ ORANGE: Final = "#e0a030"
 GREY: Final = "#b4bcc5"
 RED: Final = "#b3261e"
 
-_CSS_VARIABLES = {INK: "ink", GRID: "line", BLUE: "blue", GREEN: "green", ORANGE: "orange", GREY: "grey", RED: "bad"}
-"""Colour -> variable of html_page.html. In an SVG the variables follow the page's light or dark scheme."""
+_CSS_VARIABLE_BY_COLOUR = {INK: "ink", GRID: "line", BLUE: "blue", GREEN: "green", ORANGE: "orange", GREY: "grey", RED: "bad"}
+"""Variable of html_page.html for each colour. In an SVG, the variables follow the page's light or dark scheme."""
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
@@ -92,7 +92,7 @@ def save_png(figure: "Figure", path: Path) -> Path:
 
 
 def to_svg(figure: "Figure") -> Markup:
-    """Return the figure as an <svg> element with a transparent background. Equal figures give equal text."""
+    """Return the figure as an <svg> element with a transparent background. Equal figures become equal texts."""
     import matplotlib
 
     svg_buffer = io.StringIO()
@@ -100,7 +100,7 @@ def to_svg(figure: "Figure") -> Markup:
         figure.savefig(svg_buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = svg_buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    for colour, css_variable in _CSS_VARIABLES.items():
+    for colour, css_variable in _CSS_VARIABLE_BY_COLOUR.items():
         svg = svg.replace(colour, f"var(--{css_variable})")
     return Markup(svg)  # noqa: S704 matplotlib escapes the text of its figures
 
@@ -108,7 +108,7 @@ def to_svg(figure: "Figure") -> Markup:
 def render_page(template_path: Path, *, filters: Mapping[str, Callable[..., Any]], **variables: Any) -> str:
     """Render a template that extends html_page.html, the shared head and stylesheet. Every value is escaped.
 
-    A page loads nothing from the network and has no scripts.
+    The page loads nothing from the network and has no scripts.
 
     Args:
         template_path: the template file. Its blocks are `title` and `body`.

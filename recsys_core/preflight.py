@@ -48,14 +48,14 @@ def check_environment(folder: Path) -> tuple[dict[str, str], list[str]]:
     """Check the environment, the machine and the disk of `folder`, which need not exist yet.
 
     Returns:
-        facts: versions, cores, memory, GPUs and free disk by name, as text.
+        properties: versions, cores, memory, GPUs and free disk by name, as text.
         problems: one sentence for each problem, with the fix at its end. If the list is empty, a run can start.
     """
     version_by_package = installed_versions()
     problems = check_versions(version_by_package)
-    gpus = ""
+    gpus_text = ""
     if not problems:
-        gpus, problems = _probe_gpus()
+        gpus_text, problems = _probe_gpus()
     free_disk_bytes = free_bytes(folder)
     if free_disk_bytes < _MIN_DISK_BYTES:
         problems.append(
@@ -63,19 +63,22 @@ def check_environment(folder: Path) -> tuple[dict[str, str], list[str]]:
             f"{format_gib(_MIN_DISK_BYTES)}; free some space"
         )
     limits, num_cores = cgroup_limits(), len(os.sched_getaffinity(0))
-    facts = {
+    properties = {
         "python": f"{platform.python_version()} ({sys.executable})",
         **version_by_package,
         "cores": f"{min(num_cores, limits.cores or num_cores):g} usable of {os.cpu_count() or num_cores}",
         "memory": describe_memory(limits, machine=psutil.virtual_memory()),
-        "gpus": gpus or "none that torch can use",
+        "gpus": gpus_text or "none that torch can use",
         "free disk": f"{format_gib(free_disk_bytes)} in {folder}",
     }
-    return facts, problems
+    return properties, problems
 
 
 def describe_memory(limits: CgroupLimits, *, machine: Any) -> str:
-    """Return the available and the usable memory. `machine` has the bytes `total` and `available` of the machine."""
+    """Return the available and the usable memory as text.
+
+    machine: the result of psutil.virtual_memory(), or an object with the same attributes `total` and `available`, in bytes.
+    """
     usable_bytes = min(machine.total, limits.memory_bytes or machine.total)
     available_bytes = max(0, min(machine.available, usable_bytes - limits.memory_used_bytes))
     memory_text = f"{format_gib(available_bytes)} available of {format_gib(usable_bytes)}"
@@ -104,10 +107,10 @@ def check_versions(version_by_package: Mapping[str, str]) -> list[str]:
     ]
     for gpu_package, cpu_package in (("fbgemm-gpu", "fbgemm-gpu-cpu"), ("faiss-gpu", "faiss-cpu")):
         if gpu_package in version_by_package and cpu_package in version_by_package:
-            both_packages = (
+            packages_text = (
                 f"{gpu_package} {version_by_package[gpu_package]} and {cpu_package} {version_by_package[cpu_package]}"
             )
-            problems.append(f"{both_packages} are installed together and overwrite each other's files; run make clean setup")
+            problems.append(f"{packages_text} are installed together and overwrite each other's files; run make clean setup")
         if gpu_package not in version_by_package and cpu_package not in version_by_package:
             problems.append(f"neither {gpu_package} nor {cpu_package} is installed; run make setup")
     for fbgemm_package in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
@@ -173,10 +176,12 @@ def cgroup_limits(
     return CgroupLimits(min(core_limits, default=None), memory_bytes, memory_used_bytes)
 
 
-def oom_kills(*, mount_folder: Path = Path("/sys/fs/cgroup"), membership_path: Path = Path("/proc/self/cgroup")) -> int | None:
+def count_oom_kills(
+    *, mount_folder: Path = Path("/sys/fs/cgroup"), membership_path: Path = Path("/proc/self/cgroup")
+) -> int | None:
     """Return the number of processes of this cgroup (v1 or v2) that the out-of-memory killer has ended; None: unknown."""
     for hierarchy_folder, cgroup_folder in _cgroup_folders(mount_folder, membership_path):
-        # In a container the path of the cgroup may be one of the host, which is not mounted. Therefore the root is read too.
+        # In a container, the listed path may belong to the host and not be mounted, so the root of the hierarchy is read too.
         for path in (folder / name for folder in (cgroup_folder, hierarchy_folder) for name in _OOM_FILE_NAMES):
             words = path.read_text().split() if path.is_file() else []
             if "oom_kill" in words:
@@ -197,14 +202,15 @@ def _read_integers(path: Path) -> list[int]:
     return [] if "max" in words else [int(word) for word in words]
 
 
-def _anonymous_bytes(path: Path) -> int:
-    """Return the bytes of anonymous memory. The other used memory is page cache, which the kernel can drop."""
-    name_value_pairs = (line.split() for line in path.read_text().splitlines()) if path.is_file() else ()
+def _anonymous_bytes(statistics_path: Path) -> int:
+    """Return the bytes of anonymous memory from `memory.stat`. Other used memory is page cache, which the kernel can drop."""
+    has_statistics = statistics_path.is_file()
+    name_value_pairs = (line.split() for line in statistics_path.read_text().splitlines()) if has_statistics else ()
     return sum(int(value) for name, value in name_value_pairs if name in ("anon", "total_rss"))
 
 
 def _probe_gpus() -> tuple[str, list[str]]:
-    """Return the GPUs as text, listed by a process that imports the training libraries; problems if the imports fail."""
+    """Import the training libraries in a separate process. Return its GPUs as text, and a problem if the imports fail."""
     try:
         process = subprocess.run(
             [sys.executable, "-c", _GPU_PROBE_SCRIPT], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 EVALUATION_USERS_SEED = 0
-"""Sample of users to evaluate, if there are more than evaluation.max_users."""
+"""Sample of the test users, if there are more than evaluation.max_users."""
 VALIDATION_USERS_SEED = 1
-"""Sample of users to validate on, if there are more than training.validation.max_users."""
+"""Sample of the validation users, if there are more than training.validation.max_users."""
 TIE_ORDER_SEED = 0
 """Order of items with equal scores in an exact ranking."""
 INDEX_ORDER_SEED = 0
@@ -46,7 +46,7 @@ def step_seed(seed: int, *, step: int, rank: int) -> int:
 
 
 def table_chunk_seed(seed: int, *, table: str, chunk: int) -> int:
-    """Return the seed for the random initial values of one chunk of table rows.
+    """Return the seed for the random initial values of one chunk of the rows of `table`. chunk: index of the chunk.
 
     >>> table_chunk_seed(7, table="item", chunk=0)
     2927366891489041854
@@ -55,12 +55,14 @@ def table_chunk_seed(seed: int, *, table: str, chunk: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch requires signed 64-bit seeds
 
 
-def negatives_key(seed: int, *, epoch: int, rank: int, known: bool = False) -> NDArray[np.uint64]:
+def negatives_key(seed: int, *, epoch: int, rank: int, for_known: bool = False) -> NDArray[np.uint64]:
     """Return the two numbers of the key for the Philox generator that draws the negatives of one epoch on one rank.
 
-    known: whether the key is for the known negatives of an unordered log.
+    for_known: whether the key is for the draws of known negatives in an unordered log.
     """
-    return np.random.SeedSequence([seed, epoch, rank, *[1] * known]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
+    return (
+        np.random.SeedSequence([seed, epoch, rank, *[1] * for_known]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
+    )
 
 
 def trial_seed(seed: int, *, trial: int) -> int:

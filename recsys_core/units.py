@@ -2,6 +2,7 @@
 
 DAY_S = 86_400
 DAY_US = DAY_S * 1_000_000
+TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 MIB = 2**20
 GIB = 2**30
 INT64_MAX = 2**63 - 1

@@ -19,7 +19,7 @@ import threading
 from importlib import import_module
 from uuid import UUID
 
-from recsys_core.parent_process import PARENT_VARIABLE, die_with_reader_of_output
+from recsys_core.parent_process import PARENT_VARIABLE, die_with_stdout_reader
 
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable in which Prefect's worker passes the id of the flow run to the process that it starts."""
@@ -39,7 +39,7 @@ def tie_to_worker() -> None:
     _, write_fd = start_reporter(flow_run_id)
     os.set_blocking(write_fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)  # the reporter reads a byte for each signal
-    die_with_reader_of_output()
+    die_with_stdout_reader()
 
 
 def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":

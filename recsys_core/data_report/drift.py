@@ -18,7 +18,9 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.parquet.duckdb_session import scan_sql
 
 NUM_BUCKETS = 10
+"""Number of buckets of items with about equally many events."""
 SMOOTHING = 0.001
+"""Number that is added to the share of each bucket."""
 MAX_MOVERS = 10
 _BATCH_ROWS = 1_000_000
 
@@ -34,12 +36,12 @@ class Mover(Frozen):
 
 
 def turnover_metrics(side: str, *, previous_count: Ints, count_I: Ints, previous_row_I: Ints) -> dict[str, float]:
-    """Return the numbers and shares of new and vanished items, or users. Those without an event are not counted.
+    """Return the numbers and shares of new and vanished items, or users. An item without an event is not counted.
 
-    New items are counted as a share of this run's items, vanished items as a share of the previous run's items.
+    The share of new items is relative to this run's items, the share of vanished items to the previous run's items.
 
     Args:
-        side: "item" or "user"; for users, I is the number of users.
+        side: "item" or "user". For "user", the arrays have one entry per user.
         previous_count: number of events of each item in the previous run.
         count_I: number of events of each item in this run.
         previous_row_I: for each row of this run, the row of the same id in the previous run; -1 for a new id.
@@ -53,14 +55,14 @@ def turnover_metrics(side: str, *, previous_count: Ints, count_I: Ints, previous
     was_known_I = previous_row_I >= 0
     was_present_I = np.zeros(len(count_I), bool)
     was_present_I[was_known_I] = previous_count[previous_row_I[was_known_I]] > 0
-    num_new = int(np.sum(is_present_I & ~was_present_I))
-    num_stayed = int(np.sum(is_present_I & was_present_I))
-    num_vanished = int(np.sum(previous_count > 0)) - num_stayed
+    num_new_ids = int(np.sum(is_present_I & ~was_present_I))
+    num_stayed_ids = int(np.sum(is_present_I & was_present_I))
+    num_vanished_ids = int(np.sum(previous_count > 0)) - num_stayed_ids
     return {
-        f"new_{side}s": num_new,
-        f"vanished_{side}s": num_vanished,
-        f"new_{side}_share": num_new / max(num_new + num_stayed, 1),
-        f"vanished_{side}_share": num_vanished / max(num_vanished + num_stayed, 1),
+        f"new_{side}s": num_new_ids,
+        f"vanished_{side}s": num_vanished_ids,
+        f"new_{side}_share": num_new_ids / max(num_new_ids + num_stayed_ids, 1),
+        f"vanished_{side}_share": num_vanished_ids / max(num_vanished_ids + num_stayed_ids, 1),
     }
 
 
@@ -90,33 +92,37 @@ def match_rows(
         for manifest in (interactions, previous_interactions)
     )
     current_ids_sql, previous_ids_sql = (f"(SELECT id, file_row_number AS row FROM {table_sql})" for table_sql in scans_sql)
-    query_sql = f"SELECT c.row AS current, p.row AS previous FROM {current_ids_sql} c JOIN {previous_ids_sql} p USING (id)"
+    query_sql = (
+        f"SELECT c.row AS current_row, p.row AS previous_row FROM {current_ids_sql} c JOIN {previous_ids_sql} p USING (id)"
+    )
     with duckdb.connect(config={"temp_directory": str(spill_folder), "memory_limit": "2GB"}) as connection:
         for batch in connection.sql(query_sql).to_arrow_reader(_BATCH_ROWS):
-            matched_rows[batch.column("current").to_numpy()] = batch.column("previous").to_numpy()
+            matched_rows[batch.column("current_row").to_numpy()] = batch.column("previous_row").to_numpy()
     return matched_rows
 
 
 def popularity_buckets(count_I: Ints) -> Ints:
-    """Return the bucket of each item, [I]. The ten buckets have about a tenth of the events each.
+    """Return the bucket of each item, [I]. Each of the ten buckets has about a tenth of the events.
 
     Bucket 0 has the most popular items. Items with equal counts are ordered by row.
 
     >>> popularity_buckets(np.array([5, 50, 25, 20, 0])).tolist()
     [9, 0, 5, 7, 9]
     """
-    order_I = rows_by_falling_count(count_I)
-    sorted_count_I = count_I[order_I]
+    row_by_popularity_I = rows_by_falling_count(count_I)
+    sorted_count_I = count_I[row_by_popularity_I]
     num_events_above_I = np.cumsum(sorted_count_I) - sorted_count_I
     bucket_I = np.empty(len(count_I), np.int64)
-    bucket_I[order_I] = np.minimum(NUM_BUCKETS * num_events_above_I // max(int(sorted_count_I.sum()), 1), NUM_BUCKETS - 1)
+    bucket_I[row_by_popularity_I] = np.minimum(
+        NUM_BUCKETS * num_events_above_I // max(int(sorted_count_I.sum()), 1), NUM_BUCKETS - 1
+    )
     return bucket_I
 
 
 def stability_index(previous_count: Ints, count: Ints, *, smoothing: float = SMOOTHING) -> float:
-    """Return the population stability index between two counts over the same buckets: sum of (a - b) * ln(a / b).
+    """Return the population stability index between two counts over the same buckets: the sum of (a - b) * ln(a / b).
 
-    For each bucket, a and b are its shares of the two counts. `smoothing` is added to each share, and the shares are rescaled
+    a and b are the shares of a bucket in the two counts. `smoothing` is added to each share, and the shares are rescaled
     to a sum of 1, so that an empty bucket has a large but finite effect. The index is 0 for equal shares. By the rule of thumb
     0.1 is a moderate and 0.25 a major shift (Siddiqi, Credit Risk Scorecards, 2006; Yurdakul, Statistical Properties of
     Population Stability Index, 2018).
@@ -165,7 +171,8 @@ def find_movers(
     previous_share_I[was_known_I] = previous_share[previous_row_I[was_known_I]]
     moved_rows = np.argsort(-np.abs(share_I - previous_share_I), kind="stable")[:MAX_MOVERS]
 
-    is_removed = np.ones(len(previous_count), bool)  # items that are no longer in the vocabulary
+    # An item that is no longer in the vocabulary has no row in this run.
+    is_removed = np.ones(len(previous_count), bool)
     is_removed[previous_row_I[was_known_I]] = False
     removed_rows = np.flatnonzero(is_removed)
     removed_rows = removed_rows[rows_by_falling_count(previous_count[removed_rows])[:MAX_MOVERS]]
@@ -176,11 +183,11 @@ def find_movers(
             np.stack([previous_share[removed_rows], np.zeros(len(removed_rows))], axis=1),
         ]
     )
-    item_ids = read_ids(interactions, moved_rows) + read_ids(previous_interactions, removed_rows)
+    item_ids = read_item_ids(interactions, moved_rows) + read_item_ids(previous_interactions, removed_rows)
     movers = [
-        Mover(id=item_id, previous_share=old_share, current_share=new_share)
-        for item_id, (old_share, new_share) in zip(item_ids, share_pairs.tolist(), strict=True)
-        if old_share != new_share
+        Mover(id=item_id, previous_share=previous, current_share=current)
+        for item_id, (previous, current) in zip(item_ids, share_pairs.tolist(), strict=True)
+        if previous != current
     ]
     movers.sort(key=lambda mover: -abs(mover.current_share - mover.previous_share))
     return tuple(movers[:MAX_MOVERS])
@@ -191,7 +198,7 @@ def compare_runs(
 ) -> tuple[dict[str, float], tuple[Mover, ...]]:
     """Return the drift metrics and the items with the largest change of popularity.
 
-    num_events_I: number of this run's events of each item: training, validation and test events.
+    num_events_I: number of events of each item in this run, in all splits.
     """
     previous_store, store = EventStore.open(previous_interactions), EventStore.open(interactions)
     previous_train_count, train_count_I = previous_store.train_count_I, store.train_count_I
@@ -217,8 +224,8 @@ def compare_runs(
     return {name: float(value) for name, value in metrics.items()}, movers
 
 
-def read_ids(interactions: InteractionsManifest, rows: Ints) -> list[str]:
-    """Return the item ids of a few rows, quoted and escaped for display."""
+def read_item_ids(interactions: InteractionsManifest, rows: Ints) -> list[str]:
+    """Return the item ids at a few rows of the vocabulary, quoted and escaped for display."""
     id_by_row: dict[int, str] = {}
     batch_start = 0
     with pq.ParquetFile(interactions.path(vocabulary_file("item"))) as file:

@@ -1,6 +1,6 @@
 """Counts of leaked, repeated and misplaced events, computed in one pass over the event store.
 
-Shapes: I items, U users of a chunk, E events of a chunk. The parts of the split: 0 training, 1 validation, 2 test.
+Shapes: I items, U users of a chunk, E events of a chunk. The parts of a split are numbered: 0 training, 1 validation, 2 test.
 """
 
 from dataclasses import dataclass, field
@@ -15,20 +15,21 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US, INT64_MAX
 
 MAX_CHUNK_EVENTS = 2_000_000
-"""Events per chunk; bounds the memory to about 250 MB for a log of any length."""
+"""Largest number of events in a chunk. It bounds the memory to about 250 MB for a log of any length."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass
 class SplitCounts:
-    """Counts over the whole event store. In a store without timestamps, counts that depend on time are 0."""
+    """Numbers of events in the whole event store. In a store without timestamps, counts that depend on time are 0."""
 
     num_events_I: Ints
     """Events of each item, in all parts."""
     num_test_events_I: Ints
+    """Test events of each item."""
     num_events_by_day: dict[int, Ints] = field(default_factory=dict)
-    """Days since 1970 -> number of events in each part, int64 [3]."""
+    """Number of events in each part, int64 [3], by day: the number of days since 1970."""
     num_duplicates: int = 0
     """Events that repeat another event of the same part: same user, item and time."""
     num_repeated_train_pairs: int = 0
@@ -40,15 +41,17 @@ class SplitCounts:
     num_future_events: int = 0
     """Training events that are later than the first test event of the same user."""
     num_misplaced_events: int = 0
-    """Events that the kind of split would put into another part; see `count_split`."""
+    """Events that belong to another part by the definition of the split; see `count_split_events`."""
     num_unordered_events: int = 0
-    """Events that are stored after a later event of the same user and part. Their histories contain later events."""
+    """Events that are stored after a later event of the same user and part, so that their histories contain later events."""
 
 
-def count_split(interactions: InteractionsManifest, *, split: Split, max_chunk_events: int = MAX_CHUNK_EVENTS) -> SplitCounts:
-    """Read the event store once, in chunks of users.
+def count_split_events(
+    interactions: InteractionsManifest, *, split: Split, max_chunk_events: int = MAX_CHUNK_EVENTS
+) -> SplitCounts:
+    """Count the events of the event store, which is read once, in chunks of users.
 
-    `num_misplaced_events` depends on split.kind:
+    What counts as a misplaced event (`num_misplaced_events`) depends on split.kind:
 
     - time: training events after the first validation or test event, and validation events after the first test event.
     - leave_last_out: each user's validation events beyond the first, and each user's test events beyond the first. One more
@@ -72,17 +75,19 @@ def count_split(interactions: InteractionsManifest, *, split: Split, max_chunk_e
     return counts
 
 
-def _value_at(chunk: UserChunk, index_U3: Ints, value_E: Ints, *, default: int) -> Ints:
-    """Return the value at each index; `default` for a part of a user without events."""
+def _values_at(chunk: UserChunk, index_U3: Ints, value_E: Ints, *, default: int) -> Ints:
+    """Return the value at each index, [U, 3]; `default` where a user has no event in a part."""
     return np.where(chunk.num_events_U3 > 0, value_E[np.clip(index_U3, 0, len(value_E) - 1)], default)
 
 
 def _count_repetitions(chunk: UserChunk, counts: SplitCounts, *, num_items: int) -> None:
+    """Add the repeated pairs, the duplicates and the leaked events of a chunk to `counts`."""
     # Sort by (user, item). The sort is stable, so the events of a pair stay ordered by part and time.
     pair_E = chunk.user_E * num_items + chunk.item_E
     order_E = np.argsort(pair_E, kind="stable")
     pair_E, part_E = pair_E[order_E], chunk.split_E[order_E]
     is_repeated_E = np.concatenate([[False], pair_E[1:] == pair_E[:-1]])
+    # Part of the first event with the same user and item.
     first_part_E = part_E[np.maximum.accumulate(np.where(is_repeated_E, 0, np.arange(len(pair_E))))]
     counts.num_repeated_train_pairs += int(np.sum(is_repeated_E & (part_E == 0)))
     counts.num_repeated_test_pairs += int(np.sum((part_E == 2) & (first_part_E == 0)))
@@ -99,6 +104,7 @@ def _count_repetitions(chunk: UserChunk, counts: SplitCounts, *, num_items: int)
     order_E = np.lexsort((part_E, time_E, pair_E))
     pair_E, part_E, time_E = pair_E[order_E], part_E[order_E], time_E[order_E]
     is_first_copy_E = np.concatenate([[True], (pair_E[1:] != pair_E[:-1]) | (time_E[1:] != time_E[:-1])])[: len(pair_E)]
+    # Part of the first event with the same user, item and time.
     first_part_E = part_E[np.maximum.accumulate(np.where(is_first_copy_E, np.arange(len(pair_E)), 0))]
     counts.num_leaked_events += int(np.sum(part_E > first_part_E))
 
@@ -106,21 +112,25 @@ def _count_repetitions(chunk: UserChunk, counts: SplitCounts, *, num_items: int)
 def _count_by_time(
     chunk: UserChunk, time_E: Ints, counts: SplitCounts, *, split: Split, first_held_out_times: tuple[int, int]
 ) -> None:
+    """Add the counts of a chunk that depend on the times of its events to `counts`.
+
+    first_held_out_times: times of the first validation event and of the first test event; used only for a split by time.
+    """
     day_part_code, num_events = np.unique(time_E // DAY_US * 3 + chunk.split_E, return_counts=True)
     for day, part, num_day_events in zip(
         (day_part_code // 3).tolist(), (day_part_code % 3).tolist(), num_events.tolist(), strict=True
     ):
         counts.num_events_by_day.setdefault(day, np.zeros(3, np.int64))[part] += num_day_events
-    is_same_segment = chunk.segment_E[1:] == chunk.segment_E[:-1]
-    counts.num_unordered_events += int(np.sum(is_same_segment & (time_E[1:] < time_E[:-1])))
+    is_same_user_and_part = chunk.segment_E[1:] == chunk.segment_E[:-1]
+    counts.num_unordered_events += int(np.sum(is_same_user_and_part & (time_E[1:] < time_E[:-1])))
     end_U3 = np.cumsum(chunk.num_events_U3.ravel()).reshape(-1, 3)
-    first_time_U3 = _value_at(chunk, end_U3 - chunk.num_events_U3, time_E, default=INT64_MAX)
-    last_time_U3 = _value_at(chunk, end_U3 - 1, time_E, default=-INT64_MAX)
+    first_time_U3 = _values_at(chunk, end_U3 - chunk.num_events_U3, time_E, default=INT64_MAX)
+    last_time_U3 = _values_at(chunk, end_U3 - 1, time_E, default=-INT64_MAX)
     counts.num_future_events += int(np.sum((chunk.split_E == 0) & (time_E > first_time_U3[chunk.user_E, 2])))
     if split.kind == "time":
         first_validation_time, first_test_time = first_held_out_times
-        first_later_time_3 = np.array([min(first_validation_time, first_test_time), first_test_time, INT64_MAX])
-        counts.num_misplaced_events += int(np.sum(time_E > first_later_time_3[chunk.split_E]))
+        first_time_of_later_parts = np.array([min(first_validation_time, first_test_time), first_test_time, INT64_MAX])
+        counts.num_misplaced_events += int(np.sum(time_E > first_time_of_later_parts[chunk.split_E]))
     if split.kind == "leave_last_out":
         counts.num_misplaced_events += int(np.sum(first_time_U3[:, 1] < last_time_U3[:, 0]))
         counts.num_misplaced_events += int(np.sum(first_time_U3[:, 2] < np.maximum(last_time_U3[:, 0], last_time_U3[:, 1])))

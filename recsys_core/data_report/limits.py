@@ -56,11 +56,11 @@ METRICS: dict[str, tuple[str, Unit]] = {
 
 
 class DataReportConfig(Settings):
-    """Limits on the ingested data. A run whose data breaks a limit stops before training, with exit code 2.
+    """Limits on the ingested data. A run whose data violates a limit stops before the training, with exit code 2.
 
     A value without a limit is only reported.
-    "Previous run" is the newest earlier run in the workspace that broke no limit. Limits that compare two runs do not apply to
-    the first run.
+    The "previous run" is the last run in the workspace whose data passed all limits. Limits that compare two runs do not apply
+    to the first run.
     """
 
     min_train_events: int | None = Field(
@@ -149,8 +149,11 @@ WARNINGS = (
 """(metric, largest value without a warning, end of the warning). The warning begins with the value of the metric."""
 
 
-class Check(Frozen):
-    """One limit and the value of the metric. limit: None without a limit. value: None if the metric was not measured."""
+class LimitCheck(Frozen):
+    """The check of a metric against its limit.
+
+    value: value of the metric; None if it was not measured. limit: None if no limit is set.
+    """
 
     setting: str
     description: str
@@ -161,8 +164,8 @@ class Check(Frozen):
     limit_text: str
 
 
-def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tuple[Check, ...]:
-    """Check every limit. A metric that was not measured (no previous run, no timestamps) violates no limit.
+def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tuple[LimitCheck, ...]:
+    """Check every limit. A metric that was not measured, for lack of a previous run or of timestamps, violates no limit.
 
     >>> checks = check_limits({"event_drop_share": 0.75}, DataReportConfig(max_event_drop_share=0.5))
     >>> [(check.setting, check.is_passed, check.value_text, check.limit_text) for check in checks if check.value is not None]
@@ -171,7 +174,7 @@ def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tupl
     return tuple(_check_limit(setting, getattr(config, setting), metrics) for setting in DataReportConfig.model_fields)
 
 
-def _check_limit(setting: str, limit: float | None, metrics: Mapping[str, float]) -> Check:
+def _check_limit(setting: str, limit: float | None, metrics: Mapping[str, float]) -> LimitCheck:
     is_minimum = setting.startswith("min_")
     metric_name = _METRIC_BY_SETTING.get(setting, setting.removeprefix("min_").removeprefix("max_"))
     description, unit = METRICS[metric_name]
@@ -179,7 +182,7 @@ def _check_limit(setting: str, limit: float | None, metrics: Mapping[str, float]
     # Comparisons with NaN are false, so a metric that was not measured violates no limit.
     is_violated = limit is not None and (value < limit if is_minimum else value > limit)
     limit_text = "no limit" if limit is None else f"{'at least' if is_minimum else 'at most'} {format_metric(limit, unit)}"
-    return Check(
+    return LimitCheck(
         setting=setting,
         description=description,
         value=None if math.isnan(value) else value,
@@ -190,7 +193,7 @@ def _check_limit(setting: str, limit: float | None, metrics: Mapping[str, float]
     )
 
 
-def describe_breaches(checks: tuple[Check, ...]) -> tuple[str, ...]:
+def describe_breaches(checks: tuple[LimitCheck, ...]) -> tuple[str, ...]:
     """Return one sentence per violated limit."""
     return tuple(
         f"{check.description}: {check.value_text}, but data_report.{check.setting} requires {check.limit_text}"
@@ -200,7 +203,7 @@ def describe_breaches(checks: tuple[Check, ...]) -> tuple[str, ...]:
 
 
 def describe_held_out_users(metrics: Mapping[str, float]) -> str:
-    """Return the numbers of validation and test users, which limit the precision of the metrics of a run.
+    """Return the numbers of validation and test users as text. The fewer they are, the less precise are the metrics of a run.
 
     >>> describe_held_out_users({"validation_users": 1_200.0, "test_users": 950.0})
     '1,200 validation users, 950 test users'
@@ -211,7 +214,7 @@ def describe_held_out_users(metrics: Mapping[str, float]) -> str:
 
 
 def find_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Return one sentence for each suspicious metric, also if its limit is not set or not violated."""
+    """Return one sentence for each suspicious metric, even if its limit is not set or not violated."""
     warnings = []
     psi = metrics.get("popularity_psi", math.nan)
     if psi >= MODERATE_PSI:

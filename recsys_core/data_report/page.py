@@ -9,7 +9,7 @@ from markupsafe import Markup
 from recsys_core import plots
 from recsys_core.config import Frozen
 from recsys_core.data_report.drift import Mover
-from recsys_core.data_report.limits import METRICS, Check, format_metric
+from recsys_core.data_report.limits import METRICS, LimitCheck, format_metric
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
 from recsys_core.manifests import ColumnStatistics, DataReportManifest
 from recsys_core.plots import render_page
@@ -46,12 +46,12 @@ class DataReport(Frozen):
     num_files: int
     num_rows: int
     num_files_read: int
-    """Number of files that were new or had changed. The other files were read by earlier runs."""
+    """Number of new or changed files. Earlier runs read the other files."""
     num_rows_read: int
     metrics: dict[str, float]
     """Metrics that could be measured."""
     previous_metrics: dict[str, float]
-    checks: tuple[Check, ...]
+    checks: tuple[LimitCheck, ...]
     breaches: tuple[str, ...]
     warnings: tuple[str, ...]
     columns: dict[str, ColumnStatistics]
@@ -69,7 +69,7 @@ class DataReport(Frozen):
 
 
 def to_html(report: DataReport, *, run_name: str) -> str:
-    """Render the page of the run named `run_name`."""
+    """Return the HTML page of the report of the run named `run_name`."""
     plot_by_title = {
         "Events per day": plot_days(report.days),
         "Popularity of items": plot_popularity(report),
@@ -134,12 +134,12 @@ def plot_days(days: Sequence[Day]) -> Markup | None:
         events_by_part[:, day_index // days_per_bar] += (day.train, day.validation, day.test)
 
     figure, axes = plots.new_figure(size=_PLOT_SIZE, grid_axis="y")
-    bottom = np.zeros(num_bars)
+    bar_bottom = np.zeros(num_bars)
     for events_of_part, part_name, colour in zip(
         events_by_part, ("training", "validation", "test"), (plots.BLUE, plots.GREEN, plots.ORANGE), strict=True
     ):
-        axes.bar(range(num_bars), events_of_part, 0.86, bottom=bottom, color=colour, label=part_name)
-        bottom += events_of_part
+        axes.bar(range(num_bars), events_of_part, 0.86, bottom=bar_bottom, color=colour, label=part_name)
+        bar_bottom += events_of_part
     labelled_bars = range(0, num_bars, max(1, num_bars // 6))
     axes.set_xticks(labelled_bars, [str(first_day + days_per_bar * bar) for bar in labelled_bars])
     axes.set_xlabel("day (UTC)" if days_per_bar == 1 else f"first of {days_per_bar} days (UTC)")
@@ -170,7 +170,7 @@ def plot_popularity(report: DataReport) -> Markup:
 
 
 def plot_histories(history_lengths: Sequence[tuple[str, int]]) -> Markup:
-    """Plot how many users have how many training events."""
+    """Plot the number of users in each range of the number of training events."""
     figure, axes = plots.new_figure(size=_PLOT_SIZE, grid_axis="y")
     axes.bar(
         [range_name for range_name, _ in history_lengths],

@@ -1,4 +1,4 @@
-"""Work of the stage `check_data`: statistics of the ingested data, drift since the previous run, leaks, and limits.
+"""Stage `check_data`: statistics of the ingested data, drift since the previous run, leaks, and limits.
 
 Shapes: I items, U users.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from recsys_core.data_report.drift import Mover, compare_runs
-from recsys_core.data_report.leaks import count_split
+from recsys_core.data_report.leaks import count_split_events
 from recsys_core.data_report.limits import DataReportConfig, check_limits, describe_breaches, find_warnings
 from recsys_core.data_report.page import DataReport, Day, to_html
 from recsys_core.data_report.statistics import (
@@ -27,7 +27,7 @@ from recsys_core.manifests import DataReportManifest, InteractionsManifest, Stag
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """The earlier run that this run is compared with: its name, its interactions, and the metrics of its own report."""
+    """The run with which this run is compared: its name, its interactions, and the metrics of its data report."""
 
     name: str
     interactions: InteractionsManifest
@@ -44,8 +44,8 @@ def report_data(
 ) -> DataReportManifest:
     """Measure the event store, compare it with the previous run, check the limits, and write report.json and report.html.
 
-    Memory does not grow with the number of events, because they are read in chunks of users. Broken limits are listed in the
-    manifest's `breaches`; the caller decides whether the run stops.
+    Memory does not grow with the number of events, because they are read in chunks of users. The manifest lists violated limits
+    as `breaches`; the caller decides whether the run stops.
     """
     fingerprint = fingerprint_of(
         "data_report", config, split, interactions, previous and [previous.name, previous.interactions]
@@ -77,7 +77,7 @@ def build_report(
     spill_folder: Path,
 ) -> DataReport:
     """Return the report; the caller writes it. DuckDB may write temporary files into `spill_folder`."""
-    split_counts = count_split(interactions, split=split)
+    split_counts = count_split_events(interactions, split=split)
     store = EventStore.open(interactions)
     metrics = size_metrics(interactions, split_counts) | share_metrics(interactions, split_counts)
     if not split.has_validation:
@@ -122,5 +122,5 @@ def build_report(
 
 
 def without_nan(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Drop the metrics that could not be measured."""
+    """Return the metrics that could be measured."""
     return {name: float(value) for name, value in metrics.items() if not math.isnan(value)}

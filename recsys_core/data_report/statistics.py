@@ -14,16 +14,16 @@ from recsys_core.manifests import InteractionsManifest
 
 HEAD_SHARE = 0.01
 """Share of the items with training events that form the head: the most popular items."""
-_CURVE_POINTS = 60
+_NUM_CURVE_POINTS = 60
 
 Ints = NDArray[np.int64]
 
 
 def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) -> dict[str, float]:
-    """Return numbers of events, users, items and days, and the lengths of histories."""
+    """Return the numbers of events, users, items and days, and the median, 95th percentile and maximum of history lengths."""
     store = EventStore.open(interactions)
     train_count_U = store.train_count_U
-    nonempty_lengths = train_count_U[train_count_U > 0]
+    history_lengths = train_count_U[train_count_U > 0]
     num_days = (
         max(split_counts.num_events_by_day) - min(split_counts.num_events_by_day) + 1
         if split_counts.num_events_by_day
@@ -40,15 +40,15 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
         "items_in_catalogue": float(interactions.num_items),
         "days": float(num_days),
         "empty_day_share": 1 - len(split_counts.num_events_by_day) / num_days,
-        "history_median": float(np.median(nonempty_lengths)),
-        "history_p95": float(np.percentile(nonempty_lengths, 95)),
-        "history_longest": float(nonempty_lengths.max()),
+        "history_median": float(np.median(history_lengths)),
+        "history_p95": float(np.percentile(history_lengths, 95)),
+        "history_longest": float(history_lengths.max()),
         "files_without_checksums": float(_num_files_without_checksums(interactions)),
     }
 
 
 def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) -> dict[str, float]:
-    """Return shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN."""
+    """Return the shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN."""
     store = EventStore.open(interactions)
     train_count_I = store.train_count_I
     num_train_events, num_test_events = interactions.num_train_events, interactions.num_test_events
@@ -60,7 +60,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts)
     descending_train_count_I = np.sort(train_count_I[train_count_I > 0])[::-1]
     num_head_items = max(1, math.ceil(HEAD_SHARE * len(descending_train_count_I)))
     test_users = store.users_with_targets("test")
-    # Duplicates and leaks are copies with the same user, item and time, so they are not measured without timestamps.
+    # Duplicates and leaks are events with the same user, item and time, so they cannot be measured without timestamps.
     has_times = store.has_times
     num_split_violations = float(
         split_counts.num_misplaced_events + (split_counts.num_unordered_events if interactions.is_ordered else 0)
@@ -86,7 +86,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts)
 
 
 def gini(count_I: Ints) -> float:
-    """Return the Gini coefficient of the counts: 0 for equal counts, near 1 if one item has all events.
+    """Return the Gini coefficient of the counts: 0 for equal counts, near 1 if one of many items has all events.
 
     >>> gini(np.array([2, 2, 2, 2])), gini(np.array([0, 0, 0, 8]))
     (0.0, 0.75)
@@ -101,7 +101,7 @@ def gini(count_I: Ints) -> float:
 
 
 def history_histogram(length_U: Ints) -> tuple[tuple[str, int], ...]:
-    """Return (range of the number of training events, number of users). The limits of the ranges are powers of two.
+    """Return (range of the number of training events, number of users) for ranges that start at powers of two.
 
     >>> history_histogram(np.array([0, 1, 2, 3, 4, 4, 9]))
     (('0', 1), ('1', 1), ('2-3', 2), ('4-7', 2), ('8-15', 1))
@@ -114,20 +114,21 @@ def history_histogram(length_U: Ints) -> tuple[tuple[str, int], ...]:
 
 
 def popularity_curve(count_I: Ints) -> tuple[tuple[int, float], ...]:
-    """Return (popularity rank from 1, share of the events), at ranks evenly spaced on a logarithmic scale."""
+    """Return (popularity rank from 1, share of the events) for ranks that are evenly spaced on a logarithmic scale."""
     descending_count_I = np.sort(count_I[count_I > 0])[::-1]
     if not len(descending_count_I):
         return ()
-    popularity_rank = np.unique(np.geomspace(1, len(descending_count_I), _CURVE_POINTS).round().astype(np.int64))
+    popularity_rank = np.unique(np.geomspace(1, len(descending_count_I), _NUM_CURVE_POINTS).round().astype(np.int64))
     share = descending_count_I[popularity_rank - 1] / descending_count_I.sum()
     return tuple(zip(popularity_rank.tolist(), share.tolist(), strict=True))
 
 
 def _num_files_without_checksums(interactions: InteractionsManifest) -> int:
-    """Return the number of files without page checksums. A flipped bit in such a file cannot be detected."""
+    """Return the number of input files without page checksums, in which a flipped bit cannot be detected."""
     files_with_checksums = {file.source for part in interactions.parts for file in part.files if file.has_checksums}
     return sum(source not in files_with_checksums for source in interactions.sources)
 
 
 def _ratio(part: float, whole: float) -> float:
+    """Return part / whole; NaN if `whole` is 0."""
     return part / whole if whole else math.nan

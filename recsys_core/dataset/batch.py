@@ -1,6 +1,6 @@
 """The input of a training step, and its assembly from users, histories and candidates.
 
-Shapes: B queries, N sampled negatives, C = B + N candidates, V distinct items, H entries of all histories, L ragged entries.
+Shapes: B queries, C candidates, V distinct items, H entries of all histories, L entries of a ragged array.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from recsys_core.dataset.jagged import Int64Array, JaggedArray
 
 @dataclass(frozen=True)
 class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
-    """B queries with their positives, N sampled negatives, and the V distinct items of candidates and histories.
+    """B queries, their candidates (positives and negatives), and the V distinct items of candidates and histories.
 
     Candidates and histories are indices into the V items, so each item is looked up once per step.
     """
@@ -33,31 +33,31 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     item_row_V: Tensor
     """int64 [V]: row of each distinct item in the catalogue."""
     candidate_index_C: Tensor
-    """int64 [C], indices into the V items: the B positives, then the N sampled negatives."""
+    """int64 [C], indices into the V items: the B positives, then the negatives; see TrainLoader."""
     history_index_H: Tensor
     """int64 [H], indices into the V items: the histories one after the other, each oldest first."""
     history_offset: Tensor
     """int64 [B + 1]: the history of query b is history_index_H[history_offset[b]:history_offset[b + 1]]."""
     item_feature_weight: dict[str, Tensor]
-    """For each weighted item feature, a float32 tensor with one weight per value of the feature."""
+    """float32 tensor with one weight for each value of a weighted item feature, by the key of the feature."""
     loss_weight: Tensor | None = None
-    """float32 [B]: factor of each query's loss. The mean over all training events is 1. None: all factors are 1."""
+    """float32 [B]: factor of each query's loss, with a mean of 1 over all training events; None: all factors are 1."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Copy the batch to `device`."""
         if self.item_row_V.device == device:
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Copy the batch to page-locked memory."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory allocated until `stream` has read it."""
-        self._map(lambda tensor: tensor.record_stream(stream))
+        self._map_tensors(lambda tensor: tensor.record_stream(stream))
 
-    def _map(self, function: Callable[[Any], Any]) -> Self:
+    def _map_tensors(self, function: Callable[[Any], Any]) -> Self:
         mapped_fields: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -70,10 +70,10 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
 
 @dataclass(frozen=True)
 class Assembler:
-    """Builds batches.
+    """Builds batches from rows of users and items, and adds their features.
 
     Args:
-        user_batch_key: the key of Batch.sparse for the table of user ids; None: the model has no such table.
+        user_batch_key: the key of Batch.sparse that looks up the table of user ids; None: the model has no such table.
         features: features of users, events and items; None: the model uses none.
     """
 
@@ -98,7 +98,7 @@ class Assembler:
             candidate_row_C: item rows, the B positives first; empty if only queries are encoded.
             loss_weight_B: factor of each query's loss; None: all factors are 1.
         """
-        position_in_V, item_row_V = pd.factorize(np.concatenate([candidate_row_C, history.values_L]))
+        distinct_index, item_row_V = pd.factorize(np.concatenate([candidate_row_C, history.values_L]))
         item_row_V = _at_least_one_row(item_row_V)  # one unused item if there are no candidates and no histories
         sparse, item_feature_weight = self._query_features(user_row_B, event_index_B), {}
         unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
@@ -113,8 +113,8 @@ class Assembler:
             sparse=sparse,
             batch_size=len(user_row_B),
             item_row_V=torch.from_numpy(item_row_V),
-            candidate_index_C=torch.from_numpy(position_in_V[: len(candidate_row_C)]),
-            history_index_H=torch.from_numpy(position_in_V[len(candidate_row_C) :]),
+            candidate_index_C=torch.from_numpy(distinct_index[: len(candidate_row_C)]),
+            history_index_H=torch.from_numpy(distinct_index[len(candidate_row_C) :]),
             history_offset=torch.from_numpy(history.offset),
             item_feature_weight=item_feature_weight,
             loss_weight=None if loss_weight_B is None else torch.from_numpy(loss_weight_B),
@@ -126,11 +126,12 @@ class Assembler:
         return self.batch(user_row_B=empty, event_index_B=empty, history=JaggedArray.empty(0), candidate_row_C=item_row)
 
     def _query_features(self, user_row_B: Int64Array, event_index_B: Int64Array) -> dict[str, KeyedJaggedTensor]:
+        """Return the values to look up for each query (user ids, user features, context features), by kind of lookup."""
         pooled = {"user": JaggedArray.from_single_values(user_row_B)} if self.user_batch_key == POOLED else {}
         pooled_weighted: dict[str, JaggedArray] = {}
         weight_arrays: list[NDArray[np.float32]] = []
-        for side, index_B in (("user", user_row_B), ("context", event_index_B)):
-            for key, feature in self._keyed_features(side):
+        for owner_kind, index_B in (("user", user_row_B), ("context", event_index_B)):
+            for key, feature in self._keyed_features(owner_kind):
                 table_rows, weight_L = feature.rows_and_weights(index_B)
                 if weight_L is None:
                     pooled[key] = table_rows
@@ -145,9 +146,10 @@ class Assembler:
             sparse[POOLED_WEIGHTED] = keyed_jagged(pooled_weighted, num_samples=len(user_row_B), weight_L=weight_L)
         return sparse
 
-    def _keyed_features(self, side: str) -> list[tuple[str, Feature]]:
+    def _keyed_features(self, owner_kind: str) -> list[tuple[str, Feature]]:
+        """Return the features of users, items or events with their keys. owner_kind: "user", "item" or "context"."""
         feature_by_key = self.features.feature_by_key if self.features is not None else {}
-        return [(key, feature) for key, feature in feature_by_key.items() if key.startswith(f"{side}.")]
+        return [(key, feature) for key, feature in feature_by_key.items() if key.startswith(f"{owner_kind}.")]
 
 
 def _at_least_one_row(rows: Int64Array) -> Int64Array:
@@ -158,21 +160,21 @@ def _at_least_one_row(rows: Int64Array) -> Int64Array:
 def keyed_jagged(
     features: Mapping[str, JaggedArray], *, num_samples: int, weight_L: NDArray[np.float32] | None = None
 ) -> KeyedJaggedTensor:
-    """Build a KeyedJaggedTensor; a feature with fewer than `num_samples` lists gets empty lists at its end.
+    """Build a KeyedJaggedTensor. A feature with fewer than `num_samples` lists gets empty lists at its end.
 
-    weight_L: one weight for each value, in the order of `features`.
+    weight_L: one weight for each value, feature by feature in the order of `features`.
     """
-    length_FB: NDArray[np.int32] = np.zeros((len(features), num_samples), np.int32)
-    for feature_lengths, feature in zip(length_FB, features.values(), strict=True):
+    lengths_by_feature: NDArray[np.int32] = np.zeros((len(features), num_samples), np.int32)
+    for feature_lengths, feature in zip(lengths_by_feature, features.values(), strict=True):
         np.subtract(feature.offset[1:], feature.offset[:-1], out=feature_lengths[: len(feature)], casting="unsafe")
     num_values_per_feature = [len(feature.values_L) for feature in features.values()]
     return KeyedJaggedTensor(
         keys=list(features),
         values=torch.from_numpy(np.concatenate([feature.values_L for feature in features.values()])),
         weights=None if weight_L is None else torch.from_numpy(weight_L),
-        lengths=torch.from_numpy(length_FB.reshape(-1)),
+        lengths=torch.from_numpy(lengths_by_feature.reshape(-1)),
         stride=num_samples,
-        # Without these two arguments TorchRec would compute them in the training thread.
+        # Without these two arguments, TorchRec would compute them in the training thread.
         length_per_key=num_values_per_feature,
         offset_per_key=[0, *accumulate(num_values_per_feature)],
     )

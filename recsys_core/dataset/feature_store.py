@@ -1,8 +1,8 @@
 """Memory-mapped feature arrays (see FeaturesManifest), and the lookup of the features of a batch.
 
-Shapes: L entries of the returned lists, N numbers.
+Shapes: L values of all returned lists, N numbers.
 
-This module does not import torch, because model specs are also read in processes that do not load torch.
+This module does not import torch, because processes without torch read model specs, which use it.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from recsys_core.manifests import FeaturesManifest, IngestedFeature
 UNPOOLED, POOLED, POOLED_WEIGHTED = "unpooled", "pooled", "pooled_weighted"
 """Kinds of lookup, the keys of `Batch.sparse`.
 
-UNPOOLED: one embedding for each value; used for item rows, item features and user rows. POOLED: one vector for each query, the
-pooled embeddings of its values. POOLED_WEIGHTED: like POOLED, with a weight for each value.
+UNPOOLED: one embedding for each value, for item rows, item features and user rows. POOLED: one vector for each query, which
+pools the embeddings of its values. POOLED_WEIGHTED: like POOLED, with a weight for each value.
 """
 
 FeatureForm = Literal["single", "list", "weighted_list", "number"]
@@ -36,8 +36,7 @@ ARRAYS_BY_FORM: dict[FeatureForm, tuple[str, ...]] = {
     "weighted_list": ("row", "offset", "weight"),
     "number": ("row", "weight"),
 }
-"""Arrays of a feature: <key>.row.npy and so on, see FeaturesManifest."""
-
+"""Names of the arrays of a feature. The array `row` is in <key>.row.npy; see FeaturesManifest."""
 
 MAX_DEVIATIONS = 10.0
 """Standardised values are clipped to this many standard deviations, so that an outlier cannot dominate a training step."""
@@ -57,7 +56,7 @@ class Feature:
     weights: NDArray[np.float32] | None
 
     def rows_and_weights(self, owner_index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-        """Return the table rows of each user, item or event in `owner_index`, and the weight of each of these rows, if any."""
+        """Return the table rows of each user, item or event in `owner_index`, and the weight of each table row, or None."""
         if self.offset is None:
             lists = JaggedArray(np.arange(len(owner_index) + 1), self.table_rows[owner_index].astype(np.int64))
             return lists, None if self.weights is None else self.weights[owner_index]
@@ -90,7 +89,7 @@ class FeatureStore:
 
 
 def feature_form(feature: IngestedFeature) -> FeatureForm:
-    """Return the form of a feature."""
+    """Return the form in which a feature is stored."""
     if feature.kind in ("list", "weighted_list"):
         return feature.kind
     return "number" if feature.is_weighted else "single"
@@ -107,6 +106,6 @@ def standardised(value_N: NDArray[np.float64], *, mean: float, std: float) -> ND
     if std < np.finfo(np.float64).tiny:
         return np.zeros(len(value_N), np.float32)
     with np.errstate(over="ignore"):
-        # The numbers are halved, because the difference of two finite numbers may overflow.
+        # Both numbers are halved, because the difference of two large numbers may overflow.
         z_score_N = (value_N / 2 - mean / 2) / (std / 2)
     return np.nan_to_num(np.clip(z_score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)

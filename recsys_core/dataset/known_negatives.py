@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
-from recsys_core.dataset.layout import EventArrays, Parts
+from recsys_core.dataset.layout import EventArrays, ShardArrays
 from recsys_core.dataset.shards import EventArray, EventIndices, ShardedEventIndices, UserArray, event_array, user_array
 
 NUM_SPLITS = 3
@@ -19,13 +19,13 @@ NUM_SPLITS = 3
 
 @dataclass(frozen=True)
 class KnownNegatives:
-    """The known negatives of all users, memory-mapped. No training event of a user has an item that is a negative of the user.
+    """The known negatives of all users, memory-mapped. A user's known negatives and training events have no item in common.
 
     Attributes:
         train_start, validation_start, test_start: int64 [U], index of each user's first known negative of each split.
         item_L: item rows, oldest first within a user and split.
-        event_L: index in the log of the first event that is not before the known negative, ascending; see
-            InteractionsManifest; None if the events have no order.
+        event_L: index in the log of the first event that is not before each known negative (see InteractionsManifest),
+            ascending. None if the events have no order.
     """
 
     train_start: UserArray
@@ -39,15 +39,18 @@ class KnownNegatives:
         """Return the known negatives of an event store; None if its ingest did not keep them."""
         if arrays.negative_offset is None or arrays.negative_item is None:
             return None
-        start_S = Parts.of(arrays.negative_item).start_S
-        start_of = partial(user_array, arrays.negative_offset, num_users=arrays.num_users, start_S=start_S, step=NUM_SPLITS)
+        start_S = ShardArrays.of(arrays.negative_item).start_S
+        starts_of_split = partial(
+            user_array, arrays.negative_offset, num_users=arrays.num_users, start_S=start_S, step=NUM_SPLITS
+        )
         event_L: EventIndices | None
-        if isinstance(arrays.negative_event, Parts):
-            event_L = ShardedEventIndices(arrays.negative_event, event_start_S=Parts.of(arrays.event_item).start_S)
+        if isinstance(arrays.negative_event, ShardArrays):
+            event_L = ShardedEventIndices(arrays.negative_event, event_start_S=ShardArrays.of(arrays.event_item).start_S)
         else:
             event_L = arrays.negative_event
         item_L = event_array(arrays.negative_item)
-        return cls(start_of(first=0), start_of(first=1), start_of(first=2), item_L=item_L, event_L=event_L)
+        train_start, validation_start, test_start = (starts_of_split(first_entry=split) for split in range(NUM_SPLITS))
+        return cls(train_start, validation_start, test_start, item_L=item_L, event_L=event_L)
 
     @property
     def num_train_negatives_U(self) -> Int64Array:
@@ -60,15 +63,16 @@ class KnownNegatives:
         return JaggedArray.from_slices(self.item_L, start=self.train_start[user_B], end=end[user_B])
 
     def at_events(self, event_B: Int64Array, user_B: Int64Array, *, max_items: int, draw_B: NDArray[np.float64]) -> JaggedArray:
-        """Return at most `max_items` known negatives for each training event, of the event's user and of the training split.
+        """Return, for each training event, at most `max_items` of its user's known negatives in the training split.
 
-        In an ordered log they are the newest known negatives before or at the event. Otherwise they are drawn without
-        replacement: the known negatives of a user are stored in random order, and are taken from a random index on.
+        In an ordered log, they are the newest known negatives before or at the event. In an unordered log, they are drawn
+        without replacement: a user's known negatives are stored in random order, and are taken from a random index on,
+        continuing at the first one after the last one.
 
         Args:
             event_B: index of each event in the log.
             user_B: row of each event's user.
-            draw_B: uniform random numbers from 0 to 1; used only for an unordered log.
+            draw_B: a uniform random number from 0 to 1 for each event; used only for an unordered log.
         """
         start_B = self.train_start[user_B]
         if self.event_L is not None:

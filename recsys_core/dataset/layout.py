@@ -1,4 +1,4 @@
-"""Array files, and the files of an event store that the ingest writes and `EventStore` maps. See InteractionsManifest."""
+"""Array files, and the files of an event store (see InteractionsManifest), which the ingest writes and `EventStore` maps."""
 
 import errno
 import math
@@ -20,18 +20,18 @@ CONTEXT_FILE = "context.parquet"
 ITEM_TITLES_FILE = "item_titles.parquet"
 ITEM_COLUMNS_FILE = "item_columns.parquet"
 EVENT_ARRAYS = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "event_time")
-"""Arrays that identify the events: user, split, item and time."""
+"""Arrays with the user, split, item and time of the events."""
 HISTORY_ARRAYS = ("user_offset", "event_item")
 """Arrays with the items of each user, in the order of the log."""
 SHARDED_ARRAYS = (
     *("user_offset", "train_end", "validation_end", "event_offset", "event_item", "event_time", "event_weight"),
     *("negative_offset", "negative_item", "negative_event"),
 )
-"""Arrays of which each shard has its own file. The other arrays of an event store are in one file."""
+"""Arrays that are stored in one file for each shard. Every other array of an event store has a single file."""
 
 
 def row_dtype(num_rows: int) -> type[np.int32 | np.int64]:
-    """Return the type in which the rows of a table are stored: 32 bits while the last row fits.
+    """Return the integer type in which row numbers of a table are stored: 32 bits as long as the last row fits.
 
     >>> row_dtype(2**31).__name__, row_dtype(2**31 + 1).__name__
     ('int32', 'int64')
@@ -45,7 +45,7 @@ def array_file(array_name: str) -> str:
 
 
 def shard_files(file_name: str, *, num_shards: int) -> tuple[str, ...]:
-    """Return the file of each shard; a single shard has the file `file_name`.
+    """Return the file of each shard. A single shard has the file `file_name`.
 
     >>> shard_files("event_item.npy", num_shards=2)
     ('event_item.0.npy', 'event_item.1.npy')
@@ -57,12 +57,12 @@ def shard_files(file_name: str, *, num_shards: int) -> tuple[str, ...]:
 
 
 def array_files(array_name: str, *, num_shards: int) -> tuple[str, ...]:
-    """Return the files of an array: one for each shard, if each shard has its own file."""
+    """Return the files of an array: one for each shard, or a single file if the array is not in SHARDED_ARRAYS."""
     return shard_files(array_file(array_name), num_shards=num_shards if array_name in SHARDED_ARRAYS else 1)
 
 
 def context_paths(manifest: InteractionsManifest) -> list[Path]:
-    """Return the file with the context columns of each shard. Their rows are in the order of the events of the shard."""
+    """Return the path of each shard's context columns. The rows of the file are in the order of the shard's events."""
     return [manifest.path(file_name) for file_name in shard_files(CONTEXT_FILE, num_shards=manifest.num_shards)]
 
 
@@ -76,14 +76,14 @@ def users_by_shard(num_users: int, *, num_shards: int) -> Int64Array:
 
 
 def vocabulary_file(side: str) -> str:
-    """Return the name of the file with the ids in the order of their rows; `side` is user or item."""
+    """Return the name of the file with the ids in the order of their rows. side: "user" or "item"."""
     return f"{side}s.parquet"
 
 
 def codes_file(side: str) -> str:
-    """Return the name of the file with every id ever read, in the order of their codes; `side` is user or item.
+    """Return the name of the file with every id that was ever read, in the order of the codes. side: "user" or "item".
 
-    The code of an id never changes. Its row may change when the vocabulary is rebuilt.
+    An id keeps its code and its row until the vocabularies are rebuilt.
     """
     return f"{side}_ids.parquet"
 
@@ -123,9 +123,9 @@ def resize_npy(path: Path, *, length: int) -> NDArray[Any]:
 
 
 def _reserve(file: BinaryIO, path: Path, *, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Write the header of a .npy file, and reserve the disk space of the array. The position is then after the header.
+    """Write the header of a .npy file, and reserve the disk space of the array. The file position is then after the header.
 
-    The header of a one-dimensional array has the same length for any length of the array.
+    The header of a one-dimensional array has the same size for any length of the array.
     """
     file.seek(0)
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -149,11 +149,11 @@ def save_npy(path: Path, array: NDArray[Any]) -> None:
     allocate_npy(path, dtype=array.dtype, shape=array.shape)[...] = array
 
 
-class Parts:
-    """The arrays of all shards. The file of a shard is mapped when its array is first read.
+class ShardArrays:
+    """One array for each shard. The file of a shard is mapped when its array is first read.
 
     Attributes:
-        length_S: length of each array.
+        length_S: int64 [S], length of each array.
     """
 
     def __init__(self, paths: Sequence[Path], *, length_S: Int64Array) -> None:
@@ -161,13 +161,13 @@ class Parts:
         self._array_by_shard: dict[int, NDArray[Any]] = {}
 
     @classmethod
-    def of(cls, *arrays: "NDArray[Any] | Parts") -> "Parts":
-        """Return the arrays of all shards, which are in memory; a single argument can be `Parts` already."""
-        if isinstance(arrays[0], Parts):
+    def of(cls, *arrays: "NDArray[Any] | ShardArrays") -> "ShardArrays":
+        """Return the given arrays, one for each shard. If the only argument is a ShardArrays, return this argument."""
+        if isinstance(arrays[0], ShardArrays):
             return arrays[0]
-        parts = cls((), length_S=np.array([len(array) for array in arrays]))
-        parts._array_by_shard = dict(enumerate(cast(tuple[NDArray[Any], ...], arrays)))
-        return parts
+        shard_arrays = cls((), length_S=np.array([len(array) for array in arrays]))
+        shard_arrays._array_by_shard = dict(enumerate(cast(tuple[NDArray[Any], ...], arrays)))
+        return shard_arrays
 
     def __len__(self) -> int:
         return len(self.length_S)
@@ -200,40 +200,45 @@ class Parts:
 
 @dataclass(frozen=True)
 class EventArrays:
-    """The arrays of an event store. An array that is None by default may be missing in an event store.
+    """The arrays of an event store; see InteractionsManifest. Only an array with the default None may be missing.
 
-    With several shards, the arrays of SHARDED_ARRAYS are `Parts`.
+    With several shards, the arrays of SHARDED_ARRAYS are `ShardArrays`.
     """
 
-    user_offset: Int64Array | Parts
-    train_end: Int64Array | Parts
-    validation_end: Int64Array | Parts
-    event_item: NDArray[Any] | Parts
+    user_offset: Int64Array | ShardArrays
+    train_end: Int64Array | ShardArrays
+    validation_end: Int64Array | ShardArrays
+    event_item: NDArray[Any] | ShardArrays
     train_user: NDArray[Any]
     item_count: Int64Array
     vector_row: Int64Array
     item_rank: Int64Array | None = None
-    event_offset: Int64Array | Parts | None = None
-    event_time: Int64Array | Parts | None = None
-    event_weight: NDArray[np.float32] | Parts | None = None
+    event_offset: Int64Array | ShardArrays | None = None
+    event_time: Int64Array | ShardArrays | None = None
+    event_weight: NDArray[np.float32] | ShardArrays | None = None
     user_vector_row: Int64Array | None = None
-    negative_offset: Int64Array | Parts | None = None
-    negative_item: NDArray[Any] | Parts | None = None
-    negative_event: Int64Array | Parts | None = None
+    negative_offset: Int64Array | ShardArrays | None = None
+    negative_item: NDArray[Any] | ShardArrays | None = None
+    negative_event: Int64Array | ShardArrays | None = None
 
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
-        """Map the arrays of an interactions stage. The arrays of several shards are mapped when they are read."""
+        """Map the arrays of an interactions stage. With several shards, an array is mapped when it is first read."""
         num_shards = manifest.num_shards
-        user_S = users_by_shard(manifest.num_users, num_shards=num_shards)
-        event_S = np.array([shard.num_events for shard in manifest.shards], np.int64)
-        negative_S = np.array([shard.num_known_negatives for shard in manifest.shards], np.int64)
-        length_by_array = {"user_offset": user_S + 1, "train_end": user_S, "validation_end": user_S, "event_offset": user_S}
-        length_by_array |= {"negative_offset": 3 * user_S + 1, "negative_item": negative_S, "negative_event": negative_S}
+        num_users_S = users_by_shard(manifest.num_users, num_shards=num_shards)
+        num_events_S = np.array([shard.num_events for shard in manifest.shards], np.int64)
+        num_negatives_S = np.array([shard.num_known_negatives for shard in manifest.shards], np.int64)
+        length_by_array = dict.fromkeys(("train_end", "validation_end", "event_offset"), num_users_S)
+        length_by_array |= {"user_offset": num_users_S + 1, "negative_offset": 3 * num_users_S + 1}
+        length_by_array |= {"negative_item": num_negatives_S, "negative_event": num_negatives_S}
 
         def map_array(name: str) -> Any:
             paths = [manifest.path(file_name) for file_name in array_files(name, num_shards=num_shards)]
-            return memory_map(paths[0]) if len(paths) == 1 else Parts(paths, length_S=length_by_array.get(name, event_S))
+            return (
+                memory_map(paths[0])
+                if len(paths) == 1
+                else ShardArrays(paths, length_S=length_by_array.get(name, num_events_S))
+            )
 
         required_names = {field.name for field in fields(cls) if field.default is not None}
         stored_names = [
@@ -244,23 +249,23 @@ class EventArrays:
     @property
     def num_shards(self) -> int:
         """Number of shards."""
-        return len(Parts.of(self.user_offset))
+        return len(ShardArrays.of(self.user_offset))
 
     @property
     def num_users(self) -> int:
         """Number of rows of the user vocabulary."""
-        return int(Parts.of(self.train_end).length_S.sum())
+        return int(ShardArrays.of(self.train_end).length_S.sum())
 
     def shards(self) -> Iterator[Self]:
-        """Yield the arrays of each shard, whose users and events are numbered from 0. They have no training examples."""
+        """Yield the arrays of each shard. Users and events are numbered from 0 in the shard, and `train_user` is empty."""
         for shard in range(self.num_shards):
-            parts = {name: getattr(self, name) for name in SHARDED_ARRAYS}
-            array_by_name = {name: part[shard] for name, part in parts.items() if isinstance(part, Parts)}
+            arrays_by_name = {name: getattr(self, name) for name in SHARDED_ARRAYS}
+            array_by_name = {name: arrays[shard] for name, arrays in arrays_by_name.items() if isinstance(arrays, ShardArrays)}
             yield replace(self, train_user=self.train_user[:0], user_vector_row=None, **array_by_name)
 
 
 def popularity_ranks(count_R: NDArray[Any]) -> Int64Array:
-    """Return the popularity rank of each row, [R]. Rank 0 has the highest count; rows with equal counts are ranked in order.
+    """Return the popularity rank of each row, [R]. Rank 0 has the highest count; rows with equal counts keep their order.
 
     >>> popularity_ranks(np.array([2, 5, 2])).tolist()
     [1, 0, 2]
@@ -271,5 +276,5 @@ def popularity_ranks(count_R: NDArray[Any]) -> Int64Array:
 
 
 def rows_by_falling_count(count_R: NDArray[Any]) -> Int64Array:
-    """Return the rows by falling count; rows with equal counts stay in order."""
+    """Return the rows in the order of falling counts, [R]; rows with equal counts keep their order."""
     return np.argsort(-count_R, kind="stable")

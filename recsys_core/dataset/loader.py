@@ -1,10 +1,11 @@
 """Training and query batches, built from the memory-mapped event store and prefetched by a background thread.
 
 A training batch is a function of (seed, epoch, rank, batch index), so a run can resume at any batch. The background thread
-builds several consecutive batches, a chunk, at a time. If it built one small batch at a time, switching between the threads
-would take longer than building the batches.
+builds several consecutive batches at a time, which form a chunk. If it built one small batch at a time, switching between the
+threads would take longer than building the batches.
 
-Shapes: B queries, N sampled negatives, C candidates, U users, I items, P batches of a chunk, E events of a chunk.
+Shapes: B queries, N negatives that all queries share, K known negatives of a query, C candidates, U users, I items, P batches
+of a chunk, E events of a chunk.
 """
 
 from collections import deque
@@ -25,25 +26,25 @@ from recsys_core.errors import InputError
 from recsys_core.seeds import negatives_key
 
 CHUNK_CANDIDATES = 20_000
-"""Number of positives and sampled negatives in a chunk. A batch that has more is a chunk of its own."""
+"""Largest number of candidates in a chunk of several batches. A batch with more candidates is a chunk of its own."""
 PREFETCHED_CHUNKS = 3
 PHILOX_VALUES_PER_INCREMENT = 4
 """Number of values that numpy's Philox generator returns for each increment of its counter."""
 
 T = TypeVar("T")
-_END: Any = object()
+_NO_VALUE: Any = object()
 
 
 @dataclass(frozen=True)
 class ExampleSource:
-    """The log, and how a batch is built from its events.
+    """The log, and the settings by which a batch is built from its events.
 
     Args:
         max_history: longest history, in items; 0: no histories.
         include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
-        max_known_negatives: number of candidates for known negatives of each query. A query with fewer known negatives has
-            copies of its positive in their place.
-        user_exponent: exponent of a user's number of training events in the weights of the user's examples; 0: no factor.
+        max_known_negatives: number of known negatives among the candidates of each query. A query with fewer known negatives
+            has copies of its positive in their place.
+        user_exponent: exponent of a user's number of training events in the weights of the user's examples.
     """
 
     store: EventStore
@@ -54,13 +55,13 @@ class ExampleSource:
     user_exponent: float = 0.0
 
 
-class Shard(NamedTuple):
-    """The examples of one rank.
+class RankShare(NamedTuple):
+    """The rank whose share of the examples is loaded.
 
     Attributes:
-        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. A retry may have fewer
-            ranks than the plan, with proportionally larger batches. It then has as many examples and batches per epoch as the
-            first attempt. None: world_size.
+        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size; None: world_size. A retry
+            may have fewer ranks than the plan. With proportionally larger batches, it then has as many examples and batches
+            per epoch as the first attempt.
     """
 
     rank: int
@@ -69,16 +70,17 @@ class Shard(NamedTuple):
 
 
 class TrainLoader:
-    """Training batches of one rank. Its candidates are positives, then negatives of all queries, then negatives of one query.
+    """Training batches of one rank.
 
-    Every epoch is a new global shuffle. Rank r takes the examples at indices r, r + world_size, r + 2 * world_size and so on.
-    Up to world_size - 1 examples are left out of each epoch, so that all ranks have the same batch sizes.
+    The candidates of a batch are the positives, then the negatives that all queries share, then the known negatives of each
+    query. Every epoch is a new global shuffle. Rank r takes the examples at indices r, r + world_size, r + 2 * world_size and
+    so on. Up to num_planned_ranks - 1 examples are left out of each epoch, so that all ranks have the same batch sizes.
 
     Args:
         batch_size: queries per rank and step; the last batch of an epoch may be smaller.
         num_negatives: number of items sampled for each batch, in addition to the positives.
         negative_share_I: float64 [I], probability of each item in one draw; the sum is 1.
-        catalogue_row_N: item rows that follow the positives of each batch; None: `num_negatives` sampled rows follow them.
+        catalogue_row_N: item rows that all queries of every batch share as negatives; None: `num_negatives` sampled rows.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class TrainLoader:
         examples: ExampleSource,
         *,
         batch_size: int,
-        shard: Shard,
+        rank_share: RankShare,
         seed: int,
         num_negatives: int = 0,
         negative_share_I: NDArray[np.float64] | None = None,
@@ -96,16 +98,16 @@ class TrainLoader:
             raise ValueError(f"num_negatives is {num_negatives}, but negative_share_I is missing")
         if examples.max_known_negatives:
             _require_known_negatives(examples)
-        self._examples, self._batch_size, self._shard, self._seed = examples, batch_size, shard, seed
+        self._examples, self._batch_size, self._rank_share, self._seed = examples, batch_size, rank_share, seed
         self._num_negatives, self._catalogue_row_N = num_negatives, catalogue_row_N
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
-        num_others = num_negatives if catalogue_row_N is None else len(catalogue_row_N)
-        num_others += batch_size * examples.max_known_negatives
-        self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_others))
+        num_batch_negatives = num_negatives if catalogue_row_N is None else len(catalogue_row_N)
+        num_batch_negatives += batch_size * examples.max_known_negatives
+        self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_batch_negatives))
         self._mean_weight = examples.store.mean_weight(user_exponent=examples.user_exponent)
-        num_planned_ranks = shard.num_planned_ranks or shard.world_size
+        num_planned_ranks = rank_share.num_planned_ranks or rank_share.world_size
         num_examples = examples.store.num_train_events // num_planned_ranks * num_planned_ranks
-        self.num_epoch_queries = num_examples // shard.world_size
+        self.num_epoch_queries = num_examples // rank_share.world_size
 
     def __len__(self) -> int:
         """Number of batches per epoch, the same on every rank."""
@@ -118,19 +120,19 @@ class TrainLoader:
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch` from index `start_batch` on; a background thread builds them."""
         starts = range(start_batch, len(self), self._batches_per_chunk)
-        chunks = (self._chunk(epoch, start, min(start + self._batches_per_chunk, len(self))) for start in starts)
+        chunks = (self._build_chunk(epoch, start, min(start + self._batches_per_chunk, len(self))) for start in starts)
         with closing(prefetch(chunks, depth=PREFETCHED_CHUNKS)) as ready_chunks:
             for chunk in ready_chunks:
                 yield from chunk
 
     def batch(self, epoch: int, batch_index: int) -> Batch:
         """Build the batch with this index in `epoch`."""
-        return self._chunk(epoch, batch_index, batch_index + 1)[0]
+        return self._build_chunk(epoch, batch_index, batch_index + 1)[0]
 
-    def _chunk(self, epoch: int, first_batch: int, stop_batch: int) -> list[Batch]:
+    def _build_chunk(self, epoch: int, first_batch: int, stop_batch: int) -> list[Batch]:
         """Build the batches with the indices first_batch, ..., stop_batch - 1."""
         user_E, event_index_E = self._training_events(epoch, first_batch, stop_batch)
-        negative_PN = self._draw_negatives(epoch, first_batch, stop_batch)
+        negative_PN = self._shared_negatives(epoch, first_batch, stop_batch)
         known_negative_EK = self._known_negatives(epoch, first_batch, stop_batch, user_E=user_E, event_index_E=event_index_E)
         batches = []
         for start, negative_N in zip(range(0, len(user_E), self._batch_size), negative_PN, strict=True):
@@ -142,36 +144,36 @@ class TrainLoader:
     def _training_events(self, epoch: int, first_batch: int, stop_batch: int) -> tuple[Int64Array, Int64Array]:
         """Return the user and the index in the log of each training event of these batches."""
         start, end = first_batch * self._batch_size, min(stop_batch * self._batch_size, self.num_epoch_queries)
-        index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._shard.world_size + self._shard.rank
+        index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._rank_share.world_size + self._rank_share.rank
         store = self._examples.store
         return store.training_events(shuffled(index_in_epoch_E, n=store.num_train_events, key=(self._seed, epoch)))
 
-    def _draw_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
-        """Draw num_negatives items for each of these batches, or return the share of the catalogue for each: [P, N]."""
+    def _shared_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
+        """Return the negatives that all queries of a batch share, [P, N]: drawn items, or `catalogue_row_N` for each batch."""
         if self._catalogue_row_N is not None:
             return np.broadcast_to(self._catalogue_row_N, (stop_batch - first_batch, len(self._catalogue_row_N)))
-        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._shard.rank)
+        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._rank_share.rank)
         uniform_PN = _uniform_values(philox_key, first_batch, stop_batch, num_values=self._num_negatives)
-        # Rounding may leave the last value of the CDF slightly below 1, and a random number above it would select no item. The
-        # random numbers are therefore scaled by this last value.
+        # Rounding may leave the last value of the CDF slightly below 1. The random numbers are scaled by this value, because a
+        # larger number would select no item.
         total_share = float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
         return np.searchsorted(self._negative_cdf_I, uniform_PN * total_share, side="right")
 
     def _known_negatives(
         self, epoch: int, first_batch: int, stop_batch: int, *, user_E: Int64Array, event_index_E: Int64Array
     ) -> Int64Array:
-        """Return the candidates for known negatives of each event: [E, max_known_negatives]."""
-        store, num_columns = self._examples.store, self._examples.max_known_negatives
-        if num_columns == 0:
+        """Return K known negatives of each event, [E, K]. If an event has fewer, its own item fills the row."""
+        store, max_known_negatives = self._examples.store, self._examples.max_known_negatives
+        if max_known_negatives == 0:
             return np.zeros((len(user_E), 0), np.int64)
         assert store.known_negatives is not None  # the constructor requires them
-        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._shard.rank, known=True)
+        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._rank_share.rank, for_known=True)
         draw_PB = _uniform_values(philox_key, first_batch, stop_batch, num_values=self._batch_size)
         known_negatives = store.known_negatives.at_events(
-            event_index_E, user_E, max_items=num_columns, draw_B=draw_PB.ravel()[: len(user_E)]
+            event_index_E, user_E, max_items=max_known_negatives, draw_B=draw_PB.ravel()[: len(user_E)]
         )
-        row_EK = np.repeat(store.items_at(event_index_E)[:, None], num_columns, axis=1)
-        row_EK[np.arange(num_columns) < known_negatives.lengths[:, None]] = known_negatives.values_L
+        row_EK = np.repeat(store.items_at(event_index_E)[:, None], max_known_negatives, axis=1)
+        row_EK[np.arange(max_known_negatives) < known_negatives.lengths[:, None]] = known_negatives.values_L
         return row_EK
 
     def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negatives: tuple[Int64Array, Int64Array]) -> Batch:
@@ -192,7 +194,7 @@ class TrainLoader:
 
 
 def _require_known_negatives(examples: ExampleSource) -> None:
-    """Raise InputError if there is no known negative of a user before the validation period."""
+    """Raise InputError if no user has a known negative before the validation period."""
     setting = f"loss.explicit_negatives is {examples.max_known_negatives}"
     known_negatives = examples.store.known_negatives
     if known_negatives is None:
@@ -228,12 +230,12 @@ def prefetch(values: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     iterator = iter(values)
     pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
     try:
-        pending = deque(pool.submit(next, iterator, _END) for _ in range(depth))
-        while (value := pending.popleft().result()) is not _END:
-            pending.append(pool.submit(next, iterator, _END))
+        pending_results = deque(pool.submit(next, iterator, _NO_VALUE) for _ in range(depth))
+        while (value := pending_results.popleft().result()) is not _NO_VALUE:
+            pending_results.append(pool.submit(next, iterator, _NO_VALUE))
             yield value
     finally:
-        # Wait for the thread: one that runs numpy or torch code at interpreter shutdown crashes the process.
+        # Wait for the thread, because a thread that runs numpy or torch code at interpreter shutdown crashes the process.
         pool.shutdown(cancel_futures=True)
 
 

@@ -1,6 +1,6 @@
 """Arrays of an event store in several shards, read by the row of a user or the index of an event.
 
-User u is in shard u % S, and has row u // S there. The index of an event is its index in the concatenation of the shards. Each
+User u is in shard u % S, where it has row u // S. The index of an event is its index in the concatenation of the shards. Each
 class is used like a NumPy array, and reads only the shards that an index selects.
 
 Shapes: S shards, U users, E events, B selected users or events.
@@ -13,27 +13,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import Int64Array
-from recsys_core.dataset.layout import Parts
+from recsys_core.dataset.layout import ShardArrays
 
 
 class ShardedUserArray:
     """One event index per user, [U]: the stored entry of the user, plus the index of the first event of the user's shard.
 
     Args:
-        parts: array of each shard. It counts the events of the shard, or their known negatives, from 0.
+        shard_arrays: array of each shard, whose entries count the events, or known negatives, of the shard from 0.
         start_S: index of the first event, or known negative, of each shard.
+        first_entry, step: the entry of user row r in the array of its shard has the index first_entry + r * step.
     """
 
-    def __init__(self, parts: Parts, *, num_users: int, start_S: Int64Array, first: int = 0, step: int = 1) -> None:
-        self._parts, self._num_users, self._start_S = parts, num_users, start_S
-        self._first, self._step = first, step
+    def __init__(
+        self, shard_arrays: ShardArrays, *, num_users: int, start_S: Int64Array, first_entry: int = 0, step: int = 1
+    ) -> None:
+        self._shard_arrays, self._num_users, self._start_S = shard_arrays, num_users, start_S
+        self._first_entry, self._step = first_entry, step
 
     def __len__(self) -> int:
         return self._num_users
 
     def __getitem__(self, users: Int64Array | slice) -> Int64Array:
-        """Return the entries of these users. A slice contains all users, or has the step S, so that its users share a shard."""
-        num_shards = len(self._parts)
+        """Return the entries of these users. A slice has to select all users, or users of one shard by the step S."""
+        num_shards = len(self._shard_arrays)
         if not isinstance(users, slice):
             row_B, values_B = users // num_shards, np.empty(len(users), np.int64)
             for shard, positions in positions_by_shard(users % num_shards, num_shards=num_shards):
@@ -50,57 +53,57 @@ class ShardedUserArray:
         return values_U
 
     def _entries(self, shard: int, rows: Int64Array | slice) -> Int64Array:
-        entries: Int64Array = self._parts[shard][self._first :: self._step][rows] + self._start_S[shard]
+        entries: Int64Array = self._shard_arrays[shard][self._first_entry :: self._step][rows] + self._start_S[shard]
         return entries
 
 
 class ShardedEventArray:
     """The concatenation of the arrays of all shards, [E]."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._start_S, self._end_S = parts, parts.start_S, np.cumsum(parts.length_S)
+    def __init__(self, shard_arrays: ShardArrays) -> None:
+        self._shard_arrays, self._start_S, self._end_S = shard_arrays, shard_arrays.start_S, np.cumsum(shard_arrays.length_S)
 
     def __len__(self) -> int:
         return int(self._end_S[-1])
 
     def __getitem__(self, index: Int64Array | slice) -> NDArray[Any]:
-        """Return the entries at these indices; a slice has no step."""
+        """Return the entries at these indices. A slice must have the step 1."""
         if isinstance(index, slice):
-            return self._range(*index.indices(len(self))[:2])
+            return self._entries_in_range(*index.indices(len(self))[:2])
         shard_B = np.searchsorted(self._end_S, index, side="right")
         pieces = [
-            (positions, self._parts[shard][index[positions] - self._start_S[shard]])
-            for shard, positions in positions_by_shard(shard_B, num_shards=len(self._parts))
+            (positions, self._shard_arrays[shard][index[positions] - self._start_S[shard]])
+            for shard, positions in positions_by_shard(shard_B, num_shards=len(self._shard_arrays))
         ]
-        values_B = np.empty(len(index), self._parts.dtype)
+        values_B = np.empty(len(index), self._shard_arrays.dtype)
         for positions, piece in pieces:
             values_B[positions] = piece
         return values_B
 
-    def _range(self, start: int, stop: int) -> NDArray[Any]:
-        pieces = [np.empty(0, self._parts.dtype)]
+    def _entries_in_range(self, start: int, stop: int) -> NDArray[Any]:
+        pieces = [np.empty(0, self._shard_arrays.dtype)]  # for a range without an event
         for shard, (shard_start, shard_end) in enumerate(zip(self._start_S.tolist(), self._end_S.tolist(), strict=True)):
             if max(start, shard_start) < min(stop, shard_end):
-                pieces.append(self._parts[shard][max(start - shard_start, 0) : stop - shard_start])
+                pieces.append(self._shard_arrays[shard][max(start - shard_start, 0) : stop - shard_start])
         return np.concatenate(pieces) if len(pieces) > 2 else pieces[-1]
 
 
 class ShardedEventIndices:
-    """Ascending event indices. The part of each shard counts the events of the shard from 0.
+    """Ascending event indices, stored by shard. The array of each shard counts the events of the shard from 0.
 
     Args:
         event_start_S: index of the first event of each shard.
     """
 
-    def __init__(self, parts: Parts, *, event_start_S: Int64Array) -> None:
-        self._parts, self._start_S, self._event_start_S = parts, parts.start_S, event_start_S
+    def __init__(self, shard_arrays: ShardArrays, *, event_start_S: Int64Array) -> None:
+        self._shard_arrays, self._start_S, self._event_start_S = shard_arrays, shard_arrays.start_S, event_start_S
 
     def searchsorted(self, event_B: Int64Array, /, side: Literal["left", "right"] = "left") -> Int64Array:
-        """Return where each event would be inserted, like ndarray.searchsorted: always in the part of the event's shard."""
+        """Return where each event would be inserted, like ndarray.searchsorted: always among the indices of its shard."""
         shard_B, index_B = np.searchsorted(self._event_start_S, event_B, side="right") - 1, np.empty(len(event_B), np.int64)
-        for shard, positions in positions_by_shard(shard_B, num_shards=len(self._parts)):
-            local_event = event_B[positions] - self._event_start_S[shard]
-            index_B[positions] = self._parts[shard].searchsorted(local_event, side=side) + self._start_S[shard]
+        for shard, positions in positions_by_shard(shard_B, num_shards=len(self._shard_arrays)):
+            event_in_shard = event_B[positions] - self._event_start_S[shard]
+            index_B[positions] = self._shard_arrays[shard].searchsorted(event_in_shard, side=side) + self._start_S[shard]
         return index_B
 
 
@@ -109,20 +112,22 @@ EventArray = NDArray[Any] | ShardedEventArray
 EventIndices = Int64Array | ShardedEventIndices
 
 
-def user_array(array: NDArray[Any] | Parts, *, num_users: int, start_S: Int64Array, first: int = 0, step: int = 1) -> UserArray:
-    """Return an array of numbers per user; see ShardedUserArray. With one shard, it is a view of the stored array."""
-    if isinstance(array, Parts):
-        return ShardedUserArray(array, num_users=num_users, start_S=start_S, first=first, step=step)
-    return array[first::step][:num_users]
+def user_array(
+    array: NDArray[Any] | ShardArrays, *, num_users: int, start_S: Int64Array, first_entry: int = 0, step: int = 1
+) -> UserArray:
+    """Return one number per user; see ShardedUserArray. With one shard, the result is a view of the stored array."""
+    if isinstance(array, ShardArrays):
+        return ShardedUserArray(array, num_users=num_users, start_S=start_S, first_entry=first_entry, step=step)
+    return array[first_entry::step][:num_users]
 
 
-def event_array(array: NDArray[Any] | Parts) -> EventArray:
-    """Return the array of all events. With one shard, it is the stored array."""
-    return ShardedEventArray(array) if isinstance(array, Parts) else array
+def event_array(array: NDArray[Any] | ShardArrays) -> EventArray:
+    """Return the array of all events. With one shard, the result is the stored array."""
+    return ShardedEventArray(array) if isinstance(array, ShardArrays) else array
 
 
 def positions_by_shard(shard_B: Int64Array, *, num_shards: int) -> Iterator[tuple[int, Int64Array]]:
-    """Yield each shard that occurs, and the positions at which it occurs, ascending."""
+    """Yield each shard that occurs in `shard_B`, with the ascending positions at which it occurs."""
     positions_B = np.argsort(shard_B.astype(np.uint16), kind="stable")  # NumPy sorts 16-bit integers in linear time
     end_S = np.cumsum(np.bincount(shard_B, minlength=num_shards)).tolist()
     start = 0

@@ -1,10 +1,10 @@
 """A shuffle that computes each index of the permutation on its own, without a permutation array in memory.
 
-It is a Feistel network. An index is split into a pair (left, right), the coordinates of a cell of a grid. Each round adds a
-hash of one coordinate to the other coordinate, modulo the length of the grid in that direction. If the resulting index is
-outside [0, n), it goes through the network again until it is inside (cycle walking; Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002). The grid has fewer than n + sqrt(n) cells, so fewer than one index in sqrt(n) needs another pass. A
-square grid with sides of a power of two would be simpler, but up to three in four indices would need another pass.
+The shuffle is a Feistel network. An index is split into a pair (left, right), the coordinates of a cell of a grid. Each round
+adds a hash of one coordinate to the other coordinate, modulo the length of the grid in that direction. If the resulting index
+is outside [0, n), it goes through the network again until it is inside (cycle walking; Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002). The grid has fewer than n + sqrt(n) cells, so fewer than one index in sqrt(n) needs another
+pass. A square grid with sides of a power of two would be simpler, but up to three in four indices would need another pass.
 """
 
 import math
@@ -19,7 +19,7 @@ _SHIFT_29, _SHIFT_32 = np.uint64(29), np.uint64(32)
 
 
 def shuffled(index: NDArray[np.int64], *, n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
-    """Replace each index by its image under a permutation of [0, n). `key` selects the permutation.
+    """Return the image of each index under a permutation of [0, n), which `key` selects.
 
     >>> sorted(shuffled(np.arange(5), n=5, key=(7, 0)).tolist())
     [0, 1, 2, 3, 4]
@@ -54,22 +54,22 @@ def _feistel(
     hashed, buffer = np.empty_like(index), np.empty_like(index)
     for round_index, key in enumerate(round_keys):
         target, source = coordinates[round_index % 2], coordinates[1 - round_index % 2]
-        size = grid_sides[round_index % 2]
+        grid_side = grid_sides[round_index % 2]
         # Hash the source coordinate; the upper 32 bits are well mixed.
         np.bitwise_xor(source, key, out=hashed)
         hashed *= _MULTIPLIER
         np.right_shift(hashed, _SHIFT_29, out=buffer)
         hashed ^= buffer
         hashed *= _MULTIPLIER
-        # Scale the upper 32 bits to [0, size). The product fits into 64 bits, because size < 2**32. The probabilities of two
-        # values differ by at most 2**-32.
+        # Scale the upper 32 bits to [0, grid_side). The product fits into 64 bits, because grid_side < 2**32. The probabilities
+        # of two values differ by at most 2**-32.
         hashed >>= _SHIFT_32
-        hashed *= size
+        hashed *= grid_side
         hashed >>= _SHIFT_32
-        # Add modulo size. If the sum is below size, sum - size wraps around to a large unsigned number, and the minimum is the
-        # sum itself.
+        # Add modulo grid_side. If the sum is below grid_side, sum - grid_side wraps around to a large unsigned number, and the
+        # minimum is the sum itself.
         target += hashed
-        np.subtract(target, size, out=buffer)
+        np.subtract(target, grid_side, out=buffer)
         np.minimum(target, buffer, out=target)
     shuffled_index: NDArray[np.uint64] = coordinates[0] * grid_sides[1] + coordinates[1]
     return shuffled_index

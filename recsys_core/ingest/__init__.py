@@ -24,10 +24,10 @@ class InputConfig:
 
     @property
     def has_vector_files(self) -> bool:
-        """Whether there are vectors to read from files."""
+        """Whether vectors have to be read from files."""
         return any(entry.source == "parquet" for entry in self.embeddings)
 
     @property
     def log_vectors(self) -> LogVectorsConfig | None:
-        """The entry whose vectors are computed from the log; None if there is no such entry."""
+        """The entry of `embeddings` whose vectors are computed from the log; None if there is no such entry."""
         return next((entry for entry in self.embeddings if not isinstance(entry, EmbeddingsConfig)), None)

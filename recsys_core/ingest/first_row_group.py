@@ -1,6 +1,6 @@
-"""Checks that read one row group of an input: vector length, matching ids of log and embeddings, and the unit of times.
+"""Checks that read one row group of an input: vector width, ids that the log and the vectors share, and the unit of times.
 
-They find common mistakes within seconds, before an ingest that takes hours.
+The checks find common mistakes within seconds, before an ingest that takes hours.
 """
 
 import tempfile
@@ -18,21 +18,20 @@ from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim
 from recsys_core.parquet.columns import value_type
 from recsys_core.parquet.duckdb_session import database, quoted, scan_all_sql
 from recsys_core.parquet.sources import Source
-from recsys_core.units import DAY_S
+from recsys_core.units import DAY_S, TICKS_PER_S
 
 MAX_ROWS = 65_536
 _MAX_VECTOR_ROWS = 256
-_TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _YEAR_1971_S, _YEAR_1990_S, _YEAR_6000_S = 31_536_000, 631_152_000, 2**37
 
 
 def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_ROWS) -> pa.Array | None:
-    """Return the first values of `column` in a row group of the first non-empty file; None if the column is a hive key.
+    """Return the first values of `column` in the first non-empty row group; None if the column is a hive key.
 
     Raises:
         InputError: the values cannot be read.
     """
-    source = _first_non_empty(sources)
+    source = _first_non_empty_source(sources)
     if column not in source.schema.names:
         return None
     group_index = next(index for index, num_rows in enumerate(source.footer.num_group_rows) if num_rows)
@@ -46,14 +45,14 @@ def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_
     return None if batch is None else batch.column(0)
 
 
-def _first_non_empty(sources: Sequence[Source]) -> Source:
+def _first_non_empty_source(sources: Sequence[Source]) -> Source:
     return next(source for source in sources if source.record.num_rows)
 
 
 def stored_vector_dim(entry: VectorFiles) -> int | None:
     """Return the width of the vectors after the projection (pca_dim), from the config, the schema or the first rows.
 
-    Return None if the vectors of the first rows differ in length.
+    Return None if the vectors of the first rows differ in width.
 
     Raises:
         InputError: pca_dim is larger than the width of the input vectors.
@@ -62,12 +61,12 @@ def stored_vector_dim(entry: VectorFiles) -> int | None:
     if entry.source_dim is not None:
         return pca_dim or entry.source_dim
     first_vectors = first_values(entry.sources, entry.columns[0], max_rows=_MAX_VECTOR_ROWS)
-    distinct_lengths = set() if first_vectors is None else set(pc.list_value_length(first_vectors).drop_null().to_pylist())
-    if len(distinct_lengths) != 1:
+    distinct_dims = set() if first_vectors is None else set(pc.list_value_length(first_vectors).drop_null().to_pylist())
+    if len(distinct_dims) != 1:
         return pca_dim
-    length: int = distinct_lengths.pop()
-    check_pca_dim(entry, length)
-    return pca_dim or length
+    source_dim: int = distinct_dims.pop()
+    check_pca_dim(entry, source_dim)
+    return pca_dim or source_dim
 
 
 def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> None:
@@ -81,16 +80,16 @@ def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> No
     latest_valid_s = time.time() + config.max_future_days * DAY_S
     if tick_range["min"] is None or tick_range["max"] < 0:
         return
-    max_time_s = tick_range["max"] // _TICKS_PER_S[unit]
-    if max_time_s >= _YEAR_1971_S and tick_range["min"] // _TICKS_PER_S[unit] <= latest_valid_s:
+    max_time_s = tick_range["max"] // TICKS_PER_S[unit]
+    if max_time_s >= _YEAR_1971_S and tick_range["min"] // TICKS_PER_S[unit] <= latest_valid_s:
         return
     other_unit = plausible_time_unit(tick_range["max"], latest_s=latest_valid_s)
     if other_unit is not None:
         is_unit_from_config = times.type != pa.timestamp(unit)
         fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
         raise InputError(
-            f"{_first_non_empty(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
-            f"{unit}, and {_date_text(tick_range['max'] // _TICKS_PER_S[other_unit])} in {other_unit}; {fix}"
+            f"{_first_non_empty_source(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
+            f"{unit}, and {_date_text(tick_range['max'] // TICKS_PER_S[other_unit])} in {other_unit}; {fix}"
         )
 
 
@@ -100,12 +99,12 @@ def plausible_time_unit(ticks: int, *, latest_s: float) -> str | None:
     >>> plausible_time_unit(1_700_000_000_000, latest_s=1_800_000_000), plausible_time_unit(42, latest_s=1_800_000_000)
     ('ms', None)
     """
-    units = (unit for unit, per_s in _TICKS_PER_S.items() if _YEAR_1990_S <= ticks // per_s <= latest_s)
+    units = (unit for unit, ticks_per_s in TICKS_PER_S.items() if _YEAR_1990_S <= ticks // ticks_per_s <= latest_s)
     return next(units, None)
 
 
-def _date_text(seconds: int) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}" if seconds < _YEAR_6000_S else "after the year 6000"
+def _date_text(time_s: int) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d}" if time_s < _YEAR_6000_S else "after the year 6000"
 
 
 def check_shared_ids(
@@ -115,13 +114,13 @@ def check_shared_ids(
     *,
     id_column_by_table: Mapping[str, str],
 ) -> None:
-    """Raise InputError if the log and the vectors of a table do not have a single id in common.
+    """Raise InputError if the log and the vectors of a table have no id in common.
 
-    The ids of one row group of the log and one row group of the vectors are compared first. If they have no id in common, all
-    ids are compared, unless a file is in an object store. Vectors with an id map are not checked.
+    One row group of the log and one row group of the vectors are compared first. If they have no id in common, all ids are
+    compared, unless a file is in an object store. Vectors with an id map are not checked.
 
     Args:
-        id_column_by_table: column of the log that contains the ids of each table, by table.
+        id_column_by_table: column of the log that contains the ids of an embedding table, by table.
     """
     for table, column in id_column_by_table.items():
         table_entries = [entry for entry in entries if entry.config.table == table]
@@ -175,5 +174,5 @@ def _select_ids_sql(sources: Sequence[Source], column: str) -> str:
 
 
 def _example_id(ids: pa.Array | None) -> str:
-    non_null = None if ids is None else ids.drop_null()
-    return "none" if non_null is None or not len(non_null) else shown(non_null[0].as_py())
+    non_null_ids = None if ids is None else ids.drop_null()
+    return "none" if non_null_ids is None or not len(non_null_ids) else shown(non_null_ids[0].as_py())

@@ -1,7 +1,7 @@
-"""Row checks of the input stages: SQL conditions for unusable rows, and the decision to drop them or to raise an error.
+"""Row checks of the input stages: SQL conditions for unusable rows, and the decision to drop these rows or raise an error.
 
-Rows of the interaction log and of the feature tables are checked in SQL, with `RowCheck`. Rows of pretrained embeddings
-are checked in NumPy (see vectors/row_faults.py). All three inputs call `reject_bad_rows`, which raises InputError unless the
+Rows of the interaction log and of the feature tables are checked in SQL, with `RowCheck`. Rows of pretrained vectors are
+checked in NumPy (see vectors/row_faults.py). All three ingest stages call `reject_bad_rows`, which raises InputError unless the
 config drops such rows.
 """
 
@@ -24,7 +24,7 @@ class RowCheck:
 
     column: str
     reason: str
-    """Fault of a row that fails, worded to complete the sentence "<value> is ...", for example "in the future"."""
+    """Fault of a row that fails the check. It completes the sentence "<value> is ...", for example "in the future"."""
     failure_sql: str
     """SQL: true for a row that fails, false or null for a row that passes."""
     fix: str
@@ -36,7 +36,7 @@ class RowCheck:
         return f"{self.column}: {self.reason}"
 
     def problem(self, value: object) -> str:
-        """Return the fault of `value`, for a message.
+        """Describe the fault of `value` for a message.
 
         >>> RowCheck("t", "in the future", "t > 5", FIX_ROWS).problem(7)
         '7 is in the future'
@@ -48,12 +48,12 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class BadRow:
-    """The facts about an unusable row that its error message contains."""
+    """An unusable row, as its error message describes it."""
 
     file_name: str
     column: str
     row: int | None
-    """Index of the row in its file; None for a row of a table, which has no order."""
+    """Index of the row in its file; None for a table that Spark reads, whose rows have no order."""
     problem: str
     check_name: str
     """Name of the check that the row fails."""
@@ -69,40 +69,40 @@ class BadRowPolicy:
     on_bad_rows: Literal["fail", "drop"]
     max_bad_share: float
 
-    def drops(self, num_bad: int, *, num_rows: int) -> bool:
-        """Return whether `num_bad` of `num_rows` rows are dropped without an error."""
-        return self.on_bad_rows == "drop" and num_bad <= self.max_bad_share * num_rows and num_bad < num_rows
+    def allows_drop(self, num_bad_rows: int, *, num_rows: int) -> bool:
+        """Return whether `num_bad_rows` of `num_rows` rows are dropped without an error."""
+        return self.on_bad_rows == "drop" and num_bad_rows <= self.max_bad_share * num_rows and num_bad_rows < num_rows
 
 
 def reject_bad_rows(
     num_bad_by_check: Mapping[str, int],
     *,
-    num_bad: int,
+    num_bad_rows: int,
     num_rows: int,
     policy: BadRowPolicy | None,
-    find_first: Callable[[], BadRow],
+    find_first_bad_row: Callable[[], BadRow],
 ) -> None:
     """Raise InputError for the first bad row, unless the policy drops the bad rows.
 
     Args:
         num_bad_by_check: number of rows that fail each check, by the name of the check.
-        num_bad: number of rows that fail at least one check.
+        num_bad_rows: number of rows that fail at least one check.
         policy: None if bad rows of this input can never be dropped.
-        find_first: returns the first bad row; called only if there is an error to report.
+        find_first_bad_row: returns the first bad row; called only if there is an error to report.
     """
-    if num_bad == 0 or (policy is not None and policy.drops(num_bad, num_rows=num_rows)):
+    if num_bad_rows == 0 or (policy is not None and policy.allows_drop(num_bad_rows, num_rows=num_rows)):
         return
-    bad_row = find_first()
+    bad_row = find_first_bad_row()
     fix = bad_row.fix
     if policy is not None and policy.on_bad_rows == "fail":
         fix += f", or set {policy.setting}.on_bad_rows to drop"
     if policy is not None and policy.on_bad_rows == "drop":
         check_counts_text = ", ".join(f"{name} {count:,}" for name, count in num_bad_by_check.items() if count)
         fix = (
-            f"{num_bad:,} of {num_rows:,} rows are bad ({check_counts_text}), a share of {num_bad / num_rows:.4f}, but "
-            f"{policy.setting}.max_bad_share is {policy.max_bad_share:g}; fix these rows, or raise it"
+            f"{num_bad_rows:,} of {num_rows:,} rows are bad ({check_counts_text}), a share of {num_bad_rows / num_rows:.4f}, "
+            f"but {policy.setting}.max_bad_share is {policy.max_bad_share:g}; fix these rows, or raise it"
         )
-        if num_bad == num_rows:
+        if num_bad_rows == num_rows:
             fix = f"all {num_rows:,} rows are bad ({check_counts_text}); fix these rows"
     row_text = "" if bad_row.row is None else f", row {bad_row.row}"
     raise InputError(
@@ -142,7 +142,10 @@ def first_bad_row(
 
 
 def values_at(source: Source, columns: Sequence[str], row: int) -> list[Any]:
-    """Return one row of a file. pyarrow reads it, because DuckDB's connection breaks on an out-of-range time."""
+    """Return the values of `columns` in one row of a file.
+
+    pyarrow reads the row, because an out-of-range time breaks the connection to DuckDB.
+    """
     columns_in_file = [column for column in columns if column not in source.partition_values]
     value_by_column = {column: source.partition_value(column) for column in columns if column in source.partition_values}
     with source.open() as file:
@@ -155,9 +158,10 @@ def values_at(source: Source, columns: Sequence[str], row: int) -> list[Any]:
 
 
 def _as_python(scalar: pa.Scalar) -> Any:
+    """Return the Python value; for a time outside the range of datetime, return its number."""
     if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python's datetime has no nanoseconds
         scalar = scalar.cast(pa.timestamp("us", scalar.type.tz), safe=False)
     try:
         return scalar.as_py()
-    except (ValueError, OverflowError):  # outside the range of Python's datetime
+    except (ValueError, OverflowError):
         return scalar.value

@@ -1,4 +1,4 @@
-"""Synthetic interactions and item embeddings with patterns for a model to learn: topics, popularity, drift and new items.
+"""Synthetic interactions and item vectors with patterns for a model to learn: topics, popularity, drift and new items.
 
 Shapes: U users, I items, T topics, E events, D width of a vector.
 """
@@ -16,6 +16,8 @@ from recsys_core.units import DAY_US
 
 NUM_TOPICS = 60
 TOPIC_CONCENTRATION = 0.02
+"""Parameter of the Dirichlet distribution of an item's topic weights. With a small value, most items have one main topic."""
+FIRST_ITEM_ID = 1_000
 FIRST_DAY = np.datetime64("2026-01-01T00:00:00", "us")
 POPULARITY_EXPONENT = 0.7
 TOPICS_PER_USER = 2
@@ -35,12 +37,12 @@ def generate(
 ) -> None:
     """Write interactions/day-NN.parquet (user_id string, item_id int64, timestamp) and item_embeddings.parquet.
 
-    Each user has a few topics, which change over time. The item of an event belongs to one of these topics; popular items are
-    more likely. An item's vector is a linear projection of its topic weights plus noise. The last
-    `num_cold_items` items occur on the last two days only.
+    Each user has a few topics, which change over time. The item of an event belongs to one of the user's topics; popular items
+    are more likely. An item's vector is a linear projection of its topic weights plus noise. The last `num_cold_items` items
+    occur on the last two days only.
     """
     rng = np.random.default_rng(seed)
-    topic_IT = rng.dirichlet(np.full(NUM_TOPICS, TOPIC_CONCENTRATION), num_items)
+    topic_weight_IT = rng.dirichlet(np.full(NUM_TOPICS, TOPIC_CONCENTRATION), num_items)
     first_day_I = np.where(np.arange(num_items) < num_items - num_cold_items, 0, num_days - 2)
     popularity_rank_I = rng.permutation(num_items)
     popularity_I = 1.0 / (1.0 + popularity_rank_I) ** POPULARITY_EXPONENT
@@ -48,20 +50,20 @@ def generate(
     activity_U = rng.gamma(1.5, size=num_users) + 0.1  # users differ in how active they are
     user_E = rng.choice(num_users, num_events, p=activity_U / activity_U.sum())
     topic_E = _topics_of_events(rng, user_E, day_E, num_users=num_users, num_days=num_days)
-    item_E = _items_of_events(rng, topic_E, day_E, topic_IT, popularity_I, first_day_I)
+    item_E = _items_of_events(rng, topic_E, day_E, topic_weight_IT, popularity_I, first_day_I)
     time_E = FIRST_DAY + (day_E * DAY_US + rng.integers(0, DAY_US, num_events)).astype("timedelta64[us]")
     _write_log(folder / "interactions", user_E, item_E, time_E, day_E)
-    _write_vectors(rng, folder / "item_embeddings.parquet", topic_IT, dim=dim)
+    _write_vectors(rng, folder / "item_embeddings.parquet", topic_weight_IT, dim=dim)
 
 
 def _topics_of_events(
     rng: np.random.Generator, user_E: NDArray[np.int64], day_E: NDArray[np.int64], *, num_users: int, num_days: int
 ) -> NDArray[np.int64]:
     """Draw a topic for each event from the topics of its user. The topics of a user change over the days."""
-    topics_UT = np.argsort(rng.random((num_users, NUM_TOPICS)), axis=1)
-    # A user starts with the first TOPICS_PER_USER topics of a row of topics_UT. Each shift moves this window by one topic.
+    topic_order_UT = np.argsort(rng.random((num_users, NUM_TOPICS)), axis=1)
+    # A user starts with the first TOPICS_PER_USER topics of the user's row. Each shift moves this window by one topic.
     num_shifts_E = ((NUM_TOPIC_SHIFTS + 0.999) * day_E / num_days).astype(np.int64)
-    topic_E: NDArray[np.int64] = topics_UT[user_E, num_shifts_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
+    topic_E: NDArray[np.int64] = topic_order_UT[user_E, num_shifts_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
     return topic_E
 
 
@@ -69,19 +71,19 @@ def _items_of_events(
     rng: np.random.Generator,
     topic_E: NDArray[np.int64],
     day_E: NDArray[np.int64],
-    topic_IT: NDArray[np.float64],
+    topic_weight_IT: NDArray[np.float64],
     popularity_I: NDArray[np.floating],
     first_day_I: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """Draw an item for each event: an item of the event's topic that is available on that day."""
     item_E = np.empty(len(topic_E), np.int64)
-    for cold_items_exist in (False, True):  # before and after the first day of the cold items
+    for cold_items_exist in (False, True):  # the period before the first day of the cold items, and the period from then on
         events_of_period = np.flatnonzero((day_E >= first_day_I.max()) == cold_items_exist)
         is_available_I = (first_day_I == 0) | cold_items_exist
         for topic in range(NUM_TOPICS):
-            event_index = events_of_period[topic_E[events_of_period] == topic]
-            weight_I = topic_IT[:, topic] * popularity_I * is_available_I
-            item_E[event_index] = rng.choice(len(weight_I), len(event_index), p=weight_I / weight_I.sum())
+            events_of_topic = events_of_period[topic_E[events_of_period] == topic]
+            weight_I = topic_weight_IT[:, topic] * popularity_I * is_available_I
+            item_E[events_of_topic] = rng.choice(len(weight_I), len(events_of_topic), p=weight_I / weight_I.sum())
     return item_E
 
 
@@ -93,17 +95,18 @@ def _write_log(
     day_E: NDArray[np.int64],
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    table = pa.table({"user_id": np.char.add("u", user_E.astype(str)), "item_id": item_E + 1000, "timestamp": time_E})
-    day_start = np.searchsorted(day_E, np.arange(day_E.max() + 2))
-    for day, (start, stop) in enumerate(pairwise(day_start)):
+    table = pa.table({"user_id": np.char.add("u", user_E.astype(str)), "item_id": FIRST_ITEM_ID + item_E, "timestamp": time_E})
+    first_event_of_day = np.searchsorted(day_E, np.arange(day_E.max() + 2))
+    for day, (start, stop) in enumerate(pairwise(first_event_of_day)):
         pq.write_table(table.slice(start, stop - start), folder / f"day-{day:02d}.parquet")
 
 
-def _write_vectors(rng: np.random.Generator, path: Path, topic_IT: NDArray[np.float64], *, dim: int) -> None:
-    directions_TD = rng.normal(size=(NUM_TOPICS, dim))
-    vectors_ID = topic_IT @ directions_TD + rng.normal(scale=0.35, size=(len(topic_IT), dim))
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(vectors_ID.astype(np.float32).ravel()), dim)
-    shuffled_index_I = rng.permutation(len(topic_IT))
-    table = pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(shuffled_index_I)
-    with atomic_replacement(path) as temporary_path:  # written last: if it exists, all files are complete
+def _write_vectors(rng: np.random.Generator, path: Path, topic_weight_IT: NDArray[np.float64], *, dim: int) -> None:
+    topic_vector_TD = rng.normal(size=(NUM_TOPICS, dim))
+    vector_ID = topic_weight_IT @ topic_vector_TD + rng.normal(scale=0.35, size=(len(topic_weight_IT), dim))
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_ID.astype(np.float32).ravel()), dim)
+    shuffled_item_I = rng.permutation(len(topic_weight_IT))
+    table = pa.table({"item_id": FIRST_ITEM_ID + np.arange(len(topic_weight_IT)), "embedding": vectors}).take(shuffled_item_I)
+    # This file is written last and atomically, so that all files are complete if it exists.
+    with atomic_replacement(path) as temporary_path:
         pq.write_table(table, temporary_path)

@@ -45,7 +45,7 @@ from recsys_core.launching.messages import (
 )
 from recsys_core.launching.rank import request_stacks
 from recsys_core.parent_process import parent_environment
-from recsys_core.preflight import cgroup_limits, oom_kills
+from recsys_core.preflight import cgroup_limits, count_oom_kills
 
 RENDEZVOUS_BACKEND = "nightjar"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -71,7 +71,7 @@ def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, rendezvous:
     os.environ.update(parent_environment() | {FOLDER_VARIABLE: str(folder.path), "PYTHONUNBUFFERED": "1"})
     ram_bytes = psutil.virtual_memory().total
     memory_bytes = min(cgroup_limits().memory_bytes or ram_bytes, ram_bytes)
-    log_folder, num_oom_kills_before = folder.log_folder(host.index), oom_kills()
+    log_folder, num_oom_kills_before = folder.log_folder(host.index), count_oom_kills()
     failed_ranks: tuple[RankReport, ...] = ()
     log_folder.mkdir()
     threading.Thread(target=_forward_stack_request, args=(folder, host), daemon=True).start()
@@ -92,7 +92,7 @@ def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, rendezvous:
         failed_ranks = tuple(
             _report_failed_rank(rank, failure, host=host, log_folder=log_folder) for rank, failure in error.failures.items()
         )
-    num_oom_kills_after = oom_kills()
+    num_oom_kills_after = count_oom_kills()
     num_oom_kills = None
     if num_oom_kills_before is not None and num_oom_kills_after is not None:
         num_oom_kills = num_oom_kills_after - num_oom_kills_before

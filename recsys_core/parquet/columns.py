@@ -1,4 +1,4 @@
-"""Checks of the columns of input files: a column exists, and has the same type in all files of a table."""
+"""Checks that a column exists in all files of a table and has the same type in all of them."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ def require_column(source: Source, column: str, *, setting: str) -> pa.DataType:
         InputError: the column is missing or occurs twice, or a value in the file differs from the hive key in the path. For a
             missing column, the message lists the columns of the file and the most similar name.
     """
-    num_same_name = source.schema.names.count(column)
-    if num_same_name > 1:
-        raise InputError(f"{source.name}: {num_same_name} columns are named {column!r}; rename all but one")
+    num_columns_with_name = source.schema.names.count(column)
+    if num_columns_with_name > 1:
+        raise InputError(f"{source.name}: {num_columns_with_name} columns are named {column!r}; rename all but one")
     if column in source.partition_values:
         if source.partition_values[column] == NULL_KEY_VALUE:
             raise InputError(f"{source.name}: the key {column!r} of its path is null ({setting}); name another column")
-        if num_same_name == 0:
+        if num_columns_with_name == 0:
             return source.partition_types[column]
         _require_path_value(source, column, setting=setting)
-    if num_same_name == 0:
+    if num_columns_with_name == 0:
         similar_columns = difflib.get_close_matches(column, source.columns, n=1)
         hint = f"did you mean {similar_columns[0]!r}? " if similar_columns else ""
         raise InputError(f"{source.name}: no column {column!r} ({setting}); {hint}it has {shown_names(source.columns)}")
@@ -41,12 +41,12 @@ def _require_path_value(source: Source, column: str, *, setting: str) -> None:
         expected_value = pa.scalar(key_value).cast(value_type(data_type))
         with source.open(page_checksum_verification=True) as parquet_file:
             batches = parquet_file.iter_batches(columns=[column])
-            all_equal = all(
+            is_equal_in_all_rows = all(
                 pc.all(pc.equal(batch.column(column), expected_value), skip_nulls=False).as_py() for batch in batches
             )
     except (pa.ArrowException, OSError):
-        all_equal = False
-    if not all_equal:
+        is_equal_in_all_rows = False
+    if not is_equal_in_all_rows:
         raise InputError(
             f"{source.name}: column {column!r} ({setting}) is {key_value!r} in the path, but the file has a column of that "
             f"name ({data_type}) with another value in at least one row; rename one of them"
@@ -68,8 +68,8 @@ def require_same_types(
     """Return the type of `column` in the first file.
 
     Args:
-        family: returns the name of the group of types that may differ between files. By default, the widths of numbers and
-            the units of times may differ.
+        family: returns the name of the family of a type. Files may have different types of the same family. By default,
+            a family contains the integers of all widths, the floats of all widths, or the timestamps of all units.
 
     Raises:
         InputError: the column has a type of another family in another file, for example an integer and a string.
@@ -87,7 +87,7 @@ def require_same_types(
 
 
 def _type_family(data_type: pa.DataType) -> str:
-    """Return the name of the group of types that may differ between files, such as "integer" for int32 and int64."""
+    """Return the name of the family of a type, such as "integer" for int32 and int64."""
     data_type = value_type(data_type)
     if pa.types.is_integer(data_type):
         return "integer"
@@ -131,7 +131,7 @@ def id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
 
 
 def require_one_type(data_type: str | None, *, subject: str, other_type: str | None, other_subject: str) -> None:
-    """Raise InputError if two columns whose values are compared with each other have different types.
+    """Raise InputError if two columns whose values are compared have different types.
 
     Args:
         data_type, other_type: types of the two columns.
@@ -144,7 +144,7 @@ def require_one_type(data_type: str | None, *, subject: str, other_type: str | N
 def require_unambiguous_case(source: Source, columns: Sequence[str]) -> None:
     """Raise InputError if the file has another column whose name differs from one of `columns` by case alone.
 
-    DuckDB ignores the case of column names. In a file with the columns ID and id it would always read the first of them.
+    DuckDB ignores the case of column names: in a file with the columns ID and id, it would always read the first column.
     """
     for column in columns:
         case_variants = [name for name in source.schema.names if name.lower() == column.lower()]

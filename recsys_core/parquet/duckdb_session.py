@@ -1,4 +1,4 @@
-"""DuckDB sessions with bounded memory that spill to a folder, and SQL fragments for scanning parquet files."""
+"""DuckDB sessions with bounded memory, which spill to a folder, and SQL fragments for scanning parquet files."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,9 @@ from recsys_core.disk import disk_full_error
 from recsys_core.errors import InputError, first_line
 
 DAMAGED_FILE_ERRORS = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)
-"""Exact classes of the errors that DuckDB raises for a damaged file. The base class is raised for a broken page header.
+"""Exact classes of the errors that DuckDB raises for a damaged file: duckdb.Error itself for a broken page header.
 
-An error of any other class is a bug in nightjar.
+An error of another class, also of another subclass of duckdb.Error, is a bug in nightjar.
 """
 SQL_TYPE = {"int64": "BIGINT", "string": "VARCHAR"}
 """SQL type of a column of ids, by IdType."""
@@ -28,7 +28,7 @@ def database(
 
     Args:
         spill_folder: folder for the spilled data.
-        subject: name of the query results for messages, in the plural, such as "the events".
+        subject: what the queries process, for messages: a plural noun such as "the events".
         setting: config key of memory_limit, for messages.
 
     Raises:
@@ -59,7 +59,7 @@ def database(
 def raise_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt if a signal interrupts a query of the block.
 
-    DuckDB replaces the exception of the signal handler with a RuntimeError that does not name it.
+    Without this block, DuckDB raises a RuntimeError in place of the exception of the signal handler.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def quoted(text: str, *, quote: str = '"') -> str:
 
 
 def scan_sql(path: Path, *, options_sql: str = "") -> str:
-    """Return the SQL call read_parquet(...) for one file; folder names such as key=value do not become columns.
+    """Return the SQL call read_parquet(...) for one file. Folder names such as key=value do not become columns.
 
     >>> print(scan_sql(Path("it's.parquet"), options_sql="file_row_number = true"))
     read_parquet('it''s.parquet', hive_partitioning = false, file_row_number = true)
@@ -94,14 +94,14 @@ def scan_sql(path: Path, *, options_sql: str = "") -> str:
 
 
 def scan_all_sql(paths: Sequence[Path]) -> str:
-    """Return the SQL call read_parquet(...) for several input files as one table; a column missing in a file is null."""
+    """Return the SQL call read_parquet(...) for several input files as one table. A column that a file lacks is null."""
     # Without can_have_nan, DuckDB 2.0 concludes from pyarrow's statistics that a column has no NaN (duckdb/duckdb#25521).
     paths_sql = ", ".join(map(_quoted_path_sql, paths))
     return f"read_parquet([{paths_sql}], union_by_name = true, hive_partitioning = false, can_have_nan = true)"
 
 
 def _quoted_path_sql(path: Path) -> str:
-    """Quote a path; *, ? and [ are escaped, since read_parquet would expand them.
+    """Quote a path, and escape *, ? and [, which read_parquet would expand.
 
     >>> print(_quoted_path_sql(Path("log/day[1].parquet")))
     'log/day[[]1].parquet'

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 5.0
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 * 1024
+"""Bytes that are read from the end of a file at once. They contain most footers as a whole."""
+_MIN_FILE_BYTES = 12
+"""Two magic numbers and the length of the footer."""
 _CHUNK_COLUMNS_SQL = (
     "row_group_id, row_group_num_rows, row_group_bytes, column_id, num_values, total_compressed_size, total_uncompressed_size, "
     "data_page_offset, coalesce(dictionary_page_offset, 0) AS dictionary_page_offset"
@@ -41,7 +44,7 @@ class Leaf:
     column_path: str
     physical_type: str
     value_bytes: int | None
-    """Bytes of a value, if all values have the same length."""
+    """Bytes of a value of a type with a fixed length; None for other types."""
     is_repeated: bool
 
 
@@ -58,11 +61,11 @@ class Footer:
     num_values: NDArray[np.int64]
     """Number of values of each leaf in each row group, nulls included."""
     compressed_bytes: NDArray[np.int64]
-    """Size of the compressed pages."""
+    """Size of the compressed pages of each column chunk."""
     uncompressed_bytes: NDArray[np.int64]
-    """Size of the decompressed pages, before the values are decoded."""
+    """Size of the decompressed pages of each column chunk, before the values are decoded."""
     first_page_offset: NDArray[np.int64]
-    """Offset of the first page in the file."""
+    """Offset of the first page of each column chunk in the file."""
 
     def leaf_indices_of(self, columns: Sequence[str]) -> list[int]:
         """Return the indices of the leaves of `columns`: one leaf for a plain column, several leaves for a nested column."""
@@ -77,12 +80,12 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
         InputError: a file is not parquet, is truncated or encrypted, or its footer contradicts itself or the size of the file.
     """
     raw_footers = []
-    for location in _logged(locations, "read"):
+    for location in _with_progress_log(locations, "read"):
         with _explain_errors(location):
             raw_footers.append(retrying(lambda location=location: _read_footer_bytes(location)))  # type: ignore[misc]
     footers = []
     with tempfile.TemporaryDirectory(prefix="nightjar-footers-") as folder, duckdb.connect(config={"threads": 1}) as connection:
-        for index, (location, raw_footer) in enumerate(zip(_logged(locations, "checked"), raw_footers, strict=True)):
+        for index, (location, raw_footer) in enumerate(zip(_with_progress_log(locations, "checked"), raw_footers, strict=True)):
             # The footer between two magic numbers is a valid parquet file without data. DuckDB and pyarrow parse this file, so
             # they parse the same bytes that are hashed.
             footer_file_content = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
@@ -95,13 +98,16 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
     return footers
 
 
-def _logged(locations: Sequence[Location], verb: str) -> Iterator[Location]:
-    """Yield the locations; log every few seconds how many are done, because tens of thousands of files take minutes."""
-    next_line_s = time.monotonic() + _LOG_INTERVAL_S
+def _with_progress_log(locations: Sequence[Location], verb: str) -> Iterator[Location]:
+    """Yield the locations. Log the progress every few seconds, because tens of thousands of files take minutes.
+
+    verb: what the caller does with a location, for the log line, such as "read".
+    """
+    next_log_s = time.monotonic() + _LOG_INTERVAL_S
     for index, location in enumerate(locations):
-        if time.monotonic() >= next_line_s:
+        if time.monotonic() >= next_log_s:
             logger.info("%s the footers of %s of %s parquet files", verb, f"{index:,}", f"{len(locations):,}")
-            next_line_s = time.monotonic() + _LOG_INTERVAL_S
+            next_log_s = time.monotonic() + _LOG_INTERVAL_S
         yield location
 
 
@@ -111,6 +117,7 @@ class _InvalidFooterError(Exception):
 
 @contextmanager
 def _explain_errors(location: Location) -> Iterator[None]:
+    """Replace an error about a footer by an InputError that names the file."""
     try:
         yield
     except (_InvalidFooterError, pa.ArrowException, OSError, UnicodeError, MemoryError) as error:
@@ -119,7 +126,7 @@ def _explain_errors(location: Location) -> Iterator[None]:
 
 
 def _is_leaf_of(leaf_path: str, columns: set[str]) -> bool:
-    """Return whether a leaf is part of one of `columns`. A dot separates levels, but the name of a column may contain dots."""
+    """Return whether a leaf is part of one of `columns`. A dot separates levels, but a column name may also contain dots."""
     return leaf_path in columns or any(leaf_path[:end] in columns for end, char in enumerate(leaf_path) if char == ".")
 
 
@@ -133,7 +140,7 @@ def _read_footer_bytes(location: Location) -> bytes:
         tail = file.read_at(min(num_file_bytes, _TAIL_BYTES), max(0, num_file_bytes - _TAIL_BYTES))
         if tail[-4:] == b"PARE":
             raise _InvalidFooterError("its footer is encrypted; write it without encryption")
-        if num_file_bytes < 12 or tail[-4:] != _MAGIC:
+        if num_file_bytes < _MIN_FILE_BYTES or tail[-4:] != _MAGIC:
             starts_as_parquet = num_file_bytes >= 4 and file.read_at(4, 0) == _MAGIC
             raise _InvalidFooterError(
                 "it begins as parquet, but its end is missing: truncated; copy or write it again"
@@ -141,7 +148,7 @@ def _read_footer_bytes(location: Location) -> bytes:
                 else "it has no parquet footer; list only parquet files"
             )
         num_footer_bytes = int.from_bytes(tail[-8:-4], "little")
-        if num_footer_bytes > num_file_bytes - 12:
+        if num_footer_bytes > num_file_bytes - _MIN_FILE_BYTES:
             raise _InvalidFooterError(
                 f"its footer claims {num_footer_bytes:,} bytes, more than fit into the file: truncated or damaged; "
                 "copy or write it again"
@@ -154,12 +161,12 @@ def _read_footer_bytes(location: Location) -> bytes:
 def _parse_footer(
     footer_file_content: bytes, footer_path: Path, sha256: str, connection: duckdb.DuckDBPyConnection, *, data_end: int
 ) -> Footer:
-    """Parse a parquet file that consists of a footer only, and check the footer.
+    """Parse and check a footer, which is given as a parquet file without data.
 
     Args:
-        footer_file_content: content of this file.
-        footer_path: path of this file.
-        data_end: offset of the footer in the input file, which is the end of the input file's data.
+        footer_file_content: content of the parquet file without data.
+        footer_path: path of the same file.
+        data_end: offset in the input file at which the data ends and the footer starts.
     """
     query_sql = f"SELECT {_CHUNK_COLUMNS_SQL} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
     try:
@@ -207,6 +214,7 @@ def _leaf(column: pq.ColumnSchema) -> Leaf:
 
 
 def _explain_timestamp(footer_file_content: bytes) -> str:
+    """Return the message about a timestamp that is too large for DuckDB, with the columns that may contain it."""
     with pq.ParquetFile(pa.BufferReader(footer_file_content)) as file:
         timestamp_columns = [field.name for field in file.schema_arrow if pa.types.is_timestamp(field.type)]
     shown_columns = " or ".join(shown(name) for name in timestamp_columns[:5])
@@ -219,18 +227,18 @@ def _check_counts_and_offsets(
 ) -> None:
     """Raise _InvalidFooterError unless all counts agree and all offsets are inside the file.
 
-    matrix_by_field: for each field of the footer, its value in each column chunk, [row groups, leaves].
+    matrix_by_field: value of each field of the footer in each column chunk, [row groups, leaves].
     """
     num_group_rows, num_values = matrix_by_field["row_group_num_rows"], matrix_by_field["num_values"]
     compressed_bytes, first_page_offset = matrix_by_field["total_compressed_size"], matrix_by_field["start"]
 
-    def reject(is_invalid: NDArray[np.bool_], message: str) -> None:
+    def reject(is_invalid: NDArray[np.bool_], claim_template: str) -> None:
         if is_invalid.any():
             group_index, leaf_index = (int(index) for index in np.argwhere(is_invalid)[0])
             value_by_field = {name: int(matrix[group_index, leaf_index]) for name, matrix in matrix_by_field.items()}
             value_by_field["end"] = value_by_field["start"] + value_by_field["total_compressed_size"]
             subject = f"row group {group_index}, column {shown(leaves[leaf_index].column_path)} claims "
-            raise _InvalidFooterError(subject + message.format(**value_by_field, data_end=data_end))
+            raise _InvalidFooterError(subject + claim_template.format(**value_by_field, data_end=data_end))
 
     if num_rows < 0:
         raise _InvalidFooterError(f"its footer claims {num_rows:,} rows; write it again")

@@ -1,6 +1,6 @@
-"""Checks of an input file before its rows are used: for decompression bombs, and for damaged pages.
+"""Checks for decompression bombs and damaged pages in an input file, before its rows are used.
 
-Run `check_expansion` first. It rejects files that would fill the memory when the other checks decode them.
+Run `check_expansion` first, because it rejects files that would fill the memory when the other checks decode them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ from recsys_core.units import GIB, MIB
 
 HARMLESS_BYTES = GIB
 """A file that decodes to at most this number of bytes is never rejected as a decompression bomb."""
-_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
+_VALUE_BYTES_BY_TYPE = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 """Bytes of a decoded value of each physical type. For a string (BYTE_ARRAY), this is the size of its offset."""
 _PAGE_HEADER_BYTES = 64
 _INT32_FIELD_MARKER = b"\x15"
-"""Byte of Thrift's compact protocol: the next field is a 32-bit integer."""
+"""Byte of Thrift's compact protocol that announces a 32-bit integer field."""
 _BATCH_BYTES = 64 * MIB
 _BATCH_ROWS = 262_144
 _READ_ERRORS = (pa.ArrowException, OSError, UnicodeError)
@@ -37,8 +37,8 @@ def check_expansion(
     """Reject decompression bombs: files whose `columns` decode to more than 1 GiB and to far more than the size of the file.
 
     The sizes of numbers and lists are computed from the footers, without reading data. A footer does not contain the lengths of
-    strings, so the dictionaries of the strings are read too (0.2 s for 20 million rows). The dictionaries give an upper bound
-    of the bytes of all strings. The strings themselves are read only if this bound is above the limit.
+    strings, so the dictionaries of the strings are read too (0.2 s for 20 million rows). They give an upper bound of the bytes
+    of all strings. The strings themselves are read only if this bound is above the limit.
 
     Args:
         max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes, for data that decodes to more than 1 GiB.
@@ -75,7 +75,7 @@ def _decoded_bytes_from_footer(source: Source, columns: Sequence[str]) -> float:
     footer = source.footer
     leaf_indices = footer.leaf_indices_of(columns)
     leaves = [footer.leaves[index] for index in leaf_indices]
-    value_bytes = np.array([leaf.value_bytes or _VALUE_BYTES.get(leaf.physical_type, 8) for leaf in leaves])
+    value_bytes = np.array([leaf.value_bytes or _VALUE_BYTES_BY_TYPE.get(leaf.physical_type, 8) for leaf in leaves])
     # Computed as float, because the product with a corrupt count may overflow int64.
     chunk_bytes = np.maximum(
         footer.num_values[:, leaf_indices] * value_bytes.astype(float), footer.uncompressed_bytes[:, leaf_indices]
@@ -98,15 +98,14 @@ def _bit_width(data_type: pa.DataType) -> int:
 
 
 def _total_text_bytes(source: Source, columns: Sequence[str], *, max_text_bytes: float) -> int:
-    """Count the bytes of all strings that the file stores in dictionaries; stop counting above `max_text_bytes`."""
+    """Return the number of bytes of all strings that the file stores in dictionaries. Stop counting above `max_text_bytes`."""
     footer, text_bytes = source.footer, 0
     text_leaf_indices = [
         index for index in footer.leaf_indices_of(columns) if footer.leaves[index].physical_type == "BYTE_ARRAY"
     ]
-    # Upper bound: no string has more bytes than its column chunk. If the bound is within the limit, no string is read.
-    if (
-        footer.num_values[:, text_leaf_indices].astype(float) * footer.uncompressed_bytes[:, text_leaf_indices]
-    ).sum() <= max_text_bytes:
+    # No string has more bytes than its column chunk. If the resulting upper bound is within the limit, no string is read.
+    chunk_bound_bytes = footer.num_values[:, text_leaf_indices].astype(float) * footer.uncompressed_bytes[:, text_leaf_indices]
+    if chunk_bound_bytes.sum() <= max_text_bytes:
         return 0
     for leaf_index in text_leaf_indices:
         column_path = footer.leaves[leaf_index].column_path
@@ -152,7 +151,7 @@ def _batch_text_bytes(batch: pa.RecordBatch) -> int:
 
 
 def has_page_checksums(source: Source, columns: Sequence[str]) -> bool:
-    """Return whether the first page of any of `columns` has a checksum. A page whose header cannot be parsed counts too."""
+    """Return whether the first page of at least one of `columns` has a checksum, or a header that cannot be parsed."""
     footer = source.footer
     page_offsets = {int(offset) for offset in footer.first_page_offset[:1, footer.leaf_indices_of(columns)].flat}
     try:
@@ -163,7 +162,10 @@ def has_page_checksums(source: Source, columns: Sequence[str]) -> bool:
 
 
 def _has_checksum(page_header: bytes) -> bool:
-    """Return whether a page header, in Thrift's compact protocol, contains a checksum: the fourth of its integer fields."""
+    """Return whether a page header (Thrift's compact protocol) has a checksum: its fourth integer field.
+
+    Return True for a header that cannot be parsed.
+    """
     byte_index = 0
     for _ in range(3):
         if page_header[byte_index : byte_index + 1] != _INT32_FIELD_MARKER:
@@ -179,7 +181,7 @@ def _has_checksum(page_header: bytes) -> bool:
 def verify_pages(source: Source, columns: Sequence[str]) -> None:
     """Decode `columns` once, and compare each page with its checksum if the writer stored one.
 
-    A checksum detects every changed byte of its page. Without checksums only bytes that cannot be decoded are detected. The
+    A checksum detects every changed byte of its page. Without checksums, only bytes that cannot be decoded are detected. The
     columns are decoded in batches of at most 64 MiB and 262,144 rows, which bounds the memory.
 
     Raises:
@@ -198,6 +200,7 @@ def verify_pages(source: Source, columns: Sequence[str]) -> None:
 def _batch_row_counts(
     file: pq.ParquetFile, source: Source, columns: Sequence[str], group_indices: Sequence[int] | None = None
 ) -> Iterator[int]:
+    """Decode `columns` in batches, and yield the number of rows of each batch. group_indices: None for all row groups."""
     if not columns:
         return
     row_bytes = int(_decoded_bytes_from_footer(source, columns)) // max(1, source.record.num_rows) + 1
@@ -209,7 +212,7 @@ def _batch_row_counts(
 def _first_damage_error(source: Source, columns: Sequence[str], file_error: BaseException | None) -> InputError:
     """Return the error for the first row group and column that cannot be read.
 
-    file_error: error of the pass over the whole file, for the case that each column can be read on its own.
+    file_error: error of the pass over all columns. It is reported if each column can be read on its own.
     """
     first_row = 0
     for group_index, num_rows in enumerate(source.footer.num_group_rows.tolist()):

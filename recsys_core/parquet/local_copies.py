@@ -28,7 +28,7 @@ def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch_fo
     """Yield a local parquet file for each source, with at least `columns` and the rows in the same order.
 
     For a local source, the path of the source itself is yielded. The `columns` of a remote source are copied into a file in
-    `scratch_folder`, and the pages are verified. Columns that exist only as hive keys in the path are not in the copy. Of a
+    `scratch_folder`, and the pages are verified. Columns that exist only as hive keys in the path are not in the copy. For a
     table, the first rows are copied. The copies are removed at the end of the context.
 
     Raises:
@@ -48,13 +48,13 @@ def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch_fo
 def _copy_columns(source: Source, columns: Sequence[str], copy_path: Path) -> Path:
     """Copy `columns` of a remote file, or the first rows of a table, to `copy_path`.
 
-    The memory is bounded by the larger of two sizes: a batch of 65,536 rows, and 256 MiB of compressed pages.
+    The copy takes the memory of a batch of 65,536 rows or of 256 MiB of compressed pages, whichever is larger.
     """
     if source.table is not None:
         copy_path.write_bytes(source.table.first_rows)
         return copy_path
     footer = source.footer
-    # If all columns are hive keys, the first column of the file is copied, because the copy needs the same number of rows.
+    # If all columns are hive keys, the first column of the file is copied, so that the copy has the same number of rows.
     columns_in_file = [name for name in dict.fromkeys(columns) if name in source.schema.names] or source.schema.names[:1]
     bytes_per_group = footer.compressed_bytes[:, footer.leaf_indices_of(columns_in_file)].sum(axis=1)
     needed_bytes = int(bytes_per_group.sum())
@@ -64,7 +64,7 @@ def _copy_columns(source: Source, columns: Sequence[str], copy_path: Path) -> Pa
         buffer_bytes = max(64 * 1024, min(8 * 1024 * 1024, _BUFFER_BYTES // len(columns_in_file)))
         fetch_options = {"pre_buffer": False, "buffer_size": buffer_bytes}
 
-    def copy() -> None:
+    def copy_batches() -> None:
         with pq.ParquetFile(
             source.location.path,
             filesystem=source.location.filesystem,
@@ -80,7 +80,7 @@ def _copy_columns(source: Source, columns: Sequence[str], copy_path: Path) -> Pa
 
     require_free_space(copy_path.parent, needed_bytes, subject=f"the copy of {source.name}")
     try:
-        retrying(copy)
+        retrying(copy_batches)
     except (pa.ArrowException, OSError) as error:
         if is_disk_full(error):
             raise disk_full_error(copy_path.parent, reason=f"the copy of {source.name} does not fit") from error
@@ -96,20 +96,20 @@ def read_batches(
 
     Args:
         path: local file with the content of `source`.
-        row_groups: None for all row groups.
+        row_groups: indices of the row groups to read; None: all row groups.
 
     Raises:
         InputError: the data is damaged, or has another number of rows than the footer declares.
     """
     num_rows = 0
     try:
-        # By default, pyarrow would hold whole column chunks in memory.
+        # With its defaults, pyarrow would hold whole column chunks in memory.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=_PAGE_BUFFER_BYTES, page_checksum_verification=True) as file:
-            group_indexes = list(range(file.num_row_groups) if row_groups is None else row_groups)
-            expected_rows = source.record.num_rows
+            group_indices = list(range(file.num_row_groups) if row_groups is None else row_groups)
+            num_expected_rows = source.record.num_rows
             if row_groups is not None:
-                expected_rows = sum(file.metadata.row_group(index).num_rows for index in group_indexes)
-            for batch in file.iter_batches(batch_rows, row_groups=group_indexes, columns=list(columns), use_threads=False):
+                num_expected_rows = sum(file.metadata.row_group(index).num_rows for index in group_indices)
+            for batch in file.iter_batches(batch_rows, row_groups=group_indices, columns=list(columns), use_threads=False):
                 num_rows += batch.num_rows
                 if batch.num_rows:
                     yield batch
@@ -117,16 +117,17 @@ def read_batches(
         for column in columns:
             _reject_null_of_fixed_size(source, path, column)
         raise InputError(f"{source.name}: damaged: {first_line(error)}; write it again") from error
-    if num_rows != expected_rows:
+    if num_rows != num_expected_rows:
         raise InputError(
-            f"{source.name}: damaged: the footer declares {expected_rows:,} rows, but the file has {num_rows:,}; write it again"
+            f"{source.name}: damaged: the footer declares {num_expected_rows:,} rows, but the file has {num_rows:,}; "
+            "write it again"
         )
 
 
 def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same batches. A thread decodes the next batch while the caller works on the current batch.
+    """Yield `batches`. A thread decodes the next batch while the caller works on the current batch.
 
-    The first batch, which may need a long sort, is decoded by the caller: an interrupt ends it, but waits for the thread.
+    The first batch, which may need a long sort, is decoded in the caller's thread, where an interrupt ends the sort at once.
     """
     batch = next(batches, None)
     with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:

@@ -18,11 +18,12 @@ import tenacity
 from recsys_core.config import URI_PATTERN, is_uri
 from recsys_core.errors import InputError, first_line, printable
 
-_SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
-_MAX_ATTEMPTS = 3
-"""Number of attempts of `retrying`. In each attempt the SDK of the store retries as well."""
-# pyarrow raises OSError for a lost connection, a damaged page and a rejected key; only the text differs.
-_TEMPORARY_ERROR = re.compile(
+_PYARROW_SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
+"""Scheme that pyarrow supports, for each supported scheme of a URI."""
+_MAX_CALLS = 3
+"""Largest number of calls in `retrying`. The SDK of the store also retries within each call."""
+# pyarrow raises OSError for a lost connection, for a damaged page and for a rejected key. Only the texts differ.
+_TEMPORARY_ERROR_PATTERN = re.compile(
     r"NETWORK_CONNECTION|curlCode|REQUEST_TIMEOUT|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|HTTP status 5\d\d"
     r"|HTTP response code 5\d\d|UNAVAILABLE|DEADLINE_EXCEEDED|Connection reset|timed out"
 )
@@ -41,7 +42,7 @@ class Location:
     modified_ns: int
     filesystem: pafs.FileSystem = field(repr=False)
     inode: tuple[int, int] | None = None
-    """Device and inode of a local file: equal for all names of the file."""
+    """Device and inode of a local file, which are the same for all names of the file; None for a remote file."""
 
     @property
     def is_local(self) -> bool:
@@ -53,8 +54,8 @@ def find_files(pattern: str, *, setting: str, allowed_data_root: Path | None = N
     """Find the files of a path, a glob or a folder, in no particular order.
 
     A folder means all *.parquet files in it and below it. Folders and globs skip files and folders whose names start with _
-    or ., because by convention these are incomplete or not data. A glob that names such a file or folder, like log/_tmp/*,
-    skips no file.
+    or ., because by convention such files are incomplete or not data. A glob that names such a file or folder itself, like
+    log/_tmp/*, skips no file.
 
     Raises:
         InputError: no file matches, the store rejects the request, or a file is outside `allowed_data_root`.
@@ -69,7 +70,7 @@ def find_files(pattern: str, *, setting: str, allowed_data_root: Path | None = N
                     f"{setting}: {uri_prefix}/{path}: is in an object store, not below allowed_data_root "
                     f"({allowed_data_root}); copy it there, or unset allowed_data_root"
                 )
-            yield from _find_remote(filesystem, path, uri_prefix=uri_prefix, setting=setting)
+            yield from _find_remote_files(filesystem, path, uri_prefix=uri_prefix, setting=setting)
             return
         paths = _find_local_paths(path, shown_pattern=printable(pattern), setting=setting)
     resolved_root = allowed_data_root.resolve() if allowed_data_root is not None else None
@@ -95,27 +96,27 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     """
     uri_match = URI_PATTERN.fullmatch(uri)
     assert uri_match is not None, "callers check is_uri"
-    raw_scheme, authority, path, options_text = uri_match.groups()
+    uri_scheme, authority, path, options_text = uri_match.groups()
     host_or_bucket = authority.rpartition("@")[2]
-    shown_uri = printable(f"{raw_scheme}://{host_or_bucket}{path}")
-    scheme = _SCHEMES.get(raw_scheme.lower())
-    if scheme is None:
-        raise InputError(f"{setting}: {shown_uri}: {raw_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
+    shown_uri = printable(f"{uri_scheme}://{host_or_bucket}{path}")
+    pyarrow_scheme = _PYARROW_SCHEMES.get(uri_scheme.lower())
+    if pyarrow_scheme is None:
+        raise InputError(f"{setting}: {shown_uri}: {uri_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
     options = dict(parse_qsl(options_text or "", keep_blank_values=True))
-    if scheme == "file":
+    if pyarrow_scheme == "file":
         if host_or_bucket not in ("", "localhost"):
             raise InputError(f"{setting}: {shown_uri}: names another machine; write a local file as file:///path/to/file")
         return pafs.LocalFileSystem(), unquote(path), "file:/"
     if not host_or_bucket:
-        raise InputError(f"{setting}: {shown_uri}: names no bucket; write {raw_scheme}://bucket/path")
-    # This is the URI of the bucket without the path, which may be a glob, because pyarrow rejects * and ? in a URI.
+        raise InputError(f"{setting}: {shown_uri}: names no bucket; write {uri_scheme}://bucket/path")
+    # pyarrow rejects * and ? in a URI, so its URI names only the bucket and not the path, which may be a glob.
     encoded_options = "&".join(f"{key}={quote(value)}" for key, value in options.items())
-    bucket_uri = f"{scheme}://{authority}?{encoded_options}"
+    bucket_uri = f"{pyarrow_scheme}://{authority}?{encoded_options}"
     try:
         filesystem, _ = retrying(lambda: pafs.FileSystem.from_uri(bucket_uri))
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{setting}: {shown_uri}: {_explain_store_error(error)}") from error
-    return filesystem, host_or_bucket + unquote(path).rstrip("/"), f"{raw_scheme.lower()}:/"
+    return filesystem, host_or_bucket + unquote(path).rstrip("/"), f"{uri_scheme.lower()}:/"
 
 
 def _find_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> list[str]:
@@ -126,7 +127,7 @@ def _find_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> list
 
 
 def _match_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> list[str]:
-    # An existing file whose name is equal to the pattern takes precedence over the glob.
+    # An existing file with the name of the pattern takes precedence over the files that match the glob.
     if Path(pattern).is_file():
         return [pattern]
     if Path(pattern).is_dir():
@@ -136,7 +137,9 @@ def _match_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> lis
                 "deleted; set interactions.format if this is the log, or export the table to parquet"
             )
         file_paths = [
-            path for path in _walk(pattern, ()) if path.endswith(".parquet") and not _is_skipped(path, base_folder=pattern)
+            path
+            for path in _files_below(pattern, ())
+            if path.endswith(".parquet") and not _is_skipped(path, base_folder=pattern)
         ]
         if not file_paths:
             raise InputError(f"{setting}: no *.parquet file in or below the folder {shown_pattern}")
@@ -157,8 +160,8 @@ def _folder_hint(num_folders: int) -> str:
 def _expand_glob(pattern: str) -> list[str]:
     base_folder, components = _split_glob(pattern)
     if "**" in components:  # glob.glob would follow a link to a parent folder in circles
-        matching_paths = [path if base_folder else os.path.relpath(path, ".") for path in _walk(base_folder or ".", ())]
-        matching_paths = [path for path in matching_paths if _matches(_path_components(path, base_folder), components)]
+        matching_paths = [path if base_folder else os.path.relpath(path, ".") for path in _files_below(base_folder or ".", ())]
+        matching_paths = [path for path in matching_paths if _matches_glob(_path_components(path, base_folder), components)]
     else:
         matching_paths = glob.glob(pattern)  # noqa: PTH207  # the pattern may be absolute
     return (
@@ -168,8 +171,8 @@ def _expand_glob(pattern: str) -> list[str]:
     )
 
 
-def _walk(folder: str, parent_paths: tuple[str, ...]) -> Iterator[str]:
-    """Yield all files below `folder`, also through links, except links to one of the `parent_paths`."""
+def _files_below(folder: str, parent_paths: tuple[str, ...]) -> Iterator[str]:
+    """Yield all files below `folder`. Links are followed, except links to one of the `parent_paths`."""
     real_path = os.path.realpath(folder)
     if real_path in parent_paths:
         return
@@ -180,12 +183,12 @@ def _walk(folder: str, parent_paths: tuple[str, ...]) -> Iterator[str]:
         raise InputError(f"{printable(folder)}: the folder cannot be listed: {error.strerror}") from error
     for child_path, is_folder in children:
         if is_folder:
-            yield from _walk(child_path, (*parent_paths, real_path))
-        elif Path(child_path).is_file():  # neither a dangling link nor a pipe
+            yield from _files_below(child_path, (*parent_paths, real_path))
+        elif Path(child_path).is_file():  # not a dangling link or a pipe
             yield child_path
 
 
-def _find_remote(filesystem: pafs.FileSystem, path: str, *, uri_prefix: str, setting: str) -> Iterator[Location]:
+def _find_remote_files(filesystem: pafs.FileSystem, path: str, *, uri_prefix: str, setting: str) -> Iterator[Location]:
     shown_uri = printable(f"{uri_prefix}/{path}")
 
     def read_infos(selector: pafs.FileSelector | str) -> list[pafs.FileInfo]:
@@ -214,7 +217,9 @@ def _find_remote(filesystem: pafs.FileSystem, path: str, *, uri_prefix: str, set
         base_folder, components = _split_glob(path)
         is_recursive = len(components) > 1 or components == ["**"]
         infos_in_folder = read_infos(pafs.FileSelector(base_folder, recursive=is_recursive, allow_not_found=True))
-        matching_infos = [info for info in infos_in_folder if _matches(_path_components(info.path, base_folder), components)]
+        matching_infos = [
+            info for info in infos_in_folder if _matches_glob(_path_components(info.path, base_folder), components)
+        ]
         file_infos = [info for info in matching_infos if info.type == pafs.FileType.File]
         if not _includes_hidden_files(components):
             file_infos = [info for info in file_infos if not _is_skipped(info.path, base_folder=base_folder)]
@@ -227,10 +232,10 @@ def _find_remote(filesystem: pafs.FileSystem, path: str, *, uri_prefix: str, set
 def _split_glob(pattern: str) -> tuple[str, list[str]]:
     """Split a glob into the folder before its first component with a wildcard, and the components from there on."""
     components = pattern.split("/")
-    first_magic_index = next(index for index, component in enumerate(components) if glob.has_magic(component))
-    base_folder = "/".join(components[:first_magic_index])
+    first_wildcard_index = next(index for index, component in enumerate(components) if glob.has_magic(component))
+    base_folder = "/".join(components[:first_wildcard_index])
     return base_folder or ("/" if pattern.startswith("/") else ""), [
-        component for component in components[first_magic_index:] if component
+        component for component in components[first_wildcard_index:] if component
     ]
 
 
@@ -238,23 +243,23 @@ def _path_components(path: str, base_folder: str) -> list[str]:
     return [component for component in path.removeprefix(base_folder).split("/") if component]
 
 
-def _matches(path_components: Sequence[str], pattern_components: Sequence[str]) -> bool:
-    """Return whether the components of a path match those of a glob; ** matches any number of folders."""
+def _matches_glob(path_components: Sequence[str], pattern_components: Sequence[str]) -> bool:
+    """Return whether a path matches a glob, both as lists of components. ** matches any number of folders."""
     if not pattern_components:
         return not path_components
     if pattern_components[0] == "**":
         if len(pattern_components) == 1:
             return bool(path_components)
-        return any(_matches(path_components[start:], pattern_components[1:]) for start in range(len(path_components)))
+        return any(_matches_glob(path_components[start:], pattern_components[1:]) for start in range(len(path_components)))
     return (
         bool(path_components)
         and fnmatchcase(path_components[0], pattern_components[0])
-        and _matches(path_components[1:], pattern_components[1:])
+        and _matches_glob(path_components[1:], pattern_components[1:])
     )
 
 
 def _includes_hidden_files(pattern_components: Sequence[str]) -> bool:
-    """Return whether one of the components of a glob starts with _ or . itself."""
+    """Return whether a glob includes hidden files, because one of its components starts with _ or a dot."""
     return any(component[0] in "_." for component in pattern_components)
 
 
@@ -264,10 +269,10 @@ def _is_skipped(path: str, *, base_folder: str) -> bool:
 
 
 def retrying(call: Callable[[], T]) -> T:
-    """Return the result of `call`; call it up to three times if the network or the store fails temporarily."""
+    """Return the result of `call`, which is called up to three times if the network or the store fails temporarily."""
     retryer = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_temporary_error),
-        stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS),
+        stop=tenacity.stop_after_attempt(_MAX_CALLS),
         wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
         reraise=True,
     )
@@ -277,11 +282,12 @@ def retrying(call: Callable[[], T]) -> T:
 def is_temporary_error(error: BaseException) -> bool:
     """Return whether a retry may succeed because the network failed or the store is overloaded."""
     return isinstance(error, ConnectionError | TimeoutError) or (
-        isinstance(error, OSError) and bool(_TEMPORARY_ERROR.search(str(error)))
+        isinstance(error, OSError) and bool(_TEMPORARY_ERROR_PATTERN.search(str(error)))
     )
 
 
 def _explain_store_error(error: BaseException) -> str:
+    """Return what the error of an object store means, with the first line of its message."""
     message = first_line(error)
     if isinstance(error, FileNotFoundError) or "NO_SUCH_BUCKET" in message or getattr(error, "errno", None) == errno.ENOENT:
         return f"no such bucket or folder ({message})"

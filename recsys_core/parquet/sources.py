@@ -26,21 +26,21 @@ NULL_KEY_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A version of a table in another format than parquet, which only Spark reads."""
+    """A version of a table in a format that only Spark reads."""
 
     format: str
     name: str
     """Path, or name in a catalog."""
     version: str
     first_rows: bytes = field(repr=False)
-    """Parquet file with the first rows, for the checks before the ingest. It has all columns; those not needed are null."""
+    """Parquet file with the first rows, for the checks before the ingest. Columns that are not needed are null."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """A parquet file, local or remote, with its footer, the hive keys in its path, and its entry in a manifest.
 
-    A source is also a version of a `table`. Its footer then describes only its first rows.
+    A source can also be a version of a `table`. In this case, the footer describes only the first rows of the table.
     """
 
     location: Location
@@ -49,7 +49,7 @@ class Source:
     partition_values: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Hive keys in the path, for example {"dt": "2026-11-19"}."""
     partition_types: Mapping[str, pa.DataType] = field(default_factory=dict)
-    """Type of each hive key: int64, date32 or string. The values of the key in all files of the table determine the type."""
+    """Type of each hive key: int64, date32 or string. It is determined by the values of the key in all files."""
     table: Table | None = None
     """None for a parquet file."""
 
@@ -88,7 +88,7 @@ class Source:
     def open(self, **options: Any) -> pq.ParquetFile:
         """Open the file with options of pyarrow.parquet.ParquetFile. Raise InputError if it changed since the footer check.
 
-        Of a table, open the first rows.
+        For a table, open the first rows.
         """
         if self.table is not None:
             return pq.ParquetFile(pa.BufferReader(self.table.first_rows), **options)
@@ -97,7 +97,7 @@ class Source:
             file_info = retrying(lambda: filesystem.get_file_info(path))
             if (file_info.size, file_info.mtime_ns or 0) != (self.location.num_bytes, self.location.modified_ns):
                 raise InputError(f"{self.name}: changed while it was being read; run again after its writer has finished")
-            # With `metadata` pyarrow uses the checked footer and does not parse the footer of the file again.
+            # With `metadata`, pyarrow uses the checked footer and does not parse the footer of the file again.
             return pq.ParquetFile(path, filesystem=filesystem, metadata=self.footer.metadata, **options)
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{self.name}: cannot be read: {first_line(error)}") from error
@@ -125,7 +125,7 @@ def open_sources(patterns: Sequence[str], *, setting: str, allowed_data_root: Pa
     check_distinct_files(locations, setting=setting)
     footers = read_footers(locations)
     sources = tuple(
-        Source(location, footer, _record_of(location, footer), parse_partition_values(location.path))
+        Source(location, footer, _file_record(location, footer), parse_partition_values(location.path))
         for location, footer in zip(locations, footers, strict=True)
     )
     if not sources:
@@ -136,16 +136,16 @@ def open_sources(patterns: Sequence[str], *, setting: str, allowed_data_root: Pa
     return _with_partition_types(sources)
 
 
-def open_own_file(path: Path) -> Source:
-    """Open a file that a stage wrote. A folder named key=value in the path of the workspace is not a hive key."""
-    status = path.stat()
-    location = Location(printable(str(path)), str(path), status.st_size, status.st_mtime_ns, pafs.LocalFileSystem())
+def open_stage_file(path: Path) -> Source:
+    """Open a file that nightjar wrote. A folder named key=value in its path is not a hive key."""
+    file_status = path.stat()
+    location = Location(printable(str(path)), str(path), file_status.st_size, file_status.st_mtime_ns, pafs.LocalFileSystem())
     (footer,) = read_footers([location])
-    return Source(location, footer, _record_of(location, footer))
+    return Source(location, footer, _file_record(location, footer))
 
 
 def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None:
-    """Raise InputError if two of the `locations` are the same file, also through a link or another spelling of its path."""
+    """Raise InputError if two `locations` are the same file, for example through a link or another spelling of the path."""
     name_by_file: dict[tuple[int, int] | str, str] = {}
     for location in locations:
         file_key = location.inode or location.name
@@ -158,7 +158,7 @@ def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None
 
 
 def reject_copies(sources: Sequence[Source], *, setting: str) -> None:
-    """Raise InputError if a file is a byte copy of another file of the same partition: its rows would count twice.
+    """Raise InputError if a file is a byte copy of another file of the same partition, because its rows would count twice.
 
     Only files with equal sizes and footers are read.
     """
@@ -190,7 +190,7 @@ def _content_sha256(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _record_of(location: Location, footer: Footer) -> SourceFile:
+def _file_record(location: Location, footer: Footer) -> SourceFile:
     return SourceFile(
         path=location.name,
         size_bytes=location.num_bytes,
@@ -218,6 +218,7 @@ def parse_partition_values(path: str) -> dict[str, str]:
 
 
 def _with_partition_types(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    """Return the sources with the types of their hive keys. Raise InputError if two files have different keys."""
     first_source = sources[0]
     first_keys = set(first_source.partition_values)
     for source in sources:

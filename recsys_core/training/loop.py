@@ -10,7 +10,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
-from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
+from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader
 from recsys_core.errors import InputError
 from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatWriter
 from recsys_core.launching.rank import Process
@@ -85,7 +85,7 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
             user_exponent=loss_config.user_exponent,
         ),
         batch_size=job.training.batch_size,
-        shard=Shard(process.rank, process.world_size, job.num_planned_ranks),
+        rank_share=RankShare(process.rank, process.world_size, job.num_planned_ranks),
         seed=job.training.seed,
         num_negatives=loss_config.num_sampled_negatives,
         negative_share_I=negative_share(store.train_count_I, loss_config.negative_sampling_alpha)

@@ -54,8 +54,8 @@ def test_a_process_without_the_parent_variable_continues() -> None:
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_child_ends_with_the_reader_of_its_output_also_if_the_reader_has_ended_before(is_late: bool) -> None:
     child_code = (
-        "import sys, time; from recsys_core.parent_process import die_with_reader_of_output; "
-        f"time.sleep({2 if is_late else 0}); die_with_reader_of_output(); print('alive', file=sys.stderr, flush=True); "
+        "import sys, time; from recsys_core.parent_process import die_with_stdout_reader; "
+        f"time.sleep({2 if is_late else 0}); die_with_stdout_reader(); print('alive', file=sys.stderr, flush=True); "
         "time.sleep(60)"
     )
     code = (

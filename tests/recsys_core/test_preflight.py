@@ -14,9 +14,9 @@ from recsys_core.preflight import (
     cgroup_limits,
     check_environment,
     check_versions,
+    count_oom_kills,
     describe_memory,
     installed_versions,
-    oom_kills,
 )
 
 GOOD_CPU = {
@@ -168,8 +168,8 @@ def test_processes_ended_by_the_out_of_memory_killer_are_counted(
     tmp_path: Path, membership: str, file: str, content: str
 ) -> None:
     (tmp_path / "self").write_text(membership)
-    assert oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") is None
+    assert count_oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") is None
     counter = tmp_path / "sys" / file
     counter.parent.mkdir(parents=True)
     counter.write_text(content)
-    assert oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") == 2
+    assert count_oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") == 2

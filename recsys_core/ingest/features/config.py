@@ -11,7 +11,7 @@ FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 OwnerKind = Literal["user", "item", "context"]
 Boundary = Annotated[float, Field(ge=-1e300, le=1e300)]
 MAX_HASH_ROWS = 2**31 - 2
-"""Row numbers are stored as int32, and row 0 is reserved."""
+"""Largest number of hashed values: row numbers are stored as int32, and row 0 is reserved."""
 
 
 class FeatureConfig(Settings):
@@ -76,7 +76,6 @@ class FeatureConfig(Settings):
         description="Ascending boundaries of the buckets of a `numeric` feature. A value that equals a boundary is in the "
         "bucket above it",
     )
-
     standardise: bool = Field(
         False,
         description="Use the value of a `numeric` feature as a number, without buckets. The mean of the training values is "
@@ -118,10 +117,10 @@ class FeatureConfig(Settings):
                 "set another weight_column"
             )
         if self.min_count > 1 and (self.kind == "numeric" or self.hash_rows is not None):
-            fix = "set kind to categorical" if self.kind == "numeric" else "remove hash_rows"
+            encoding, fix = ("numeric", "set kind to categorical") if self.kind == "numeric" else ("hashed", "remove hash_rows")
             raise ValueError(
-                f"feature {self.name!r}: min_count is {self.min_count}, but only a vocabulary counts values; remove min_count, "
-                f"or {fix}"
+                f"feature {self.name!r}: min_count is {self.min_count}, but needs a vocabulary, which a {encoding} feature "
+                f"does not have; remove min_count, or {fix}"
             )
         return self
 
@@ -141,14 +140,16 @@ class FeatureConfig(Settings):
                 f"feature {self.name!r} is numeric: set exactly one of buckets (a number), boundaries (a list) and "
                 "standardise (true)"
             )
-        for low, high in pairwise(self.boundaries or ()):
-            if not low < high:
+        for boundary, next_boundary in pairwise(self.boundaries or ()):
+            if not boundary < next_boundary:
                 raise ValueError(
-                    f"feature {self.name!r}: boundaries have to increase, but {high:g} comes after {low:g}; sort them"
+                    f"feature {self.name!r}: boundaries have to increase, but {next_boundary:g} comes after {boundary:g}; "
+                    "sort them"
                 )
         return self
 
     def _reject_for_other_kinds(self, setting: str, *, kinds: tuple[FeatureKind, ...]) -> None:
+        """Raise ValueError if `setting` is set, but only applies to other kinds than the kind of this feature."""
         value = getattr(self, setting)
         if value is not None and value is not False and self.kind not in kinds:
             raise ValueError(
@@ -183,7 +184,7 @@ class FeatureTableConfig(Settings):
 
 
 RESERVED_ITEM_COLUMNS = ("row", "item_id", "title", "vector")
-"""Names of other columns in the files with the titles, filter columns and vectors of the items."""
+"""Names of columns that nightjar itself writes to the files with the titles, filter columns and vectors of the items."""
 
 
 class ItemTableConfig(FeatureTableConfig):
@@ -233,7 +234,7 @@ class FeaturesConfig(Settings):
 
     @property
     def by_key(self) -> dict[str, FeatureConfig]:
-        """The features by <owner_kind>.<name>."""
+        """The features by key, which is <owner_kind>.<name>."""
         features_by_owner_kind = {
             "user": () if self.users is None else self.users.features,
             "item": () if self.items is None else self.items.features,

@@ -3,8 +3,7 @@
 Categorical and list features use a vocabulary (table `vocabulary`: value, count, row) or a hash, numeric features use buckets
 or a standardised value (numeric.py). Row 0 of the embedding table is for values that have no row of their own.
 
-Shapes: R is the number of users, of items or of events. N is the size of a part of them that is read at once. L is the
-number of values of all lists.
+Shapes: R users, items or events, N rows of a batch, L values of all lists.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from recsys_core.parquet.duckdb_session import SQL_TYPE, scan_sql
 
 
 def encode(feature_column: FeatureColumn) -> IngestedFeature:
-    """Write the files of one feature (see FeaturesManifest)."""
+    """Write the files of one feature (see FeaturesManifest), and return its entry in the manifest."""
     if feature_column.feature.kind == "numeric":
         return encode_numeric(feature_column)
     feature_column.connection.execute(f"CREATE VIEW single_values AS {_single_values_sql(feature_column)}")
@@ -33,7 +32,7 @@ def encode(feature_column: FeatureColumn) -> IngestedFeature:
 
 
 def _single_values_sql(feature_column: FeatureColumn) -> str:
-    """Return SQL for one row per value: row, in_training, value, and for a list feature also list_index and weight."""
+    """Return SQL for one row per value: row, in_training, value and, for a list feature, list_index and weight."""
     values_sql = feature_column.value_sql()
     if not feature_column.feature.is_list:
         return f"SELECT row, in_training, {values_sql} AS value FROM joined"
@@ -51,7 +50,7 @@ def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
     num_table_rows = 1 + feature_column.fetch_count("SELECT coalesce(max(row), 0) FROM vocabulary")
     num_with_vector = write_vector_rows(feature_column, num_table_rows=num_table_rows)
     feature_column.connection.execute("DROP TABLE vocabulary")
-    return feature_column.facts(
+    return feature_column.manifest_entry(
         num_rows=num_table_rows,
         num_new_values=num_new_values,
         num_evicted_values=num_evicted_values,
@@ -61,18 +60,18 @@ def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
 
 
 def _encode_by_hash(feature_column: FeatureColumn) -> IngestedFeature:
-    # md5, because DuckDB's own hash may differ between its versions.
+    # md5, because DuckDB's own hash may differ between versions of DuckDB.
     table_row_sql = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {feature_column.feature.hash_rows}"
     counts = _write_rows(feature_column, table_row_sql=table_row_sql, source_sql="single_values")
-    return feature_column.facts(num_rows=1 + (feature_column.feature.hash_rows or 0), **counts)
+    return feature_column.manifest_entry(num_rows=1 + (feature_column.feature.hash_rows or 0), **counts)
 
 
 def _write_rows(feature_column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
-    """Write the table row of every value; return the counts for IngestedFeature.
+    """Write the table row of every value; return the counts for the manifest, by field of IngestedFeature.
 
     Args:
         table_row_sql: SQL for the row of a value in the embedding table; null for a value without a row.
-        source_sql: SQL for the view `single_values` with the join that `table_row_sql` needs.
+        source_sql: SQL for the view `single_values`, joined with the table that `table_row_sql` reads, if any.
     """
     if feature_column.feature.is_list:
         return _write_lists(feature_column, table_row_sql=table_row_sql, source_sql=source_sql)
@@ -91,7 +90,7 @@ def _write_rows(feature_column: FeatureColumn, *, table_row_sql: str, source_sql
 
 
 def _write_lists(feature_column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
-    """Write the lists in CSR format. List n is row[offset[n]:offset[n + 1]], and `weight` is parallel to `row`."""
+    """Write the lists in CSR format. List n is row[offset[n]:offset[n + 1]]; `weight` has one entry for each entry of `row`."""
     offset = feature_column.allocate("offset", dtype=np.int64, length=feature_column.num_rows + 1)
     num_empty = feature_column.num_rows
     query = f"SELECT row, len({feature_column.value_sql()}) FROM joined WHERE len(v{feature_column.feature_index}) > 0"
@@ -127,6 +126,7 @@ def _write_lists(feature_column: FeatureColumn, *, table_row_sql: str, source_sq
 
 
 def _array_batches(feature_column: FeatureColumn, query: str) -> Iterator[tuple[NDArray[np.int64], ...]]:
+    """Yield the columns of the result of `query` as arrays [N], one batch at a time."""
     for batch in feature_column.connection.sql(query).to_arrow_reader(BATCH_ROWS):
         yield tuple(array.to_numpy(zero_copy_only=False) for array in batch.columns)
 
@@ -135,8 +135,8 @@ def create_vocabulary(feature_column: FeatureColumn) -> tuple[int, int]:
     """Create table `vocabulary` from the view `single_values`; return the numbers of new and of evicted values.
 
     The values of the previous run keep their rows. New values follow by decreasing count, then by value. With `max_rows`, only
-    the most frequent values have rows: new values first get the rows of the values that they evict. Between equal counts, the
-    value of the previous run stays.
+    the most frequent values have rows, and new values first get the rows of the values that they evict. A new value does not
+    evict a value of the previous run with the same count.
     """
     connection = feature_column.connection
     connection.execute(
@@ -192,7 +192,7 @@ def _evict_rare_values(feature_column: FeatureColumn, *, max_rows: int) -> int:
 
 
 def write_vocabulary(feature_column: FeatureColumn) -> None:
-    """Write <owner_kind>.<name>.vocabulary.parquet (value, count), in the order of the rows; row 0 has value null."""
+    """Write <owner_kind>.<name>.vocabulary.parquet (value, count) in the order of the rows. The value of row 0 is null."""
     num_values_sql = f"SELECT count(*) FROM single_values WHERE {feature_column.counted_row_sql}"
     count_without_row_sql = f"({num_values_sql}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
     reader = feature_column.connection.sql(
@@ -206,14 +206,16 @@ def write_vocabulary(feature_column: FeatureColumn) -> None:
 
 
 def write_vector_rows(feature_column: FeatureColumn, *, num_table_rows: int) -> int:
-    """Write <owner_kind>.<name>.vector_row.npy: for each row, the index of the pretrained vector of its value, or -1.
+    """Write <owner_kind>.<name>.vector_row.npy: the row of the pretrained vector of each value, or -1.
 
     Return the number of values that have a vector.
+
+    num_table_rows: number of rows of the feature's embedding table.
     """
     if feature_column.vector_ids_path is None:
         return 0
-    vector_row_R = feature_column.allocate("vector_row", dtype=np.int64, length=num_table_rows)
-    vector_row_R[:] = -1
+    vector_rows = feature_column.allocate("vector_row", dtype=np.int64, length=num_table_rows)
+    vector_rows[:] = -1
     num_with_vector = 0
     vectors_sql = scan_sql(feature_column.vector_ids_path, options_sql="file_row_number = true")
     reader = feature_column.connection.sql(
@@ -221,7 +223,7 @@ def write_vector_rows(feature_column: FeatureColumn, *, num_table_rows: int) -> 
         "ON vocabulary.value = vectors.id"
     ).to_arrow_reader(BATCH_ROWS)
     for batch in reader:
-        vector_row_R[batch.column("row").to_numpy()] = batch.column("vector_row").to_numpy()
+        vector_rows[batch.column("row").to_numpy()] = batch.column("vector_row").to_numpy()
         num_with_vector += batch.num_rows
     if not num_with_vector:
         raise InputError(

@@ -1,6 +1,6 @@
 """FeatureColumn: one feature during its encoding, with its values in DuckDB and its files in the folder of the stage.
 
-The owner kind of a feature is user, item or context. Context features belong to events.
+A feature has one of the owner kinds user, item and context. Context features belong to events.
 """
 
 import json
@@ -24,7 +24,7 @@ BATCH_ROWS = 1_000_000
 class PreviousFeature:
     """The same feature in the previous run."""
 
-    facts: IngestedFeature
+    ingested_feature: IngestedFeature
     vocabulary_path: Path | None
     """None for a feature without a vocabulary."""
 
@@ -33,10 +33,11 @@ class PreviousFeature:
 class FeatureColumn:
     """One feature during its encoding.
 
-    Its values are in DuckDB's table `joined`, which has one row for each user, item or event with features. Columns:
-    row: the row of the user, item or event.
-    in_training: whether the user or item has a training event; for a context feature, whether the event is a training event.
-    v<n>, w<n>: the value (or list of values) and the list of weights of the feature with index n.
+    Its values are in DuckDB's table `joined`, which has one row for each user, item or event with features, and the columns:
+
+    - row: the row of the user, item or event.
+    - in_training: whether the user or item has a training event; for a context feature, whether the event is a training event.
+    - v<n>, w<n>: the value (or list of values) and the list of weights of the feature with index n.
     """
 
     connection: duckdb.DuckDBPyConnection
@@ -44,14 +45,15 @@ class FeatureColumn:
     feature_index: int
     """Index of the feature among the features of its owner kind."""
     key: str
-    """<owner_kind>.<name>: start of the names of its files."""
+    """<owner_kind>.<name>, with which the names of the feature's files start."""
     value_type: IdType | None
+    """Type in which the values are stored; None for a numeric feature."""
     num_rows: int
     """Number of users, items or events."""
     counted_row_sql: str
     """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
     previous: PreviousFeature | None
-    """The feature in the previous run, whose vocabulary, boundaries or mean are reused. None: they are computed again."""
+    """The feature in the previous run, whose vocabulary, boundaries or mean are reused; None to compute them again."""
     output_folder: Path
     vector_ids_path: Path | None = None
     """Parquet file with the value of each pretrained vector; None without vectors."""
@@ -72,11 +74,11 @@ class FeatureColumn:
         return fetch_count(self.connection, query)
 
     def allocate(self, array_name: str, *, dtype: type[np.generic], length: int) -> NDArray[Any]:
-        """Return a new memory-mapped array of the feature, filled with zeros."""
+        """Create a file of the feature; return it as a memory-mapped array of zeros."""
         return allocate_npy(self.output_folder / f"{self.key}.{array_name}.npy", dtype=dtype, shape=(length,))
 
-    def facts(self, **fields: Any) -> IngestedFeature:
-        """Return the facts of the feature for the manifest."""
+    def manifest_entry(self, **fields: Any) -> IngestedFeature:
+        """Return the entry of the feature in the manifest. fields: the fields that depend on the values."""
         return IngestedFeature(
             kind=self.feature.kind,
             definition=feature_definition(self.feature, self.value_type),
@@ -91,7 +93,7 @@ class FeatureColumn:
 
 
 def feature_definition(feature: FeatureConfig, value_type: IdType | None) -> str:
-    """Return the settings that decide the row of a value. A change of the definition starts a new vocabulary."""
+    """Return the settings that decide the row of a value, as JSON. If they change, a new vocabulary is built."""
     settings: dict[str, Any] = {"kind": feature.kind, "column": feature.source_column, "type": value_type}
     settings |= {setting: getattr(feature, setting) for setting in ("max_rows", "hash_rows", "buckets", "boundaries")}
     settings["standardise"] = feature.standardise or None

@@ -27,10 +27,11 @@ ID_TABLES = ("item", "user")
 
 @dataclass(frozen=True)
 class FeatureTable:
-    """The files and features of one owner kind (user, item or context). The schemas of the files have been checked."""
+    """The files and features of one owner kind (user, item or context), with checked schemas."""
 
     owner_kind: OwnerKind
     setting: str
+    """Config key of the table, for messages."""
     sources: tuple[Source, ...]
     features: tuple[FeatureConfig, ...]
     value_type_by_feature: dict[str, IdType]
@@ -41,14 +42,15 @@ class FeatureTable:
     title_column: str | None = None
     """Column with the titles of items."""
     filter_sql_type_by_column: Mapping[str, str] = field(default_factory=dict)
-    """SQL types in which the filter columns of items are stored, by column."""
+    """SQL type in which each filter column of items is stored, by column."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns to read, without repeats."""
-        own_columns = [column for column in (self.id_column, self.title_column) if column is not None]
-        own_columns += self.filter_sql_type_by_column
-        return tuple(dict.fromkeys([*own_columns, *(name for feature in self.features for name in feature.columns)]))
+        columns = [column for column in (self.id_column, self.title_column) if column is not None]
+        columns += self.filter_sql_type_by_column
+        columns += [column for feature in self.features for column in feature.columns]
+        return tuple(dict.fromkeys(columns))
 
 
 def open_feature_tables(
@@ -59,15 +61,15 @@ def open_feature_tables(
     context_sources: Sequence[Source],
     allowed_data_root: Path | None = None,
 ) -> tuple[FeatureTable, ...]:
-    """Open the feature tables. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
+    """Open the feature tables of the config. Raise InputError for a missing or invalid file or a missing or unsuitable column.
 
     Args:
         context_sources: files with the columns of the context features.
         allowed_data_root: folder that has to contain every file of a table.
     """
     tables = []
-    owner_kinds: tuple[tuple[OwnerKind, IdType], ...] = (("user", user_id_type), ("item", item_id_type))
-    for owner_kind, log_id_type in owner_kinds:
+    id_type_by_owner_kind: dict[OwnerKind, IdType] = {"user": user_id_type, "item": item_id_type}
+    for owner_kind, log_id_type in id_type_by_owner_kind.items():
         table_config = config.users if owner_kind == "user" else config.items
         if table_config is None:
             continue
@@ -95,8 +97,8 @@ def open_feature_tables(
         tables.append(table)
     if config.context:
         setting = "features.context"
-        types = _value_types(context_sources, config.context, setting=setting)
-        tables.append(FeatureTable("context", setting, tuple(context_sources), config.context, types))
+        value_types = _value_types(context_sources, config.context, setting=setting)
+        tables.append(FeatureTable("context", setting, tuple(context_sources), config.context, value_types))
         _check_column_names(tables[-1])
     return tuple(tables)
 
@@ -134,29 +136,31 @@ _FILTER_SQL_TYPES: tuple[tuple[Callable[[pa.DataType], bool], str], ...] = (
     (lambda data_type: pa.types.is_timestamp(data_type) and data_type.tz is not None, "TIMESTAMPTZ"),
     (lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type), "TIMESTAMP"),
 )
+"""(test of a column's type, SQL type in which a filter column of this type is stored); the first match is used."""
 
 
 def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: Mapping[str, IdType]) -> None:
-    """Check the pretrained vectors of feature values. Such vectors need a feature with a vocabulary.
+    """Check the pretrained vectors of feature values, which need a feature with a vocabulary.
 
     Args:
         id_type_by_table: type of the ids of the vectors, by the name of the embedding table.
 
     Raises:
-        InputError: an unknown table, a numeric or hashed feature, or ids of another type than the values of the feature.
+        InputError: the embedding table is unknown, its feature is numeric or hashed, or the ids of the vectors have another
+            type than the values of the feature.
     """
-    feature_by_table = {
+    table_and_feature_by_key = {
         f"{table.owner_kind}.{feature.name}": (table, feature) for table in tables for feature in table.features
     }
     for table_name, vector_id_type in id_type_by_table.items():
         if table_name in ID_TABLES:
             continue
-        if table_name not in feature_by_table:
+        if table_name not in table_and_feature_by_key:
             raise InputError(
                 f"embeddings: vectors are given for table {table_name!r}, but the tables are "
-                f"{', '.join([*ID_TABLES, *feature_by_table])}; set table to one of these, or declare the feature"
+                f"{', '.join([*ID_TABLES, *table_and_feature_by_key])}; set table to one of these, or declare the feature"
             )
-        table, feature = feature_by_table[table_name]
+        table, feature = table_and_feature_by_key[table_name]
         if feature.kind == "numeric" or feature.hash_rows is not None:
             encoding, fix = ("numeric", "kind to categorical") if feature.kind == "numeric" else ("hashed", "hash_rows to null")
             raise InputError(
@@ -183,6 +187,7 @@ def _check_column_names(table: FeatureTable) -> None:
 
 
 def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *, setting: str) -> dict[str, IdType]:
+    """Return the type in which the values of each feature are stored, by name; numeric features are left out."""
     type_by_feature: dict[str, IdType] = {}
     first_source = sources[0]
     for feature in features:

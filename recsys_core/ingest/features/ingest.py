@@ -23,7 +23,7 @@ from recsys_core.manifests import (
     record_file,
 )
 from recsys_core.parquet.duckdb_session import database
-from recsys_core.parquet.sources import open_own_file
+from recsys_core.parquet.sources import open_stage_file
 
 
 def ingest_features(
@@ -36,7 +36,7 @@ def ingest_features(
     folder: Path,
     allowed_data_root: Path | None = None,
 ) -> FeaturesManifest:
-    """Write the arrays that FeaturesManifest describes, out of core in DuckDB.
+    """Write the arrays that FeaturesManifest describes. DuckDB spills data beyond `memory_limit` to disk.
 
     Args:
         dataset: the log and the pretrained vectors. Vectors for a table such as item.brand belong to the values of a feature.
@@ -55,7 +55,7 @@ def ingest_features(
         config,
         user_id_type=interactions.user_id_type,
         item_id_type=interactions.item_id_type,
-        context_sources=[open_own_file(path) for path in context_paths(interactions)] if config.context else (),
+        context_sources=[open_stage_file(path) for path in context_paths(interactions)] if config.context else (),
         allowed_data_root=allowed_data_root,
     )
     vector_tables = {} if embeddings is None else embeddings.tables
@@ -68,21 +68,21 @@ def ingest_features(
     with stage.writing() as output_folder:
         scratch_folder = output_folder / "scratch"
         scratch_folder.mkdir()
-        facts_by_key: dict[str, IngestedFeature] = {}
-        table_facts_by_owner_kind: dict[str, FeatureTableStatistics] = {}
+        feature_by_key: dict[str, IngestedFeature] = {}
+        statistics_by_owner_kind: dict[str, FeatureTableStatistics] = {}
         for source in feature_sources(tables, interactions):
             # One database per owner kind: its memory and its spill files are released before the next owner kind.
             with database(
                 memory_limit=memory_limit, num_threads=threads, spill_folder=scratch_folder / "spill", subject="the features"
             ) as connection:
-                table_facts = source.load(connection, output_folder=output_folder, scratch_folder=scratch_folder)
-                if table_facts is not None:
-                    table_facts_by_owner_kind[source.table.owner_kind] = table_facts
-                for column in _feature_columns(source, connection, dataset, previous, output_folder):
-                    facts_by_key[column.key] = encode(column)
+                statistics = source.load(connection, output_folder=output_folder, scratch_folder=scratch_folder)
+                if statistics is not None:
+                    statistics_by_owner_kind[source.table.owner_kind] = statistics
+                for feature_column in _feature_columns(source, connection, dataset, previous, output_folder):
+                    feature_by_key[feature_column.key] = encode(feature_column)
         shutil.rmtree(scratch_folder)
         return stage.commit(
-            lineage=interactions.lineage, features=facts_by_key, tables=table_facts_by_owner_kind, sources=source_records
+            lineage=interactions.lineage, features=feature_by_key, tables=statistics_by_owner_kind, sources=source_records
         )
 
 
@@ -93,7 +93,7 @@ def _feature_columns(
     previous: FeaturesManifest | None,
     output_folder: Path,
 ) -> Iterator[FeatureColumn]:
-    """Yield each feature of a source, ready to be encoded."""
+    """Yield each feature of a source, whose values have been loaded, for `encode`."""
     for feature_index, feature in enumerate(source.table.features):
         key, value_type = f"{source.table.owner_kind}.{feature.name}", source.table.value_type_by_feature.get(feature.name)
         has_vectors = dataset.embeddings is not None and key in dataset.embeddings.tables
@@ -114,7 +114,7 @@ def _feature_columns(
 def _previous_feature(
     previous: FeaturesManifest | None, key: str, feature: FeatureConfig, value_type: IdType | None
 ) -> PreviousFeature | None:
-    """Return the feature in the previous run; None if its definition differs or its vocabulary file is missing or changed."""
+    """Return the feature of the previous run; None if its definition differs, or its vocabulary file is missing or changed."""
     if previous is None or key not in previous.features:
         return None
     previous_feature = previous.features[key]
@@ -123,6 +123,6 @@ def _previous_feature(
     vocabulary_name = f"{key}.vocabulary.parquet"
     if vocabulary_name not in previous.files:
         return PreviousFeature(previous_feature, None)
-    path = previous.path(vocabulary_name)
-    is_intact = path.is_file() and record_file(path) == previous.files[vocabulary_name]
-    return PreviousFeature(previous_feature, path) if is_intact else None
+    vocabulary_path = previous.path(vocabulary_name)
+    is_intact = vocabulary_path.is_file() and record_file(vocabulary_path) == previous.files[vocabulary_name]
+    return PreviousFeature(previous_feature, vocabulary_path) if is_intact else None

@@ -1,4 +1,4 @@
-"""The table of items after a training: features in the encodings of that training, titles and filter columns."""
+"""The feature table of items, read after a training: features as that training encoded them, titles and filter columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from recsys_core.parquet.local_copies import local_files
 
 @dataclass(frozen=True)
 class LaterItems:
-    """The rows of some items in the table of items.
+    """The features, titles and filter columns of some items.
 
     Attributes:
         features: the features by key, in the order of the items.
         column_paths: files with the column `row` and the titles and filter columns, as in FeaturesManifest.
-        row_path: the one of these files that has every item of the table.
+        row_path: the file among `column_paths` that has a row for every item of the feature table.
     """
 
     features: FeatureStore
@@ -36,7 +36,7 @@ class LaterItems:
 
 
 class LaterItemTable:
-    """The table of items of a config, opened for the encodings of an earlier ingest."""
+    """The feature table of items, to be read with the encodings of an earlier ingest."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class LaterItemTable:
         threads: int | None,
         allowed_data_root: Path | None,
     ) -> None:
-        """Check the files and columns.
+        """Open the table, and check its files and columns.
 
         Args:
             encodings: the features to read, by item.<name>. Other features of the config are ignored.
@@ -59,9 +59,11 @@ class LaterItemTable:
                 ingest.
         """
         self._encodings, self._memory_limit, self._threads = encodings, memory_limit, threads
-        read_features = tuple(feature for feature in config.features if f"item.{feature.name}" in encodings)
+        encoded_features = tuple(feature for feature in config.features if f"item.{feature.name}" in encodings)
         (self._table,) = open_feature_tables(
-            FeaturesConfig.model_construct(users=None, items=config.model_copy(update={"features": read_features}), context=()),
+            FeaturesConfig.model_construct(
+                users=None, items=config.model_copy(update={"features": encoded_features}), context=()
+            ),
             user_id_type=id_type,
             item_id_type=id_type,
             context_sources=(),
@@ -71,7 +73,7 @@ class LaterItemTable:
             _require_same_definition(key, encoding, self._table)
 
     def ids(self, *, folder: Path) -> pa.Array:
-        """Return the distinct ids of the table in ascending order. folder: a new folder for temporary files."""
+        """Return the distinct ids of the table in ascending order. folder: folder to create for temporary files."""
         table = self._table
         assert table.id_column is not None and table.id_type is not None
         folder.mkdir()
@@ -86,11 +88,11 @@ class LaterItemTable:
             return connection.sql(f"{query} ORDER BY id").to_arrow_table()["id"].combine_chunks()
 
     def read(self, item_ids: pa.Array, *, vocabulary_folder: Path, folder: Path) -> LaterItems:
-        """Read the rows of these items. A value that the earlier ingest does not have gets the row of unknown values.
+        """Read the table's rows of these items. A value that the earlier ingest did not have gets the row of unknown values.
 
         Args:
             vocabulary_folder: folder with the vocabularies of the earlier ingest.
-            folder: a new folder for the arrays and files.
+            folder: folder to create for the arrays and files.
 
         Raises:
             InputError: a row of the table is invalid, or the table has none of the items.
@@ -127,6 +129,7 @@ class LaterItemTable:
 
 
 def _earlier_feature(key: str, encoding: IngestedFeature, vocabulary_folder: Path) -> PreviousFeature:
+    """Return the feature of the earlier ingest, whose vocabulary is in `vocabulary_folder`."""
     has_vocabulary = encoding.kind != "numeric" and encoding.hash_rows is None
     return PreviousFeature(encoding, vocabulary_folder / f"{key}.vocabulary.parquet" if has_vocabulary else None)
 

@@ -1,6 +1,6 @@
 """Numeric features: buckets, or standardised values.
 
-Mean and standard deviation are computed from the training rows. The boundaries of the buckets are listed in the config, or
+Mean and standard deviation are computed from the training rows. The boundaries of the buckets are taken from the config or
 computed from the training rows.
 
 Shapes: N values of a batch, R users, items or events.
@@ -42,7 +42,7 @@ def encode_numeric(feature_column: FeatureColumn) -> IngestedFeature:
         if weight_R is not None and mean is not None and std is not None:
             weight_R[row_N] = standardised(value_N, mean=mean, std=std)
         num_present += len(row_N)
-    return feature_column.facts(
+    return feature_column.manifest_entry(
         num_rows=len(boundaries) + 2,
         num_values=feature_column.num_rows,
         num_out_of_vocabulary=0,
@@ -55,8 +55,8 @@ def encode_numeric(feature_column: FeatureColumn) -> IngestedFeature:
 
 def _boundaries(feature_column: FeatureColumn) -> tuple[float, ...]:
     """Return the boundaries of the previous run, the boundaries from the config, or new boundaries of equally full buckets."""
-    if feature_column.previous is not None and feature_column.previous.facts.boundaries is not None:
-        return feature_column.previous.facts.boundaries
+    if feature_column.previous is not None and feature_column.previous.ingested_feature.boundaries is not None:
+        return feature_column.previous.ingested_feature.boundaries
     if feature_column.feature.boundaries is not None:
         return feature_column.feature.boundaries
     new_boundaries: list[float] = quantile_boundaries(
@@ -68,13 +68,13 @@ def _boundaries(feature_column: FeatureColumn) -> tuple[float, ...]:
 def _mean_and_std(feature_column: FeatureColumn) -> tuple[float | None, float | None]:
     """Return the mean and the standard deviation: from the previous run, or of the training values."""
     if feature_column.previous is not None:
-        return feature_column.previous.facts.mean, feature_column.previous.facts.std
+        return feature_column.previous.ingested_feature.mean, feature_column.previous.ingested_feature.std
     return training_mean_and_std(feature_column.connection, f"v{feature_column.feature_index}")
 
 
 def quantile_boundaries(connection: duckdb.DuckDBPyConnection, column_name: str, *, num_buckets: int) -> Numbers:
-    """Return the boundaries of `num_buckets` equally full buckets; fewer if a frequent value fills more than one bucket."""
-    # DuckDB sorts and spills to disk; its own quantile functions would hold all values in memory.
+    """Return the inner boundaries of equally full buckets, at most num_buckets - 1; fewer if a value fills several buckets."""
+    # DuckDB sorts the values and spills them to disk; its quantile functions would hold all values in memory.
     ((num_values,),) = connection.sql(f"SELECT count(*) {_finite_training_values_sql(column_name)}").fetchall()
     boundary_index = np.arange(num_buckets) * num_values // num_buckets
     boundaries_by_batch, batch_start = [np.zeros(0)], 0
@@ -100,13 +100,13 @@ def training_mean_and_std(connection: duckdb.DuckDBPyConnection, column_name: st
     ((num_values, min_value, max_value),) = connection.sql(
         f"SELECT count(*), min({column_name}), max({column_name}) {_finite_training_values_sql(column_name)}"
     ).fetchall()
-    if not num_values or min_value == max_value:  # equal values: rounding errors could make the deviation positive
+    if not num_values or min_value == max_value:  # rounding errors could make the deviation of equal values positive
         return min_value or 0.0, 0.0
-    # The values are scaled, because squares of large numbers overflow. Division by a power of two is exact.
+    # The values are divided by a power of two, because squares of large numbers overflow. This division is exact.
     scale = math.ldexp(1.0, math.frexp(max(abs(min_value), abs(max_value)))[1] - 1)
 
     def average(transform: Callable[[Numbers], Numbers]) -> float:
-        # fsum rounds once, so the result does not depend on the order of the rows. DuckDB's order differs between runs.
+        # fsum rounds once, so the result does not depend on the order of the rows, which DuckDB changes from run to run.
         batches = _value_batches(connection, f"SELECT {column_name} AS value {_finite_training_values_sql(column_name)}")
         return math.fsum(chain.from_iterable(transform(value_N / scale).tolist() for value_N in batches)) / int(num_values)
 

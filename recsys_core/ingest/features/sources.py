@@ -29,10 +29,10 @@ from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 @dataclass(frozen=True)
 class TableSource:
-    """A feature table of users or items. Its rows are joined with the ids of the catalogue."""
+    """A feature table of users or items, whose rows are joined with the ids of the catalogue."""
 
     counted_row_sql: ClassVar[str] = "TRUE"
-    """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
+    """See FeatureColumn."""
     table: FeatureTable
     num_rows: int
     """Number of users or items."""
@@ -44,7 +44,7 @@ class TableSource:
     ) -> FeatureTableStatistics:
         """Create table `joined` with the rows of the feature table whose id is in the catalogue.
 
-        Write the titles and the filter columns of the items.
+        For items, also write the files with the titles and the filter columns.
         """
         table = self.table
         assert table.id_column is not None and table.id_type is not None
@@ -59,9 +59,9 @@ class TableSource:
                 f"{_value_columns_sql(table)} FROM {scan_all_sql(paths)}) feature_table "
                 "ON catalogue.id = feature_table.feature_table_id"
             )
-        ((num_matched,),) = connection.sql("SELECT count(*) FROM joined").fetchall()
+        ((num_matched_rows,),) = connection.sql("SELECT count(*) FROM joined").fetchall()
         num_rows = sum(source.record.num_rows for source in table.sources)
-        if num_matched == 0:
+        if num_matched_rows == 0:
             raise InputError(
                 f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is in the "
                 f"{table.owner_kind}s of the log; check that both use the same ids"
@@ -76,7 +76,9 @@ class TableSource:
             filter_values = connection.sql(f"SELECT row{columns_sql} FROM joined ORDER BY row").to_arrow_table()
             pq.write_table(filter_values, output_folder / ITEM_COLUMNS_FILE)
         return FeatureTableStatistics(
-            num_rows=num_rows, num_not_in_catalogue=num_rows - num_matched, num_without_row=self.num_rows - num_matched
+            num_rows=num_rows,
+            num_not_in_catalogue=num_rows - num_matched_rows,
+            num_without_row=self.num_rows - num_matched_rows,
         )
 
 
@@ -88,13 +90,13 @@ class ContextSource:
     table: FeatureTable
     num_rows: int
     """Number of events."""
-    events: EventStore
+    event_store: EventStore
 
     def load(self, connection: duckdb.DuckDBPyConnection, *, output_folder: Path, scratch_folder: Path) -> None:
         """Create table `joined` with the context columns of every event."""
         paths = [source.path for source in self.table.sources]
         _reject_bad_table(connection, self.table, paths=paths)
-        connection.register("events", _read_events(paths, columns=self.table.columns, events=self.events))
+        connection.register("events", _read_events(paths, columns=self.table.columns, event_store=self.event_store))
         connection.execute(
             'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar in_training" AS in_training, '
             f"{_value_columns_sql(self.table)} FROM events"
@@ -117,40 +119,40 @@ def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsMa
 
 
 def _value_columns_sql(table: FeatureTable) -> str:
-    """Return SQL for the columns v<n> and w<n> of `joined`, cast to the types in which values and weights are stored."""
-    columns = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
+    """Return SQL for the columns of `joined` with values: title, f<n> for filter columns, v<n> and w<n> for features."""
+    columns_sql = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
     for column_index, (column, sql_type) in enumerate(table.filter_sql_type_by_column.items()):
-        # A zone is only a way to write a time: all times are stored in UTC.
+        # All times are stored in UTC, also times that the file has in another zone.
         value_sql = f"CAST({quoted(column)} AS {sql_type})"
         value_sql = f"({value_sql} AT TIME ZONE 'UTC')" if sql_type == "TIMESTAMPTZ" else value_sql
-        columns.append(f"{value_sql} AS f{column_index}")
+        columns_sql.append(f"{value_sql} AS f{column_index}")
     for feature_index, feature in enumerate(table.features):
         value_type = table.value_type_by_feature.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")
-        columns.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{feature_index}")
+        columns_sql.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{feature_index}")
         if feature.weight_column is not None:
-            columns.append(f"CAST({quoted(feature.weight_column)} AS FLOAT[]) AS w{feature_index}")
-    return ", ".join(columns)
+            columns_sql.append(f"CAST({quoted(feature.weight_column)} AS FLOAT[]) AS w{feature_index}")
+    return ", ".join(columns_sql)
 
 
-def _read_events(paths: Sequence[Path], *, columns: Sequence[str], events: EventStore) -> pa.RecordBatchReader:
-    """Stream the context columns of all shards. Two more columns have the index of each event, and whether it trains."""
+def _read_events(paths: Sequence[Path], *, columns: Sequence[str], event_store: EventStore) -> pa.RecordBatchReader:
+    """Stream the context columns of all shards, the index of each event, and whether it is a training event."""
     file_schema = pq.read_schema(paths[0])
     fields = [file_schema.field(name) for name in columns]
     schema = pa.schema([*fields, ("nightjar row", pa.int64()), ("nightjar in_training", pa.bool_())])
 
-    def batches() -> Iterator[pa.RecordBatch]:
+    def event_batches() -> Iterator[pa.RecordBatch]:
         start_event = 0
         files = (pq.ParquetFile(path) for path in paths)
         for batch in chain.from_iterable(file.iter_batches(BATCH_ROWS, columns=list(columns)) for file in files):
             stop_event = start_event + batch.num_rows
             event_index = pa.array(np.arange(start_event, stop_event))
-            is_training = pa.array(events.is_training(slice(start_event, stop_event)))
+            is_training = pa.array(event_store.is_training(slice(start_event, stop_event)))
             arrays = [*(batch.column(name) for name in columns), event_index, is_training]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
             start_event = stop_event
 
-    return pa.RecordBatchReader.from_batches(schema, batches())
+    return pa.RecordBatchReader.from_batches(schema, event_batches())
 
 
 def _reject_bad_table(connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, paths: Sequence[Path]) -> None:
@@ -164,17 +166,17 @@ def _reject_bad_table(connection: duckdb.DuckDBPyConnection, table: FeatureTable
         counts_sql = ", ".join(f"count(*) FILTER ({check.failure_sql})" for check in checks)
         any_failure_sql = " OR ".join(f"coalesce({check.failure_sql}, false)" for check in checks)
         query = f"SELECT count(*) FILTER ({any_failure_sql}), {counts_sql} FROM {scan_all_sql(paths)}"
-        ((num_bad, *check_counts),) = connection.sql(query).fetchall()
-        _reject_failures(connection, table, checks, check_counts, num_bad=num_bad, paths=paths)
+        ((num_bad_rows, *check_counts),) = connection.sql(query).fetchall()
+        _reject_failures(connection, table, checks, check_counts, num_bad_rows=num_bad_rows, paths=paths)
     if table.id_column is not None:
         column_sql = quoted(table.id_column)
         duplicates_sql = (
             f"SELECT {column_sql} AS id, count(*) AS rows FROM {scan_all_sql(paths)} GROUP BY 1 HAVING count(*) > 1"
         )
-        ((num_bad,),) = connection.sql(f"SELECT coalesce(sum(rows), 0)::BIGINT FROM ({duplicates_sql})").fetchall()
+        ((num_bad_rows,),) = connection.sql(f"SELECT coalesce(sum(rows), 0)::BIGINT FROM ({duplicates_sql})").fetchall()
         is_duplicate_sql = f"{column_sql} IN (SELECT id FROM ({duplicates_sql}))"
         check = RowCheck(table.id_column, "the id of more than one row", is_duplicate_sql, "keep one row for each id")
-        _reject_failures(connection, table, [check], [num_bad], num_bad=num_bad, paths=paths)
+        _reject_failures(connection, table, [check], [num_bad_rows], num_bad_rows=num_bad_rows, paths=paths)
 
 
 def _reject_failures(
@@ -183,12 +185,14 @@ def _reject_failures(
     checks: Sequence[RowCheck],
     check_counts: Sequence[int],
     *,
-    num_bad: int,
+    num_bad_rows: int,
     paths: Sequence[Path],
 ) -> None:
-    def find_first() -> BadRow:
+    """Raise InputError for the first row that fails a check, unless `num_bad_rows` is 0."""
+
+    def find_first_bad_row() -> BadRow:
         for source, path in zip(table.sources, paths, strict=True):
-            # Not DuckDB's file_row_number, because the file may have a column of this name.
+            # The rows are numbered without DuckDB's file_row_number, because the file may have a column of this name.
             rows_sql = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all_sql([path])})'
             bad_row = first_bad_row(
                 lambda query: connection.sql(query).fetchall(),
@@ -199,14 +203,14 @@ def _reject_failures(
             )
             if bad_row is not None:
                 return bad_row
-        raise AssertionError(f"{table.setting}: {num_bad} bad rows were counted, but none is in the files")
+        raise AssertionError(f"{table.setting}: {num_bad_rows} bad rows were counted, but none is in the files")
 
     reject_bad_rows(
         {check.name: count for check, count in zip(checks, check_counts, strict=True)},
-        num_bad=num_bad,
+        num_bad_rows=num_bad_rows,
         num_rows=sum(source.record.num_rows for source in table.sources),
         policy=None,
-        find_first=find_first,
+        find_first_bad_row=find_first_bad_row,
     )
 
 

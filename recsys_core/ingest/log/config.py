@@ -18,7 +18,7 @@ from recsys_core.config import (
     Settings,
 )
 from recsys_core.ingest.log.engine_settings import (
-    TABLE_NAME,
+    TABLE_NAME_PATTERN,
     DuckdbSettings,
     EngineSettings,
     SparkSettings,
@@ -44,7 +44,7 @@ MemoryLimit = Annotated[
 
 
 class LogFilter(Settings):
-    """Filters of the log, applied in the order of the fields. Each filter counts only events that the earlier filters keep."""
+    """Filters of the log, applied in the order of the fields. Each filter counts only the events that earlier filters keep."""
 
     until: Annotated[datetime, WithJsonSchema({"type": "string", "format": "date-time", "maxLength": 40})] | None = Field(
         None,
@@ -194,7 +194,7 @@ class InteractionsConfig(Settings):
             name, version = split_version(path)
             if self.format == "orc" and version is not None:
                 raise ValueError(f"{path} names a version, but an ORC table has none; remove @v{version}")
-            if is_table_name(name) and TABLE_NAME.fullmatch(name) is None:
+            if is_table_name(name) and TABLE_NAME_PATTERN.fullmatch(name) is None:
                 raise ValueError(
                     f"{path!r} is not the name of a table in a catalog, such as lake.shop.events; the path of a folder has a "
                     "slash, such as ./events"
@@ -248,8 +248,8 @@ class InteractionsConfig(Settings):
     def result_settings(self) -> dict[str, Any]:
         """Return the settings that change the result, for a fingerprint.
 
-        Without explicit negatives, with a single shard, or with parquet files, the result and the fingerprint are those of
-        configs that do not have the setting.
+        A setting that was added later is left out if it has its default (parquet files, no explicit negatives, a single shard).
+        The fingerprint then equals the fingerprint of a config from before the setting existed.
         """
         settings = super().result_settings()
         if self.format == "parquet":
@@ -262,7 +262,7 @@ class InteractionsConfig(Settings):
 
     @property
     def source_noun(self) -> str:
-        """What `paths` names, in the plural."""
+        """Noun for the entries of `paths` in messages: "files" or "tables"."""
         return "files" if self.format == "parquet" else "tables"
 
     @property
@@ -281,5 +281,5 @@ class InteractionsConfig(Settings):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the events of a user have an order, so that an event has a history of earlier events."""
+        """Whether the events of a user are ordered, so that the history of an event consists of earlier events."""
         return self.timestamp_column is not None or self.order_column is not None

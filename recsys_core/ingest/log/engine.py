@@ -1,7 +1,7 @@
-"""LogEngine: the steps of the log ingest that read, check, count and sort events, and that a database executes.
+"""LogEngine: the steps of the log ingest that a database executes: it reads, checks, counts and sorts the events.
 
-The rest of the ingest is the same for all engines: it opens the files, reuses parts, reports errors, and writes the event
-store and the manifest. Each id of a user or item has a code, which never changes, and a row in the vocabulary.
+The other steps are the same for all engines: opening the files, reusing parts, reporting errors, and writing the event store
+and the manifest. Each id of a user or item has a code, which identifies the id in the parts, and a row in the vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ from recsys_core.parquet.sources import Source
 
 @dataclass(frozen=True)
 class LogFiles:
-    """Files of the log with checked footers and pages, or tables of the log. Either all sources are tables, or none is."""
+    """The files of the log, with checked footers and pages, or its tables. The sources are either all files or all tables."""
 
     sources: Sequence[Source]
     paths: Sequence[Path]
-    """A local file for each source, with the columns of the config that are not hive keys. Of a table, only the first rows."""
+    """A local file for each source, with the columns of the config that are not hive keys; for a table, with its first rows."""
     type_by_column: Mapping[str, pa.DataType]
     """Type of each column of the config. The row checks of a column depend on its type."""
 
@@ -35,7 +35,7 @@ class FileStatistics:
     """Counts and value ranges of one file of the log."""
 
     num_rows: int = 0
-    num_bad: int = 0
+    num_bad_rows: int = 0
     """Number of rows that fail at least one check."""
     num_bad_by_check: Mapping[str, int] = field(default_factory=dict)
     """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""
@@ -47,20 +47,20 @@ class FileStatistics:
 
 @dataclass(frozen=True)
 class LogCounts:
-    """Counts of the filtered and split log. If num_read is 0, the other counts are not set."""
+    """Counts of the filtered and split log. If num_read_events is 0, the other fields have their defaults."""
 
-    num_read: int
+    num_read_events: int
     """Number of events of the current files, before the filters."""
     num_removed_by_reason: Mapping[str, int] = field(default_factory=dict)
-    """Number of removed events by filter. Filters that remove no event are left out. The bot filter also counts its users."""
+    """Number of removed events by filter, without zeros. `bot_users` is the number of users that the bot filter removed."""
     num_events_by_split: tuple[int, ...] = ()
     """Number of events of each split, by its code."""
     sides_with_one_id: frozenset[str] = frozenset()
-    """user if all events have the same user, item if all events have the same item."""
+    """Contains "user" if all events have the same user, and "item" if all events have the same item."""
     time_span_us: tuple[int, int] | None = None
     """Times of the first and the last event; None for a log without event times."""
     test_days: float | None = None
-    """Length of the test period; None unless the split is by time."""
+    """Length of the test period; None for other splits than by time."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Vocabulary:
 
 
 class LogEngine(Protocol):
-    """One ingest of the log. The methods are called in this order; those with `side` first for user, then for item.
+    """One ingest of the log. The class of an engine comes from config.engine.engine_class().
 
-    config.engine.engine_class() returns the class.
+    The methods are called in this order; methods with `side` are called first for "user", then for "item".
     """
 
     @classmethod
@@ -101,14 +101,14 @@ class LogEngine(Protocol):
 
     @property
     def version(self) -> str:
-        """Name and version of the engine. A part of another version is not reused."""
+        """Name and version of the engine. A part that another version wrote is not reused."""
 
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
         """Check the rows of new files, give codes to new ids, and write the good rows to a part; see LogPart.
 
-        The part has the rows below the label threshold only with config.explicit_negatives. They do not count as events.
-        New ids follow the ids of earlier runs, the most frequent id first; equally frequent ids are sorted by id. The method is
-        not called if all files are in parts of the previous run.
+        Rows below the label threshold are not events, and are written only with config.explicit_negatives. The codes of new ids
+        follow the codes of earlier runs: the most frequent id first, and equally frequent ids sorted by id. The method is not
+        called if all files are in parts of the previous run.
 
         Returns:
             The statistics of each file.
@@ -118,7 +118,7 @@ class LogEngine(Protocol):
         """
 
     def load(self, parts: Sequence[LogPart], *, folder: Path, split_code_by_file: Mapping[SourceFile, int]) -> LogCounts:
-        """Read the events of the parts, apply config.filter, and split the remaining events as config.split says.
+        """Read the events of the parts, apply config.filter, and split the remaining events by config.split.
 
         Args:
             folder: folder that contains the files of the parts.
@@ -135,15 +135,16 @@ class LogEngine(Protocol):
         """
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
-        """Yield all events with their rows, in the columns and the order that `EventWriter.write_events` needs."""
+        """Yield all events with the rows of their ids, in the columns and the order that `EventWriter.write_events` needs."""
 
     def sorted_negatives(self) -> tuple[int, Iterator[pa.RecordBatch]]:
-        """Return the number of known negatives, and their rows as `EventWriter.write_negatives` needs them.
+        """Return the number of known negatives, and their batches as `EventWriter.write_negatives` needs them.
 
-        A known negative is a pair of a user with events and an item of the vocabulary, at its first row below the threshold.
-        A pair is left out if the user has an event with the item in the same or an earlier split. With `leave_last_out`, it
-        ends before the user's event of the next split. The method is called only with config.explicit_negatives.
+        A known negative is a pair of a user with events and an item of the vocabulary. Its position and split come from the
+        pair's first row below the threshold. With `leave_last_out`, a row from the time of the user's validation or test event
+        on belongs to the split of this event. A pair is left out if the user has an event with the item in the same or an
+        earlier split. The method is called only with config.explicit_negatives.
         """
 
     def write_codes(self, side: str, path: Path) -> None:
-        """Write every id ever read to a parquet file: columns `id` and `row`, in the order of the codes."""
+        """Write every id that was ever read to a parquet file: columns `id` and `row`, in the order of the codes."""

@@ -1,4 +1,4 @@
-"""Settings of the engines of the log ingest: one class for each kind, which imports its engine."""
+"""Settings of the engines of the log ingest: one class for each kind, which imports its engine on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from recsys_core.config import Settings
 
-if TYPE_CHECKING:  # an engine imports the config of the log
+if TYPE_CHECKING:  # at runtime, these imports would be circular, because an engine imports the config of the log
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:  # an engine imports the config of the log
 
 TableFormat = Literal["delta", "iceberg", "orc"]
 """Formats of the log that only Spark reads."""
-TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){0,4}")
-_VERSION = re.compile(r"(?P<name>.+)@v(?P<version>[0-9]{1,19})")
-_MAX_NUMBER = 10**15
+TABLE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){0,4}")
+_VERSIONED_NAME_PATTERN = re.compile(r"(?P<name>.+)@v(?P<version>[0-9]{1,19})")
+_MAX_SPARK_NUMBER = 10**15
 SparkValue = (
     Annotated[str, Field(max_length=4_096)]
-    | Annotated[int, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
-    | Annotated[float, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
+    | Annotated[int, Field(ge=-_MAX_SPARK_NUMBER, le=_MAX_SPARK_NUMBER)]
+    | Annotated[float, Field(ge=-_MAX_SPARK_NUMBER, le=_MAX_SPARK_NUMBER)]
     | bool
 )
 SparkKey = Annotated[str, Field(max_length=256, pattern=r"^spark\.[A-Za-z0-9._-]+$")]
 _SECRET_WORDS = ("secret", "password", "token", "access.key")
-_SETTING_BY_KEY = {"spark.master": "interactions.engine.master"}
+_SETTING_BY_SPARK_KEY = {"spark.master": "interactions.engine.master"}
 
 
 def split_version(path: str) -> tuple[str, str | None]:
-    """Split a table into its path or name, and its version.
+    """Split an entry of `paths` into the path or name of its table and the version, or None.
 
     >>> split_version("lake.shop.events@v12"), split_version("/lake/events")
     (('lake.shop.events', '12'), ('/lake/events', None))
     """
-    match = _VERSION.fullmatch(path)
+    match = _VERSIONED_NAME_PATTERN.fullmatch(path)
     return (match["name"], match["version"]) if match else (path, None)
 
 
 def is_table_name(path: str) -> bool:
-    """Return whether a table is named as in a catalog, and not by the path of its folder, which contains a /."""
+    """Return whether `path` is the name of a table in a catalog. The path of a folder contains a slash."""
     return "/" not in path
 
 
@@ -94,8 +94,8 @@ class SparkSettings(Settings):
     @classmethod
     def _check_keys(cls, conf: dict[str, Any]) -> dict[str, Any]:
         for key in conf:
-            if key in _SETTING_BY_KEY:
-                raise ValueError(f"set {_SETTING_BY_KEY[key]} instead of {key}")
+            if key in _SETTING_BY_SPARK_KEY:
+                raise ValueError(f"set {_SETTING_BY_SPARK_KEY[key]} instead of {key}")
             if any(word in key.lower() for word in _SECRET_WORDS):
                 raise ValueError(
                     f"{key} looks like a secret, and the config of a run is stored; set it in spark-defaults.conf in "
@@ -116,7 +116,7 @@ class SparkSettings(Settings):
         return SparkEngine
 
     def installation(self) -> str | None:
-        """Return the installed versions of Spark and Java, and the master. Raise InputError if one is not installed."""
+        """Return the versions of Spark and Java, and the master. Raise InputError if Spark or Java is not installed."""
         from recsys_core.ingest.log.spark_engine.installation import check_installation
 
         return f"{check_installation()}, master {self.master}"

@@ -27,7 +27,7 @@ PART_SETTINGS = {
     "user_column", "item_column", "timestamp_column", "timestamp_unit", "order_column", "label_column", "label_threshold",
     "label_range", "weight_column", "context_columns", "on_bad_rows", "max_future_days",
 }  # fmt: skip
-"""Settings that decide the content of a part; a change of any other setting keeps the parts of the previous run."""
+"""Settings on which the content of a part depends. After a change of other settings, the parts are still reused."""
 
 
 def gather_parts(
@@ -41,7 +41,7 @@ def gather_parts(
     """Reuse the valid parts of `continued_run`, and read all other files into one new part.
 
     Returns:
-        The parts that hold the events of all input files, and the files that were read.
+        The parts with the events of all input files, and the files that were read.
     """
     (output_folder / "parts").mkdir()
     settings_fingerprint = _settings_fingerprint(engine, config, log)
@@ -69,7 +69,7 @@ def gather_parts(
 
 
 def _link_part(run: InteractionsManifest, part: LogPart, output_folder: Path) -> None:
-    """Link the file of a part, or the files of its folder. Runs can share a part, because it never changes."""
+    """Link the file of a part, or the files in its folder. Runs can share a part, because a part never changes."""
     for file_name in run.files:
         if file_name == part.file_name or file_name.startswith(f"{part.file_name}/"):
             (output_folder / file_name).parent.mkdir(exist_ok=True)
@@ -77,14 +77,15 @@ def _link_part(run: InteractionsManifest, part: LogPart, output_folder: Path) ->
 
 
 def _settings_fingerprint(engine: LogEngine, config: InteractionsConfig, log: InteractionsInput) -> str:
-    """Return the fingerprint of the engine and of the settings that decide the content of a part."""
+    """Return the fingerprint of the engine and of the settings on which the content of a part depends."""
     type_by_hive_key = {
         key: str(data_type) for key, data_type in log.sources[0].partition_types.items() if key in config.columns
     }
-    has_draw = isinstance(config.split, FileSplit) and config.split.validation_share > 0
-    drawn_unit = config.split.validation_unit if isinstance(config.split, FileSplit) and has_draw else None
+    validation_unit = None
+    if isinstance(config.split, FileSplit) and config.split.validation_share > 0:  # the part has the column `draw`
+        validation_unit = config.split.validation_unit
     settings = PART_SETTINGS | ({"explicit_negatives"} if config.explicit_negatives else set())
-    return fingerprint_of(engine.version, config.model_dump(mode="json", include=settings), drawn_unit, type_by_hive_key)
+    return fingerprint_of(engine.version, config.model_dump(mode="json", include=settings), validation_unit, type_by_hive_key)
 
 
 def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bool:
@@ -94,25 +95,25 @@ def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bo
 
 
 def _has_dropped_future_rows(part: LogPart) -> bool:
-    """Return whether rows with a time in the future were dropped. By now, these rows may be valid."""
+    """Return whether rows with a time in the future were dropped. These rows may be valid by now."""
     return any(check_name.endswith(IN_FUTURE) for file in part.files for check_name in file.num_bad_rows_by_reason)
 
 
 def read_part(
     engine: LogEngine, config: InteractionsConfig, *, sources: Sequence[Source], part_path: Path
 ) -> tuple[IngestedFile, ...]:
-    """Verify the files and write their events to `part_path`; return the statistics of each file.
+    """Verify the files, and write their events to `part_path`. Return the manifest entry of each file.
 
     Raises:
         InputError: damaged files, bad rows (see config.on_bad_rows), and files whose content contradicts their footer.
     """
     type_by_column = {
-        column: _widest_type([require_column(source, column, setting="interactions") for source in sources])
+        column: _type_for_checks([require_column(source, column, setting="interactions") for source in sources])
         for column in config.columns
     }
     checksum_flags = [source.table is None and has_page_checksums(source, config.columns) for source in sources]
-    for source, pages_have_checksums in zip(sources, checksum_flags, strict=True):
-        if source.is_local and pages_have_checksums:  # pages of remote files are verified while they are copied
+    for source, has_checksums in zip(sources, checksum_flags, strict=True):
+        if source.is_local and has_checksums:  # pages of remote files are verified while they are copied
             verify_pages(source, config.columns)
     with local_files(sources, columns=config.columns, scratch_folder=part_path.with_suffix(".remote")) as paths:
         statistics = engine.read_part(LogFiles(sources, paths, type_by_column), part_path=part_path)
@@ -125,7 +126,7 @@ def read_part(
 def _ingested_file(
     config: InteractionsConfig, source: Source, statistics: FileStatistics, *, has_checksums: bool
 ) -> IngestedFile:
-    column_by_role, num_good_rows = columns_by_role(config), statistics.num_rows - statistics.num_bad
+    column_by_role, num_good_rows = columns_by_role(config), statistics.num_rows - statistics.num_bad_rows
     return IngestedFile(
         source=source.record,
         num_bad_rows_by_reason=dict(statistics.num_bad_by_check),
@@ -135,8 +136,8 @@ def _ingested_file(
     )
 
 
-def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return the type that decides the checks: a floating-point or uint64 type if a file has one, or the first type."""
+def _type_for_checks(data_types: Sequence[pa.DataType]) -> pa.DataType:
+    """Return the type on which the row checks depend: the first float or uint64 type if there is one, or the first type."""
     float_or_uint64_types = [
         data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)
     ]

@@ -27,8 +27,8 @@ def ingest_interactions(
 ) -> InteractionsManifest:
     """Write the vocabularies and the event store that InteractionsManifest describes.
 
-    The LogEngine of config.engine reads, splits, counts and sorts, and spills to the folder of the stage. Its results stream
-    into memory maps.
+    The LogEngine of config.engine reads, splits, counts and sorts the events, and spills to the folder of the stage. Its
+    results stream into memory maps.
 
     Args:
         embeddings: pretrained vectors. An item with a vector is in the catalogue even without an event.
@@ -78,6 +78,7 @@ def _write_store(
     *,
     continued_run: InteractionsManifest | None,
 ) -> dict[str, Any]:
+    """Write the vocabularies and the event store; return the fields of the manifest that describe them."""
     parts, new_sources = gather_parts(engine, config, log, output_folder, continued_run=continued_run)
     counts = engine.load(parts, folder=output_folder, split_code_by_file=log.split_code_by_file)
     reject_unusable_log(config, counts, first_file_name=log.sources[0].name)
@@ -91,7 +92,7 @@ def _write_store(
         num_negatives, negatives = engine.sorted_negatives()
         writer.write_negatives(negatives, num_negatives=num_negatives)
     writer.write_offsets()
-    user_count_U, item_count_I = writer.user_count_US.sum(axis=1), writer.item_count_IS.sum(axis=1)
+    user_count_U, item_count_I = writer.user_count_U3.sum(axis=1), writer.item_count_I3.sum(axis=1)
     has_event_I, has_vector_I = item_count_I > 0, items.vector_row_R >= 0
     _require_match(embeddings, "user", has_match=bool((users.vector_row_R >= 0).any()))
     _require_match(embeddings, "item", has_match=bool((has_vector_I & has_event_I).any()))
@@ -146,7 +147,7 @@ def _require_match(embeddings: EmbeddingsManifest | None, side: str, *, has_matc
 
 
 def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous: InteractionsManifest | None) -> str | None:
-    """Return the reason to build the vocabularies from scratch; None to continue the vocabularies of the previous run."""
+    """Return why the vocabularies are built from scratch; None to continue the vocabularies of the previous run."""
     if previous is None:
         return "there is no previous run that this version of nightjar reads"
     if config.vocabulary.rebuild == "always":
@@ -159,12 +160,13 @@ def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous
         return f"the id types are {id_types}, but were {previous_id_types} in the previous run"
     if previous.run_number >= config.vocabulary.rebuild_after_runs:
         return f"{previous.run_number} runs have used the same vocabularies (interactions.vocabulary.rebuild_after_runs)"
-    for side, num_idle, num_rows in (
+    for side, num_idle_ids, num_ids in (
         ("users", previous.num_idle_users, previous.num_users),
         ("items", previous.num_idle_items, previous.num_items),
     ):
-        if num_idle > config.vocabulary.max_idle_share * num_rows:
+        if num_idle_ids > config.vocabulary.max_idle_share * num_ids:
             return (
-                f"{num_idle:,} of {num_rows:,} {side} had no event in the previous run (interactions.vocabulary.max_idle_share)"
+                f"{num_idle_ids:,} of {num_ids:,} {side} had no event in the previous run "
+                "(interactions.vocabulary.max_idle_share)"
             )
     return None

@@ -1,4 +1,4 @@
-"""Schema check of the interaction log: files, columns and types, from the parquet footers or the schemas of tables alone."""
+"""Schema check of the interaction log: files, columns and types. It reads only parquet footers, or the schemas of tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class InteractionsInput:
     @property
     def split_code_by_file(self) -> dict[SourceFile, int]:
         """Code of the split of each file. All codes are 0 unless the log is split by files."""
-        return {source.record: SPLITS.index(name) for name, sources in self.sources_by_split.items() for source in sources}
+        return {source.record: SPLITS.index(split) for split, sources in self.sources_by_split.items() for source in sources}
 
 
 def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
@@ -89,7 +89,7 @@ def _open_sources(config: InteractionsConfig, *, allowed_data_root: Path | None)
 
 
 def _check_timestamps(sources: Sequence[Source], column: str) -> None:
-    """Require one kind of time in all files: DuckDB would convert a mixture with the time zone of this machine, or fail."""
+    """Require one kind of time in all files, because DuckDB would convert a mixture by this machine's time zone, or fail."""
     for source in sources:
         data_type = require_column(source, column, setting="interactions.timestamp_column")
         is_time = pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_integer(data_type)
@@ -98,6 +98,7 @@ def _check_timestamps(sources: Sequence[Source], column: str) -> None:
 
 
 def _time_family(data_type: pa.DataType) -> str:
+    """Return the kind of a time. Types of one kind can be mixed."""
     if pa.types.is_integer(data_type):
         return "integer"
     return "with time zone" if pa.types.is_timestamp(data_type) and data_type.tz is not None else "without time zone"

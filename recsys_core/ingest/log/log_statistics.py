@@ -1,4 +1,4 @@
-"""Statistics of the log's files and columns, and the errors that they cause. The counts come from a LogEngine."""
+"""Statistics of the log's files and columns, from the counts of a LogEngine, and the errors of an unusable log."""
 
 import time
 from collections import Counter
@@ -26,7 +26,7 @@ FIX_CLOCK = (
 )
 IN_FUTURE = "in the future"
 MAX_USUAL_ID_CHARACTERS = 1_000
-"""Largest number of characters of an id; a longer id is reported as unusual."""
+"""Number of characters above which an id is reported as unusual."""
 UNUSUAL_CHARACTERS = r"[\p{Cc}\p{Cf}]"
 """Control characters, and format characters such as direction marks."""
 
@@ -37,7 +37,7 @@ def latest_valid_time_us(config: InteractionsConfig) -> int:
 
 
 def columns_by_role(config: InteractionsConfig) -> dict[str, str]:
-    """Return the columns whose smallest and largest values are reported, by their role in a part."""
+    """Return the columns whose smallest and largest values are reported, by role: position, label or weight."""
     column_by_role = {
         "position": config.timestamp_column or config.order_column,
         "label": config.label_column,
@@ -52,7 +52,7 @@ def reject_bad_log(
     *,
     sources: Sequence[Source],
     check_names: Sequence[str],
-    find_first: Callable[[int], BadRow],
+    find_first_bad_row: Callable[[int], BadRow],
 ) -> None:
     """Raise InputError for a file with another number of rows than its footer, or for the first bad row.
 
@@ -61,7 +61,7 @@ def reject_bad_log(
     Args:
         statistics: statistics of each source.
         check_names: names of all checks.
-        find_first: returns the first bad row of the source with the given index.
+        find_first_bad_row: returns the first bad row of the source with the given index.
     """
     for source, file_statistics in zip(sources, statistics, strict=True):
         if file_statistics.num_rows != source.record.num_rows:
@@ -71,32 +71,32 @@ def reject_bad_log(
             )
     reject_bad_rows(
         {name: sum(file_statistics.num_bad_by_check.get(name, 0) for file_statistics in statistics) for name in check_names},
-        num_bad=sum(file_statistics.num_bad for file_statistics in statistics),
+        num_bad_rows=sum(file_statistics.num_bad_rows for file_statistics in statistics),
         num_rows=sum(file_statistics.num_rows for file_statistics in statistics),
         policy=BadRowPolicy("interactions", config.on_bad_rows, config.max_bad_share),
-        find_first=lambda: find_first(
-            next(index for index, file_statistics in enumerate(statistics) if file_statistics.num_bad)
+        find_first_bad_row=lambda: find_first_bad_row(
+            next(index for index, file_statistics in enumerate(statistics) if file_statistics.num_bad_rows)
         ),
     )
 
 
 def reject_unusable_log(config: InteractionsConfig, counts: LogCounts, *, first_file_name: str) -> None:
     """Raise InputError if there are no events, no training or test events, or only one user or item."""
-    if counts.num_read == 0 and config.label_column:
+    if counts.num_read_events == 0 and config.label_column:
         raise InputError(
             f"{first_file_name}: column {config.label_column!r}: no event reaches interactions.label_threshold, "
             f"{config.label_threshold}; lower it"
         )
-    if counts.num_read == 0:
+    if counts.num_read_events == 0:
         raise InputError(f"{first_file_name}: all rows of the log are bad; see interactions.on_bad_rows")
     if not any(counts.num_events_by_split):
         raise InputError(f"{first_file_name}: interactions.filter removes all events; relax it")
-    num_events_by_name = dict(zip(SPLITS, counts.num_events_by_split, strict=True))
-    split_sizes_text = ", ".join(f"{num_events:,} {name}" for name, num_events in num_events_by_name.items())
-    for name in ("train", "test"):
-        if not num_events_by_name[name]:
+    num_events_by_split = dict(zip(SPLITS, counts.num_events_by_split, strict=True))
+    split_sizes_text = ", ".join(f"{num_events:,} {split}" for split, num_events in num_events_by_split.items())
+    for split in ("train", "test"):
+        if not num_events_by_split[split]:
             raise InputError(
-                f"{first_file_name}: the split {config.split.kind!r} leaves no {name} events ({split_sizes_text}); "
+                f"{first_file_name}: the split {config.split.kind!r} leaves no {split} events ({split_sizes_text}); "
                 "change interactions.split"
             )
     for side, column in (("user", config.user_column), ("item", config.item_column)):
@@ -116,7 +116,10 @@ def column_statistics(
     parts: Sequence[LogPart],
     vocabularies: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
 ) -> dict[str, ColumnStatistics]:
-    """Return the statistics of each column. vocabularies: each vocabulary with the number of events per id."""
+    """Return the statistics of each column.
+
+    vocabularies: each vocabulary with the number of events of each id, int64 [R].
+    """
     num_bad_by_check, files = bad_row_counts(parts, log), list(current_files(parts, log))
     statistics: dict[str, ColumnStatistics] = {}
     for column in config.columns:
@@ -126,26 +129,26 @@ def column_statistics(
         min_value = max_value = None
         if bounds_by_file:
             is_time = column == config.timestamp_column
-            min_value = _as_text(min(low for low, _ in bounds_by_file), is_time=is_time)
-            max_value = _as_text(max(high for _, high in bounds_by_file), is_time=is_time)
+            min_value = _as_text(min(file_min for file_min, _ in bounds_by_file), is_time=is_time)
+            max_value = _as_text(max(file_max for _, file_max in bounds_by_file), is_time=is_time)
         statistics[column] = ColumnStatistics(
             num_nulls=num_nulls, num_out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
         )
     for vocabulary, event_count_R in vocabularies:
         column = config.user_column if vocabulary.side == "user" else config.item_column
         ids = vocabulary.ids.filter(pa.array(event_count_R > 0))
-        update = {"num_distinct": len(ids), "num_unusual_ids": _num_unusual(ids)}
+        update = {"num_distinct": len(ids), "num_unusual_ids": _num_unusual_ids(ids)}
         statistics[column] = statistics[column].model_copy(update=update)
     return statistics
 
 
 def current_files(parts: Sequence[LogPart], log: InteractionsInput) -> Iterator[IngestedFile]:
-    """Yield those files of the parts that are still input files. Other files of a part are outdated."""
+    """Yield the files of the parts that are still input files. The other files of a part are outdated."""
     current_sources = set(log.split_code_by_file)
     return (file for part in parts for file in part.files if file.source in current_sources)
 
 
-def _num_unusual(ids: pa.ChunkedArray) -> int:
+def _num_unusual_ids(ids: pa.ChunkedArray) -> int:
     """Return the number of very long ids and of ids with control or format characters."""
     if not pa.types.is_string(ids.type):
         return 0

@@ -1,4 +1,4 @@
-"""An interactions stage whose validation and test events are training events, for the refit of a model."""
+"""An interactions stage in which all validation and test events have become training events, for the refit of a model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,14 +14,15 @@ from recsys_core.ingest.log.event_writer import write_examples
 from recsys_core.manifests import EventShard, InteractionsManifest, StageFolder, fingerprint_of
 
 NEGATIVE_ARRAYS = ("negative_offset", "negative_item", "negative_event")
-MERGED_ARRAYS = ("train_end", "validation_end", "event_offset", "train_user", "item_count", "item_rank", *NEGATIVE_ARRAYS)
+SPLIT_END_ARRAYS = ("train_end", "validation_end")
+MERGED_ARRAYS = (*SPLIT_END_ARRAYS, "event_offset", "train_user", "item_count", "item_rank", *NEGATIVE_ARRAYS)
 """Arrays that depend on the split. The other files of the stage are linked."""
 
 
 def merge_splits(interactions: InteractionsManifest, folder: Path) -> InteractionsManifest:
-    """Write the stage to `folder` with all events in the training split. The rows of users and items stay the same.
+    """Write a copy of the stage to `folder`, with all events in the training split and the same rows of users and items.
 
-    The stage has no parts, so no later ingest can continue it.
+    The copy has no parts, so no later ingest can continue it.
     """
     fingerprint = fingerprint_of("merge_splits", interactions)
     stage = StageFolder(folder, InteractionsManifest, fingerprint=fingerprint)
@@ -29,26 +30,28 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
         return stage.manifest
     store, num_shards = EventStore.open(interactions), interactions.num_shards
     num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
-    with stage.writing() as new_folder:
-        merged_files = {name for array in MERGED_ARRAYS for name in array_files(array, num_shards=num_shards)}
+    with stage.writing() as output_folder:
+        merged_files = {
+            file_name for array_name in MERGED_ARRAYS for file_name in array_files(array_name, num_shards=num_shards)
+        }
         for file_name in interactions.files:
             if "/" not in file_name and file_name not in merged_files:
-                link_or_copy(interactions.path(file_name), new_folder / file_name)
+                link_or_copy(interactions.path(file_name), output_folder / file_name)
         count_I = store.event_count_I()
-        save_npy(new_folder / array_file("item_count"), count_I)
-        save_npy(new_folder / array_file("item_rank"), popularity_ranks(count_I))
-        train_count_US = np.zeros((store.num_users, NUM_SPLITS), np.int64)
-        train_count_US[:, 0] = store.event_count_U
-        write_examples(new_folder, user_count_US=train_count_US, num_shards=num_shards)
+        save_npy(output_folder / array_file("item_count"), count_I)
+        save_npy(output_folder / array_file("item_rank"), popularity_ranks(count_I))
+        train_count_U3 = np.zeros((store.num_users, NUM_SPLITS), np.int64)
+        train_count_U3[:, 0] = store.event_count_U
+        write_examples(output_folder, user_count_U3=train_count_U3, num_shards=num_shards)
         num_negatives_S = []
         for shard, arrays in enumerate(EventArrays.open(interactions).shards()):
             path_by_array = {
-                array: new_folder / array_files(array, num_shards=num_shards)[shard]
-                for array in MERGED_ARRAYS[:2] + NEGATIVE_ARRAYS
+                array_name: output_folder / array_files(array_name, num_shards=num_shards)[shard]
+                for array_name in SPLIT_END_ARRAYS + NEGATIVE_ARRAYS
             }
             end_U = np.cumsum(EventStore(arrays, is_ordered=store.is_ordered).event_count_U)
-            save_npy(path_by_array["train_end"], end_U)
-            save_npy(path_by_array["validation_end"], end_U)
+            for array_name in SPLIT_END_ARRAYS:
+                save_npy(path_by_array[array_name], end_U)
             num_negatives_S.append(_write_merged_negatives(arrays, path_by_array=path_by_array))
         fields = interactions.model_dump(exclude={"fingerprint", "seconds", "files", "folder"})
         counts = {"num_train_events": num_events, "num_validation_events": 0, "num_test_events": 0}
@@ -61,21 +64,21 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
 
 
 def _write_merged_negatives(arrays: EventArrays, *, path_by_array: Mapping[str, Path]) -> int:
-    """Write the known negatives of a shard whose items are not among the user's held-out events. Return their number."""
+    """Write the known negatives of a shard without items of the user's held-out events; return their number."""
     if arrays.negative_offset is None or arrays.negative_item is None:
         return 0
     store = EventStore(arrays, is_ordered=arrays.negative_event is not None)
     user_E, event_E = store.held_out_events(skip_validation_U=np.zeros(store.num_users, np.bool_))
     held_out_keys = np.unique(user_E * store.num_items + store.items_at(event_E))
     item_L, user_offset = np.asarray(arrays.negative_item), np.asarray(arrays.negative_offset)[::NUM_SPLITS]
-    is_kept_L, num_kept_U3 = np.empty(len(item_L), np.bool_), np.zeros((store.num_users, NUM_SPLITS), np.int64)
+    remains_L, num_remaining_U3 = np.empty(len(item_L), np.bool_), np.zeros((store.num_users, NUM_SPLITS), np.int64)
     for chunk in chunk_slices(len(item_L), length=EVENTS_PER_CHUNK):
         user_L = np.searchsorted(user_offset, np.arange(chunk.start, chunk.stop), side="right") - 1
-        is_kept_L[chunk] = ~np.isin(user_L * store.num_items + item_L[chunk], held_out_keys)
-        num_kept = np.bincount((user_L - user_L[0])[is_kept_L[chunk]])
-        num_kept_U3[user_L[0] : user_L[0] + len(num_kept), 0] += num_kept
-    save_npy(path_by_array["negative_offset"], np.cumsum(np.append(0, num_kept_U3)))
-    save_npy(path_by_array["negative_item"], item_L[is_kept_L])
+        remains_L[chunk] = ~np.isin(user_L * store.num_items + item_L[chunk], held_out_keys)
+        num_remaining_U = np.bincount((user_L - user_L[0])[remains_L[chunk]])
+        num_remaining_U3[user_L[0] : user_L[0] + len(num_remaining_U), 0] += num_remaining_U
+    save_npy(path_by_array["negative_offset"], np.cumsum(np.append(0, num_remaining_U3)))
+    save_npy(path_by_array["negative_item"], item_L[remains_L])
     if arrays.negative_event is not None:
-        save_npy(path_by_array["negative_event"], np.asarray(arrays.negative_event)[is_kept_L])
-    return int(is_kept_L.sum())
+        save_npy(path_by_array["negative_event"], np.asarray(arrays.negative_event)[remains_L])
+    return int(remains_L.sum())

@@ -17,7 +17,7 @@ class IdMapConfig(Settings):
 
 
 class EmbeddingsConfig(Settings):
-    """Pretrained vectors of one table, in parquet."""
+    """Pretrained vectors of one embedding table, in parquet files."""
 
     source: Literal["parquet"] = Field("parquet", description="pretrained vectors in parquet files")
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
@@ -66,21 +66,21 @@ class EmbeddingsConfig(Settings):
         return self
 
 
-def _as_tuple(value: Any) -> Any:
-    if value is None:
+def _as_tuple(embeddings: Any) -> Any:
+    if embeddings is None:
         return ()
-    entries = (value,) if isinstance(value, dict | BaseModel) else value
+    entries = (embeddings,) if isinstance(embeddings, dict | BaseModel) else embeddings
     if not isinstance(entries, list | tuple):
         return entries
-    return tuple(_with_kind(entry) if isinstance(entry, dict) else entry for entry in entries)
+    return tuple(_with_class_settings(entry) if isinstance(entry, dict) else entry for entry in entries)
 
 
-def _with_kind(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry with the settings that select its class. The default source is parquet, the default method spectral."""
-    kind = {"source": "log", "method": "spectral"} if entry.get("source") == "log" else {"source": "parquet"}
-    return kind | entry
+def _with_class_settings(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return `entry` with the settings that select its class. Defaults: source `parquet`, method `spectral`."""
+    defaults = {"source": "log", "method": "spectral"} if entry.get("source") == "log" else {"source": "parquet"}
+    return defaults | entry
 
 
 AnyEmbeddings = Annotated[EmbeddingsConfig | LogVectorsConfig, Field(discriminator="source")]
 EmbeddingsConfigs = Annotated[tuple[AnyEmbeddings, ...], BeforeValidator(_as_tuple)]
-"""One entry or a list of entries. If two entries of one table have the same id, the vector of the first entry is used."""
+"""One entry or a list of entries. If two entries of a table have the same id, the first entry's vector is used."""

@@ -1,6 +1,6 @@
-"""Ids of pretrained vectors in DuckDB: the selection of the usable rows, their ids, and their order in the matrix.
+"""Ids of pretrained vectors in DuckDB. They determine the usable rows of the files, and their order in the matrix.
 
-An entry is one item of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
+An entry is one element of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
 
 Shapes: N rows of a batch, R rows of an entry, X rows to remove.
 """
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, shown
-from recsys_core.ingest.vectors.row_faults import Fault, FaultCodes, id_problem, locate, mark_faults
+from recsys_core.ingest.vectors.row_faults import Fault, FaultCodes, id_problem, locate_row, mark_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles
 from recsys_core.manifests import IdType
 from recsys_core.parquet.duckdb_session import SQL_TYPE, fetch_count
@@ -39,19 +39,19 @@ class TableIds:
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, *, id_type: IdType) -> None:
         self._connection, self._id_type = connection, id_type
-        self._run(f"CREATE TABLE table_ids (entry INTEGER, row BIGINT, id {SQL_TYPE[id_type]})")
+        self._execute(f"CREATE TABLE table_ids (entry INTEGER, row BIGINT, id {SQL_TYPE[id_type]})")
 
     def count_ids(self) -> int:
         """Return the number of ids in table `table_ids`."""
         return fetch_count(self._connection, "SELECT count(*) FROM table_ids")
 
     def read_entry(self, entry: VectorFiles, *, paths: Sequence[Path], fault_code_R: FaultCodes) -> None:
-        """Read the usable ids of an entry, and mark the rows without a usable id.
+        """Read the usable ids of an entry into `entry_ids`, and mark the rows without a usable id.
 
         Args:
             paths: a local file for each of entry.sources.
         """
-        self._run(f"CREATE OR REPLACE TABLE entry_ids (row BIGINT, id {SQL_TYPE[entry.source_id_type]})")
+        self._execute(f"CREATE OR REPLACE TABLE entry_ids (row BIGINT, id {SQL_TYPE[entry.source_id_type]})")
         column, arrow_type = entry.config.id_column, ARROW_TYPE[entry.source_id_type]
         batch_start = 0
         for source, path in zip(entry.sources, paths, strict=True):
@@ -65,17 +65,17 @@ class TableIds:
                 if fault_code_N.any():
                     is_usable_N = fault_code_N == 0
                     row_N, ids = row_N[is_usable_N], ids.filter(pa.array(is_usable_N))
-                self._insert("entry_ids", pa.record_batch([_int64_arrow(row_N), ids.cast(arrow_type)], names=["row", "id"]))
+                self._insert("entry_ids", pa.record_batch([_to_int64_arrow(row_N), ids.cast(arrow_type)], names=["row", "id"]))
 
-    def remove(self, row_X: NDArray[np.int64]) -> None:
+    def remove_rows(self, row_X: NDArray[np.int64]) -> None:
         """Remove rows from table `entry_ids`."""
         if len(row_X):
             self._connection.register("rows_to_remove", pa.table({"row": row_X}))
-            self._run("DELETE FROM entry_ids WHERE row IN (SELECT row FROM rows_to_remove)")
+            self._execute("DELETE FROM entry_ids WHERE row IN (SELECT row FROM rows_to_remove)")
             self._connection.unregister("rows_to_remove")
 
     def mark_duplicates(self, fault_code_R: FaultCodes) -> None:
-        """Mark all rows of the entry whose id is also in an earlier row."""
+        """Mark the rows of the entry whose id is also in an earlier row of `entry_ids`."""
         duplicates = self._connection.sql(
             "SELECT row FROM entry_ids JOIN (SELECT id, min(row) AS first_row FROM entry_ids GROUP BY id HAVING count(*) > 1) "
             "USING (id) WHERE row > first_row"
@@ -84,12 +84,12 @@ class TableIds:
             fault_code_R[np.from_dlpack(batch.column("row"))] = Fault.DUPLICATE_ID  # to_numpy would import pandas
 
     def first_row_with_id(self, id_value: Any) -> int:
-        """Return the first row of the entry that has an id."""
+        """Return the first row of the entry that has the id `id_value`."""
         ((row,),) = self._connection.execute("SELECT min(row) FROM entry_ids WHERE id = ?", [id_value]).fetchall()
         return int(row)
 
     def translate(self, entry: VectorFiles, *, paths: Sequence[Path]) -> int:
-        """Replace the entry's ids by those of its id map; return the number of ids that the map does not have.
+        """Translate the entry's ids with its id map. Return the number of removed rows, whose ids are not in the map.
 
         Args:
             paths: a local file for each of entry.id_map_sources.
@@ -100,33 +100,33 @@ class TableIds:
         config = entry.config.id_map
         assert config is not None
         source_sql_type, target_sql_type = SQL_TYPE[entry.source_id_type], SQL_TYPE[entry.id_type]
-        self._run(f"CREATE OR REPLACE TABLE id_map (row BIGINT, source {source_sql_type}, target {target_sql_type})")
+        self._execute(f"CREATE OR REPLACE TABLE id_map (row BIGINT, source {source_sql_type}, target {target_sql_type})")
         for batch in _read_id_map(entry, paths):
             self._insert("id_map", batch)
         self._require_distinct("source", entry, column=config.from_column)
         self._require_distinct("target", entry, column=config.to_column)
         num_ids = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
-        self._run(
+        self._execute(
             "CREATE TABLE translated AS SELECT entry_ids.row, target AS id "
             "FROM entry_ids JOIN id_map ON entry_ids.id = source; "
             "DROP TABLE entry_ids; DROP TABLE id_map; ALTER TABLE translated RENAME TO entry_ids"
         )
-        num_translated = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
-        if not num_translated:
+        num_translated_ids = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
+        if not num_translated_ids:
             raise InputError(
                 f"{entry.id_map_sources[0].name}: column {config.from_column!r} has none of the {num_ids:,} ids of "
                 f"{entry.sources[0].name}; check that both use the same ids"
             )
-        return num_ids - num_translated
+        return num_ids - num_translated_ids
 
     def add_entry(self, *, entry_index: int) -> int:
-        """Add the entry's ids to table `table_ids`; return the number of its ids that an earlier entry has."""
-        num_before, num_entry_ids = self.count_ids(), fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
-        self._run(f"INSERT INTO table_ids SELECT {entry_index}, row, id FROM entry_ids ANTI JOIN table_ids USING (id)")
-        self._run("DROP TABLE entry_ids")
-        return num_entry_ids - (self.count_ids() - num_before)
+        """Add the entry's ids to table `table_ids`; return the number of ids that an earlier entry already has."""
+        num_ids_before, num_entry_ids = self.count_ids(), fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
+        self._execute(f"INSERT INTO table_ids SELECT {entry_index}, row, id FROM entry_ids ANTI JOIN table_ids USING (id)")
+        self._execute("DROP TABLE entry_ids")
+        return num_entry_ids - (self.count_ids() - num_ids_before)
 
-    def write(self, path: Path) -> None:
+    def write_ids(self, path: Path) -> None:
         """Write a parquet file with column `id`, in the order of the rows of the matrix."""
         reader = self._connection.sql("SELECT id FROM table_ids ORDER BY entry, row").to_arrow_reader(BATCH_ROWS)
         schema = pa.schema([("id", ARROW_TYPE[self._id_type])])
@@ -135,37 +135,40 @@ class TableIds:
                 writer.write_table(pa.Table.from_batches([batch]).cast(schema))
 
     def row_batches(self, *, entry_index: int, batch_rows: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows of an entry whose ids are in `table_ids`, ascending, about `batch_rows` at a time."""
+        """Yield the rows of an entry that are in `table_ids`, ascending, about `batch_rows` at a time."""
         query = f"SELECT row FROM table_ids WHERE entry = {entry_index} ORDER BY row"
         for batch in self._connection.sql(query).to_arrow_reader(batch_rows):
             yield np.from_dlpack(batch.column("row")).astype(np.int64, copy=False)
 
     def _require_distinct(self, map_column: Literal["source", "target"], entry: VectorFiles, *, column: str) -> None:
-        """Raise InputError if an id occurs twice in `map_column` of table `id_map`. `column`: its name in the files."""
+        """Raise InputError if an id occurs twice in `map_column` of table `id_map`.
+
+        column: name of this column in the files.
+        """
         repeated_ids = self._connection.sql(
             f"SELECT {map_column}, list(row ORDER BY row)[:2], count(*) OVER () FROM id_map GROUP BY {map_column} "
             "HAVING count(*) > 1 ORDER BY 2 LIMIT 1"
         ).fetchall()
-        for repeated_id, (first_row, second_row), num_repeated in repeated_ids:
+        for repeated_id, (first_row, second_row), num_repeated_ids in repeated_ids:
             (source, row), (other_source, other_row) = (
-                locate(entry.id_map_sources, index) for index in (second_row, first_row)
+                locate_row(entry.id_map_sources, map_row) for map_row in (second_row, first_row)
             )
             raise InputError(
                 f"{source.name}: column {column!r}, row {row}: id {shown(repeated_id)} is already in {other_source.name}, "
-                f"row {other_row} ({num_repeated:,} such ids); an id map has to be one to one"
+                f"row {other_row} ({num_repeated_ids:,} such ids); an id map has to be one to one"
             )
 
     def _insert(self, table_name: str, batch: pa.RecordBatch) -> None:
         self._connection.register("batch", batch)
-        self._run(f"INSERT INTO {table_name} SELECT * FROM batch")
+        self._execute(f"INSERT INTO {table_name} SELECT * FROM batch")
         self._connection.unregister("batch")
 
-    def _run(self, query: str) -> None:
+    def _execute(self, query: str) -> None:
         self._connection.execute(query).fetchall()
 
 
 def _id_faults(ids: pa.Array) -> Iterator[tuple[Fault, NDArray[np.bool_]]]:
-    """Yield the faults that occur in a batch of ids, with the rows that have the fault."""
+    """Yield each fault that occurs in a batch of ids, with a mask of the rows that have the fault."""
     decoded_ids = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
     mask_by_fault = {Fault.NULL_ID: decoded_ids.is_null()}
     if pa.types.is_uint64(decoded_ids.type):
@@ -178,7 +181,7 @@ def _id_faults(ids: pa.Array) -> Iterator[tuple[Fault, NDArray[np.bool_]]]:
 
 
 def _read_id_map(entry: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.RecordBatch]:
-    """Yield (row, source id, target id); raise InputError for an unusable id."""
+    """Yield batches with the columns `row`, `source` and `target` (ids); raise InputError for an unusable id."""
     config = entry.config.id_map
     assert config is not None
     columns = sorted({config.from_column, config.to_column})
@@ -190,19 +193,19 @@ def _read_id_map(entry: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.Recor
             for column in (config.from_column, config.to_column):
                 ids = _require_utf8(source, column, batch.column(column))
                 for fault, is_faulty_N in _id_faults(ids):
-                    index = int(np.argmax(is_faulty_N))
-                    map_source, row = locate(entry.id_map_sources, int(row_N[index]))
-                    problem = id_problem(fault, ids[index].as_py())
+                    faulty_index = int(np.argmax(is_faulty_N))
+                    map_source, row = locate_row(entry.id_map_sources, int(row_N[faulty_index]))
+                    problem = id_problem(fault, ids[faulty_index].as_py())
                     raise InputError(f"{map_source.name}: column {column!r}, row {row}: {problem}; drop the row")
             id_pairs = [
                 batch.column(config.from_column).cast(ARROW_TYPE[entry.source_id_type]),
                 batch.column(config.to_column).cast(ARROW_TYPE[entry.id_type]),
             ]
-            yield pa.record_batch([_int64_arrow(row_N), *id_pairs], names=["row", "source", "target"])
+            yield pa.record_batch([_to_int64_arrow(row_N), *id_pairs], names=["row", "source", "target"])
 
 
 def _require_utf8(source: Source, column: str, ids: pa.Array) -> pa.Array:
-    """Return `ids`; raise InputError if they are strings and not valid UTF-8."""
+    """Return `ids`; raise InputError if they are strings that are not valid UTF-8."""
     if not pa.types.is_integer(ids.type):
         try:
             ids.validate(full=True)
@@ -211,6 +214,6 @@ def _require_utf8(source: Source, column: str, ids: pa.Array) -> pa.Array:
     return ids
 
 
-def _int64_arrow(value_N: NDArray[np.int64]) -> pa.Array:
+def _to_int64_arrow(value_N: NDArray[np.int64]) -> pa.Array:
     """Return an Arrow array; pa.array would import pandas first, which takes 0.2 s and 50 MB."""
     return pa.Array.from_buffers(pa.int64(), len(value_N), [None, pa.py_buffer(value_N)])

@@ -1,8 +1,8 @@
-"""Stage `ingest_embeddings`: pretrained vectors from parquet into one memory-mapped matrix per embedding table.
+"""Stage `ingest_embeddings`: one memory-mapped matrix per embedding table, from pretrained vectors in parquet.
 
-An entry is one item of the config list `embeddings`; a table may have several entries.
+An entry is one element of the config list `embeddings`; a table may have several entries.
 
-Shapes: N rows of a block, R rows of an entry, D length of its vectors.
+Shapes: N rows of a block, R rows of an entry or of the final matrix, D width of a vector.
 """
 
 import os
@@ -20,7 +20,7 @@ from recsys_core.dataset.layout import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.ingest.vectors.config import AnyEmbeddings
 from recsys_core.ingest.vectors.ids import MEMORY_LIMIT, TableIds
-from recsys_core.ingest.vectors.projection import SAMPLE_ROWS, Projection, unit_length
+from recsys_core.ingest.vectors.projection import SAMPLE_ROWS, Projection, with_unit_norm
 from recsys_core.ingest.vectors.reader import BATCH_BYTES, MIN_BATCH_ROWS, read_vectors
 from recsys_core.ingest.vectors.row_faults import Fault, num_rows_by_fault, reject_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim, open_embeddings, require_one_dim
@@ -55,7 +55,7 @@ def ingest_embeddings(
 
 @dataclass(frozen=True)
 class _ReadEntry:
-    """One entry after reading. Its matrix has all rows of its files, the faulty rows included."""
+    """One entry that has been read. Its matrix has all rows of its files, also the faulty rows."""
 
     index: int
     entry: VectorFiles
@@ -75,6 +75,7 @@ class _ReadEntry:
 
 
 def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_folder: Path) -> VectorTable:
+    """Write the files of one embedding table, and return its entry in the manifest."""
     scratch_folder = output_folder / f"{table_name}.scratch"
     scratch_folder.mkdir()
     num_threads = max(entry.config.threads or 0 for entry in entries) or None
@@ -95,7 +96,7 @@ def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_fold
             ]
             if not table_ids.count_ids():
                 raise InputError(f"{entries[0].setting}: no vector is left for table {table_name!r}")
-            table_ids.write(output_folder / f"{table_name}.ids.parquet")
+            table_ids.write_ids(output_folder / f"{table_name}.ids.parquet")
             dim, explained_variance = _write_matrix(
                 read_entries, table_ids=table_ids, matrix_path=output_folder / f"{table_name}.vectors.npy"
             )
@@ -117,7 +118,8 @@ def _read_entry(entry: VectorFiles, *, table_ids: TableIds, scratch_folder: Path
     config = entry.config
     scratch_folder.mkdir()
     matrix_path = scratch_folder / "vectors.npy"
-    fault_code_R = np.zeros(entry.num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
+    # A page of zeros takes no memory until it is written to, and faults are rare.
+    fault_code_R = np.zeros(entry.num_rows, np.uint8)
     with ExitStack() as stack:
         paths = stack.enter_context(
             local_files(entry.sources, columns=[config.id_column, *entry.columns], scratch_folder=scratch_folder)
@@ -128,10 +130,10 @@ def _read_entry(entry: VectorFiles, *, table_ids: TableIds, scratch_folder: Path
             reject_faults(fault_code_R, entry, dim=None, first_row_with_id=table_ids.first_row_with_id)
         dim = read_vectors(entry, paths=paths, matrix_path=matrix_path, fault_code_R=fault_code_R)
         if config.on_bad_rows == "drop":
-            table_ids.remove(np.flatnonzero(fault_code_R))
+            table_ids.remove_rows(np.flatnonzero(fault_code_R))
             # Duplicates are searched among the usable rows, so that the first row with a usable vector keeps the id.
             table_ids.mark_duplicates(fault_code_R)
-            table_ids.remove(np.flatnonzero(fault_code_R == Fault.DUPLICATE_ID))
+            table_ids.remove_rows(np.flatnonzero(fault_code_R == Fault.DUPLICATE_ID))
         reject_faults(fault_code_R, entry, dim=dim, first_row_with_id=table_ids.first_row_with_id)
         num_unmapped = 0
         if config.id_map is not None:
@@ -151,7 +153,7 @@ def _read_entry(entry: VectorFiles, *, table_ids: TableIds, scratch_folder: Path
 
 
 def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_path: Path) -> tuple[int, float | None]:
-    """Write the usable vectors of all entries; return (width, smallest explained variance of a projection or None)."""
+    """Write the usable vectors of all entries. Return their width, and the smallest explained variance of a projection."""
     if len(read_entries) == 1 and read_entries[0].is_final:
         dim = read_entries[0].source_dim
         read_entries[0].matrix_path.rename(matrix_path)
@@ -159,8 +161,8 @@ def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, ma
     projections = [_fit_projection(read_entry, table_ids=table_ids) for read_entry in read_entries]
     dims = [read_entry.entry.config.pca_dim or read_entry.source_dim for read_entry in read_entries]
     for read_entry, dim in zip(read_entries, dims, strict=True):
-        require_one_dim(read_entry.entry, dim, other=read_entries[0].entry, other_dim=dims[0])
-    final_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
+        require_one_dim(read_entry.entry, dim, other_entry=read_entries[0].entry, other_dim=dims[0])
+    final_matrix_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
     start_row = 0
     for read_entry, projection in zip(read_entries, projections, strict=True):
         for block_ND in _usable_vectors(read_entry, table_ids=table_ids):
@@ -168,8 +170,8 @@ def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, ma
             if projection is not None:
                 output_ND = projection.apply(block_ND)
                 if read_entry.entry.config.normalise:
-                    output_ND = unit_length(output_ND)
-            final_RD[start_row : start_row + len(output_ND)] = output_ND
+                    output_ND = with_unit_norm(output_ND)
+            final_matrix_RD[start_row : start_row + len(output_ND)] = output_ND
             start_row += len(output_ND)
         os.unlink(read_entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
     assert start_row == table_ids.count_ids()
@@ -179,7 +181,7 @@ def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, ma
 def _usable_vectors(read_entry: _ReadEntry, *, table_ids: TableIds, sample_step: int = 1) -> Iterator[NDArray[np.float32]]:
     """Yield every `sample_step`-th usable vector of an entry, in blocks and in the order of the rows."""
     matrix_RD = np.load(read_entry.matrix_path, mmap_mode="r")
-    first_index = 0  # index of the next sampled row in the next batch of rows
+    first_index = 0  # index of the first sampled row in the next batch
     batch_rows = max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * matrix_RD.shape[1]))
     for row_N in table_ids.row_batches(entry_index=read_entry.index, batch_rows=batch_rows):
         sampled_row_N = row_N[first_index::sample_step]
@@ -189,6 +191,7 @@ def _usable_vectors(read_entry: _ReadEntry, *, table_ids: TableIds, sample_step:
 
 
 def _fit_projection(read_entry: _ReadEntry, *, table_ids: TableIds) -> Projection | None:
+    """Fit the projection of an entry to a sample of its usable vectors. Return None without pca_dim."""
     dim = read_entry.entry.config.pca_dim
     if dim is None:
         return None
@@ -197,6 +200,6 @@ def _fit_projection(read_entry: _ReadEntry, *, table_ids: TableIds) -> Projectio
     if num_vectors <= dim:
         raise InputError(
             f"{read_entry.entry.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; "
-            f"provide more than {dim} vectors, or lower it"
+            f"provide more than {dim} vectors, or lower pca_dim"
         )
     return Projection.fit(_usable_vectors(read_entry, table_ids=table_ids, sample_step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)

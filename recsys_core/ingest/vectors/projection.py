@@ -1,6 +1,6 @@
 """Principal component analysis (PCA) of pretrained vectors, fitted on a sample.
 
-N is the number of rows of a block, P the width of a projected vector.
+Shapes: N rows of a block, D width of an input vector, P width of a projected vector.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLE_ROWS = 131_072
-"""Number of vectors to fit a projection on, enough for a few thousand dimensions.
+"""Largest number of vectors to which a projection is fitted, which is enough for a few thousand dimensions.
 
 With more vectors, only the third digit of the explained variance changes.
 """
@@ -19,12 +19,12 @@ With more vectors, only the third digit of the explained variance changes.
 
 @dataclass(frozen=True)
 class Projection:
-    """The projection x -> (x - mean) @ components, on the principal components by decreasing variance."""
+    """The projection x -> (x - mean) @ components onto the principal components, which have decreasing variance."""
 
     mean_D: NDArray[np.float64]
     component_DP: NDArray[np.float32]
     explained_variance: float
-    """Share of the sample's variance that the projection keeps."""
+    """Share of the sample's variance in the principal components."""
 
     @classmethod
     def fit(cls, blocks_ND: Iterable[NDArray[np.float32]], *, dim: int) -> Self:
@@ -46,12 +46,12 @@ class Projection:
         covariance_DD = moment_DD / num_rows - np.outer(mean_D, mean_D)
         eigenvalue_D, eigenvector_DD = np.linalg.eigh(covariance_DD)  # ascending
         component_DP = eigenvector_DD[:, ::-1][:, :dim]
-        # The sign of a component is arbitrary. For a reproducible result, its number of largest magnitude is made positive.
+        # The sign of a component is arbitrary. For reproducible results, the number of largest magnitude is made positive.
         component_DP = component_DP * np.sign(component_DP[np.abs(component_DP).argmax(axis=0), np.arange(dim)])
         total_variance = eigenvalue_D.clip(min=0).sum()
-        kept_variance = eigenvalue_D[::-1][:dim].clip(min=0).sum()
-        kept_share = float(kept_variance / total_variance) if total_variance > 0 else 1.0
-        return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), min(round(kept_share, 12), 1.0))
+        explained_variance = eigenvalue_D[::-1][:dim].clip(min=0).sum()
+        explained_share = float(explained_variance / total_variance) if total_variance > 0 else 1.0
+        return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), min(round(explained_share, 12), 1.0))
 
     def apply(self, block_ND: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the projected vectors."""
@@ -59,10 +59,10 @@ class Projection:
         return projected_NP
 
 
-def unit_length(block_NP: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale rows to the norm 1; a row of zeros is left unchanged.
+def with_unit_norm(block_NP: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the rows scaled to the norm 1; a row of zeros stays unchanged.
 
-    >>> unit_length(np.array([[3, 4], [0, 0]], np.float32)).tolist()
+    >>> with_unit_norm(np.array([[3, 4], [0, 0]], np.float32)).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
     """
     norm_N1 = np.linalg.norm(block_NP.astype(np.float64), axis=1, keepdims=True)

@@ -1,9 +1,10 @@
-"""Parallel reader of vectors: parquet files into one memory-mapped matrix, by row groups and groups of columns.
+"""Parallel reader of vectors from parquet files into one memory-mapped matrix.
+
+Each thread reads a few row groups or columns at a time.
 
 There are two layouts: a list column, and one column per dimension. The content of the matrix in a faulty row is undefined.
 
-Shapes: R rows of an entry (see row_faults.py), N rows of a batch, X rows of a batch that have to be checked, D length of the
-vectors.
+Shapes: R rows of an entry (see row_faults.py), N rows of a batch, X selected rows of a batch, D width of a vector.
 """
 
 import os
@@ -27,20 +28,20 @@ from recsys_core.parquet.local_copies import decode_ahead, read_batches
 from recsys_core.parquet.sources import Source
 
 COLUMNS_AT_A_TIME = 8
-"""Number of columns that a thread reads at a time. A parquet reader holds a page (often 1 MiB) and the dictionary of each of
-its columns in memory. For thousands of columns, the pages and dictionaries would take gigabytes.
+"""Number of columns that a thread reads at a time. A parquet reader holds a page (often 1 MiB) and the dictionary of each
+column in memory, which would take gigabytes for thousands of columns.
 """
 BATCH_BYTES = 8 * 2**20
 MIN_BATCH_ROWS = 64
 ROWS_AT_A_TIME = 131_072
 TRANSPOSED_ROWS = 1_024
-"""Number of rows that are transposed at a time. They fit into the cache of the processor."""
+"""Number of rows that are transposed at a time. So many rows fit into the cache of the processor."""
 MAX_DIM = 65_536
 WorkItem = TypeVar("WorkItem")
 
 
 def read_vectors(entry: VectorFiles, *, paths: Sequence[Path], matrix_path: Path, fault_code_R: FaultCodes) -> int:
-    """Write the vectors of all rows to `matrix_path`, a float32 matrix [rows, dim]; mark the faulty rows, and return dim.
+    """Write the vectors of all rows to `matrix_path`, float32 [R, D]. Mark the faulty rows, and return D.
 
     Args:
         paths: a local file for each of entry.sources.
@@ -49,7 +50,7 @@ def read_vectors(entry: VectorFiles, *, paths: Sequence[Path], matrix_path: Path
         InputError: a file is damaged, or the matrix does not fit on the disk.
     """
     config = entry.config
-    dim = entry.source_dim or _first_vector_length(entry, paths)
+    dim = entry.source_dim or _first_vector_dim(entry, paths)
     if dim > MAX_DIM:
         raise InputError(
             f"{entry.sources[0].name}: column {entry.columns[0]!r}: vectors of {dim:,} numbers; at most {MAX_DIM:,} are "
@@ -71,8 +72,8 @@ def read_vectors(entry: VectorFiles, *, paths: Sequence[Path], matrix_path: Path
     def read_columns(file_slice: _FileSlice) -> None:
         _read_columns(file_slice, matrix_RD, fault_code_R, batch_rows=batch_rows)
 
-    def check_batch(start: int) -> None:
-        batch_slice = slice(start, start + batch_rows)
+    def check_batch(batch_start: int) -> None:
+        batch_slice = slice(batch_start, batch_start + batch_rows)
         fault_code_N = fault_code_R[batch_slice]
         check_and_normalise(matrix_RD[batch_slice], fault_code_N, is_faulty_N=fault_code_N != 0, normalise=normalise)
 
@@ -83,14 +84,15 @@ def read_vectors(entry: VectorFiles, *, paths: Sequence[Path], matrix_path: Path
 
 @dataclass(frozen=True)
 class _FileSlice:
-    """The part of a file that one thread reads: adjacent row groups, with all columns of the vectors or with some of them."""
+    """The part of a file that one thread reads: adjacent row groups, with all or some of the vector columns."""
 
     source: Source
     path: Path
     row_groups: tuple[int, ...]
     first_row: int
-    """Number of the first row, in the entry."""
+    """Index of the first row of the slice in the entry."""
     first_dimension: int
+    """Index of the first of `columns` among the vector columns of the entry."""
     columns: tuple[str, ...]
 
     def batches(self, *, batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -99,7 +101,7 @@ class _FileSlice:
 
 
 def _file_slices(entry: VectorFiles, paths: Sequence[Path], *, num_columns_at_a_time: int) -> Iterator[_FileSlice]:
-    """Yield slices that have at most ROWS_AT_A_TIME rows, or one row group with more rows."""
+    """Yield the slices of all files. A slice with more than ROWS_AT_A_TIME rows has a single row group."""
     first_row = 0
     for source, path in zip(entry.sources, paths, strict=True):
         with pq.ParquetFile(path) as file:
@@ -117,10 +119,10 @@ def _file_slices(entry: VectorFiles, paths: Sequence[Path], *, num_columns_at_a_
             start_group, first_row = stop_group, first_row + num_rows
 
 
-def _run_in_threads(num_threads: int, work: Callable[[WorkItem], None], items: Iterable[WorkItem]) -> None:
-    """Call `work` for each item. After the first error no further item is started."""
+def _run_in_threads(num_threads: int, work: Callable[[WorkItem], None], work_items: Iterable[WorkItem]) -> None:
+    """Call `work` for each work item. After the first error, no further item is started."""
     with ThreadPoolExecutor(num_threads, thread_name_prefix="vectors") as pool:
-        for _ in pool.map(work, items):
+        for _ in pool.map(work, work_items):
             pass
 
 
@@ -128,17 +130,17 @@ def _read_lists(
     file_slice: _FileSlice, matrix_RD: NDArray[np.float32], fault_code_R: FaultCodes, *, batch_rows: int, normalise: bool
 ) -> None:
     """Write the lists of a slice into the matrix, and mark its faulty rows."""
-    dim, start = matrix_RD.shape[1], file_slice.first_row
+    dim, batch_start = matrix_RD.shape[1], file_slice.first_row
     for batch in decode_ahead(file_slice.batches(batch_rows=batch_rows)):
-        batch_slice = slice(start, start + batch.num_rows)
-        start += batch.num_rows
+        batch_slice = slice(batch_start, batch_start + batch.num_rows)
+        batch_start += batch.num_rows
         block_ND, fault_code_N = matrix_RD[batch_slice], fault_code_R[batch_slice]
         list_array = batch.column(0)
         length_N = np.from_dlpack(pc.fill_null(pc.list_value_length(list_array), -1)).astype(np.int64)
         is_faulty_N = length_N != dim
         has_right_length_N = ~is_faulty_N
-        is_complete = bool(has_right_length_N.all())
-        if not is_complete:
+        all_have_right_length = bool(has_right_length_N.all())
+        if not all_have_right_length:
             mark_faults(fault_code_N, length_N < 0, Fault.NULL_VECTOR)
             mark_faults(fault_code_N, is_faulty_N & (length_N >= 0), Fault.WRONG_LENGTH)
             list_array = list_array.filter(pa.array(has_right_length_N))
@@ -150,7 +152,7 @@ def _read_lists(
             flat_values = flat_values.fill_null(0.0)
         with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which check_and_normalise finds
             vector_XD = np.from_dlpack(flat_values).astype(np.float32, copy=False).reshape(-1, dim)
-        if is_complete:
+        if all_have_right_length:
             block_ND[:] = vector_XD
         else:
             block_ND[has_right_length_N] = vector_XD
@@ -158,41 +160,41 @@ def _read_lists(
 
 
 def _read_columns(file_slice: _FileSlice, matrix_RD: NDArray[np.float32], fault_code_R: FaultCodes, *, batch_rows: int) -> None:
-    """Write the columns of a slice into the matrix, and mark the rows with a null. A null becomes 0.
+    """Write the columns of a slice into the matrix, and mark the rows with a null, which becomes 0 in the matrix.
 
     Arrow transposes TRANSPOSED_ROWS rows at a time.
     """
-    start, first_dimension = file_slice.first_row, file_slice.first_dimension
+    batch_start, first_dimension = file_slice.first_row, file_slice.first_dimension
     for batch in file_slice.batches(batch_rows=batch_rows):
         arrays = []
         for column in file_slice.columns:
             array = batch.column(column)
             if array.null_count:
                 is_null_N = array.is_null().to_numpy(zero_copy_only=False)
-                mark_faults(fault_code_R[start : start + batch.num_rows], is_null_N, Fault.NULL_ELEMENT)
+                mark_faults(fault_code_R[batch_start : batch_start + batch.num_rows], is_null_N, Fault.NULL_ELEMENT)
                 array = array.fill_null(0.0)
             arrays.append(array if pa.types.is_float32(array.type) else array.cast(pa.float32(), safe=False))
         float32_batch = pa.record_batch(arrays, names=list(file_slice.columns))
-        block_ND = matrix_RD[start : start + batch.num_rows, first_dimension : first_dimension + len(arrays)]
+        block_ND = matrix_RD[batch_start : batch_start + batch.num_rows, first_dimension : first_dimension + len(arrays)]
         for block_start in range(0, batch.num_rows, TRANSPOSED_ROWS):
-            block = float32_batch.slice(block_start, TRANSPOSED_ROWS)
-            block_ND[block_start : block_start + TRANSPOSED_ROWS] = block.to_tensor(row_major=True).to_numpy()
-        start += batch.num_rows
+            transposed_batch = float32_batch.slice(block_start, TRANSPOSED_ROWS).to_tensor(row_major=True)
+            block_ND[block_start : block_start + TRANSPOSED_ROWS] = transposed_batch.to_numpy()
+        batch_start += batch.num_rows
 
 
 def check_and_normalise(
     block_ND: NDArray[np.float32], fault_code_N: FaultCodes, *, is_faulty_N: NDArray[np.bool_], normalise: bool
 ) -> None:
-    """Mark the rows whose vector is all zero or has a number that is not finite.
+    """Mark the rows whose vector has only zeros or a number that is not finite.
 
     With `normalise`, also scale all vectors in place to the norm 1.
 
     Args:
-        is_faulty_N: rows whose vector already has a fault, which are not checked again.
+        is_faulty_N: whether a row's vector already has a fault, so that it is not checked again.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         squared_norm_N = np.vecdot(block_ND, block_ND)
-    # The squared norm is a fast first check. It overflows or underflows for some valid vectors too, so a second check looks at
+    # The squared norm is a fast first check. It also overflows or underflows for some valid vectors, so a second check looks at
     # each number of a suspect vector.
     is_suspect_N = ~(np.isfinite(squared_norm_N) & (squared_norm_N > np.finfo(np.float32).tiny)) & ~is_faulty_N
     norm_N = np.sqrt(squared_norm_N, dtype=np.float64)
@@ -212,8 +214,8 @@ def check_and_normalise(
             block_ND /= norm_N[:, None] if has_suspects else norm_N[:, None].astype(np.float32)
 
 
-def _first_vector_length(entry: VectorFiles, paths: Sequence[Path]) -> int:
-    """Return the length of the first vector that is neither null nor empty; all others have to have this length."""
+def _first_vector_dim(entry: VectorFiles, paths: Sequence[Path]) -> int:
+    """Return the width of the first vector that is neither null nor empty. All other vectors must have the same width."""
     (column,) = entry.columns
     for source, path in zip(entry.sources, paths, strict=True):
         for batch in read_batches(source, path, columns=[column], batch_rows=64):

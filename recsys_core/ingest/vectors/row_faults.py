@@ -1,6 +1,6 @@
-"""Unusable rows of pretrained embeddings: the fault of each row, and the error if the config does not drop such rows.
+"""Unusable rows of pretrained vectors: the fault of each row, and the error if the config does not drop such rows.
 
-An entry is one item of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
+An entry is one element of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
 
 Shapes: R rows of an entry.
 """
@@ -36,11 +36,11 @@ class Fault(IntEnum):
 
 
 FaultCodes = NDArray[np.uint8]
-"""The fault of each row."""
+"""The fault code of each row; 0 for a usable row."""
 
 
 def mark_faults(fault_code_R: FaultCodes, is_faulty_R: NDArray[np.bool_], fault: Fault) -> None:
-    """Set the fault of some rows; a row that already has a fault keeps it."""
+    """Set the fault of the rows in `is_faulty_R`. A row that already has a fault keeps that fault."""
     fault_code_R[is_faulty_R & (fault_code_R == 0)] = fault
 
 
@@ -48,30 +48,30 @@ def num_rows_by_fault(fault_code_R: FaultCodes) -> dict[str, int]:
     """Return the number of rows with each fault that occurs, by the name of the fault in lower case."""
     if not fault_code_R.any():
         return {}
-    num_rows = {fault.name.lower(): int(np.count_nonzero(fault_code_R == fault)) for fault in Fault}
-    return {name: count for name, count in num_rows.items() if count}
+    num_rows_by_name = {fault.name.lower(): int(np.count_nonzero(fault_code_R == fault)) for fault in Fault}
+    return {name: num_rows for name, num_rows in num_rows_by_name.items() if num_rows}
 
 
 def reject_faults(
     fault_code_R: FaultCodes, entry: VectorFiles, *, dim: int | None, first_row_with_id: Callable[[Any], int]
 ) -> None:
-    """Raise InputError for the first faulty row, unless the config drops such rows and few enough rows are faulty.
+    """Raise InputError for the first faulty row, unless the config drops faulty rows and their share is small enough.
 
     Args:
         dim: expected width of the vectors; None if only the ids have been read.
         first_row_with_id: returns the first usable row of the entry that has an id.
     """
-    counts = num_rows_by_fault(fault_code_R)
+    num_bad_by_check = num_rows_by_fault(fault_code_R)
 
-    def find_first() -> BadRow:
+    def find_first_bad_row() -> BadRow:
         entry_row = int(np.argmax(fault_code_R > 0))
         fault = Fault(fault_code_R[entry_row])
-        source, row = locate(entry.sources, entry_row)
+        source, row = locate_row(entry.sources, entry_row)
         if fault <= Fault.DUPLICATE_ID:
             column = entry.config.id_column
             (id_value,) = values_at(source, [column], row)
             if fault == Fault.DUPLICATE_ID:
-                other_source, other_row = locate(entry.sources, first_row_with_id(id_value))
+                other_source, other_row = locate_row(entry.sources, first_row_with_id(id_value))
                 problem = f"id {shown(id_value)} is already in {other_source.name}, row {other_row}"
             else:
                 problem = id_problem(fault, id_value)
@@ -81,16 +81,16 @@ def reject_faults(
         return BadRow(source.name, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
 
     reject_bad_rows(
-        counts,
-        num_bad=sum(counts.values()),
+        num_bad_by_check,
+        num_bad_rows=sum(num_bad_by_check.values()),
         num_rows=entry.num_rows,
         policy=BadRowPolicy(entry.setting, entry.config.on_bad_rows, entry.config.max_bad_share),
-        find_first=find_first,
+        find_first_bad_row=find_first_bad_row,
     )
 
 
 def id_problem(fault: Fault, id_value: Any) -> str:
-    """Return the problem of an id by itself, for a message."""
+    """Describe a fault of an id other than a duplicate, for a message."""
     return {
         Fault.NULL_ID: "the id is null",
         Fault.EMPTY_ID: "the id is an empty string",
@@ -99,7 +99,10 @@ def id_problem(fault: Fault, id_value: Any) -> str:
 
 
 def _vector_problem(fault: Fault, values: Sequence[Any], entry: VectorFiles, *, dim: int | None) -> tuple[str, str]:
-    """Return the column and the problem of a vector. values: the list, or the number of each dimension."""
+    """Return the column and the description of a vector's fault.
+
+    values: the vector as one list, or the number of each dimension.
+    """
     is_list = entry.config.vector_column is not None
     vector = values[0] if is_list else values
     if fault == Fault.NULL_VECTOR:
@@ -120,8 +123,8 @@ def _vector_problem(fault: Fault, values: Sequence[Any], entry: VectorFiles, *, 
     return entry.columns[0 if is_list else dimension], problem
 
 
-def locate(sources: Sequence[Source], entry_row: int) -> tuple[Source, int]:
-    """Return the file that contains a row of the entry, and the number of the row in this file, from 0."""
+def locate_row(sources: Sequence[Source], entry_row: int) -> tuple[Source, int]:
+    """Return the file that contains a row of the entry, and the index of the row in this file."""
     for source in sources:
         if entry_row < source.record.num_rows:
             return source, entry_row

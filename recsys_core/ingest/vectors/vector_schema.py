@@ -1,4 +1,4 @@
-"""Schema check of pretrained embeddings: files, columns, types and dimensions, from the parquet footers alone."""
+"""Schema check of pretrained vectors: files, columns, types and dimensions, from the parquet footers alone."""
 
 import re
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ class VectorFiles:
     """Type of the ids in `sources`, before the id map."""
     id_map_sources: tuple[Source, ...]
     id_type: IdType
+    """Type of the ids after the id map."""
 
     @property
     def num_rows(self) -> int:
@@ -45,12 +46,12 @@ class VectorFiles:
 
     @property
     def dim(self) -> int | None:
-        """Length of the stored vectors; None if neither the config nor the schema determines it."""
+        """Width of the vectors in the result of the stage; None if neither the config nor the schema determines it."""
         return self.config.pca_dim or self.source_dim
 
 
 def open_embeddings(configs: Sequence[AnyEmbeddings], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
-    """Open the files of all entries with files.
+    """Open the files of all entries that read files.
 
     Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
     """
@@ -70,15 +71,15 @@ def open_embeddings(configs: Sequence[AnyEmbeddings], *, allowed_data_root: Path
             other_subject=f"the id of {first_entry.setting} for the same table, {entry.config.table!r},",
         )
         if entry.dim and first_entry.dim:
-            require_one_dim(entry, entry.dim, other=first_entry, other_dim=first_entry.dim)
+            require_one_dim(entry, entry.dim, other_entry=first_entry, other_dim=first_entry.dim)
     return entries
 
 
-def require_one_dim(entry: VectorFiles, dim: int, *, other: VectorFiles, other_dim: int) -> None:
-    """Raise InputError if the stored vectors of two entries of one table differ in width."""
+def require_one_dim(entry: VectorFiles, dim: int, *, other_entry: VectorFiles, other_dim: int) -> None:
+    """Raise InputError if two entries of one table have vectors of different widths after the projection."""
     if dim != other_dim:
         raise InputError(
-            f"{entry.setting}: the vectors have {dim} numbers, but those of {other.setting} for the same table, "
+            f"{entry.setting}: the vectors have {dim} numbers, but those of {other_entry.setting} for the same table, "
             f"{entry.config.table!r}, have {other_dim}; set pca_dim of both entries to the same value"
         )
 
@@ -132,7 +133,7 @@ def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Pa
 
 
 def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]) -> None:
-    """Require one type in all files. Different float types suggest that the vectors are from different models."""
+    """Require one vector type in all files, because different types suggest that the vectors come from different models."""
     first_source = sources[0]
     for source in sources[1:]:
         for column in columns:
@@ -144,7 +145,7 @@ def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]
 
 
 def _element_type_and_length(data_type: pa.DataType) -> tuple[str, int | None]:
-    """Return the number type and the list length. Only these have to be equal in all files."""
+    """Return the type of the numbers and the list length, which have to be equal in all files."""
     if pa.types.is_floating(data_type):
         return str(data_type), None
     return str(data_type.value_type), data_type.list_size if pa.types.is_fixed_size_list(data_type) else None
@@ -169,7 +170,7 @@ def _vector_columns(source: Source, config: EmbeddingsConfig, *, setting: str) -
 
 
 def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
-    """Return the columns named `prefix` and a number, in the order of the numbers, which have to be consecutive."""
+    """Return the columns named by `prefix` and a number, in the order of the numbers, which have to be consecutive."""
     name_by_number: dict[int, str] = {}
     for name in source.schema.names:
         match = re.fullmatch(re.escape(prefix) + r"([0-9]{1,9})", name)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.data_report.leaks import SplitCounts, count_split
+from recsys_core.data_report.leaks import SplitCounts, count_split_events
 from recsys_core.ingest.log.split_config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
 from tests.recsys_core.data_report.small_reports import FILE_SPLIT
@@ -28,7 +28,7 @@ def counts_of(log: list[UserEvents], split: Split, *, max_chunk_events: int = 4)
     """Return the counts of an interactions stage with these events."""
     with tempfile.TemporaryDirectory() as folder:
         interactions = interactions_of(Path(folder, "stage"), log, item_ids=range(NUM_ITEMS))
-        return count_split(interactions, split=split, max_chunk_events=max_chunk_events)
+        return count_split_events(interactions, split=split, max_chunk_events=max_chunk_events)
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,7 +107,7 @@ def test_events_stored_after_a_later_event_of_the_same_user_and_part_are_counted
 def test_without_timestamps_only_user_item_pairs_are_compared(tmp_path: Path) -> None:
     log = [([(0, 0), (0, 0)], [], [(0, 0), (1, 0)])]
     interactions = interactions_of(tmp_path / "stage", log, item_ids=range(2), has_times=False)
-    counts = count_split(interactions, split=FILE_SPLIT)
+    counts = count_split_events(interactions, split=FILE_SPLIT)
     assert (counts.num_repeated_train_pairs, counts.num_repeated_test_pairs) == (1, 1)
     assert (counts.num_duplicates, counts.num_leaked_events, counts.num_future_events) == (0, 0, 0)
     assert counts.num_events_by_day == {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray, ragged_ranges
-from recsys_core.dataset.layout import SHARDED_ARRAYS, EventArrays, Parts
+from recsys_core.dataset.layout import SHARDED_ARRAYS, EventArrays, ShardArrays
 from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 
 NUM_ITEMS = 31
@@ -59,8 +59,8 @@ def in_shards(arrays: EventArrays, shards: Sequence[EventArrays]) -> EventArrays
         shard.user_offset[:-1] - first_example_U[users] for shard, users in zip(shards, users_by_shard(), strict=True)
     ]
     stored_names = [name for name in SHARDED_ARRAYS if getattr(arrays, name) is not None]
-    parts_by_name = {name: Parts.of(*(getattr(shard, name) for shard in shards)) for name in stored_names}
-    return replace(arrays, **parts_by_name, event_offset=Parts.of(*event_offsets))
+    parts_by_name = {name: ShardArrays.of(*(getattr(shard, name) for shard in shards)) for name in stored_names}
+    return replace(arrays, **parts_by_name, event_offset=ShardArrays.of(*event_offsets))
 
 
 def arrays_of(log: Log, *, event_weights: list[float] | None = None) -> EventArrays:

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore, feature_form
-from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, query_batch
+from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader, query_batch
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.manifests import Dataset
@@ -88,7 +88,7 @@ def loader_of(stores: tuple[EventStore, FeatureStore], *, with_features: bool = 
     return TrainLoader(
         ExampleSource(event_store, assembler, max_history=3),
         batch_size=7,
-        shard=Shard(0, 1),
+        rank_share=RankShare(0, 1),
         seed=4,
         num_negatives=5,
         negative_share_I=np.full(NUM_ITEMS, 1 / NUM_ITEMS),
@@ -231,6 +231,6 @@ def test_a_log_without_weights_has_batches_without_loss_weights(tmp_path: Path) 
     store = EventStore.open(interactions)
     assert store.weights_at(np.arange(3)) is None
     examples = ExampleSource(store, Assembler(user_batch_key=None), max_history=1)
-    loader = TrainLoader(examples, batch_size=2, shard=Shard(0, 1), seed=0)
+    loader = TrainLoader(examples, batch_size=2, rank_share=RankShare(0, 1), seed=0)
     batch = loader.batch(0, 0)
     assert batch.loss_weight is None and set(batch.sparse) == {UNPOOLED}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED
-from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, prefetch, query_batch
+from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader, prefetch, query_batch
 from recsys_core.errors import InputError
 from recsys_core.models.loss.objective import negative_share
 from tests.recsys_core.dataset.test_events import Log, logs, store_of
@@ -54,7 +54,7 @@ def loader_of(
         max_known_negatives=max_known_negatives,
     )
     defaults = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
-    return TrainLoader(examples, shard=Shard(rank, world_size, num_planned_ranks), **(defaults | loader_settings))
+    return TrainLoader(examples, rank_share=RankShare(rank, world_size, num_planned_ranks), **(defaults | loader_settings))
 
 
 def log_of_distinct_items(num_events_by_user: list[int]) -> Log:
@@ -346,7 +346,7 @@ def test_the_user_exponent_scales_the_weights_of_a_user_and_keeps_the_mean_weigh
     """The factor of a user is the number of training events ** -0.5: 4 ** -0.5 = 0.5 for the first user, 1 for the second."""
     store = store_of([([1, 2, 3, 4], [], []), ([5], [6], [7])], event_weights=event_weights)
     examples = ExampleSource(store, Assembler(user_batch_key=UNPOOLED), max_history=1, user_exponent=-0.5)
-    loader = TrainLoader(examples, batch_size=2, shard=Shard(0, 1), seed=3)
+    loader = TrainLoader(examples, batch_size=2, rank_share=RankShare(0, 1), seed=3)
     weight_by_item = {}
     for batch in loader.epoch(0):
         assert batch.loss_weight is not None

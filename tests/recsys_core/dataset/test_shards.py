@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED
-from recsys_core.dataset.layout import EventArrays, Parts, allocate_npy, array_files, row_dtype, users_by_shard
-from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, query_batch
+from recsys_core.dataset.layout import EventArrays, ShardArrays, allocate_npy, array_files, row_dtype, users_by_shard
+from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader, query_batch
 from recsys_core.dataset.shards import ShardedEventArray, ShardedEventIndices, ShardedUserArray
 from recsys_core.manifests import EventShard
 
@@ -24,7 +24,7 @@ lists_by_shard = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, 
 @settings(deadline=None)
 @given(parts=lists_by_shard, data=st.data())
 def test_an_event_array_is_the_concatenation_of_its_shards(parts: list[list[int]], data: st.DataObject) -> None:
-    array = ShardedEventArray(Parts.of(*(np.array(part, np.int32) for part in parts)))
+    array = ShardedEventArray(ShardArrays.of(*(np.array(part, np.int32) for part in parts)))
     expected_values = np.concatenate([np.array(part, np.int32) for part in parts])
     assert len(array) == len(expected_values)
     start, stop = (data.draw(st.integers(0, len(expected_values))) for _ in range(2))
@@ -38,7 +38,7 @@ def test_an_event_array_is_the_concatenation_of_its_shards(parts: list[list[int]
 def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)
     # As in an offset array, the last entry of each part belongs to no user.
-    parts = Parts.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
+    parts = ShardArrays.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
     array = ShardedUserArray(parts, num_users=len(values_U), start_S=start_S)
     expected_U = values_U + start_S[np.arange(len(values_U)) % num_shards]
     assert array[:].tolist() == expected_U.tolist() and len(array) == len(numbers)
@@ -57,7 +57,7 @@ def test_searchsorted_counts_the_indices_of_earlier_shards_and_searches_in_the_s
 ) -> None:
     start_S = np.cumsum(num_events_S) - num_events_S
     parts = [sorted(data.draw(st.lists(st.integers(0, num_events), max_size=5))) for num_events in num_events_S]
-    array = ShardedEventIndices(Parts.of(*(np.array(part, np.int64) for part in parts)), event_start_S=start_S)
+    array = ShardedEventIndices(ShardArrays.of(*(np.array(part, np.int64) for part in parts)), event_start_S=start_S)
     for shard, (num_events, start) in enumerate(zip(num_events_S, start_S.tolist(), strict=True)):
         for event in range(num_events):
             num_before = sum(len(part) for part in parts[:shard])
@@ -129,7 +129,7 @@ def test_batches_have_users_and_items_above_2_to_the_31(large_store: EventStore,
     assert sorted(queries.item_row_V.tolist()) == sorted({item for user in user_B.tolist() for item in (user - 1, user - 2)})
     if num_shards == 1:  # the training batches would need an array of all users, which is too large for a test
         return
-    loader = TrainLoader(ExampleSource(large_store, assembler, max_history=2), batch_size=5, shard=Shard(0, 1), seed=1)
+    loader = TrainLoader(ExampleSource(large_store, assembler, max_history=2), batch_size=5, rank_share=RankShare(0, 1), seed=1)
     seen_examples = []
     for batch in loader.epoch(0):
         users = batch.sparse[UNPOOLED]["user"].values().tolist()

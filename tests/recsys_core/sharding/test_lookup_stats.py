@@ -7,7 +7,7 @@ from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import POOLED, UNPOOLED
 from recsys_core.dataset.layout import EventArrays
-from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
+from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.loss.loss_config import LossConfig
@@ -62,7 +62,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
             max_known_negatives=known_negatives,
         ),
         batch_size=BATCH,
-        shard=Shard(0, 1),
+        rank_share=RankShare(0, 1),
         seed=3,
         num_negatives=NUM_NEGATIVES,
         negative_share_I=negative_share(store.train_count_I, alpha),

@@ -47,7 +47,7 @@ class DuckdbEngine(SqlEngine):
         return explain_read_errors(self._config, files)
 
     def _id_condition_sql(self, side: str, *, id_sql: str) -> str:
-        # If all ids have different hashes, the condition compares hashes. This is a third faster.
+        # If all ids have different hashes, the condition compares hashes, which is a third faster.
         ((num_ids, num_hashes),) = self._session.fetch_rows(f"SELECT count(*), count(DISTINCT hash(id)) FROM {side}_ids")
         alias = side[0]
         return f"hash({id_sql}) = hash({alias}.id)" if num_hashes == num_ids else f"{id_sql} = {alias}.id"
@@ -55,11 +55,12 @@ class DuckdbEngine(SqlEngine):
     def _draw_sql(self, split: FileSplit) -> str:
         return draw_sql(split)
 
-    def _write_part(self, part_path: Path, *, kept_row_sql: str) -> int:
+    def _write_part(self, part_path: Path, *, part_row_sql: str) -> int:
         try:
-            return super()._write_part(part_path, kept_row_sql=kept_row_sql)
-        except duckdb.ConstraintException:  # an id is null although the statistics of its file claim that none is
+            return super()._write_part(part_path, part_row_sql=part_row_sql)
+        except duckdb.ConstraintException:  # an id is null although the statistics of its file claim that there is no null
             return 0
 
     def _ignore_file_statistics(self) -> None:
-        self._session.execute("SET disabled_optimizers = 'statistics_propagation'")  # the checks take twice as long
+        # Without this optimizer, the checks take twice as long.
+        self._session.execute("SET disabled_optimizers = 'statistics_propagation'")

@@ -17,7 +17,7 @@ PAIR_HASH_ARGUMENTS_SQL, ITEM_HASH_ARGUMENTS_SQL = '"user"::VARCHAR, item::VARCH
 
 
 def raw_log_sql(config: InteractionsConfig, files: LogFiles) -> str:
-    """Return SQL for the log with fixed column names, so that no later query has to quote the user's names."""
+    """Return SQL for the log with fixed column names, so that later queries need not quote the column names of the config."""
     sources, type_by_column = files.sources, files.type_by_column
     hive_keys = hive_columns(config, sources)
     select_list = [
@@ -39,7 +39,7 @@ def raw_log_sql(config: InteractionsConfig, files: LogFiles) -> str:
 def _position_sql(config: InteractionsConfig, type_by_column: Mapping[str, pa.DataType]) -> str:
     """Return SQL for the sort key of a user's events: the time in microseconds, or the order column.
 
-    In a log with neither, the sort key is a hash of the user and the item.
+    In a log without timestamps or an order column, the sort key is a hash of the user and the item.
     """
     if config.order_column is not None:
         return "TRY(sequence::BIGINT)" if pa.types.is_integer(type_by_column[config.order_column]) else "sequence::DOUBLE"
@@ -54,9 +54,9 @@ def _position_sql(config: InteractionsConfig, type_by_column: Mapping[str, pa.Da
 
 
 def _before_1970_sql(data_type: pa.DataType) -> str:
-    """Return SQL that is true for a time before 1970. It also works for a time whose `position` is null.
+    """Return SQL that is true for a time before 1970.
 
-    The position is null if the time does not fit into 64 bits of microseconds.
+    The SQL also covers times that do not fit into 64 bits of microseconds, whose `position` is null.
     """
     if pa.types.is_integer(data_type):
         return "time < 0"

@@ -1,4 +1,4 @@
-"""Explanations of rows of the interaction log that DuckDB cannot read."""
+"""Errors about rows of the interaction log that an engine cannot read, as messages that name the file and the column."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +16,8 @@ from recsys_core.ingest.row_checks import values_at
 from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
 from recsys_core.parquet.guards import verify_pages
 from recsys_core.parquet.sources import Source
-from recsys_core.units import DAY_US
+from recsys_core.units import DAY_US, TICKS_PER_S
 
-TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
 
 
@@ -46,7 +45,7 @@ def reject_unreadable_files(config: InteractionsConfig, files: LogFiles, *, has_
 
 
 def _reject_unreadable_column(source: Source, path: Path, config: InteractionsConfig) -> None:
-    """Raise InputError for the first column that DuckDB cannot read. Pyarrow does not notice every kind of damage."""
+    """Raise InputError for the first column that DuckDB cannot read. `verify_pages` does not detect every kind of damage."""
     with duckdb.connect(config={"threads": 1}) as connection:
         for column in [column for column in config.columns if column in source.schema.names]:
             try:
@@ -63,14 +62,14 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
 
 def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> None:
     """Raise InputError for the first time before 1970 or in the future in a column of timestamps or of date32."""
-    column, latest_us, first_row = config.timestamp_column or "", latest_valid_time_us(config), 0
+    column, latest_valid_us, batch_start = config.timestamp_column or "", latest_valid_time_us(config), 0
     if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
         return
     data_type = source.schema.field(column).type
     if pa.types.is_timestamp(data_type):
-        storage_type, latest_ticks = pa.int64(), latest_us * TICKS_PER_S[data_type.unit] // 1_000_000
+        storage_type, latest_ticks = pa.int64(), latest_valid_us * TICKS_PER_S[data_type.unit] // 1_000_000
     elif pa.types.is_date32(data_type):
-        storage_type, latest_ticks = pa.int32(), latest_us // DAY_US
+        storage_type, latest_ticks = pa.int32(), latest_valid_us // DAY_US
     else:
         return
     with source.open() as file:
@@ -79,10 +78,10 @@ def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> Non
             is_out_of_range = pc.or_(pc.less(ticks, 0), pc.greater(ticks, latest_ticks))
             index_in_batch = pc.index(is_out_of_range, True).as_py()
             if index_in_batch >= 0:
-                row = first_row + index_in_batch
+                row = batch_start + index_in_batch
                 (time,) = values_at(source, [column], row)
                 raise InputError(
                     f"{source.name}: column {column!r}, row {row}: {shown(time)} is before 1970 or in "
                     f"the future; such rows cannot be dropped, because no engine can read some of these times; {FIX_CLOCK}"
                 )
-            first_row += batch.num_rows
+            batch_start += batch.num_rows

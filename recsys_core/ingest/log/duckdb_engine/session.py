@@ -32,7 +32,7 @@ class DuckdbSession:
         self.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {query}")
 
     def create_table(self, name: str, query: str) -> None:
-        """Create a table under another name, and replace the old table by it."""
+        """Create or replace a table. It is first created under another name, because `query` may read the old table."""
         self.execute(f"CREATE TABLE next_{name} AS {query}")
         self.execute(f"DROP TABLE IF EXISTS {name}")
         self.execute(f"ALTER TABLE next_{name} RENAME TO {name}")
@@ -46,7 +46,7 @@ class DuckdbSession:
         self.execute(f"INSERT INTO {name} {query}")
 
     def numbered(self, query: str, *, order_sql: str) -> str:
-        """Return a subquery that sorts, and then numbers: an ordered window function takes a third longer."""
+        """Return a subquery that sorts the rows and then numbers them. An ordered window function would take a third longer."""
         return f"(SELECT *, row_number() OVER () - 1 AS number FROM (SELECT * FROM ({query}) ORDER BY {order_sql}))"
 
     def column_names(self, name: str) -> list[str]:
@@ -63,7 +63,7 @@ class DuckdbSession:
         yield from batches
 
     def write_part(self, query: str, path: Path) -> None:
-        """Write one compressed parquet file. Dictionaries would take time, but no column of codes or times gets smaller."""
+        """Write one compressed parquet file. Dictionaries would take time without making columns of codes or times smaller."""
         self._copy(query, path, options_sql=", COMPRESSION lz4_raw, PARQUET_VERSION v2, DICTIONARY_SIZE_LIMIT 1000")
 
     def write_file(self, query: str, path: Path) -> None:

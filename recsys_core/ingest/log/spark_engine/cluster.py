@@ -1,4 +1,4 @@
-"""Spark sessions for one stage: start, checks of the cluster, a watch over its executors, and errors as messages."""
+"""Spark sessions for one stage: their start, checks of the cluster, a watch over its executors, and messages of errors."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from recsys_core.ingest.log.spark_engine.installation import require_master
 SPARK_ERRORS = (Py4JError, PySparkException)
 _POLL_S, _JVM_TIMEOUT_S = 0.5, 30.0
 _DEFAULT_CONF = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
-_LOG_CONFIG = """rootLogger.level = error
+_LOG4J_CONFIG = """rootLogger.level = error
 rootLogger.appenderRef.stderr.ref = stderr
 appender.stderr.type = Console
 appender.stderr.name = stderr
@@ -33,24 +33,24 @@ appender.stderr.target = SYSTEM_ERR
 logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
 logger.gateway.level = error
 """
-"""Without the level of its gateway, PySpark sets the level WARN and says so."""
+"""Configuration of Log4j for errors only. Without a level for its gateway, PySpark sets the level WARN and logs a message."""
 _CONFIGURING_VARIABLES = {"SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"}
 _LOOPBACK_CONF = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-_DRIVER_ONLY_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuchMethodError", "UnsupportedClassVersionError")
-"""Errors of executors whose Spark or Java is another version than the driver's."""
+_VERSION_MISMATCH_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuchMethodError", "UnsupportedClassVersionError")
+"""Texts in the errors of executors whose version of Spark or Java differs from the driver."""
 
 
 @contextmanager
-def open_spark(settings: SparkSettings, *, local_folder: Path, is_shared: bool = True) -> Iterator[SparkSession]:
-    """Yield a Spark session. A session that the process already has is used and stays open; otherwise one is started.
+def open_spark(settings: SparkSettings, *, local_folder: Path, must_be_shared: bool = True) -> Iterator[SparkSession]:
+    """Yield the active Spark session of the process, which stays open; without an active session, start one and stop it.
 
     Args:
         local_folder: folder to which a local session spills.
-        is_shared: whether every executor has to see `local_folder`.
+        must_be_shared: whether every executor has to see `local_folder`.
 
     Raises:
         StageError: the master does not answer, no executor starts within timeout_s, or all executors are lost for timeout_s.
-        InputError: the executors do not see a shared folder, or have another version of Spark.
+        InputError: the executors do not see `local_folder`, or have another version of Spark.
     """
     active_session = SparkSession.getActiveSession()
     spark = active_session or start_session(settings, local_folder=local_folder)
@@ -58,9 +58,9 @@ def open_spark(settings: SparkSettings, *, local_folder: Path, is_shared: bool =
     try:
         with _explain_errors(settings, watch), watch:
             if not _is_local(spark):
-                _check_versions(spark, settings)
-                if is_shared:
-                    _check_folder(spark, settings, local_folder)
+                _require_same_version(spark, settings)
+                if must_be_shared:
+                    _require_shared_folder(spark, settings, local_folder)
             yield spark
     finally:
         if active_session is None:
@@ -72,7 +72,7 @@ def _is_local(spark: SparkSession) -> bool:
 
 
 def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSession:
-    """Start a session. In local mode it spills to `local_folder`; the executors of a cluster have folders of their own."""
+    """Start a session. In local mode, it spills to `local_folder`; the executors of a cluster have their own folders."""
     require_master(settings.master, timeout_s=settings.timeout_s)
     conf = dict(_DEFAULT_CONF)
     local_folder.mkdir(parents=True, exist_ok=True)
@@ -86,10 +86,10 @@ def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSessio
     try:
         with _logging_errors_only(local_folder):
             return builder.getOrCreate()
-    except Exception as error:  # an error of the JVM, of py4j, or an assertion about a context that was stopped
-        message = spark_message(error)  # before the JVM ends, because it has the text of the error
+    except Exception as error:  # an error of the JVM or of py4j, or an assertion about a stopped context
+        message = spark_message(error)  # read before the JVM ends, because the JVM has the text of the error
         _stop_gateway()
-        fix = "check the master, that it has the same version, and interactions.engine.conf"
+        fix = "check that the master runs and has the same version, and check interactions.engine.conf"
         if "JAVA_GATEWAY_EXITED" in message and "spark.jars.packages" in conf:
             fix = (
                 f"check that spark.jars.packages ({conf['spark.jars.packages']}) exists, and that this host reaches a Maven "
@@ -105,15 +105,15 @@ def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSessio
 
 @contextmanager
 def _logging_errors_only(folder: Path) -> Iterator[None]:
-    """Let a JVM that starts inside the block log errors alone, unless a variable of Spark configures it.
+    """Make a JVM that starts inside the block log only errors, unless an environment variable of Spark configures its log.
 
-    Otherwise, it writes warnings about its start between the lines of the stages.
+    Otherwise, the JVM would write warnings about its start between the log lines of the stages.
     """
     if _CONFIGURING_VARIABLES & os.environ.keys():
         yield
         return
     path = folder / "log4j2.properties"
-    path.write_text(_LOG_CONFIG)
+    path.write_text(_LOG4J_CONFIG)
     os.environ["SPARK_SUBMIT_OPTS"] = f"-Dlog4j2.configurationFile={path.absolute().as_uri()}"
     try:
         yield
@@ -122,48 +122,49 @@ def _logging_errors_only(folder: Path) -> Iterator[None]:
 
 
 def stop_session(spark: SparkSession) -> None:
+    """Stop a session and its JVM."""
     with suppress(*SPARK_ERRORS, OSError):
         spark.stop()
     _stop_gateway()
 
 
 def _stop_gateway() -> None:
-    """End the JVM of this process, which pyspark keeps until the process ends. It would take memory from the training."""
+    """End the JVM, which pyspark would keep until this process ends. The JVM would take memory from the training."""
     gateway = SparkContext._gateway
     SparkContext._gateway = SparkContext._jvm = None
     if gateway is not None:
         with suppress(Exception):  # the JVM may have ended
             gateway.shutdown()
-        process = gateway.proc
-        process.stdin.close()  # the JVM ends with its input
+        jvm_process = gateway.proc
+        jvm_process.stdin.close()  # the JVM ends when its stdin is closed
         try:
-            process.wait(_JVM_TIMEOUT_S)
+            jvm_process.wait(_JVM_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            jvm_process.kill()
+            jvm_process.wait()
 
 
 class _ExecutorWatch:
-    """Thread that cancels all jobs if they have no executor for timeout_s. Spark itself would wait for an executor forever."""
+    """A thread that cancels all jobs if there is no executor for timeout_s. Spark itself would wait for an executor forever."""
 
     def __init__(self, context: SparkContext, settings: SparkSettings) -> None:
         self._context, self._settings = context, settings
         self._is_local = str(context.master).startswith("local")
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.has_lost_all = False
+        self.has_lost_all_executors = False
 
     def __enter__(self) -> None:
         if not self._is_local:
-            self._wait_for_first()
+            self._wait_for_first_executor()
             self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self._stopped.set()
+        self._stop_event.set()
         if not self._is_local:
             self._thread.join()
 
-    def _wait_for_first(self) -> None:
+    def _wait_for_first_executor(self) -> None:
         """Wait for the first executor; raise StageError if none starts within timeout_s."""
         deadline_s = time.monotonic() + self._settings.timeout_s
         while self._num_executors() == 0:
@@ -177,30 +178,30 @@ class _ExecutorWatch:
             time.sleep(_POLL_S)
 
     def _num_executors(self) -> int:
-        return int(self._context._jsc.sc().getExecutorMemoryStatus().size()) - 1  # one of them is the driver
+        return int(self._context._jsc.sc().getExecutorMemoryStatus().size()) - 1  # the status also lists the driver
 
     def _run(self) -> None:
-        last_seen_s = time.monotonic()
-        while not self._stopped.wait(_POLL_S):
-            with suppress(*SPARK_ERRORS, OSError):  # the JVM ended, which the thread of the stage reports
+        last_executor_s = time.monotonic()
+        while not self._stop_event.wait(_POLL_S):
+            with suppress(*SPARK_ERRORS, OSError):  # if the JVM has ended, the thread of the stage reports it
                 if self._num_executors() > 0:
-                    last_seen_s = time.monotonic()
-                elif time.monotonic() - last_seen_s > self._settings.timeout_s:
-                    self.has_lost_all = True
+                    last_executor_s = time.monotonic()
+                elif time.monotonic() - last_executor_s > self._settings.timeout_s:
+                    self.has_lost_all_executors = True
                     self._context.cancelAllJobs()
 
 
 @contextmanager
 def _explain_errors(settings: SparkSettings, watch: _ExecutorWatch) -> Iterator[None]:
-    """Replace an error of Spark by a message of one line."""
+    """Replace an error of Spark by a StageError whose message has one line."""
     try:
         yield
     except (*SPARK_ERRORS, OSError) as error:
         if not isinstance(error, SPARK_ERRORS) and not isinstance(error, ConnectionError):
             raise
-        if _has_full_disk(error):
+        if _is_disk_full_error(error):
             raise
-        if watch.has_lost_all:
+        if watch.has_lost_all_executors:
             raise StageError(
                 f"interactions.engine: all executors of {settings.master} are lost, and none came back within "
                 f"{settings.timeout_s:g} s; check the workers and their memory (spark.executor.memory), and run again"
@@ -210,16 +211,17 @@ def _explain_errors(settings: SparkSettings, watch: _ExecutorWatch) -> Iterator[
         ) from error
 
 
-def _check_versions(spark: SparkSession, settings: SparkSettings) -> None:
+def _require_same_version(spark: SparkSession, settings: SparkSettings) -> None:
     """Raise InputError if an executor has another version of Spark than this process."""
     num_tasks = 2 * spark.sparkContext.defaultParallelism
     # `reflect` is evaluated by the executors; version() would be evaluated here.
     version_sql = "reflect('org.apache.spark.package', 'SPARK_VERSION')"
     try:
-        table = spark.range(0, num_tasks, 1, num_tasks).selectExpr(f"{version_sql} AS version").distinct().toArrow()
-        versions = set(table.column("version").to_pylist())
+        tasks = spark.range(0, num_tasks, 1, num_tasks)
+        version_table = tasks.selectExpr(f"{version_sql} AS version").distinct().toArrow()
+        versions = set(version_table.column("version").to_pylist())
     except SPARK_ERRORS as error:
-        if not any(marker in str(error) for marker in _DRIVER_ONLY_MARKERS):
+        if not any(marker in str(error) for marker in _VERSION_MISMATCH_MARKERS):
             raise
         versions = {f"another version ({spark_message(error)})"}
     if versions != {pyspark.__version__}:
@@ -229,8 +231,8 @@ def _check_versions(spark: SparkSession, settings: SparkSettings) -> None:
         )
 
 
-def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) -> None:
-    """Raise InputError unless files of the executors in `folder` are seen here, and by other executors."""
+def _require_shared_folder(spark: SparkSession, settings: SparkSettings, folder: Path) -> None:
+    """Raise InputError unless this host and all executors see the files that executors write into `folder`."""
     probe_folder, num_tasks = folder.absolute() / "probe", 2 * spark.sparkContext.defaultParallelism
     problem = ""
     try:
@@ -241,7 +243,7 @@ def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) ->
         else:
             spark.read.schema("id BIGINT").parquet(f"file://{probe_folder}").selectExpr("max(id)").toArrow()
     except (*SPARK_ERRORS, OSError) as error:
-        if _has_full_disk(error):
+        if _is_disk_full_error(error):
             raise
         problem = spark_message(error)
     if problem:
@@ -251,30 +253,31 @@ def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) ->
         )
 
 
-def _has_full_disk(error: BaseException) -> bool:
+def _is_disk_full_error(error: BaseException) -> bool:
     try:
         return is_disk_full(error)
-    except (*SPARK_ERRORS, OSError):  # the JVM has ended, and with it the text of the error
+    except (*SPARK_ERRORS, OSError):  # the JVM, which has the text of the error, has ended
         return False
 
 
 def reject_unreadable_file(error: BaseException) -> None:
-    """Raise InputError if Spark cannot read a file of a table."""
+    """Raise InputError if `error` is about a file of a table that Spark cannot read."""
     file_match = re.search(r"FAILED_READ_FILE.* reading file (\S+?)\.?\s", str(error))
     if file_match is not None:
         raise InputError(
-            f"{printable(file_match[1])}: Spark cannot read it: {spark_message(error)}; check it, and that the executors see it"
+            f"{printable(file_match[1])}: Spark cannot read it: {spark_message(error)}; check the file, and that the executors "
+            "see it"
         ) from error
 
 
 def spark_message(error: BaseException) -> str:
-    """Return the line of an error of Spark that has its cause, without the stack of the JVM."""
+    """Return the line of a Spark error that has the cause, without the stack trace of the JVM."""
     try:
         text = str(error)
     except (*SPARK_ERRORS, OSError):  # the JVM, which has the text of the error, has ended
         return f"{type(error).__name__}, and its Java process has ended"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("at ")]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
-    text = causes[-1] if causes else (lines[1] if len(lines) > 1 and lines[0].startswith("An error occurred") else "")
-    text = text.removeprefix(": ") or (lines[0] if lines else first_line(error))
-    return printable(text, max_characters=300)
+    cause = causes[-1] if causes else (lines[1] if len(lines) > 1 and lines[0].startswith("An error occurred") else "")
+    message = cause.removeprefix(": ") or (lines[0] if lines else first_line(error))
+    return printable(message, max_characters=300)

@@ -1,4 +1,4 @@
-"""SparkEngine: the log ingest on Apache Spark, with the results of DuckdbEngine bit by bit."""
+"""SparkEngine: the log ingest on Apache Spark. Its results are equal to the results of DuckdbEngine, bit by bit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,14 +43,14 @@ class SparkEngine(SqlEngine):
         continued_run: InteractionsManifest | None,
         spill_folder: Path,
     ) -> Iterator[Self]:
-        """Open a Spark session, which is shared with the process if it has one; see LogEngine."""
+        """Use the Spark session of the process, or start one; see LogEngine."""
         assert isinstance(config.engine, SparkSettings)
         with open_spark(config.engine, local_folder=spill_folder) as spark:
             session = SparkLogSession(spark, spill_folder)
             yield cls(session, config, id_types=id_types, continued_run=continued_run)
 
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
-        """Read the files; also store the types of the context columns, because Spark has fewer types than Arrow."""
+        """Read the files, and store the types of the context columns, because Spark has fewer types; see LogEngine."""
         statistics = super().read_part(files, part_path=part_path)
         (part_path / _CONTEXT_TYPES_FILE).write_bytes(self._context_schema.serialize())
         return statistics
@@ -68,7 +68,7 @@ class SparkEngine(SqlEngine):
         return super().load(parts, folder=folder, split_code_by_file=split_code_by_file)
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
-        """Sort `log`, and stream it with the types that DuckDB has; see LogEngine."""
+        """Sort `log`, and stream its rows with the types that DuckDB would return; see LogEngine."""
         for batch in super().sorted_events():
             yield _cast_columns(batch, self._context_schema)
 
@@ -84,8 +84,8 @@ class SparkEngine(SqlEngine):
             if files.sources[0].table is not None:
                 reject_unreadable_file(error)
             elif "FileNotFoundException" in message or "FAILED_READ_FILE" in message:
-                named = [index for index, path in enumerate(files.paths) if path.name in message] or range(len(files.paths))
-                indices = list(named)
+                indices = [index for index, path in enumerate(files.paths) if path.name in message]
+                indices = indices or list(range(len(files.paths)))
                 sources, paths = [files.sources[index] for index in indices], [files.paths[index] for index in indices]
                 if "FileNotFoundException" in message and all(path.exists() for path in paths):
                     raise InputError(
@@ -109,19 +109,21 @@ class SparkEngine(SqlEngine):
 
 
 def _require_one_time_unit(config: InteractionsConfig, schemas: Sequence[pa.Schema]) -> None:
-    """Raise InputError if a context column has nanoseconds in one part and not in another: Spark reads them as integers."""
-    for column, types in zip(config.context_columns, zip(*(schema.types for schema in schemas), strict=True), strict=False):
-        units = {data_type.unit == "ns" for data_type in types if pa.types.is_timestamp(data_type)}
-        if len(units) > 1:
+    """Raise InputError if a context column has nanoseconds, which Spark reads as integers, in some parts only."""
+    for column, data_types in zip(
+        config.context_columns, zip(*(schema.types for schema in schemas), strict=True), strict=False
+    ):
+        nanosecond_flags = {data_type.unit == "ns" for data_type in data_types if pa.types.is_timestamp(data_type)}
+        if len(nanosecond_flags) > 1:
             raise InputError(
-                f"interactions.context_columns: column {column!r} is {types[-1]} in new files, but {types[0]} in files of "
-                "earlier runs, which Spark cannot combine; set interactions.vocabulary.rebuild to always for one run, which "
-                "reads all files again"
+                f"interactions.context_columns: column {column!r} is {data_types[-1]} in new files, but {data_types[0]} in "
+                "files of earlier runs, which Spark cannot combine; set interactions.vocabulary.rebuild to always for one "
+                "run, which reads all files again"
             )
 
 
 def _common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """Return the types of the union of tables with these schemas in DuckDB."""
+    """Return the schema that DuckDB gives to the union of tables with these schemas."""
     if all(schema == schemas[0] for schema in schemas):
         return schemas[0] if schemas else pa.schema([])
     with duckdb.connect() as connection:
@@ -132,6 +134,7 @@ def _common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def _cast_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Cast the columns that `schema` has to its types."""
     columns = [
         column.cast(schema.field(name).type) if name in schema.names else column
         for name, column in zip(batch.schema.names, batch.columns, strict=True)

@@ -1,4 +1,4 @@
-"""Checks of the installed libraries of the Spark engine, of Java, and of the master. No library is imported."""
+"""Checks that the Spark engine's libraries and Java are installed, and that the master answers. No library is imported."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from pathlib import Path
 from recsys_core.errors import InputError, StageError, first_line
 
 LIBRARIES = ("pyspark", "py4j", "sqlglot")
-MIN_JAVA = 17
+MIN_JAVA_VERSION = 17
 _JAVA_TIMEOUT_S, _CONNECT_TIMEOUT_S, _RETRY_S = 30.0, 3.0, 0.5
 
 
@@ -33,23 +33,29 @@ def check_installation() -> str:
 
 
 def _java_version() -> str:
+    """Return the version of Java. Raise InputError if Java is missing or too old."""
     java_home = os.environ.get("JAVA_HOME")
-    java = str(Path(java_home, "bin", "java")) if java_home else "java"
-    fix = f"install OpenJDK {MIN_JAVA}, or set JAVA_HOME to its folder"
-    if shutil.which(java) is None:
-        raise InputError(f"interactions.engine: kind spark needs Java, but there is no program {java}; {fix}")
-    answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False)
-    version = re.search(r'version "([^"]+)"', answer.stderr)
-    if answer.returncode or version is None:
-        raise InputError(f"interactions.engine: {java} -version fails with status {answer.returncode}; {fix}")
-    major = re.match(r"(?:1\.)?(\d+)", version[1])
-    if major is None or int(major[1]) < MIN_JAVA:
-        raise InputError(f"interactions.engine: {java} is version {version[1]}, but Spark needs Java {MIN_JAVA}; {fix}")
-    return version[1]
+    java_path = str(Path(java_home, "bin", "java")) if java_home else "java"
+    fix = f"install OpenJDK {MIN_JAVA_VERSION}, or set JAVA_HOME to its folder"
+    if shutil.which(java_path) is None:
+        raise InputError(f"interactions.engine: kind spark needs Java, but there is no program {java_path}; {fix}")
+    java_process = subprocess.run([java_path, "-version"], capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False)
+    version_match = re.search(r'version "([^"]+)"', java_process.stderr)
+    if java_process.returncode or version_match is None:
+        raise InputError(f"interactions.engine: {java_path} -version fails with status {java_process.returncode}; {fix}")
+    major_version_match = re.match(r"(?:1\.)?(\d+)", version_match[1])
+    if major_version_match is None or int(major_version_match[1]) < MIN_JAVA_VERSION:
+        raise InputError(
+            f"interactions.engine: {java_path} is version {version_match[1]}, but Spark needs Java {MIN_JAVA_VERSION}; {fix}"
+        )
+    return version_match[1]
 
 
 def require_master(master: str, *, timeout_s: float) -> None:
-    """Raise StageError if no standalone master accepts a connection within `timeout_s`. Other masters are not checked."""
+    """Raise StageError if no standalone master of `master` accepts a connection within `timeout_s`.
+
+    Other kinds of masters are not checked.
+    """
     if not master.startswith("spark://"):
         return
     deadline_s, problem = time.monotonic() + timeout_s, ""

@@ -26,12 +26,14 @@ _US_PER_TICK = {"s": 1_000_000, "ms": 1_000, "us": 1}
 
 @dataclass(frozen=True)
 class _FileGroup:
-    """Input files with the same types."""
+    """Input files whose columns have the same types."""
 
     indices: Sequence[int]
+    """Indices of the files in LogFiles."""
     schema: t.StructType
-    """The needed columns of the files."""
+    """The columns of the config that are not hive keys."""
     time_type: pa.DataType | None
+    """Type of the timestamp column; None without timestamps."""
 
 
 def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogFiles) -> pa.Schema:
@@ -41,9 +43,9 @@ def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogF
     """
     hive_keys = sorted(hive_columns(config, files.sources))
     groups, groups_sql = _file_groups(config, files, hive_keys=hive_keys), []
-    context_types = _context_schema(config, files, groups)
-    for number, group in enumerate(groups):
-        files_view = f"files_{number}"
+    context_schema = _context_schema(config, files, groups)
+    for group_index, group in enumerate(groups):
+        files_view = f"files_{group_index}"
         if files.sources[0].table is not None:
             frame_by_index = {index: table_frame(session.spark, files.sources[index]) for index in group.indices}
             session.create_tables_view(files_view, frame_by_index, columns=group.schema.names)
@@ -53,12 +55,12 @@ def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogF
         keys_sql = ""
         if hive_keys:
             sources = [files.sources[index] for index in group.indices]
-            session.create_view(f"keys_{number}", hive_keys_sql(sources, hive_keys, indices=group.indices))
-            keys_sql = f" JOIN keys_{number} AS keys ON file.file_index = keys.file_index"
+            session.create_view(f"keys_{group_index}", hive_keys_sql(sources, hive_keys, indices=group.indices))
+            keys_sql = f" JOIN keys_{group_index} AS keys ON file.file_index = keys.file_index"
         files_sql = f"{files_view} AS file{keys_sql}"
-        groups_sql.append(_group_sql(config, group, files_sql=files_sql, hive_keys=hive_keys, context_schema=context_types))
+        groups_sql.append(_group_sql(config, group, files_sql=files_sql, hive_keys=hive_keys, context_schema=context_schema))
     session.create_spark_view("raw", " UNION ALL ".join(groups_sql))
-    return context_types
+    return context_schema
 
 
 def _context_schema(config: InteractionsConfig, files: LogFiles, groups: Sequence[_FileGroup]) -> pa.Schema:
@@ -74,6 +76,7 @@ def _context_schema(config: InteractionsConfig, files: LogFiles, groups: Sequenc
 
 
 def _file_groups(config: InteractionsConfig, files: LogFiles, *, hive_keys: Sequence[str]) -> list[_FileGroup]:
+    """Return the groups of files whose columns have the same types."""
     columns = [column for column in config.columns if column not in hive_keys]
     indices_by_types: dict[tuple[pa.DataType | None, tuple[t.DataType, ...]], list[int]] = {}
     for index, source in enumerate(files.sources):
@@ -94,36 +97,37 @@ def _file_groups(config: InteractionsConfig, files: LogFiles, *, hive_keys: Sequ
 def _group_sql(
     config: InteractionsConfig, group: _FileGroup, *, files_sql: str, hive_keys: Sequence[str], context_schema: pa.Schema
 ) -> str:
+    """Return SQL for the rows of one group, with the columns of `raw`."""
     columns = column_by_alias(config)
     select_list = [
         f"{'keys' if column in hive_keys else 'file'}.{quoted(column, quote='`')} AS `{alias}`"
         for alias, column in columns.items()
     ]
     type_by_column = {field.name: field.dataType for field in group.schema}
-    replacements = [
-        f"CAST({alias} AS INT) AS {alias}"  # Spark compares no boolean with a number
+    replacements_sql = [
+        f"CAST({alias} AS INT) AS {alias}"  # Spark cannot compare a boolean with a number
         for alias in ("sequence", "label", "weight")
         if isinstance(type_by_column.get(columns.get(alias, "")), t.BooleanType)
     ]
-    replacements += [
+    replacements_sql += [
         f"{_context_sql(field, type_by_column.get(columns[field.name]))} AS {field.name}" for field in context_schema
     ]
-    replaced = {"time", *(text.rpartition(" ")[2] for text in replacements)}
-    other_columns = [f"`{alias}`" for alias in columns if alias not in replaced]
+    replaced_aliases = {"time", *(sql.rpartition(" ")[2] for sql in replacements_sql)}
+    other_columns = [f"`{alias}`" for alias in columns if alias not in replaced_aliases]
     computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
     if config.timestamp_column is not None:
-        # The groups may have times of different types. The checks need only whether a time is null.
-        is_integer = pa.types.is_integer(group.time_type)  # above 2^63, the ticks are null
+        # The times of two groups may have different types, so only whether a time is null is kept, which the checks need.
+        is_integer = pa.types.is_integer(group.time_type)  # for an integer above 2^63, _ticks_sql would be null
         ticks_sql = "time" if is_integer else _ticks_sql(group, type_by_column.get(config.timestamp_column))
         computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{ticks_sql} < 0 AS before_1970"]
     return (
-        f"SELECT {', '.join([*other_columns, *replacements, 'source', '`row`', *computed_columns])} "
+        f"SELECT {', '.join([*other_columns, *replacements_sql, 'source', '`row`', *computed_columns])} "
         f"FROM (SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS `row` FROM {files_sql})"
     )
 
 
 def _context_sql(field: pa.Field, file_type: t.DataType | None) -> str:
-    """Return SQL for a context column in one type for all groups. Nanoseconds stay integers."""
+    """Return SQL that casts a context column to the same type in all groups. Nanoseconds stay integers."""
     is_time = pa.types.is_timestamp(field.type)
     if is_time and field.type.unit == "ns" and isinstance(file_type, t.TimestampType | t.TimestampNTZType):
         return f"(unix_micros(CAST({field.name} AS TIMESTAMP)) * 1000)"
@@ -135,7 +139,7 @@ def _context_sql(field: pa.Field, file_type: t.DataType | None) -> str:
 
 
 def _ns_to_us_sql(ns_sql: str) -> str:
-    """Return SQL that rounds down. DIV rounds towards 0."""
+    """Return SQL that converts nanoseconds to microseconds and rounds down, whereas DIV rounds towards 0."""
     return f"({ns_sql} DIV 1000 - CAST({ns_sql} % 1000 < 0 AS INT))"
 
 
@@ -147,23 +151,23 @@ def _position_sql(config: InteractionsConfig, group: _FileGroup, type_by_column:
         return "TRY_CAST(sequence AS BIGINT)" if is_integer else "CAST(sequence AS DOUBLE)"
     if config.timestamp_column is None:
         return f"shiftrightunsigned({hash_sql('CAST(`user` AS STRING)', 'CAST(item AS STRING)')}, 1)"
-    time_type, spark_type = group.time_type, type_by_column.get(config.timestamp_column)
-    ticks_sql = _ticks_sql(group, spark_type)
+    time_type, file_type = group.time_type, type_by_column.get(config.timestamp_column)
+    ticks_sql = _ticks_sql(group, file_type)
     if pa.types.is_integer(time_type):
         if config.timestamp_unit == "ns":
             return f"({ticks_sql} DIV 1000)"
         return f"try_multiply(TRY_CAST(time AS BIGINT), {_US_PER_TICK[config.timestamp_unit]}L)"
     if pa.types.is_date(time_type):
         return f"try_multiply({ticks_sql}, {DAY_US}L)"
-    if isinstance(spark_type, t.LongType):  # nanoseconds, rounded down
+    if isinstance(file_type, t.LongType):  # nanoseconds
         return _ns_to_us_sql(ticks_sql)
     return ticks_sql
 
 
-def _ticks_sql(group: _FileGroup, spark_type: t.DataType | None) -> str:
-    """Return SQL for a time as a number since 1970, in the unit of its type."""
+def _ticks_sql(group: _FileGroup, file_type: t.DataType | None) -> str:
+    """Return SQL for the time since 1970 as an integer, in the unit of its type."""
     if pa.types.is_date(group.time_type):
         return "CAST(unix_date(time) AS BIGINT)"
-    if isinstance(spark_type, t.TimestampType | t.TimestampNTZType):
+    if isinstance(file_type, t.TimestampType | t.TimestampNTZType):
         return "unix_micros(CAST(time AS TIMESTAMP))"
     return "TRY_CAST(time AS BIGINT)"

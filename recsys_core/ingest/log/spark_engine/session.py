@@ -43,7 +43,7 @@ _CONF = {
 }
 """Properties on which the result depends."""
 _READ_OPTIONS = {"__globPaths__": "false", "recursiveFileLookup": "true"}
-"""A path is no pattern, and folder names such as key=value do not become columns."""
+"""With these options, a path is not a glob, and folder names such as key=value do not become columns."""
 _FILE_COLUMN = "nightjar file"
 _URI_START = "^file:/+"
 _WRITE_OPTIONS = {"mapreduce.fileoutputcommitter.marksuccessfuljobs": "false", "compression": "lz4_raw"}
@@ -52,11 +52,11 @@ _FUNCTIONS = {
     "pair_draw": ("(user STRING, item STRING) RETURNS INT", draw_sql("user", "item", "'validation'")),
     "item_draw": ("(item STRING) RETURNS INT", draw_sql("item", "'validation'")),
 }
-"""Signature and body of functions that the queries call. A function is created when a query calls it."""
+"""Signature and body of each SQL function that the queries call. A function is created when a query calls it."""
 
 
 def new_session(spark: SparkSession) -> SparkSession:
-    """Return a session with views and properties of its own."""
+    """Return a session with its own views, and with the properties on which the results depend."""
     session = spark.newSession()
     for key, value in _CONF.items():
         session.conf.set(key, value)
@@ -64,11 +64,14 @@ def new_session(spark: SparkSession) -> SparkSession:
 
 
 class SparkLogSession:
-    """The SqlSession of a Spark session; see SqlSession. `folder` is seen by all executors, and need not exist."""
+    """The SqlSession of a Spark session; see SqlSession.
+
+    folder: folder for the tables, which all executors see. It need not exist yet.
+    """
 
     def __init__(self, spark: SparkSession, folder: Path) -> None:
         self.spark = new_session(spark)
-        self._folder, self._numbers = folder.absolute(), count()
+        self._folder, self._unique_numbers = folder.absolute(), count()
 
     def fetch_rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return all rows of a small result."""
@@ -84,7 +87,7 @@ class SparkLogSession:
         self.spark.sql(spark_query).createOrReplaceTempView(name)
 
     def create_table(self, name: str, query: str) -> None:
-        """Write the rows of `query` to files, and replace the view `name` by them."""
+        """Write the rows of `query` to files, and create or replace the view `name` of these files."""
         folder = self._new_folder(name)
         frame = self._frame(query)
         self._write(frame, folder)
@@ -99,30 +102,31 @@ class SparkLogSession:
         self.create_view(name, f"SELECT * FROM (SELECT {columns_sql}) AS ids WHERE false")
 
     def append(self, name: str, query: str) -> None:
-        """Replace the view by the union of its rows and those of `query`."""
+        """Replace the view by a view that also has the rows of `query`."""
         self.spark.table(name).unionAll(self._frame(query)).createOrReplaceTempView(name)
 
     def numbered(self, query: str, *, order_sql: str) -> str:
-        """Sort the rows into files. The number of a row is its index in its file plus the number of rows in earlier files.
+        """Sort the rows into files. The number of a row is its index in the file plus the number of rows in earlier files.
 
         A window function without partitions would instead sort all rows in one task.
         """
         folder = self._new_folder("numbered")
         frame = self._frame(f"SELECT * FROM ({query}) AS unordered ORDER BY {order_sql}")
         self._write(frame, folder)
-        first_row, offsets = 0, []
+        next_row, file_names, first_rows = 0, [], []
         for path in _files_in_order(folder):
-            offsets.append((path.name, first_row))
-            first_row += pq.read_metadata(path).num_rows
+            file_names.append(path.name)
+            first_rows.append(next_row)
+            next_row += pq.read_metadata(path).num_rows
         rows = self._read(folder, schema=frame.schema).select(
             "*", F.col("_metadata.file_name").alias("file_name"), F.col("_metadata.row_index").alias("number")
         )
-        if len(offsets) > 1:
-            names, first_rows = zip(*offsets, strict=True)
-            offset_table = self.spark.createDataFrame(pa.table({"file_name": names, "first_row": first_rows}))
-            rows = rows.join(F.broadcast(offset_table), "file_name").withColumn("number", F.expr("first_row + number"))
-        rows.select(*frame.columns, "number").createOrReplaceTempView(folder.name.replace("-", "_"))
-        return folder.name.replace("-", "_")
+        if len(file_names) > 1:
+            first_row_table = self.spark.createDataFrame(pa.table({"file_name": file_names, "first_row": first_rows}))
+            rows = rows.join(F.broadcast(first_row_table), "file_name").withColumn("number", F.expr("first_row + number"))
+        view_name = folder.name.replace("-", "_")
+        rows.select(*frame.columns, "number").createOrReplaceTempView(view_name)
+        return view_name
 
     def column_names(self, name: str) -> list[str]:
         """Return the columns of a view."""
@@ -134,7 +138,7 @@ class SparkLogSession:
         rows = self._read(path, schema=spark_schema(pq.read_schema(first_path)))
         if with_row_number:
             rows = rows.select("*", F.col("_metadata.row_index").alias("file_row_number"))
-        name = f"scan_{next(self._numbers)}"
+        name = f"scan_{next(self._unique_numbers)}"
         rows.createOrReplaceTempView(name)
         return name
 
@@ -150,14 +154,14 @@ class SparkLogSession:
         index_by_path = {str(path.absolute()): index for index, path in path_by_index.items()}
         encoded_paths = [re.sub(_URI_START, "/", uri) for uri in files.inputFiles()]
         if len(encoded_paths) < len(paths):
-            skipped = sorted(index_by_path.keys() - set(map(unquote, encoded_paths)))
-            raise InputError(f"{skipped[0]}: Spark skips files whose names start with _ or a point; rename it")
+            skipped_paths = sorted(index_by_path.keys() - set(map(unquote, encoded_paths)))
+            raise InputError(f"{skipped_paths[0]}: Spark skips files whose names start with _ or a point; rename it")
         indices = pa.array([index_by_path[unquote(path)] for path in encoded_paths], pa.int32())
         index_table = self.spark.createDataFrame(pa.table({_FILE_COLUMN: encoded_paths, "file_index": indices}))
         rows.join(F.broadcast(index_table), _FILE_COLUMN).drop(_FILE_COLUMN).createOrReplaceTempView(name)
 
     def create_tables_view(self, name: str, frame_by_index: Mapping[int, DataFrame], *, columns: Sequence[str]) -> None:
-        """Create a view of tables, with the columns `file_index` and `file_row_number`. The rows of a table have no number."""
+        """Create a view of tables, with the columns `file_index` and `file_row_number`, which is 0 for all rows."""
         quoted_columns = [F.col(quoted(column, quote="`")) for column in columns]
         frames = [
             frame.select(*quoted_columns, F.lit(index).alias("file_index"), F.lit(0).cast("bigint").alias("file_row_number"))
@@ -166,7 +170,7 @@ class SparkLogSession:
         reduce(DataFrame.unionAll, frames).createOrReplaceTempView(name)
 
     def stream(self, query: str) -> Iterator[pa.RecordBatch]:
-        """Write the result to files, yield their batches, and remove each file that was read."""
+        """Write the result to files, yield their batches, and remove each file after it was read."""
         folder = self._new_folder("result")
         self._write(self._frame(query), folder)
         for path in _files_in_order(folder):
@@ -186,6 +190,7 @@ class SparkLogSession:
                 writer.write_batch(batch.cast(schema))
 
     def _frame(self, query: str) -> DataFrame:
+        """Return the result of a query in DuckDB's dialect, which is translated to Spark's dialect."""
         for name, (signature, body_sql) in _FUNCTIONS.items():
             if f"{name}(" in query:
                 self.spark.sql(f"CREATE OR REPLACE TEMPORARY FUNCTION {name}{signature} RETURN {body_sql}")
@@ -193,7 +198,7 @@ class SparkLogSession:
         return self.spark.sql(spark_query)
 
     def _new_folder(self, name: str) -> Path:
-        return self._folder / f"{name}-{next(self._numbers)}"
+        return self._folder / f"{name}-{next(self._unique_numbers)}"
 
     def _read(self, path: Path, *, schema: t.StructType) -> DataFrame:
         return self.spark.read.options(**_READ_OPTIONS).schema(schema).parquet(f"file://{path}")
@@ -201,16 +206,16 @@ class SparkLogSession:
     def _write(self, frame: DataFrame, folder: Path) -> None:
         frame.write.options(**_WRITE_OPTIONS).parquet(f"file://{folder.absolute()}")
         for path in folder.iterdir():
-            if path.name.startswith((".", "_")):  # checksums of Hadoop's local file system, which nightjar does not read
+            if path.name.startswith((".", "_")):  # a checksum of Hadoop's local file system, which nightjar does not read
                 path.unlink()
 
 
 def _files_in_order(folder: Path) -> list[Path]:
     """Return the files of a sorted result. Spark numbers them by partition, and the files of a partition by c<number>."""
 
-    def numbers(path: Path) -> tuple[int, ...]:
+    def partition_and_file_number(path: Path) -> tuple[int, ...]:
         match = re.fullmatch(r"part-(\d+)-.*-c(\d+)\..*", path.name)
         assert match is not None, path
         return tuple(map(int, match.groups()))
 
-    return sorted(folder.glob("part-*.parquet"), key=numbers)
+    return sorted(folder.glob("part-*.parquet"), key=partition_and_file_number)

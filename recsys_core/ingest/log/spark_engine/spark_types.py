@@ -1,4 +1,4 @@
-"""Spark's types of parquet columns. Schemas come from the footers that are already checked, so Spark infers none."""
+"""Spark's types of parquet columns. Spark infers no schema, because the schemas come from the checked footers."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from recsys_core.errors import InputError
 from recsys_core.parquet.columns import is_list, is_text, value_type
 from recsys_core.parquet.sources import Source
 
-_TYPE_BY_NUMBER = {
+_SPARK_TYPE_BY_ARROW_TYPE = {
     pa.bool_(): t.BooleanType(), pa.float32(): t.FloatType(), pa.float64(): t.DoubleType(), pa.date32(): t.DateType(),
     pa.int8(): t.ByteType(), pa.int16(): t.ShortType(), pa.int32(): t.IntegerType(), pa.int64(): t.LongType(),
-    # Spark has no unsigned integers. It reads them as the next larger type.
+    # Spark has no unsigned integers, and reads them as the next larger type.
     pa.uint8(): t.ShortType(), pa.uint16(): t.IntegerType(), pa.uint32(): t.LongType(), pa.uint64(): t.DecimalType(20, 0),
     pa.binary(): t.BinaryType(), pa.large_binary(): t.BinaryType(),
 }  # fmt: skip
@@ -35,15 +35,15 @@ def spark_type(data_type: pa.DataType) -> t.DataType | None:
     if is_list(data_type):
         element_type = spark_type(data_type.value_type)
         return element_type and t.ArrayType(element_type)
-    return _TYPE_BY_NUMBER.get(data_type)
+    return _SPARK_TYPE_BY_ARROW_TYPE.get(data_type)
 
 
 def column_types(source: Source, columns: Sequence[str]) -> tuple[t.DataType, ...]:
-    """Return Spark's types of some columns of a file. Raise InputError for a column that Spark cannot read."""
+    """Return Spark's type of each of the `columns` of a file. Raise InputError for a column that Spark cannot read."""
     schema = source.footer.metadata.schema
     leaf_columns = [schema.column(index) for index in range(len(schema))]
     int96_columns = {column.path for column in leaf_columns if column.physical_type == "INT96"}
-    types = []
+    spark_types = []
     for name in columns:
         # Arrow reads the obsolete INT96 as nanoseconds, and Spark as a time in microseconds.
         data_type = t.TimestampType() if name in int96_columns else spark_type(source.schema.field(name).type)
@@ -52,8 +52,8 @@ def column_types(source: Source, columns: Sequence[str]) -> tuple[t.DataType, ..
                 f"{source.name}: column {name!r} is {source.schema.field(name).type}, which Spark cannot read; cast it, or set "
                 "interactions.engine.kind to duckdb"
             )
-        types.append(data_type)
-    return tuple(types)
+        spark_types.append(data_type)
+    return tuple(spark_types)
 
 
 def spark_schema(schema: pa.Schema) -> t.StructType:

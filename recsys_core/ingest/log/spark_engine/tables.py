@@ -1,7 +1,7 @@
 """Tables that Spark reads: Delta and Iceberg tables at one version, and ORC tables with one set of files.
 
-A version identifies the rows of a table, so a part of it is reused as long as the table has the same version. The version of an
-ORC table is a hash of the names, sizes and times of its files.
+A version identifies the rows of a table, so a part with its events is reused as long as the version stays the same. The version
+of an ORC table is a hash of the names, sizes and times of its files.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from recsys_core.ingest.log.spark_engine.session import new_session
 from recsys_core.manifests import SourceFile
 from recsys_core.parquet.duckdb_session import quoted
 from recsys_core.parquet.locations import Location
-from recsys_core.parquet.sources import Source, Table, open_own_file
+from recsys_core.parquet.sources import Source, Table, open_stage_file
 
 _MAX_FIRST_ROWS = 65_536
-_CONNECTOR = {
+_CONNECTOR_PROPERTIES = {
     "delta": "spark.jars.packages: io.delta:delta-spark_2.13:<version>, spark.sql.extensions: "
     "io.delta.sql.DeltaSparkSessionExtension, and spark.sql.catalog.spark_catalog: "
     "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     "iceberg": "spark.jars.packages: org.apache.iceberg:iceberg-spark-runtime-4.0_2.13:<version>, and the catalog of the table "
     "with spark.sql.catalog.<catalog>: org.apache.iceberg.spark.SparkCatalog",
 }
-"""Properties that a format needs, by format. Spark itself reads ORC."""
+"""Properties that the connector of a format needs, for messages. ORC needs none."""
 _NO_CONNECTOR_MARKERS = (
-    "PARSE_SYNTAX_ERROR",  # DESCRIBE HISTORY is Delta's own statement
+    "PARSE_SYNTAX_ERROR",  # only Delta has the statement DESCRIBE HISTORY
     "REQUIRES_SINGLE_PART_NAMESPACE",  # no catalog has the name
     "Cannot find catalog plugin class",
     "DATA_SOURCE_NOT_FOUND",
@@ -58,7 +58,7 @@ def open_tables(
 
     Args:
         paths_by_setting: paths and names of tables, by config key.
-        columns: columns whose first rows are read.
+        columns: columns that the first rows of a table have to contain.
         allowed_data_root: folder that has to contain every table.
 
     Raises:
@@ -68,7 +68,7 @@ def open_tables(
     setting_by_name: dict[str, str] = {}
     for setting, paths in paths_by_setting.items():
         for name, _ in map(split_version, paths):
-            _check_root(name, setting=setting, allowed_data_root=allowed_data_root)
+            _require_below_root(name, setting=setting, allowed_data_root=allowed_data_root)
             if name in setting_by_name:
                 raise InputError(
                     f"{setting}: {printable(name)} is also in {setting_by_name[name]}, and its rows would count twice; list it "
@@ -77,7 +77,7 @@ def open_tables(
             setting_by_name[name] = setting
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-tables-") as folder,
-        open_spark(settings, local_folder=Path(folder), is_shared=False) as spark,
+        open_spark(settings, local_folder=Path(folder), must_be_shared=False) as spark,
     ):
         session = new_session(spark)
         sources_of_settings = [
@@ -90,7 +90,7 @@ def open_tables(
     return sources_of_settings
 
 
-def _check_root(name: str, *, setting: str, allowed_data_root: Path | None) -> None:
+def _require_below_root(name: str, *, setting: str, allowed_data_root: Path | None) -> None:
     if allowed_data_root is None:
         return
     is_inside = not (is_table_name(name) or is_uri(name)) and Path(name).resolve().is_relative_to(allowed_data_root.resolve())
@@ -104,25 +104,25 @@ def _check_root(name: str, *, setting: str, allowed_data_root: Path | None) -> N
 def _open_table(spark: SparkSession, table_format: TableFormat, path: str, columns: Sequence[str], *, setting: str) -> Source:
     name, version = split_version(path)
     with _explain_errors(table_format, name, setting=setting):
-        # The newest version is read in any case, because this statement fails without the connector.
+        # The newest version is read even if `path` names a version, because this statement fails if there is no connector.
         newest_version = _newest_version(spark, table_format, name)
         if newest_version is None:
             raise InputError(f"{setting}: {printable(name)}: no rows; check the job that writes this table")
         version = version or newest_version
-        frame = _frame(spark, table_format, name, version)
+        frame = _frame_at_version(spark, table_format, name, version)
         num_rows = frame.count()
         first_rows = _first_rows(frame, columns)
     shown_name = printable(name if table_format == "orc" else f"{name}@v{version}")
     with tempfile.TemporaryDirectory(prefix="nightjar-table-") as folder:
         first_rows_path = Path(folder) / "first_rows.parquet"
         pq.write_table(first_rows, first_rows_path)
-        footer, content = open_own_file(first_rows_path).footer, first_rows_path.read_bytes()
+        footer, first_rows_content = open_stage_file(first_rows_path).footer, first_rows_path.read_bytes()
     sha256 = hashlib.sha256(f"{table_format} {version}".encode()).hexdigest()
     return Source(
         Location(shown_name, name, 0, 0, pafs.LocalFileSystem()),
         footer,
         SourceFile(path=shown_name, size_bytes=0, num_rows=num_rows, modified_ns=0, footer_sha256=sha256),
-        table=Table(table_format, name, version, content),
+        table=Table(table_format, name, version, first_rows_content),
     )
 
 
@@ -132,29 +132,31 @@ def table_frame(spark: SparkSession, source: Source) -> DataFrame:
     assert table is not None
     if table.format == "orc" and _newest_version(spark, "orc", table.name) != table.version:
         raise InputError(f"{source.name}: changed while it was being read; run again after its writer has finished")
-    return _frame(spark, table.format, table.name, table.version)
+    return _frame_at_version(spark, table.format, table.name, table.version)
 
 
-def _frame(spark: SparkSession, table_format: str, name: str, version: str) -> DataFrame:
+def _frame_at_version(spark: SparkSession, table_format: str, name: str, version: str) -> DataFrame:
+    """Return the rows of a table. `version` is ignored for an ORC table, which has only its current files."""
     if table_format == "orc":
-        return spark.table(_identifier("orc", name)) if is_table_name(name) else spark.read.orc(_uri(name))
+        return spark.table(_identifier("orc", name)) if is_table_name(name) else spark.read.orc(_as_uri(name))
     return spark.sql(f"SELECT * FROM {_identifier(table_format, name)} VERSION AS OF {version}")
 
 
 def _newest_version(spark: SparkSession, table_format: str, name: str) -> str | None:
-    """Return the newest version of the table; None if the table has no version."""
+    """Return the newest version of the table; None if the table has no version or no files."""
     if table_format == "orc":
-        return _hash_of_files(spark, _frame(spark, "orc", name, ""))
+        return _hash_of_files(spark, _frame_at_version(spark, "orc", name, ""))
     identifier = _identifier(table_format, name)
     if table_format == "delta":
         versions = spark.sql(f"DESCRIBE HISTORY {identifier} LIMIT 1").select("version")
     else:
         versions = spark.sql(f"SELECT snapshot_id FROM {identifier}.refs WHERE name = 'main'")
-    values = versions.toArrow().column(0).to_pylist()
-    return str(values[0]) if values else None
+    version_values = versions.toArrow().column(0).to_pylist()
+    return str(version_values[0]) if version_values else None
 
 
 def _hash_of_files(spark: SparkSession, frame: DataFrame) -> str | None:
+    """Return a hash of the paths, sizes and times of the files of a table; None if it has no files."""
     if not frame.inputFiles():
         return None
     # The reader of binary files lists them without reading their content.
@@ -164,22 +166,22 @@ def _hash_of_files(spark: SparkSession, frame: DataFrame) -> str | None:
 
 
 def _first_rows(frame: DataFrame, columns: Sequence[str]) -> pa.Table:
-    """Return the first rows with all columns. The columns that are not needed have no values, and Arrow may lack their type."""
-    names = [name for name in dict.fromkeys(columns) if name in frame.columns]
-    table = frame.select([F.col(quoted(name, quote="`")) for name in names]).limit(_MAX_FIRST_ROWS).toArrow()
-    for name in frame.columns:
-        if name not in names:
-            table = table.append_column(name, pa.nulls(len(table)))
+    """Return the first rows with all columns. Columns other than `columns` are null, because Arrow may not have their type."""
+    needed_columns = [column for column in dict.fromkeys(columns) if column in frame.columns]
+    table = frame.select([F.col(quoted(column, quote="`")) for column in needed_columns]).limit(_MAX_FIRST_ROWS).toArrow()
+    for column in frame.columns:
+        if column not in needed_columns:
+            table = table.append_column(column, pa.nulls(len(table)))
     return table
 
 
 def _identifier(table_format: str, name: str) -> str:
     if is_table_name(name):
         return ".".join(quoted(part, quote="`") for part in name.split("."))
-    return f"{table_format}.{quoted(_uri(name), quote='`')}"
+    return f"{table_format}.{quoted(_as_uri(name), quote='`')}"
 
 
-def _uri(path: str) -> str:
+def _as_uri(path: str) -> str:
     return path if is_uri(path) else f"file://{Path(path).absolute()}"
 
 
@@ -193,7 +195,7 @@ def _explain_errors(table_format: TableFormat, name: str, *, setting: str) -> It
         if table_format != "orc" and any(marker in message for marker in _NO_CONNECTOR_MARKERS):
             raise InputError(
                 f"interactions.format is {table_format}, but Spark has no connector that reads {printable(name)} "
-                f"({spark_message(error)}); set interactions.engine.conf to {_CONNECTOR[table_format]}"
+                f"({spark_message(error)}); set interactions.engine.conf to {_CONNECTOR_PROPERTIES[table_format]}"
             ) from error
         if not isinstance(error, PySparkException):  # a job failed, or a catalog does not answer
             raise

@@ -1,7 +1,11 @@
 """The view `raw` of the interaction log in SQL: its columns, the row checks, and the statistics of its files.
 
-The view has the columns user, item, position, label, weight and context_<n>, the index of the row's file (`source`) and the
-index of the row in this file (`row`).
+The view has the columns of the config under fixed names (see `column_by_alias`), and these columns:
+
+- source: index of the row's file.
+- row: index of the row in its file.
+- position: sort key of a user's events.
+- before_1970: whether the time is before 1970; only with a timestamp column.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +29,7 @@ INFINITY_SQL = "'Infinity'::DOUBLE"
 
 
 def column_by_alias(config: InteractionsConfig) -> dict[str, str]:
-    """Return the column of the log for each column of `raw`, so that no later query has to quote the user's names."""
+    """Return the column of the log for each column of `raw`. With the fixed names of `raw`, later queries need no quotes."""
     columns = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
     columns |= {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
     columns |= {f"context_{index}": column for index, column in enumerate(config.context_columns)}
@@ -33,9 +37,9 @@ def column_by_alias(config: InteractionsConfig) -> dict[str, str]:
 
 
 def hive_columns(config: InteractionsConfig, sources: Sequence[Source]) -> set[str]:
-    """Return the columns of the config that only the paths of the files have."""
-    keys = {name for source in sources for name in source.partition_values if name not in source.schema.names}
-    return keys & set(config.columns)
+    """Return the columns of the config that are hive keys in the paths and not columns of the files."""
+    keys_in_paths_only = {key for source in sources for key in source.partition_values if key not in source.schema.names}
+    return keys_in_paths_only & set(config.columns)
 
 
 def hive_keys_sql(sources: Sequence[Source], keys: Sequence[str], *, indices: Sequence[int] | None = None) -> str:
@@ -57,7 +61,7 @@ def _constant_sql(value: int | date | str) -> str:
 
 
 def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.DataType]) -> list[RowCheck]:
-    """Return all row checks of a log. `type_by_column`: type of each column."""
+    """Return the row checks of a log with these column types."""
     checks = _id_checks("user", config.user_column, type_by_column[config.user_column])
     checks += _id_checks("item", config.item_column, type_by_column[config.item_column])
     if config.timestamp_column is not None:
@@ -82,11 +86,11 @@ def scan_files(
     """Return the statistics of each file of `raw`, in one scan.
 
     Args:
-        roles: columns of `raw`, named by their role, whose smallest and largest values are returned: position, label, weight.
+        roles: columns of `raw` whose smallest and largest values are returned: some of position, label and weight.
         positive_row_sql: SQL that is true for the rows that reach the label threshold; None without a threshold. Only rows
             that pass the checks and reach the threshold become events. The range of `position` covers only these rows.
     """
-    # DuckDB takes less than half as long for count_if and CASE as for aggregates with FILTER.
+    # DuckDB evaluates count_if and CASE in less than half the time of aggregates with FILTER.
     is_bad_sql = " OR ".join(f"({check.failure_sql})" for check in checks)
     case_sql = f"CASE WHEN {is_bad_sql} THEN NULL WHEN "
     event_case_sql, good_case_sql = f"{case_sql}{positive_row_sql or 'true'} THEN ", f"{case_sql}true THEN "
@@ -97,22 +101,22 @@ def scan_files(
         select_list += [f"{bound}({value_sql})" for bound in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
-    for file_index, num_rows, num_bad, num_events, *check_counts_and_bounds in session.fetch_rows(query):
+    for file_index, num_rows, num_bad_rows, num_events, *check_counts_and_bounds in session.fetch_rows(query):
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
-        range_by_role = {role: (low, high) for role, low, high in role_bounds if low is not None}
-        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_events)
+        range_by_role = {role: (min_value, max_value) for role, min_value, max_value in role_bounds if min_value is not None}
+        statistics[file_index] = FileStatistics(num_rows, num_bad_rows, num_bad_by_check, range_by_role, num_events)
     return statistics
 
 
 def first_bad_row_of_table(
     session: SqlSession, config: InteractionsConfig, checks: Sequence[RowCheck], *, rows_sql: str, table_name: str
 ) -> BadRow:
-    """Return a row of a table that fails a check, with the first check that it fails. The ids name the row.
+    """Return the first row of a table that fails a check, with the first check that it fails.
 
-    The rows of a table have no numbers, so this is the first row by user, item and position. It may be another row than the
-    first one of a file.
+    The rows of a table have no numbers. They are therefore ordered by user, item and position, and the message names the row by
+    its ids.
     """
     alias_by_column = {column: alias for alias, column in column_by_alias(config).items() if alias != "time"}
     if config.timestamp_column is not None:
@@ -146,8 +150,8 @@ def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck
 
 
 def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
-    # `position` is the time in microseconds, and null if this number does not fit into 64 bits. The column `before_1970` of
-    # `raw` is correct for such a time, too.
+    # `position` is the time in microseconds; it is null if this number does not fit into 64 bits. For such a time, the column
+    # `before_1970` of `raw` is still correct.
     overflow_sql = "position IS NULL AND time IS NOT NULL"
     return [
         RowCheck(column, "null", "time IS NULL", FIX_ROWS),
@@ -166,13 +170,13 @@ def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
 def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:
     checks = _number_checks("label", column, data_type)
     if label_range is not None:
-        low, high = label_range
+        min_label, max_label = label_range
         # Both databases order NaN above all numbers, and NaN has a check of its own.
-        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
+        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {min_label!r} OR label::DOUBLE > {max_label!r})"
         checks.append(
             RowCheck(
                 column,
-                f"outside of {low:g} to {high:g}",
+                f"outside of {min_label:g} to {max_label:g}",
                 is_outside_sql,
                 "fix these labels, or change interactions.label_range",
             )

@@ -1,7 +1,11 @@
 """SqlEngine: the steps of the log ingest in SQL, for a LogEngine whose database has a SqlSession.
 
-The steps share tables and views: `raw`, the rows of the new files; <side>_ids and <side>s, the codes and rows of the ids
-(vocabulary.py); `log`, the events after the filters and the split (filters.py); known_negatives (known_negatives.py).
+The steps share tables and views:
+
+- `raw`: the rows of the new files (checks.py).
+- <side>_ids and <side>s: the codes and rows of the user ids and item ids (vocabulary.py).
+- `log`: the events after the filters, with their split (filters.py).
+- `known_negatives` (known_negatives.py).
 """
 
 from abc import abstractmethod
@@ -27,7 +31,7 @@ from recsys_core.parquet.duckdb_session import SQL_TYPE
 
 
 class SqlEngine:
-    """The methods of a LogEngine. A subclass reads the input files, because this SQL differs between databases."""
+    """The methods of a LogEngine. A subclass implements the steps whose SQL differs between databases."""
 
     def __init__(
         self,
@@ -41,12 +45,12 @@ class SqlEngine:
         num_ids_without_row = [
             create_id_table(session, side, id_type=id_type, continued_run=continued_run) for side, id_type in id_types.items()
         ]
-        # If no id can be without an event, `assign_rows` does not have to look for such ids.
-        self._is_filtered = any(num_ids_without_row) or config.filter != LogFilter() or config.explicit_negatives
+        # An idle id has no event. If there can be none, `assign_rows` does not have to look for idle ids.
+        self._may_have_idle_ids = any(num_ids_without_row) or config.filter != LogFilter() or config.explicit_negatives
         self._positive_row_sql: str | None = None
         if config.label_threshold is not None:
             self._positive_row_sql = f"label::DOUBLE >= {config.label_threshold!r}"
-        self._sides_with_other_codes: set[str] = set()
+        self._sides_with_codes_unlike_rows: set[str] = set()
 
     @abstractmethod
     def _create_raw(self, files: LogFiles) -> None:
@@ -58,7 +62,7 @@ class SqlEngine:
 
     @abstractmethod
     def _id_condition_sql(self, side: str, *, id_sql: str) -> str:
-        """Return the SQL condition that joins the ids in `id_sql` with table <side>_ids, whose alias is u or i."""
+        """Return the SQL condition that joins the ids in `id_sql` with table <side>_ids. The alias of the table is u or i."""
 
     @abstractmethod
     def _draw_sql(self, split: FileSplit) -> str:
@@ -66,25 +70,28 @@ class SqlEngine:
 
     @abstractmethod
     def _ignore_file_statistics(self) -> None:
-        """Make later queries read the values of a file without trusting its statistics."""
+        """Make later queries ignore the statistics in the files."""
 
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
-        """Scan the files once to check them, once for the ids of each side, and once to write the part; see LogEngine."""
+        """Scan the files four times: for the checks, for the user ids, for the item ids, and for the part; see LogEngine."""
         with self._explain_read_errors(files):
             self._create_raw(files)
-            statistics, kept_row_sql = self._check_rows(files)
-            num_complete = self._write_part(part_path, kept_row_sql=kept_row_sql)
-            num_written = sum(
-                file.num_rows - file.num_bad if self._config.explicit_negatives else file.num_events for file in statistics
+            statistics, part_row_sql = self._check_rows(files)
+            num_complete_rows = self._write_part(part_path, part_row_sql=part_row_sql)
+            num_expected_rows = sum(
+                file_statistics.num_rows - file_statistics.num_bad_rows
+                if self._config.explicit_negatives
+                else file_statistics.num_events
+                for file_statistics in statistics
             )
-            if num_complete != num_written:
+            if num_complete_rows != num_expected_rows:
                 self._reject_false_statistics(files)
         return statistics
 
     def load(self, parts: Sequence[LogPart], *, folder: Path, split_code_by_file: Mapping[SourceFile, int]) -> LogCounts:
         """Create the table or view `log`; see LogEngine."""
         counts = load_log(self._session, self._config, parts=parts, folder=folder, split_code_by_file=split_code_by_file)
-        self._is_filtered = self._is_filtered or bool(counts.num_removed_by_reason)
+        self._may_have_idle_ids = self._may_have_idle_ids or bool(counts.num_removed_by_reason)
         return counts
 
     def assign_rows(self, side: str, *, vector_ids_path: Path | None) -> Vocabulary:
@@ -92,21 +99,21 @@ class SqlEngine:
         vocabulary, codes_are_rows = assign_rows(
             self._session,
             side,
-            is_filtered=self._is_filtered,
+            may_have_idle_ids=self._may_have_idle_ids,
             vector_ids_path=vector_ids_path,
             add_vector_ids=side == "item",
         )
         if not codes_are_rows:
-            self._sides_with_other_codes.add(side)
+            self._sides_with_codes_unlike_rows.add(side)
         return vocabulary
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
-        """Sort `log`, and stream it; see LogEngine."""
+        """Sort `log`, and stream its rows; see LogEngine."""
         extra_names = extra_column_names(self._session, "log")
         row_columns_sql, joins_sql = [], ""
         for side in ("user", "item"):
             code_sql = f'log."{side}"'
-            if side in self._sides_with_other_codes:
+            if side in self._sides_with_codes_unlike_rows:
                 joins_sql += f" JOIN {side}s ON {code_sql} = {side}s.code"
                 code_sql = f'{side}s."row"'
             row_columns_sql.append(f"{code_sql} AS {side}_row")
@@ -116,7 +123,7 @@ class SqlEngine:
         return self._session.stream(f"SELECT * FROM (SELECT {select_list} FROM log{joins_sql}) AS events ORDER BY {order_sql}")
 
     def sorted_negatives(self) -> tuple[int, Iterator[pa.RecordBatch]]:
-        """Sort table `known_negatives`, and stream it; see LogEngine."""
+        """Sort table `known_negatives`, and stream its rows; see LogEngine."""
         num_negatives, negatives_sql = sorted_negatives(self._session, is_ordered=self._config.is_ordered)
         return num_negatives, self._session.stream(negatives_sql)
 
@@ -125,14 +132,14 @@ class SqlEngine:
         write_codes(self._session, side, path)
 
     def _check_rows(self, files: LogFiles) -> tuple[list[FileStatistics], str]:
-        """Return the statistics of each file, and SQL that is true for the rows to write; raise InputError for bad rows."""
+        """Return the statistics of each file, and SQL that is true for the rows of the part; raise InputError for bad rows."""
         checks = row_checks(self._config, type_by_column=files.type_by_column)
         roles = list(columns_by_role(self._config))
         statistics = scan_files(
             self._session, checks, num_files=len(files.sources), roles=roles, positive_row_sql=self._positive_row_sql
         )
 
-        def find_first(file_index: int) -> BadRow:
+        def find_first_bad_row(file_index: int) -> BadRow:
             rows_sql, source = f"(SELECT * FROM raw WHERE source = {file_index})", files.sources[file_index]
             if source.table is not None:
                 return first_bad_row_of_table(self._session, self._config, checks, rows_sql=rows_sql, table_name=source.name)
@@ -141,23 +148,25 @@ class SqlEngine:
             return bad_row
 
         check_names = [check.name for check in checks]
-        reject_bad_log(self._config, statistics, sources=files.sources, check_names=check_names, find_first=find_first)
+        reject_bad_log(
+            self._config, statistics, sources=files.sources, check_names=check_names, find_first_bad_row=find_first_bad_row
+        )
         # The checks take a second per 20 million rows, so they are not repeated if no row is bad.
-        has_bad_rows = any(file_statistics.num_bad for file_statistics in statistics)
+        has_bad_rows = any(file_statistics.num_bad_rows for file_statistics in statistics)
         conditions_sql = [pass_sql(checks)] if has_bad_rows else []
         if self._positive_row_sql is not None and not self._config.explicit_negatives:
             conditions_sql.append(self._positive_row_sql)
         return statistics, " AND ".join(conditions_sql) or "true"
 
-    def _write_part(self, part_path: Path, *, kept_row_sql: str) -> int:
-        """Write the rows of `raw` that `kept_row_sql` selects to a part, with codes in place of ids.
+    def _write_part(self, part_path: Path, *, part_row_sql: str) -> int:
+        """Write the rows of `raw` that `part_row_sql` selects to a part, with codes in place of ids.
 
-        Return how many of them have a position and, if there is a weight column, a weight.
+        Return the number of written rows that have a position and, with a weight column, a weight.
         """
         config, session = self._config, self._session
         positive_row_sql = self._positive_row_sql if config.explicit_negatives else None
         for side, id_type in self._id_types.items():
-            add_ids(session, side, id_type=id_type, kept_row_sql=kept_row_sql, positive_row_sql=positive_row_sql)
+            add_ids(session, side, id_type=id_type, part_row_sql=part_row_sql, positive_row_sql=positive_row_sql)
         extra_columns_sql = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
         extra_columns_sql += [f"context_{index}" for index in range(len(config.context_columns))]
         extra_columns_sql += [] if positive_row_sql is None else [f"NOT ({positive_row_sql}) AS is_negative"]
@@ -170,12 +179,12 @@ class SqlEngine:
             # TRY_CAST: the database may cast a bad row before the filter removes it.
             condition_sql = self._id_condition_sql(side, id_sql=f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})')
             joins_sql.append(f"JOIN {side}_ids AS {side[0]} ON {condition_sql}")
-        session.write_part(f"SELECT {', '.join(columns_sql)} FROM raw {' '.join(joins_sql)} WHERE {kept_row_sql}", part_path)
+        session.write_part(f"SELECT {', '.join(columns_sql)} FROM raw {' '.join(joins_sql)} WHERE {part_row_sql}", part_path)
         is_complete_sql = "position IS NOT NULL" + (" AND weight IS NOT NULL" if config.weight_column else "")
         return fetch_count(session, f"SELECT count(*) FILTER ({is_complete_sql}) FROM {session.scan_sql(part_path)}")
 
     def _reject_false_statistics(self, files: LogFiles) -> None:
-        """Raise InputError for a null that is not found because the statistics of its file claim that none exists."""
+        """Raise InputError for a null that the checks miss because the statistics of its file claim that there is none."""
         self._ignore_file_statistics()
         self._check_rows(files)
         raise InputError(

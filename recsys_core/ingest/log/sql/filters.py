@@ -1,8 +1,8 @@
-"""Filters and split of the events: SQL from the part files of the coded log to `log`, a table or a view.
+"""Filters and split of the events: SQL that creates `log`, a table or a view, from the parts.
 
 Columns of `log`: user, item, position, split and extra columns. User and item are codes (see vocabulary.py). Position is the
-sort key of a user's events: the event time in microseconds, or the value of the order column, or a hash of the user and the
-item. The extra columns are the weight and the context columns.
+sort key of a user's events: the event time in microseconds, the value of the order column, or a hash of the user and the item.
+The extra columns are the weight and the context columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from recsys_core.manifests import IngestedFile, LogPart, SourceFile
 from recsys_core.units import DAY_US
 
 MIN_SPAN_PER_TEST_PERIOD = 5
-"""With `test_days: auto`, the test period is at most 1/5 of the time span of the log, but at least one day."""
+"""Smallest ratio of the log's time span to the test period with `test_days: auto`. The period is at least one day, however."""
 
 
 def load_log(
@@ -30,14 +30,14 @@ def load_log(
     folder: Path,
     split_code_by_file: Mapping[SourceFile, int],
 ) -> LogCounts:
-    """Create `log` from the parts in `folder`; return its counts. Without any event, `log` is not created.
+    """Create `log` from the parts in `folder`, and return its counts. If there is no event, `log` is not created.
 
     Args:
         split_code_by_file: code of the split of each input file; events of other files are not in `log`.
     """
-    # A part from an earlier run is left out if none of its files is a current input file.
+    # A part of an earlier run is left out if none of its files is still an input file.
     current_parts = [part for part in parts if any(file.source in split_code_by_file for file in part.files)]
-    all_events_sql = " UNION ALL ".join(
+    part_rows_sql = " UNION ALL ".join(
         _part_sql(
             session,
             part,
@@ -48,16 +48,16 @@ def load_log(
         for part in current_parts
     )
     if config.explicit_negatives:
-        session.create_view("coded_events", all_events_sql)
-        all_events_sql = "SELECT * EXCLUDE (is_negative) FROM coded_events WHERE NOT is_negative"
-    session.create_view("events", all_events_sql)
+        session.create_view("coded_events", part_rows_sql)
+        part_rows_sql = "SELECT * EXCLUDE (is_negative) FROM coded_events WHERE NOT is_negative"
+    session.create_view("events", part_rows_sql)
     num_events = fetch_count(session, "SELECT count(*) FROM events")
     if num_events == 0:
-        return LogCounts(num_read=0)
+        return LogCounts(num_read_events=0)
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
     num_removed_by_reason = {"below_threshold": sum(file.num_below_threshold for file in current_files)}
     newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
-    other_filters = config.filter.model_copy(update={"until": None, "window_days": None})
+    filters_not_by_time = config.filter.model_copy(update={"until": None, "window_days": None})
     time_conditions_sql = []
     if config.filter.until is not None:
         newest_us = min(newest_us, time_us(config.filter.until))
@@ -66,7 +66,7 @@ def load_log(
         time_conditions_sql.append(f"position > {newest_us - int(config.filter.window_days * DAY_US)}")
     is_in_window_sql = " AND ".join(time_conditions_sql) or "true"
     events_sql = f"(SELECT * FROM events WHERE {is_in_window_sql})" if time_conditions_sql else "events"
-    if other_filters != LogFilter():
+    if filters_not_by_time != LogFilter():
         session.create_table("remaining", f"SELECT * FROM {events_sql}")
         num_removed_by_reason["outside_window"] = num_events - fetch_count(session, "SELECT count(*) FROM remaining")
         num_removed_by_reason |= _apply_filters(session, config.filter)
@@ -79,12 +79,12 @@ def load_log(
     split_sql = _split_code_sql(
         config, newest_us=newest_us, test_days=test_days, tie_breaker_columns=extra_column_names(session, "events")
     )
-    # A view is evaluated at each use. This is cheap except for leave_last_out, which needs a window function.
+    # A view is evaluated at each use, which is cheap except for the window function of leave_last_out.
     create_log = session.create_table if isinstance(config.split, LeaveLastOut) else session.create_view
     create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
     if config.explicit_negatives:
         create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql)
-    counts = count_log(session, config, num_read=num_events)
+    counts = count_log(session, config, num_read_events=num_events)
     return replace(
         counts,
         num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count},
@@ -95,21 +95,21 @@ def load_log(
 def extra_column_names(session: SqlSession, table_name: str) -> list[str]:
     """Return the weight and context columns of `table_name`.
 
-    Events that are equal in all other columns are sorted by these columns, so that their order is reproducible.
+    They are the last columns by which events are sorted, so that the order of the events is reproducible.
     """
     return [name for name in session.column_names(table_name) if name == "weight" or name.startswith("context_")]
 
 
-def count_log(session: SqlSession, config: InteractionsConfig, *, num_read: int) -> LogCounts:
-    """Return the counts of table `log`, without the removed events."""
+def count_log(session: SqlSession, config: InteractionsConfig, *, num_read_events: int) -> LogCounts:
+    """Return the counts of `log`; the fields about filters and the test period are not set."""
     time_sql = ", min(position), max(position)" if config.timestamp_column is not None else ""
     rows = session.fetch_rows(f"SELECT split, count(*){time_sql} FROM log GROUP BY split")
     if not rows:
-        return LogCounts(num_read, num_events_by_split=(0,) * len(SPLITS))
-    split_codes, num_events, *times = zip(*rows, strict=True)
-    num_events_by_code = dict(zip(split_codes, num_events, strict=True))
+        return LogCounts(num_read_events, num_events_by_split=(0,) * len(SPLITS))
+    split_codes, event_counts, *times = zip(*rows, strict=True)
+    num_events_by_code = dict(zip(split_codes, event_counts, strict=True))
     return LogCounts(
-        num_read,
+        num_read_events,
         num_events_by_split=tuple(num_events_by_code.get(code, 0) for code in range(len(SPLITS))),
         sides_with_one_id=frozenset(side for side in ("user", "item") if not _has_several_ids(session, side)),
         time_span_us=(min(times[0]), max(times[1])) if times else None,
@@ -124,7 +124,7 @@ def _has_several_ids(session: SqlSession, side: str) -> bool:
 def _part_sql(
     session: SqlSession, part: LogPart, *, folder: Path, split_code_by_file: Mapping[SourceFile, int], is_split_by_files: bool
 ) -> str:
-    """Return SQL for the events of `part`, without files that are no longer input, and with the split of each file."""
+    """Return SQL for the events of `part` from current input files, with the split of their file."""
     part_scan_sql = session.scan_sql(folder / part.file_name)
     index_and_code_pairs = [
         (index, split_code_by_file[file.source]) for index, file in enumerate(part.files) if file.source in split_code_by_file
@@ -139,7 +139,7 @@ def _part_sql(
 
 
 def _apply_filters(session: SqlSession, filters: LogFilter) -> dict[str, int]:
-    """Remove events from table `remaining`; return the number of removed events by reason, and the number of bot users."""
+    """Remove events from table `remaining`; return the number of removed events by reason, and of removed `bot_users`."""
     num_removed_by_reason: dict[str, int] = {}
     if filters.duplicates != "keep":
         num_removed_by_reason["duplicates"] = _remove_duplicates(session, filters.duplicates)
@@ -149,7 +149,7 @@ def _apply_filters(session: SqlSession, filters: LogFilter) -> dict[str, int]:
         num_removed_by_reason["bot_events"] = _replace_remaining(
             session, f'SELECT * FROM remaining ANTI JOIN ({bots_sql}) USING ("user")'
         )
-    num_removed_by_reason["rare"] = _remove_rare(session, filters)
+    num_removed_by_reason["rare"] = _remove_rare_ids(session, filters)
     if filters.max_user_events is not None:
         order_sql = _newest_first_sql(("split", *extra_column_names(session, "remaining")))
         window_sql = f'PARTITION BY "user" ORDER BY {order_sql}'
@@ -160,6 +160,7 @@ def _apply_filters(session: SqlSession, filters: LogFilter) -> dict[str, int]:
 
 
 def _remove_duplicates(session: SqlSession, policy: str) -> int:
+    """Remove repeated events from table `remaining`; return their number. policy: see LogFilter.duplicates."""
     key_sql = '"user", item, position' if policy == "exact" else '"user", item'
     time_order_sql = "position DESC" if policy == "last" else "position"
     # `split` comes before the extra columns: if an event is in both the training and the test files, the training event stays.
@@ -168,40 +169,42 @@ def _remove_duplicates(session: SqlSession, policy: str) -> int:
     return _replace_remaining(session, first_rows_sql("remaining", window_sql=window_sql))
 
 
-def _remove_rare(session: SqlSession, filters: LogFilter) -> int:
+def _remove_rare_ids(session: SqlSession, filters: LogFilter) -> int:
     """Remove the events of rare items and users until every item and user has enough events (k-core).
 
-    One pass is not enough: removing an item takes events from users, and removing a user takes events from items.
+    One pass is not enough, because removing an item takes events from users, and removing a user takes events from items.
 
     Return the number of removed events.
     """
     min_events_by_side = {"item": filters.min_item_events, "user": filters.min_user_events}
-    total_num_removed = 0
+    num_removed_events = 0
     while True:
-        num_removed = 0
+        num_removed_in_pass = 0
         for side, min_events in min_events_by_side.items():
             if min_events > 1:
-                rare_sql = f'SELECT "{side}" FROM remaining GROUP BY "{side}" HAVING count(*) < {min_events}'
-                num_removed += _replace_remaining(session, f'SELECT * FROM remaining ANTI JOIN ({rare_sql}) USING ("{side}")')
-        total_num_removed += num_removed
-        if num_removed == 0:
-            return total_num_removed
+                rare_ids_sql = f'SELECT "{side}" FROM remaining GROUP BY "{side}" HAVING count(*) < {min_events}'
+                num_removed_in_pass += _replace_remaining(
+                    session, f'SELECT * FROM remaining ANTI JOIN ({rare_ids_sql}) USING ("{side}")'
+                )
+        num_removed_events += num_removed_in_pass
+        if num_removed_in_pass == 0:
+            return num_removed_events
 
 
 def _replace_remaining(session: SqlSession, query: str) -> int:
-    """Replace table `remaining` by the rows of `query`; return the number of removed rows."""
-    num_before = fetch_count(session, "SELECT count(*) FROM remaining")
+    """Replace table `remaining` by the rows of `query`; return the number of removed events."""
+    num_events_before = fetch_count(session, "SELECT count(*) FROM remaining")
     session.create_table("remaining", query)
-    return num_before - fetch_count(session, "SELECT count(*) FROM remaining")
+    return num_events_before - fetch_count(session, "SELECT count(*) FROM remaining")
 
 
 def _newest_first_sql(tie_breaker_columns: Sequence[str]) -> str:
-    """Return SQL that orders the events of a user, the newest first."""
+    """Return the ORDER BY terms that sort a user's events, the newest first."""
     return ", ".join(f"{column} DESC" for column in ("position", "item", *tie_breaker_columns))
 
 
 def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, newest_us: int) -> float:
-    """Return the length of the test period; with auto, the smallest number of days with enough users, see TimeSplit."""
+    """Return the length of the test period. For `auto`, it is the smallest number of days with enough users; see TimeSplit."""
     if split.test_days != "auto":
         return split.test_days
     ((oldest_us, needed_start_us),) = session.fetch_rows(
@@ -213,8 +216,8 @@ def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, newest
     )
     if oldest_us is None:  # the filters have removed all events
         return 1.0
-    num_days_needed = (newest_us - needed_start_us) // DAY_US + 1
-    return float(max(1, min(num_days_needed, (newest_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
+    num_needed_days = (newest_us - needed_start_us) // DAY_US + 1
+    return float(max(1, min(num_needed_days, (newest_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
 
 
 _FOLD_HASH_SQL = (
@@ -231,9 +234,9 @@ def _split_code_sql(
     """Return SQL for the code of an event's split.
 
     Args:
-        newest_us: newest time of the log.
-        test_days: length of the test period, of a split by time.
-        tie_breaker_columns: columns that order the events of a user with the same position and item.
+        newest_us: newest time of the log; used only for a split by time.
+        test_days: length of the test period; None for other splits than by time.
+        tie_breaker_columns: columns that order a user's events with the same position and item.
     """
     split_config = config.split
     if isinstance(split_config, TimeSplit):

@@ -1,6 +1,6 @@
-"""Known negatives: the pairs of a user and an item with a label below the threshold, and without an event.
+"""Known negatives: the pairs of a user and an item that have a label below the threshold and no event.
 
-View `coded_events` has the rows of all parts, and its column `is_negative` marks the rows below the threshold. `log` has the
+The view `coded_events` has the rows of all parts; its column `is_negative` marks the rows below the threshold. `log` has the
 events.
 """
 
@@ -12,15 +12,15 @@ from recsys_core.ingest.log.sql.session import SqlSession, fetch_count, first_ro
 def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, split_sql: str, is_in_window_sql: str) -> None:
     """Create table `known_negatives` (user, item, position, split): each pair once, at its first row.
 
-    A pair is left out if the user has an event with the item in the same split or in an earlier one. An event of a later split
-    does not remove it: the training would otherwise depend on held-out events.
+    A pair is left out if the user has an event with the item in the same or an earlier split. An event of a later split does
+    not remove the pair, because the training would otherwise depend on held-out events.
 
     Args:
         split_sql: SQL for the code of an event's split.
-        is_in_window_sql: SQL that is true for the positions that the filters by time keep.
+        is_in_window_sql: SQL that is true for rows that the filters by time keep.
     """
     if isinstance(config.split, LeaveLastOut):
-        # A row at the time of a held-out event may be of the same session, so it is not used before this event.
+        # A negative at the time of a held-out event may be from the same session, so it belongs to the split of this event.
         split_sql = "CASE WHEN position >= test_position THEN 2 WHEN position >= validation_position THEN 1 ELSE 0 END"
     users_sql = (
         'SELECT "user", min(position) FILTER (split = 1) AS validation_position, '
@@ -40,14 +40,14 @@ def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, s
 
 
 def sorted_negatives(session: SqlSession, *, is_ordered: bool) -> tuple[int, str]:
-    """Return the number of known negatives whose items have a row, and SQL for their rows; see EventWriter.write_negatives.
+    """Return the number of known negatives whose items have a row, and SQL that selects them for EventWriter.write_negatives.
 
-    Negatives of a user with the same position are in random order, so that no item is preferred. This order does not depend
-    on codes and rows, which differ between an incremental and a complete ingest. The ids are hashed as one string, because
-    the hash of two values has almost the same order for each user.
+    A user's negatives with the same position are in random order, so that no item is preferred. This order depends on the ids
+    and not on codes and rows, which differ between an incremental and a complete ingest. The ids of the user and the item are
+    hashed as one string. A hash of two values would order the items in almost the same way for each user.
 
     Args:
-        is_ordered: whether num_earlier_events is needed; otherwise it is 0.
+        is_ordered: whether the events have an order; if not, num_earlier_events is 0.
     """
     session.create_table(
         "known_negatives", "SELECT * FROM known_negatives SEMI JOIN items ON known_negatives.item = items.code"

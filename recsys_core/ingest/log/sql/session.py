@@ -1,4 +1,4 @@
-"""SqlSession: the database session that the steps of the log ingest need. Their SQL is written in DuckDB's dialect."""
+"""SqlSession: the database session that the steps of the log ingest need."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +8,9 @@ import pyarrow as pa
 
 
 class SqlSession(Protocol):
-    """Executes the shared SQL in one database. All queries are in DuckDB's dialect.
+    """Executes the SQL that all engines share. All queries are in DuckDB's dialect.
 
-    The database has the function `ordering_hash(text)`: the upper 63 bits of DuckDB's hash of a text.
+    They may call the function `ordering_hash(text)`, which returns the upper 63 bits of DuckDB's hash of a text.
     """
 
     def fetch_rows(self, query: str) -> list[tuple[Any, ...]]:
@@ -26,10 +26,10 @@ class SqlSession(Protocol):
         """Create the empty table `name` with the columns id, code and previous_row. id_type: SQL type of the ids."""
 
     def append(self, name: str, query: str) -> None:
-        """Append the rows of `query` to the table `name`. The columns of both have the same order."""
+        """Append the rows of `query`, whose columns have the order of the table, to the table `name`."""
 
     def numbered(self, query: str, *, order_sql: str) -> str:
-        """Return SQL for the rows of `query`, with their position in the given order, from 0, in the column `number`."""
+        """Return SQL for the rows of `query` with the column `number`: the position of the row, from 0, in the given order."""
 
     def column_names(self, name: str) -> list[str]:
         """Return the columns of a table or view."""
@@ -37,7 +37,7 @@ class SqlSession(Protocol):
     def scan_sql(self, path: Path, *, with_row_number: bool = False) -> str:
         """Return SQL for the rows of a parquet file or part that nightjar wrote.
 
-        with_row_number: whether the column `file_row_number` has the row in the file, from 0. Only for a single file.
+        with_row_number: whether to add the column `file_row_number`, the index of the row in the file; not for a folder.
         """
 
     def stream(self, query: str) -> Iterator[pa.RecordBatch]:
@@ -57,6 +57,6 @@ def fetch_count(session: SqlSession, query: str) -> int:
 
 
 def first_rows_sql(rows_sql: str, *, window_sql: str, num_rows: int = 1) -> str:
-    """Return SQL for the first rows of each partition of a window."""
+    """Return SQL for the first `num_rows` rows of each partition of a window."""
     numbered_sql = f"SELECT *, row_number() OVER ({window_sql}) AS row_in_window FROM {rows_sql}"
     return f"SELECT * EXCLUDE (row_in_window) FROM ({numbered_sql}) AS numbered WHERE row_in_window <= {num_rows}"

@@ -1,8 +1,9 @@
-"""Vocabularies of users and items: every id ever read has a code, and every id in the catalogue also has a row.
+"""Vocabularies of users and items: every id that was ever read has a code, and every id in the vocabulary also has a row.
 
-Codes and rows stay the same from run to run. Each side (user, item) has two tables:
-<side>_ids (id, code, previous_row): every id ever read; previous_row is null for an id without a row in the previous run.
-<side>s (id, code, row, vector_row): the ids that have a row in this run.
+Codes and rows stay the same until the vocabularies are rebuilt. Each side (user, item) has two tables:
+
+- <side>_ids (id, code, previous_row): every id that was ever read; previous_row is null without a row in the previous run.
+- <side>s (id, code, row, vector_row): the ids that have a row in this run.
 """
 
 from pathlib import Path
@@ -31,18 +32,18 @@ def create_id_table(session: SqlSession, side: str, *, id_type: IdType, continue
     return fetch_count(session, f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL")
 
 
-def add_ids(session: SqlSession, side: str, *, id_type: IdType, kept_row_sql: str, positive_row_sql: str | None) -> None:
+def add_ids(session: SqlSession, side: str, *, id_type: IdType, part_row_sql: str, positive_row_sql: str | None) -> None:
     """Give the new ids of `raw` the next codes, the id with the most events first.
 
     Args:
-        kept_row_sql: SQL that is true for the rows of the part.
+        part_row_sql: SQL that is true for the rows of `raw` that are written to the part.
         positive_row_sql: SQL that is true for a row that is an event; None: each row is an event.
     """
     first_code = num_codes(session, side)
     count_sql = "count(*)" if positive_row_sql is None else f"count(*) FILTER ({positive_row_sql})"
     new_ids_sql = (
         f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, {count_sql} AS events FROM raw '
-        f"WHERE {kept_row_sql} GROUP BY 1"
+        f"WHERE {part_row_sql} GROUP BY 1"
     )
     if first_code:
         new_ids_sql = f"SELECT * FROM ({new_ids_sql}) ANTI JOIN {side}_ids USING (id)"
@@ -50,12 +51,12 @@ def add_ids(session: SqlSession, side: str, *, id_type: IdType, kept_row_sql: st
 
 
 def num_codes(session: SqlSession, side: str) -> int:
-    """Return the number of codes of a side: the first code that no id has."""
+    """Return the number of codes of a side, which is also the next free code."""
     return fetch_count(session, f"SELECT coalesce(max(code), -1) + 1 FROM {side}_ids")
 
 
 def row_sql_type(session: SqlSession, side: str) -> str:
-    """Return the SQL type in which the codes and rows of events are stored and sorted: 32 bits while every code fits."""
+    """Return the SQL type in which the codes and rows of events are stored and sorted: 32 bits as long as every code fits."""
     return "INTEGER" if row_dtype(num_codes(session, side)) is np.int32 else "BIGINT"
 
 
@@ -68,7 +69,7 @@ def assign_rows(
     session: SqlSession,
     side: str,
     *,
-    is_filtered: bool,
+    may_have_idle_ids: bool,
     vector_ids_path: Path | None = None,
     add_vector_ids: bool = False,
 ) -> tuple[Vocabulary, bool]:
@@ -77,9 +78,9 @@ def assign_rows(
     Return the content of the table, and whether the code of every id equals its row.
 
     Args:
-        is_filtered: whether some ids may have no event in `log`; a new id without an event gets no row.
+        may_have_idle_ids: whether some ids may have no event in `log`. A new id without an event gets no row.
         vector_ids_path: parquet file with the column `id`, one row per pretrained vector; None without vectors.
-        add_vector_ids: whether an id with a vector and without an event gets a row too.
+        add_vector_ids: whether an id that has a vector, but no event, also gets a row.
     """
     vector_rows_sql = ""
     if vector_ids_path is not None:
@@ -92,7 +93,7 @@ def assign_rows(
     joins_sql = f" LEFT JOIN {vector_rows_sql} USING (id)" if vector_ids_path is not None else ""
     vector_row_sql = "coalesce(vector_row, -1)" if vector_ids_path is not None else "-1"
     ids_sql = f"SELECT id, code, previous_row, ({vector_row_sql})::BIGINT AS vector_row FROM {side}_ids{joins_sql}"
-    if is_filtered:
+    if may_have_idle_ids:
         ids_sql += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS has_event FROM log) USING (code)'
         ids_sql += " WHERE previous_row IS NOT NULL OR has_event" + (f" OR {vector_row_sql} >= 0" if add_vector_ids else "")
         rows_sql = _numbered_rows_sql(session, side, ids_sql=ids_sql)
@@ -107,7 +108,7 @@ def assign_rows(
 
 
 def _numbered_rows_sql(session: SqlSession, side: str, *, ids_sql: str) -> str:
-    """Return SQL for the ids of `ids_sql` with their rows. The new ids are numbered after the rows of the previous run."""
+    """Return SQL for the ids of `ids_sql` with their rows. The rows of new ids follow the rows of the previous run."""
     num_previous_rows = fetch_count(session, f"SELECT coalesce(max(previous_row), -1) + 1 FROM {side}_ids")
     row_type = row_sql_type(session, side)
     if num_previous_rows:
@@ -124,7 +125,7 @@ def _numbered_rows_sql(session: SqlSession, side: str, *, ids_sql: str) -> str:
 
 
 def write_codes(session: SqlSession, side: str, path: Path) -> None:
-    """Write every id ever read, with its row if it has one, in the order of the codes."""
+    """Write every id that was ever read with its row, or null, in the order of the codes."""
     session.write_file(
         f'SELECT ids.id, vocabulary."row" FROM {side}_ids AS ids LEFT JOIN {side}s AS vocabulary USING (code) ORDER BY code',
         path,

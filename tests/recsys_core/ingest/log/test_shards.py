@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.layout import Parts, context_paths
+from recsys_core.dataset.layout import ShardArrays, context_paths
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
@@ -207,9 +207,9 @@ def test_only_the_shards_of_the_requested_users_are_mapped(tmp_path: Path) -> No
     store = EventStore.open(manifest)
     users = np.arange(store.num_users)
     store.items_before(users[users % 8 < 2], "test")
-    for parts in (store._event_item._parts, store._start._parts, store._validation_end._parts):
-        assert isinstance(parts, Parts) and parts.mapped_shards == (0, 1)
-    assert store._event_time._parts.mapped_shards == ()
+    for parts in (store._event_item._shard_arrays, store._user_start._shard_arrays, store._validation_end._shard_arrays):
+        assert isinstance(parts, ShardArrays) and parts.mapped_shards == (0, 1)
+    assert store._event_time._shard_arrays.mapped_shards == ()
 
 
 def test_a_growing_array_has_the_appended_values_for_any_expected_length(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_entries_of_one_table_that_do_not_fit_together_are_rejected(
         ({"pca_dim": 5}, "embeddings.pca_dim is 5, but the vectors of "),
         (
             {"pca_dim": 2},
-            "embeddings.pca_dim is 2, but there are only 2 vectors to fit it on; provide more than 2 vectors, or lower it",
+            "embeddings.pca_dim is 2, but there are only 2 vectors to fit it on; provide more than 2 vectors, or lower pca_dim",
         ),
     ],
 )

@@ -60,7 +60,7 @@ MAY_IMPORT = {
 }
 """Folders that each folder of a package may import, apart from itself and the modules directly in recsys_core and tasks.
 
-"" stands for the modules directly in the package, such as recsys_core.errors and flows.nightly.
+"" means the modules directly in the package, such as recsys_core.errors and flows.nightly.
 """
 
 MAX_MODULES = 12

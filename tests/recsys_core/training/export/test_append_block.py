@@ -41,7 +41,7 @@ class Exported(NamedTuple):
         store: the events of the export's run.
         history_length: items in a history of the trained tower; 0: it has no history.
         query_by_split: trained query vectors [U, D].
-        item_ID: trained item vectors.
+        item_vector_ID: trained item vectors.
         layer_by_name: layers of the trained tower, which has random weights.
     """
 
@@ -49,7 +49,7 @@ class Exported(NamedTuple):
     store: EventStore
     history_length: int
     query_by_split: dict[str, np.ndarray]
-    item_ID: np.ndarray
+    item_vector_ID: np.ndarray
     layer_by_name: dict[str, torch.Tensor]
 
     def spec(self, **block: Any) -> ModelSpec:
@@ -64,7 +64,7 @@ class Exported(NamedTuple):
         return result
 
     def trained_scores(self, split: str) -> np.ndarray:
-        result: np.ndarray = self.query_by_split[split] @ self.item_ID.T
+        result: np.ndarray = self.query_by_split[split] @ self.item_vector_ID.T
         return result
 
     def expected_scores(self, split: str, weight: float) -> np.ndarray:
@@ -103,10 +103,10 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
     store, spec = EventStore.open(manifest), spec_of(request.param, {})
     torch.manual_seed(0)
     tower = make_query_tower(spec).eval()
-    item_ID = torch.nn.functional.normalize(torch.randn(NUM_ITEMS, DIM), dim=1)
+    item_vector_ID = torch.nn.functional.normalize(torch.randn(NUM_ITEMS, DIM), dim=1)
     np.save(folder / "history_items.npy", torch.randn(NUM_ITEMS, DIM).numpy())
     np.save(folder / "table_user.npy", torch.randn(NUM_USERS, DIM).numpy())
-    np.save(folder / "item_vectors.npy", item_ID.numpy())
+    np.save(folder / "item_vectors.npy", item_vector_ID.numpy())
     layer_by_name = {f"query.{name}": tensor for name, tensor in tower.state_dict().items()}
     served_tower, users = tower_of(folder, spec, layer_by_name), np.arange(NUM_USERS)
     query_by_split = {}
@@ -115,7 +115,7 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
         query_by_split[split] = served_tower(users, history, features=FeatureStore({})).numpy()
         np.save(folder / f"query_users_{split}.npy", users)
         np.save(folder / f"query_vectors_{split}.npy", query_by_split[split])
-    return Exported(folder, store, request.param, query_by_split, item_ID.numpy(), layer_by_name)
+    return Exported(folder, store, request.param, query_by_split, item_vector_ID.numpy(), layer_by_name)
 
 
 def tower_of(folder: Path, spec: ModelSpec, layer_by_name: dict[str, torch.Tensor]) -> ServedQueryTower:

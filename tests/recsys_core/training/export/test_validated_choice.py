@@ -27,8 +27,8 @@ class Exported(NamedTuple):
 
     folder: Path
     store: EventStore
-    query_UD: np.ndarray
-    item_ID: np.ndarray
+    query_vector_UD: np.ndarray
+    item_vector_ID: np.ndarray
 
 
 @pytest.fixture
@@ -45,15 +45,17 @@ def exported_vectors(tmp_path: Path) -> Exported:
         items=NUM_ITEMS,
     )
     store = EventStore.open(manifest)
-    query_UD, item_ID = (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_USERS, NUM_ITEMS))
-    query_UD, item_ID = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (query_UD, item_ID))
-    query_UD = np.column_stack([query_UD, np.zeros(NUM_USERS, np.float32)])
-    item_ID = np.column_stack([item_ID, item_popularity(store.train_count_I)])
-    np.save(folder / "item_vectors.npy", item_ID)
+    query_vector_UD, item_vector_ID = (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_USERS, NUM_ITEMS))
+    query_vector_UD, item_vector_ID = (
+        vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (query_vector_UD, item_vector_ID)
+    )
+    query_vector_UD = np.column_stack([query_vector_UD, np.zeros(NUM_USERS, np.float32)])
+    item_vector_ID = np.column_stack([item_vector_ID, item_popularity(store.train_count_I)])
+    np.save(folder / "item_vectors.npy", item_vector_ID)
     for split in ("validation", "test"):
-        np.save(folder / f"query_vectors_{split}.npy", query_UD)
+        np.save(folder / f"query_vectors_{split}.npy", query_vector_UD)
         np.save(folder / f"query_users_{split}.npy", np.arange(NUM_USERS))
-    return Exported(folder, store, query_UD, item_ID)
+    return Exported(folder, store, query_vector_UD, item_vector_ID)
 
 
 def spec_of(**popularity: Any) -> ModelSpec:
@@ -67,8 +69,8 @@ def test_the_weight_with_the_best_metric_is_written_to_all_queries(
 ) -> None:
     metric_by_weight = {}
     for weight in weights:
-        item_ID = exported_vectors.item_ID
-        score_UI = exported_vectors.query_UD @ item_ID.T + weight * item_ID[:, -1]
+        item_vector_ID = exported_vectors.item_vector_ID
+        score_UI = exported_vectors.query_vector_UD @ item_vector_ID.T + weight * item_vector_ID[:, -1]
         metric_by_weight[weight] = mean_ndcg(score_UI, store=exported_vectors.store, k=5)
     assert len({*metric_by_weight.values()}) == len(weights)
     best_weight = max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
@@ -77,9 +79,9 @@ def test_the_weight_with_the_best_metric_is_written_to_all_queries(
     )
     assert chosen == best_weight
     for split in ("validation", "test"):
-        query_UD = np.load(exported_vectors.folder / f"query_vectors_{split}.npy")
-        assert (query_UD[:, -1] == np.float32(chosen)).all()
-        assert np.array_equal(query_UD[:, :-1], exported_vectors.query_UD[:, :-1])
+        query_vector_UD = np.load(exported_vectors.folder / f"query_vectors_{split}.npy")
+        assert (query_vector_UD[:, -1] == np.float32(chosen)).all()
+        assert np.array_equal(query_vector_UD[:, :-1], exported_vectors.query_vector_UD[:, :-1])
 
 
 def test_several_weights_need_validation_events(exported_vectors: Exported) -> None:

@@ -1,4 +1,4 @@
-"""The one error that is raised for the failures of all hosts; the reports of the hosts are written by the tests."""
+"""The error that a launch raises for the reports of all failed hosts."""
 
 from pathlib import Path
 from typing import Any
@@ -71,21 +71,20 @@ def test_of_two_exceptions_the_earlier_one_is_reported() -> None:
     assert str(error_of(host_report(0, *rank_reports), num_hosts=1)).startswith("rank 1 was")
 
 
-@pytest.mark.parametrize("kind", [InputError, StageError])
-def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(kind: type[Exception]) -> None:
-    traceback = (
-        f"Traceback (most recent call last):\nrecsys_core.errors.{kind.__name__}: plan.json: made for 4 ranks\nplan again\n"
-    )
+@pytest.mark.parametrize("error_class", [InputError, StageError])
+def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(error_class: type[Exception]) -> None:
+    message = "plan.json: made for 4 ranks\nplan again"
+    traceback = f"Traceback (most recent call last):\nrecsys_core.errors.{error_class.__name__}: {message}\n"
     rank_reports = (rank_report(0, signal="SIGKILL", timestamp=1), rank_report(1, traceback=traceback))
     error = error_of(host_report(0, *rank_reports))
-    assert type(error) is kind and str(error) == "plan.json: made for 4 ranks\nplan again"
+    assert type(error) is error_class and str(error) == message
 
 
 def test_a_rejected_host_is_an_input_error_unless_another_attempt_may_succeed() -> None:
     rejection = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", retryable=False)
-    lonely_report = host_report(0, reason="host 0 (alpha) did not meet the other hosts")
-    assert isinstance(error_of(rejection, lonely_report), InputError)
-    assert type(error_of(lonely_report)) is LaunchError
+    waiting_report = host_report(0, reason="host 0 (alpha) did not meet the other hosts")
+    assert isinstance(error_of(rejection, waiting_report), InputError)
+    assert type(error_of(waiting_report)) is LaunchError
 
 
 def test_a_full_disk_in_a_traceback_is_an_input_error_with_the_file_and_the_free_space() -> None:

@@ -27,8 +27,8 @@ C10D_POLL_S = 6.0
 
 
 def test_on_one_host_the_agent_has_no_listening_socket_and_ranks_listen_on_the_loopback_only(tmp_path: Path) -> None:
-    with running_launch(tmp_path, "local") as (launch_process, _):
-        sockets = listening_sockets(psutil.Process(launch_process.pid))
+    with running_launch(tmp_path, "local") as (launching_process, _):
+        sockets = listening_sockets(psutil.Process(launching_process.pid))
     assert sockets, "gloo listens on a socket in each rank, but none was found"
     assert {name for name, _ in sockets} == {RANK_MODULE}
     assert {address for _, address in sockets} <= LOOPBACK
@@ -37,8 +37,8 @@ def test_on_one_host_the_agent_has_no_listening_socket_and_ranks_listen_on_the_l
 def test_ranks_of_one_host_use_the_loopback_interface_and_meet_in_a_folder_that_only_their_user_can_open(
     tmp_path: Path,
 ) -> None:
-    with running_launch(tmp_path, "local") as (launch_process, _):
-        environments = [process.environ() for process in psutil.Process(launch_process.pid).children(recursive=True)]
+    with running_launch(tmp_path, "local") as (launching_process, _):
+        environments = [process.environ() for process in psutil.Process(launching_process.pid).children(recursive=True)]
         rank_environments = [environment for environment in environments if "RANK" in environment]
         store_folders = {Path(environment[STORE_VARIABLE]).parent for environment in rank_environments}
         folder_modes = {stat.S_IMODE(folder.stat().st_mode) for folder in store_folders}
@@ -60,8 +60,8 @@ class Payload:
 @pytest.mark.drill
 @pytest.mark.skipif(find_spec("torchx") is None, reason="torchx is not installed")
 def test_on_two_hosts_a_pickle_in_the_store_is_not_loaded(tmp_path: Path) -> None:
-    with running_launch(tmp_path, "torchx") as (launch_process, _):
-        sockets = listening_sockets(psutil.Process(launch_process.pid))
+    with running_launch(tmp_path, "torchx") as (launching_process, _):
+        sockets = listening_sockets(psutil.Process(launching_process.pid))
         assert {name for name, _ in sockets} == {AGENT_MODULE, RANK_MODULE} and {address for _, address in sockets} <= LOOPBACK
         folder = LaunchFolder(tmp_path / "logs")
         first_host = folder.ready_hosts()[0]
@@ -69,7 +69,7 @@ def test_on_two_hosts_a_pickle_in_the_store_is_not_loaded(tmp_path: Path) -> Non
         token = LaunchSpec.model_validate_json(folder.spec_path.read_bytes()).token
         store.set(f"torch.rendezvous.{token}", base64.b64encode(pickle.dumps(Payload(tmp_path / "was loaded"))).decode())
         time.sleep(C10D_POLL_S)
-        assert launch_process.poll() is None
+        assert launching_process.poll() is None
     assert not (tmp_path / "was loaded").exists()
 
 

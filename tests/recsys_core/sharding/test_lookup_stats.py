@@ -73,7 +73,7 @@ def test_expected_lookups_match_the_lookups_of_real_batches(
         num_negatives=NUM_NEGATIVES,
         negative_share_I=negative_share(store.train_count_I, alpha),
     )
-    batches = [loader.batch(epoch, batch) for epoch in range(2) for batch in range(len(loader) - 1)]
+    batches = [loader.batch(epoch, index) for epoch in range(2) for index in range(len(loader) - 1)]
 
     def lookups_per_query(collection: str, feature: str) -> float:
         return float(np.mean([len(batch.sparse[collection][feature].values()) for batch in batches])) / BATCH_SIZE

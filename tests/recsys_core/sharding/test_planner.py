@@ -25,9 +25,9 @@ SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "table_row_wise", "ta
 
 
 def config(*sharding_types: str, **cluster) -> ShardingConfig:
-    """Return a config that constrains every table to those of the sharding types that it supports, or to row_wise.
+    """Return a config in which each table may have the given sharding types that it supports, or row_wise if it supports none.
 
-    Without sharding types there is no constraint.
+    If no type is given, there are no constraints.
     """
     unpooled_types = tuple(name for name in sharding_types if name in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
     constraints = {

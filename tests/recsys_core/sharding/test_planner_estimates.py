@@ -35,9 +35,11 @@ OPTIMIZER_STATE_BYTES = {"sgd": 0, "rowwise_adagrad": 10**7 * 4, "adagrad": 10**
 @pytest.mark.parametrize("optimizer", OPTIMIZER_STATE_BYTES)
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
 def test_the_parts_of_a_ranks_memory_add_up_to_the_memory_that_the_planner_assigns(optimizer: str, kernel: str) -> None:
-    item = TableConstraint(compute_kernels=(kernel,))
-    user = TableConstraint(compute_kernels=("fused_uvm",))
-    plan = plan_for(tables={"item": item, "user": user}, optimizer=optimizer, ddr_gb=10_000)
+    constraints = {
+        "item": TableConstraint(compute_kernels=(kernel,)),
+        "user": TableConstraint(compute_kernels=("fused_uvm",)),
+    }
+    plan = plan_for(tables=constraints, optimizer=optimizer, ddr_gb=10_000)
     item_memory_by_rank = [rank.tables["item"] for rank in plan.ranks if "item" in rank.tables]
     assert sum(memory.weights for memory in item_memory_by_rank) == 10**7 * 128 * 4
     assert sum(memory.optimizer for memory in item_memory_by_rank) == pytest.approx(OPTIMIZER_STATE_BYTES[optimizer], rel=1e-6)

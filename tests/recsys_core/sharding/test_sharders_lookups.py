@@ -23,8 +23,12 @@ from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS, SEED = 5, 9, 20, 3
-HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}
-"""The histories of two ranks with two queries each. The key says which ranks have history items."""
+HISTORIES_BY_CASE = {
+    "both ranks": ([[1, 2], [3]], [[4, 4], []]),
+    "one rank": ([[], []], [[7, 1], [0]]),
+    "none": ([[], []], [[], []]),
+}
+"""The histories of two ranks with two queries each, by the ranks that have history items."""
 
 
 def make_spec() -> ModelSpec:
@@ -68,7 +72,7 @@ def compare_lookups(rank: int, sharding_type: str) -> None:
         config=TrainingConfig(seed=SEED),
     )
     task, store = model.module, feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
-    for case, histories_by_rank in HISTORIES.items():
+    for case, histories_by_rank in HISTORIES_BY_CASE.items():
         user_row_B, histories = np.array([2 * rank, 1]), histories_by_rank[rank]
         batch = Assembler(user_batch_key=UNPOOLED, features=store).batch(
             user_row_B=user_row_B,

@@ -44,12 +44,10 @@ def srun(*arguments: str) -> int:
     for task_arguments in arguments_by_task:
         options = dict(argument[2:].split("=", 1) for argument in task_arguments if argument.startswith("--"))
         command_index = next(index for index, argument in enumerate(task_arguments) if not argument.startswith("--"))
-        command, environment = (
-            task_arguments[command_index:],
-            dict(pair.split("=", 1) for pair in options["export"].split(",")[1:]),
-        )
+        command = task_arguments[command_index:]
+        environment = os.environ | dict(pair.split("=", 1) for pair in options["export"].split(",")[1:])
         with Path(options["output"]).open("wb") as output, Path(options["error"]).open("wb") as error:
-            tasks.append(subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=error))
+            tasks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=error))
     state_path.write_text("RUNNING")
     while any(task.poll() is None for task in tasks):
         if any(task.poll() for task in tasks):

@@ -110,7 +110,7 @@ def test_the_request_to_kubernetes_has_one_pod_per_host_with_the_shared_volume(
     assert request_for(launcher) == (REQUESTS / "kubernetes.yaml").read_text()
 
 
-def test_an_unknown_scheduler_is_rejected_with_the_known_ones() -> None:
+def test_an_unknown_scheduler_is_rejected_and_the_error_lists_the_known_schedulers() -> None:
     with pytest.raises(InputError, match=r"launcher\.scheduler is slrum, but TorchX has .*kubernetes, .*slurm"):
         request_for(TorchxLauncher(scheduler="slrum"))
 
@@ -161,9 +161,7 @@ def test_a_missing_host_is_reported_with_the_hosts_that_started(tmp_path: Path) 
 
 
 @pytest.mark.drill
-def test_a_host_without_the_shared_storage_is_reported_before_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_the_shared_storage_is_reported_before_the_deadline(tmp_path: Path) -> None:
     python = python_with_second_host(
         tmp_path, f'mkdir -p {tmp_path}/own; {RUN_AGENT} {tmp_path}/own/launch.json "$token" 1 NONE'
     )

@@ -77,10 +77,9 @@ def test_an_unseen_item_has_the_popularity_of_an_item_without_events() -> None:
     task = task_of({"popularity": {"kind": "fixed", "weight": 1}}, features=FEATURE_KEYS).eval()
     batch = batch_of([4, 2], features=FEATURE_STORE, users=[0], histories=[[]])
     popularity_V = task.encode_items(batch)[1][:, -1].tolist()
-    assert dict(zip(batch.item_row_V.tolist(), popularity_V, strict=True)) == {
-        2: 0,
-        4: pytest.approx(np.log1p(1) / np.log1p(9)),
-    }  # item 4 has one event, and the most popular item has 9
+    popularity_by_item = dict(zip(batch.item_row_V.tolist(), popularity_V, strict=True))
+    # Item 2 has no event, item 4 has one event, and the most popular item has 9 events.
+    assert popularity_by_item == {2: 0, 4: pytest.approx(np.log1p(1) / np.log1p(9))}
     history_VD, vector_VD = model_of(task).encode(None, FEATURE_STORE, batch.item_row_V.numpy())
     assert (history_VD.shape, vector_VD.shape) == ((2, 4), (2, 5)) and not vector_VD[:, -1].any()
     assert model_of(task).encode(None, FEATURE_STORE, np.zeros(0, np.int64))[1].shape == (0, 5)

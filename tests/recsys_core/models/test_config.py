@@ -27,12 +27,12 @@ def test_default_layers_are_one_for_the_query_tower_and_none_for_the_candidate_t
 
 
 def test_the_width_of_a_history_depends_on_the_item_representation() -> None:
-    candidate = {"layers": (12,)}
-    assert two_tower_config(candidate=candidate).history_dim == 8
-    assert two_tower_config(candidate=candidate, history={"item_representation": "candidate_tower"}).history_dim == 12
+    settings = {"candidate": {"layers": (12,)}, "query": {"skip_connection": False}}
+    assert two_tower_config(**settings).history_dim == 8
+    assert two_tower_config(**settings, history={"item_representation": "candidate_tower"}).history_dim == 12
 
 
-def test_a_last_item_without_a_history_raises() -> None:
+def test_a_last_item_feature_without_a_history_is_rejected() -> None:
     with raises_message("last_item_feature is true, but length is 0; set length to 1 or more, or last_item_feature to false"):
         MeanHistory(length=0)
 
@@ -55,7 +55,7 @@ def test_the_last_layer_of_a_tower_with_a_skip_connection_must_have_the_width_em
     ("query", "candidate", "widths"),
     [((12,), None, (12, 8)), ((12,), (), (12, 8)), ((), (12,), (8, 12)), ((16, 12), (12, 16), (12, 16))],
 )
-def test_towers_of_different_width_raise(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
+def test_towers_of_different_output_widths_are_rejected(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
     with raises_message(
         f"the towers have different output widths: query.layers end in {widths[0]}, candidate.layers in {widths[1]}; "
         "give both the same last width, or leave query.layers out"

@@ -1,4 +1,4 @@
-"""The contract of a history encoder, checked for every member of HistoryConfig. Encoders are compared with a slow loop."""
+"""Properties of every history encoder in HistoryConfig, and vectors of the encoders compared with a slow loop."""
 
 import math
 from typing import Any, get_args
@@ -101,7 +101,7 @@ def test_attention_does_not_underflow_if_another_history_has_a_far_higher_score(
 
 
 @every_kind
-def test_the_vector_of_an_empty_history_is_start_even_if_the_batch_has_no_item(kind: str) -> None:
+def test_an_empty_history_has_the_start_vector_even_if_the_batch_has_no_item(kind: str) -> None:
     encoder = encoder_of(kind)
     start = encoder.start.tolist()
     assert any(start)
@@ -114,9 +114,9 @@ def test_the_vector_of_an_empty_history_is_start_even_if_the_batch_has_no_item(k
 def test_an_untrained_encoder_with_learned_weights_returns_the_mean(kind: str) -> None:
     item_VD = torch.randn(5, WIDTH)
     history = ragged([[0, 1, 1, 4], [], [3]])
-    encoder, mean = encoder_of(kind), encoder_of("mean")
-    mean.start = encoder.start
-    torch.testing.assert_close(encoder(item_VD, *history), mean(item_VD, *history))
+    encoder, mean_encoder = encoder_of(kind), encoder_of("mean")
+    mean_encoder.start = encoder.start
+    torch.testing.assert_close(encoder(item_VD, *history), mean_encoder(item_VD, *history))
 
 
 @every_kind
@@ -147,13 +147,13 @@ def test_recency_weights_depend_on_the_position_from_the_end() -> None:
     encoder = encoder_of("recency")
     with torch.no_grad():
         encoder.recency[:2] = torch.tensor([3.0, 1.0]).log()
-    items = torch.tensor([[8.0] * WIDTH, [0.0] * WIDTH])
+    item_VD = torch.tensor([[8.0] * WIDTH, [0.0] * WIDTH])
     # The last item has weight 3, and the item before it has weight 1.
-    assert encoder(items, *ragged([[1, 0], [0, 1]]))[:, 0].tolist() == pytest.approx([6.0, 2.0])
+    assert encoder(item_VD, *ragged([[1, 0], [0, 1]]))[:, 0].tolist() == pytest.approx([6.0, 2.0])
 
 
 @every_kind
-def test_the_vector_of_a_history_without_remaining_items_is_start(kind: str) -> None:
+def test_a_history_whose_items_are_all_dropped_has_the_start_vector(kind: str) -> None:
     encoder = encoder_of(kind, item_dropout=0.5)
     encoder.item_dropout = 1.0  # the config allows only smaller values
     item_VD, history = torch.randn(5, WIDTH), ragged([[0, 3], [4]])
@@ -186,8 +186,8 @@ def test_the_order_of_the_items_matters_only_for_an_encoder_that_needs_the_order
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH)
-    forward, backward = encoder(item_VD, *ragged([[0, 3, 4]])), encoder(item_VD, *ragged([[4, 3, 0]]))
-    assert torch.allclose(forward, backward) != CONFIG_BY_KIND[kind].needs_order
+    vector_BD, vector_of_reversed_BD = (encoder(item_VD, *ragged([items])) for items in ([0, 3, 4], [4, 3, 0]))
+    assert torch.allclose(vector_BD, vector_of_reversed_BD) != CONFIG_BY_KIND[kind].needs_order
 
 
 @every_kind
@@ -225,9 +225,9 @@ def test_the_served_tower_with_8_bit_rows_computes_nearly_the_queries_of_float_r
     spec = spec_of(kind)
     tower = torch.nn.ModuleDict({"query": QueryTower(spec)})
     history = JaggedArray.from_lengths(np.array([3, 0, 6]), np.array([0, 3, 4, 8, 7, 6, 5, 4, 3]))
-    items = torch.randn(spec.num_items, spec.config.history_dim).numpy()
+    history_vector_ID = torch.randn(spec.num_items, spec.config.history_dim).numpy()
     query_of_int8_BD, query_of_fp32_BD = (
-        build_tower(spec, history_items=items, tables={}, dense=tower.state_dict(), quantization=quantization)(
+        build_tower(spec, history_items=history_vector_ID, tables={}, dense=tower.state_dict(), quantization=quantization)(
             np.zeros(3, np.int64), history, features=FeatureStore({})
         )
         for quantization in ("int8", "fp32")
@@ -246,7 +246,7 @@ def test_a_history_without_pooling_is_the_mean() -> None:
 
 @settings(deadline=None)
 @given(lists=histories)
-def test_last_items_returns_the_last_item_or_start(lists: list[list[int]]) -> None:
+def test_last_items_returns_the_last_item_or_the_start_vector(lists: list[list[int]]) -> None:
     item_VD, start = torch.randn(5, WIDTH), torch.randn(WIDTH)
     expected = [item_VD[items[-1]].tolist() if items else start.tolist() for items in lists]
     assert last_items(item_VD, *ragged(lists), start=start).tolist() == expected

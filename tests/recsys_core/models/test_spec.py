@@ -65,7 +65,7 @@ def test_the_collection_of_a_feature_depends_on_its_owner_kind_and_on_its_weight
     assert list(spec.on_side("item")) == ["item", *spec.features("item")]
 
 
-def test_frozen_tables_are_in_collections_of_their_own() -> None:
+def test_frozen_tables_are_in_separate_collections() -> None:
     spec = make_spec(
         learn_user_embedding=True,
         features=("item.single", "user.weighted_list"),
@@ -169,9 +169,8 @@ def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
 @pytest.mark.parametrize("table", ["item", "user", "item.single"])
 def test_a_table_has_the_width_of_its_vectors_by_default(table: str) -> None:
     spec = make_spec(learn_user_embedding=True, features=("item.single",), vector_dims={table: 12})
-    assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": DIM, "item.single": DIM} | {
-        table: 12
-    }
+    expected_dims = {"item": DIM, "user": DIM, "item.single": DIM} | {table: 12}
+    assert {name: table_spec.dim for name, table_spec in spec.tables.items()} == expected_dims
 
 
 def test_vectors_whose_width_the_table_cannot_have_are_rejected() -> None:

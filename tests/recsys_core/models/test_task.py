@@ -36,7 +36,7 @@ def task_of(
     tables: dict[str, Any] | None = None,
     vector_dims: dict[str, int] | None = None,
     features: tuple[str, ...] = (),
-    popularity_rank: dict[str, list[int]] | None = None,
+    popularity_rank_by_table: dict[str, list[int]] | None = None,
     weight_decay: dict[str, float] | None = None,
 ) -> RetrievalTask:
     """Return a task with random tables on the CPU."""
@@ -55,7 +55,7 @@ def task_of(
         spec,
         loss=loss_config,
         item_count_I=COUNT_I,
-        popularity_rank={name: np.array(rank_of_rows) for name, rank_of_rows in (popularity_rank or {}).items()},
+        popularity_rank={name: np.array(ranks) for name, ranks in (popularity_rank_by_table or {}).items()},
         weight_decay=weight_decay or {},
         group=None,
     )
@@ -77,7 +77,7 @@ def batch_of(
     users: list[int] = QUERY_USERS,
     histories: list[list[int]] = HISTORIES,
 ) -> Batch:
-    """Return a batch of three queries. Event n belongs to user n."""
+    """Return a batch of queries. The event of a query has the same number as its user."""
     return Assembler(user_batch_key=UNPOOLED, features=features).batch(
         user_row_B=np.array(users),
         event_index_B=np.array(users),
@@ -211,12 +211,11 @@ def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
 
 @pytest.mark.parametrize("decay", [{}, {"item": 0.1}])
 def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: dict[str, float]) -> None:
-    popularity_rank = [8, 7, 6, 5, 4, 3, 2, 1, 0]  # row 8 is the most frequent
     task = task_of(
         DOT_PRODUCT | {"history": {"length": 3, "last_item_feature": False}},
         tables={"item": {"transfer": "gradual", "unfreeze": [{"epoch": 2, "share": 1 / 3}, {"epoch": 4, "share": 1}]}},
         vector_dims={"item": 4},
-        popularity_rank={"item": popularity_rank},
+        popularity_rank_by_table={"item": [8, 7, 6, 5, 4, 3, 2, 1, 0]},  # row 8 is the most frequent
         weight_decay=decay,
     )
     looked_up_items = {*CANDIDATES, *(item for rows in HISTORIES for item in rows)}
@@ -235,14 +234,14 @@ def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_user_table() -
         DOT_PRODUCT,
         tables={"user": {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}},
         vector_dims={"user": 4},
-        popularity_rank={"user": [0, 3, 1, 4, 2, 5]},
+        popularity_rank_by_table={"user": [0, 3, 1, 4, 2, 5]},
     )
     task.head.set_epoch(1)
     assert rows_with_gradient(task, "user") == {0, 2}  # users with a query and a rank below 3
 
 
 @pytest.mark.parametrize("transfer", ["frozen", "residual"])
-def test_a_frozen_table_has_no_gradient_but_its_offsets_do(transfer: str) -> None:
+def test_a_frozen_table_has_no_gradient_but_its_offsets_have_a_gradient(transfer: str) -> None:
     task = task_of(DOT_PRODUCT, tables={"item": {"transfer": transfer, "dim": 8}}, vector_dims={"item": 8})
     assert rows_with_gradient(task, "item") == set()
     assert rows_with_gradient(task, "user") == set(QUERY_USERS)
@@ -250,8 +249,8 @@ def test_a_frozen_table_has_no_gradient_but_its_offsets_do(transfer: str) -> Non
         assert rows_with_gradient(task, "item_offset") == set(CANDIDATES)
         with torch.no_grad():
             weight_of(task, "item_offset").zero_()
-        item_row_ID = weight_of(task, "item") @ task.head.item.projection.weight.T
-        torch.testing.assert_close(scores(task), weight_of(task, "user")[QUERY_USERS] @ item_row_ID.T)
+        projected_ID = weight_of(task, "item") @ task.head.item.projection.weight.T
+        torch.testing.assert_close(scores(task), weight_of(task, "user")[QUERY_USERS] @ projected_ID.T)
 
 
 def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:

@@ -25,7 +25,7 @@ NORM = STD * math.sqrt(DIM)
 HISTORIES_WITHOUT_ITEMS = [[], [], []]
 both_similarities = pytest.mark.parametrize("similarity", ["cosine", "dot"])
 NO_HISTORY = {"length": 0, "last_item_feature": False}
-EMPTY_HISTORIES = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+INPUT_WITHOUT_HISTORIES = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
 """Item vectors, histories and offsets of two queries without history."""
 
 
@@ -52,12 +52,12 @@ def test_vectors_have_norm_1_with_cosine_similarity_and_keep_their_norm_with_the
     item_row_ID, user_row_BD = torch.randn(3, 4), torch.randn(2, 4)
     cosine_spec = spec_of(learn_user_embedding=True, history=NO_HISTORY, query={"layers": ()})
     item_vector_ID = CandidateTower(cosine_spec)(item_row_ID, features={})
-    query_BD = QueryTower(cosine_spec)(*EMPTY_HISTORIES, features={"user": user_row_BD})
+    query_BD = QueryTower(cosine_spec)(*INPUT_WITHOUT_HISTORIES, features={"user": user_row_BD})
     torch.testing.assert_close(item_vector_ID.norm(dim=1), torch.ones(3))
     torch.testing.assert_close(query_BD.norm(dim=1), torch.ones(2))
     dot_spec = spec_of(learn_user_embedding=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
     assert torch.equal(CandidateTower(dot_spec)(item_row_ID, features={}), item_row_ID)
-    assert torch.equal(QueryTower(dot_spec)(*EMPTY_HISTORIES, features={"user": user_row_BD}), user_row_BD)
+    assert torch.equal(QueryTower(dot_spec)(*INPUT_WITHOUT_HISTORIES, features={"user": user_row_BD}), user_row_BD)
 
 
 def test_the_towers_of_a_plain_dot_product_have_no_parameters() -> None:
@@ -92,7 +92,7 @@ def test_query_layers_next_to_a_skip_connection_cannot_move_all_queries_in_one_d
         )
     )
     torch.nn.init.ones_(tower.tower.layers[-1].weight)
-    assert not tower(*EMPTY_HISTORIES, features={"user": torch.zeros(2, 4)}).any()
+    assert not tower(*INPUT_WITHOUT_HISTORIES, features={"user": torch.zeros(2, 4)}).any()
 
 
 def test_only_features_of_another_width_are_projected() -> None:
@@ -275,23 +275,22 @@ def test_empty_histories_train_the_start_vector() -> None:
         optimizer.step()
         losses.append(task(batch_of([7, 7, 7, 1, 1, 6, 4], histories=HISTORIES_WITHOUT_ITEMS))[0].item())
     assert losses[-1] < 0.5 * losses[0]
-    assert task.eval().encode_queries(batch_of([], histories=HISTORIES_WITHOUT_ITEMS)).norm(dim=1).tolist() == pytest.approx(
-        [1.0] * 3
-    )
+    query_BD = task.eval().encode_queries(batch_of([], histories=HISTORIES_WITHOUT_ITEMS))
+    torch.testing.assert_close(query_BD.norm(dim=1), torch.ones(3))
 
 
 @both_similarities
-def test_zero_rows_are_trained_as_fast_as_random_rows(similarity: str) -> None:
+def test_zero_rows_are_trained_at_least_a_fifth_as_fast_as_random_rows(similarity: str) -> None:
     task = initial_task({"similarity": similarity}, loss={"num_negatives": 4, "mask_negatives": "positive"})
-    items = weight_of(task, "item")
-    optimizer = RowWiseAdagrad([items], lr=0.01, eps=1e-8)
+    item_row_ID = weight_of(task, "item")
+    optimizer = RowWiseAdagrad([item_row_ID], lr=0.01, eps=1e-8)
     path_length_I = torch.zeros(NUM_ITEMS)
     candidates = [0, 1, 3, 2, 5, 6, 4]
     for step in range(40):
-        before = items.detach().clone()
+        previous_row_ID = item_row_ID.detach().clone()
         compute_gradients(task, batch_of(candidates[step % 3 :] + candidates[: step % 3], histories=[[7], [8], [7, 8]]))
         optimizer.step()
         if step >= 10:  # the first steps of Adagrad have the same length for every row
-            path_length_I += (items - before).norm(dim=1).detach()
+            path_length_I += (item_row_ID - previous_row_ID).norm(dim=1).detach()
     zero_rows, random_rows = [0, 3], [1, 2, 4, 5, 6]
     assert path_length_I[zero_rows].min() > 0.2 * path_length_I[random_rows].mean()

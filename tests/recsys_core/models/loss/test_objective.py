@@ -24,7 +24,7 @@ from tests.recsys_core.models.error_messages import raises_message
 
 NUM_ITEMS, WIDTH, TEMPERATURE = 7, 4, 0.5
 ITEM_COUNT_I = np.array([9, 4, 0, 2, 1, 1, 3])
-KINDS = ("softmax", "bce", "bpr", "cosine_contrastive")
+LOSS_KINDS = ("softmax", "bce", "bpr", "cosine_contrastive")
 
 
 @dataclass
@@ -104,10 +104,8 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
     num_shared = len(case.candidates) - num_queries * case.num_known
     shared_rows = case.candidates[:num_shared]
     num_positives, num_negatives = num_queries if loss.uses_in_batch_negatives else 0, num_shared - num_queries
-    positive_share_I, negative_share_I = (
-        ITEM_COUNT_I / ITEM_COUNT_I.sum(),
-        negative_share(ITEM_COUNT_I, loss.negative_sampling_alpha),
-    )
+    positive_share_I = ITEM_COUNT_I / ITEM_COUNT_I.sum()
+    negative_share_I = negative_share(ITEM_COUNT_I, loss.negative_sampling_alpha)
 
     def log_q(row: int) -> float:
         if loss.logq_correction == "none":
@@ -179,7 +177,7 @@ def query_loss_of(
 @settings(deadline=None, max_examples=150)
 @given(
     case=cases(),
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(LOSS_KINDS),
     in_batch_negatives=st.sampled_from([None, True, False]),
     mask=st.sampled_from(["none", "positive", "seen"]),
     logq_correction=st.sampled_from(["counts", "none"]),
@@ -203,11 +201,11 @@ def test_every_loss_equals_a_loop_over_queries_and_columns(
     assert loss_of(case, loss) == pytest.approx(loop_loss(case, loss), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSS_KINDS)
 def test_without_sampled_negatives_only_in_batch_negatives_are_used(kind: Any) -> None:
     case = Case(histories=[[0], [3], []], candidates=[4, 6, 0], weights=None, seed=1)
     loss = LossConfig(kind=kind, in_batch_negatives=True, num_negatives=0, margin=-1.0)
-    if kind == "softmax":  # without sampled negatives, an item is expected 3 times (the queries) its share of the events
+    if kind == "softmax":  # the expected count of an item is its share of the events times the 3 queries
         share_I = ITEM_COUNT_I / ITEM_COUNT_I.sum()
         query_BD, candidate_CD = case.vectors()
         logits = query_BD @ candidate_CD.T / TEMPERATURE - torch.tensor(3 * share_I[case.candidates]).log().float()
@@ -218,7 +216,7 @@ def test_without_sampled_negatives_only_in_batch_negatives_are_used(kind: Any) -
         assert loss_of(case, loss) == pytest.approx(loop_loss(case, loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSS_KINDS)
 @pytest.mark.parametrize("in_batch_negatives", [True, False])
 def test_a_query_without_an_unmasked_negative_has_a_finite_loss_and_gradient(kind: Any, in_batch_negatives: bool) -> None:
     case = Case(histories=[[3, 1], [1]], candidates=[3, 3, 1, 3], weights=None, seed=2)
@@ -241,9 +239,9 @@ def test_a_masked_column_has_no_gradient() -> None:
         assert rows_with_gradient == [4, *used_negatives]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSS_KINDS)
 @pytest.mark.parametrize("in_batch_negatives", [True, False])
-def test_a_known_negative_is_pushed_away_from_its_own_query_only(kind: Any, in_batch_negatives: bool) -> None:
+def test_a_known_negative_is_pushed_away_only_from_its_own_query(kind: Any, in_batch_negatives: bool) -> None:
     """Query 0 has the known negative 3. Query 1 has none, so its place is filled with its positive."""
     case = Case(histories=[[], []], candidates=[4, 6, 0, 3, 6], weights=None, seed=5, num_known=1)
     loss = LossConfig(kind=kind, in_batch_negatives=in_batch_negatives, explicit_negatives=1, margin=-1.0)
@@ -291,7 +289,7 @@ def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> N
     assert not list(objective_of(LossConfig()).parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSS_KINDS)
 @pytest.mark.parametrize("logq_correction", ["counts", "none"])
 @pytest.mark.parametrize("mask", ["none", "positive"])
 def test_no_step_synchronises_with_the_accelerator(kind: Any, logq_correction: Any, mask: Any) -> None:
@@ -317,14 +315,14 @@ def test_item_counts_are_not_part_of_the_checkpoint() -> None:
     assert set(objective_of(LossConfig()).state_dict()) == set()  # they come from the ingest of each run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSS_KINDS)
 def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(kind: Any) -> None:
     config_without_distillation = LossConfig(kind=kind)
     config = config_without_distillation.model_copy(update={"distillation": DistillationConfig(weight=0.25, temperature=0.3)})
     torch.manual_seed(0)
-    teacher_ID = torch.randn(NUM_ITEMS, 5)
-    teacher_ID[[1, 6]] = 0.0  # no vector
-    teacher_CD = teacher_ID[CASE.candidates]
+    teacher_vector_ID = torch.randn(NUM_ITEMS, 5)
+    teacher_vector_ID[[1, 6]] = 0.0  # no vector
+    teacher_CD = teacher_vector_ID[CASE.candidates]
     _, candidate_CD = CASE.vectors()
     divergence = distillation_loss(
         candidate_CD,
@@ -343,7 +341,7 @@ def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(ki
     assert loss_of_agreement == pytest.approx(loss_without_distillation, rel=1e-5)
     # Known negatives are not distilled.
     case, known_setting = replace(CASE, candidates=[*CASE.candidates, 1, 0, 5], num_known=1), {"explicit_negatives": 1}
-    difference = loss_of(case, config.model_copy(update=known_setting), teacher_CD=teacher_ID[case.candidates])
+    difference = loss_of(case, config.model_copy(update=known_setting), teacher_CD=teacher_vector_ID[case.candidates])
     difference -= loss_of(case, config_without_distillation.model_copy(update=known_setting))
     assert difference == pytest.approx(0.25 * divergence.item(), rel=1e-4)
 

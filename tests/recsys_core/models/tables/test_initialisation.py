@@ -45,7 +45,7 @@ def test_initial_values_do_not_depend_on_the_sharding(row, column, num_rows, num
         patch.setattr(initialisation, "CHUNK_ROWS", chunk_rows)
         shard = torch.full((min(num_rows, NUM_ROWS - row), min(num_columns, DIM - column)), torch.nan)
         fill_random(LocalShard(row, column, shard), table="item", dim=DIM, seed=3, std=STD)
-    expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
+        expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
     torch.testing.assert_close(shard, expected, rtol=0, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints loaded with another number of ranks and another sharding; damaged checkpoints are never read."""
+"""Checkpoints that are restored on another number of ranks and with another sharding, and damaged checkpoints."""
 
 import itertools
 import logging
@@ -50,7 +50,7 @@ BEST = BestValidation(step=2, metrics={"ndcg@10": 0.5})
 
 
 def spec_of(*, has_brands: bool = True) -> ModelSpec:
-    """Return a spec whose tables are wide enough for column shards. Only `item` has an accumulator per value, not per row."""
+    """Return a spec whose tables are wide enough for column shards. Only the accumulators of `item` are not row-wise."""
     adagrad = TableOptimizer(kind="adagrad")
     forms = {"user.groups": "list"} | ({"item.brand": "single"} if has_brands else {})
     return small_spec(dim=256, forms=forms, tables={"item": TableConfig(optimizer=adagrad)})
@@ -116,8 +116,10 @@ def whole_state(training: ShardedTraining, spec: ModelSpec) -> dict[str, np.ndar
                 row, column, value = shard.table_contribution(is_rowwise=is_rowwise, dim=table.dim)
                 accumulator = array_by_name[f"{name} accumulator"].reshape(table.num_rows, -1)
                 accumulator[row : row + len(value), column : column + value.shape[1]] += value.numpy()
-    flat, _ = flatten_state_dict({"model": state, "optimizer": training.optimizer.state_dict()})
-    return array_by_name | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
+    value_by_name, _ = flatten_state_dict({"model": state, "optimizer": training.optimizer.state_dict()})
+    return array_by_name | {
+        name: np.array(value) for name, value in value_by_name.items() if not isinstance(value, ShardedTensor)
+    }
 
 
 def save_checkpoint(rank: int, sharding_type: str, folder: Path) -> None:
@@ -159,7 +161,7 @@ def test_tables_accumulators_and_layers_are_restored_on_other_ranks_and_with_ano
     run_ranks(restore_checkpoints, world_size=world_size, arguments=(saved_folder,))
 
 
-def restore_into(rank: int, checkpoint_folder: Path, spec: ModelSpec, message: str) -> None:
+def assert_restore_fails(rank: int, checkpoint_folder: Path, spec: ModelSpec, message: str) -> None:
     training = start_training(rank, "row_wise", spec=spec)
     with pytest.raises(StageError, match=message):
         restore(training.model, training.optimizer, checkpoint=checkpoint_folder)
@@ -171,16 +173,16 @@ def test_a_checkpoint_of_another_model_is_rejected_and_the_message_names_tables_
     larger_table = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
     spec_with_more_users = spec.model_copy(update={"tables": spec.tables | {"user": larger_table}})
     message = r"user.weight is \[50, 256\] in the checkpoint, \[51, 256\] in the model"
-    run_ranks(restore_into, world_size=2, arguments=(checkpoint_folder, spec_with_more_users, message))
+    run_ranks(assert_restore_fails, world_size=2, arguments=(checkpoint_folder, spec_with_more_users, message))
     message = r"no model\.\S+item__brand\.weight in the model"
-    run_ranks(restore_into, world_size=2, arguments=(checkpoint_folder, spec_of(has_brands=False), message))
+    run_ranks(assert_restore_fails, world_size=2, arguments=(checkpoint_folder, spec_of(has_brands=False), message))
 
 
 def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_used(saved_folder, tmp_path, caplog):
     for step in (NUM_STEPS - 1, NUM_STEPS):
         shutil.copytree(saved_folder / "table_wise" / checkpoint_name(NUM_STEPS), tmp_path / checkpoint_name(step))
-    newest = tmp_path / checkpoint_name(NUM_STEPS)
-    paths = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MARKER_NAME)
+    newest_folder = tmp_path / checkpoint_name(NUM_STEPS)
+    paths = sorted(path for path in newest_folder.rglob("*") if path.is_file() and path.name != MARKER_NAME)
     assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in paths}
     generator = random.Random(0)
     for _ in range(120):
@@ -195,13 +197,13 @@ def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_use
             f"{path.name}, byte {byte_index}, bit {bit}"
         )
         assert caplog.messages == [
-            f"{newest}: a file is missing or differs from its checksum; falling back to the previous checkpoint"
+            f"{newest_folder}: a file is missing or differs from its checksum; falling back to the previous checkpoint"
         ]
         caplog.clear()
         content[byte_index] ^= 1 << bit
         path.write_bytes(content)
     checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
-    assert checkpoint is not None and checkpoint.folder == newest and checkpoint.best == BEST
+    assert checkpoint is not None and checkpoint.folder == newest_folder and checkpoint.best == BEST
 
 
 def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder, tmp_path):
@@ -248,16 +250,16 @@ def save_through_a_link(rank: int, folder: Path) -> None:
 
 
 def test_files_behind_a_link_are_not_removed_with_the_old_checkpoints(saved_folder, tmp_path):
-    archive = tmp_path / "archive"
+    archive_folder = tmp_path / "archive"
     for name in (checkpoint_name(1), checkpoint_name(2), f"{checkpoint_name(3)}.tmp-1"):
-        shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), archive / name)
-    archived_paths = sorted(archive.rglob("*"))
-    (tmp_path / "checkpoints").symlink_to(archive)
+        shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), archive_folder / name)
+    archived_paths = sorted(archive_folder.rglob("*"))
+    (tmp_path / "checkpoints").symlink_to(archive_folder)
     run_ranks(save_through_a_link, world_size=1, arguments=(tmp_path / "checkpoints",))
     with pytest.raises(InputError, match="checkpoints: is a link"):
         latest_checkpoint(tmp_path / "checkpoints", fingerprint="f")
-    run_ranks(save_next_to_a_link, world_size=1, arguments=(tmp_path / "own", archive / checkpoint_name(1)))
-    assert sorted(archive.rglob("*")) == archived_paths
+    run_ranks(save_next_to_a_link, world_size=1, arguments=(tmp_path / "own", archive_folder / checkpoint_name(1)))
+    assert sorted(archive_folder.rglob("*")) == archived_paths
 
 
 def save_on_a_full_disk(rank: int, folder: Path) -> None:

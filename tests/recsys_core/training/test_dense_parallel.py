@@ -1,4 +1,4 @@
-"""Towers sharded over the ranks (FSDP2) compared with replicas (DDP): the same steps, checkpoints and layers."""
+"""Towers that are sharded over the ranks (FSDP2), compared with replicated towers (DDP)."""
 
 import itertools
 from pathlib import Path

@@ -60,20 +60,20 @@ MODEL_WITH_ITEM_DROPOUT = MODEL.model_copy(
 )
 REPLICATED = TableConstraint(sharding_types=("data_parallel",))
 SETTINGS_BY_CASE = {
-    "cross_rank": {
+    "cross-rank negatives": {
         "model": MODEL_WITH_ITEM_DROPOUT,
         "loss": LossConfig(num_negatives=32, cross_rank_negatives=True, mask_negatives="seen"),
         "tables": {"item": TableConfig(transfer="residual", id_dropout=0.3)},
     },
-    "sequence": {
+    "self-attention": {
         "model": MODEL.model_copy(update={"history": SelfAttentionHistory(length=6, num_heads=2, item_dropout=0.2)}),
         "loss": LossConfig(negatives="all", mask_negatives="seen"),
     },
-    "gradual": {
+    "gradual table": {
         "tables": {"item": TableConfig(transfer="gradual", unfreeze=(UnfreezeStep(epoch=2, share=0.4),))},
         "training": training_with(table_optimizer=TableOptimizer(kind="adagrad", gradient_clip_value=1.0, weight_decay=0.01)),
     },
-    "replicated": {
+    "replicated tables": {
         "constraints": dict.fromkeys(("item", "user", "user.groups"), REPLICATED),
         "tables": {
             "item": TableConfig(optimizer=TableOptimizer(kind="adam", learning_rate=0.01, gradient_clip_value=0.5)),
@@ -82,15 +82,14 @@ SETTINGS_BY_CASE = {
         "training": training_with(dense_optimizer=DenseOptimizer(kind="adagrad", learning_rate=0.05, gradient_clip_norm=1.0)),
     },
     "sharded layers": {
-        "model": MODEL.model_copy(
-            update={"history": MODEL.history.model_copy(update={"pooling": "mean"})}
-        ),  # no layer is left for DDP
+        # Without learned weights in the history, no layer is left for DDP.
+        "model": MODEL.model_copy(update={"history": MODEL.history.model_copy(update={"pooling": "mean"})}),
         "training": training_with(
             dense_parallel="sharded", dense_optimizer=DenseOptimizer(warmup_steps=5, gradient_clip_norm=0.5)
         ),
     },
 }
-SLOW_CASES = ("replicated", "sharded layers")
+SLOW_CASES = ("replicated tables", "sharded layers")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ SLOW_CASES = ("replicated", "sharded layers")
 )
 def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(dataset, settings, tmp_path):
     experiment = make_experiment(dataset, tmp_path / "plan", **{"training": TRAINING} | settings)
-    undisturbed = train_in_forks(experiment, tmp_path / "whole")
+    undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
     epoch_steps = steps_per_epoch(undisturbed)
     for step in (epoch_steps - 1, 2 * epoch_steps + 1):
         train_in_forks(experiment, tmp_path / "stopped", stop_after_step=step)
@@ -187,9 +186,8 @@ def test_the_metrics_contain_step_times_and_a_profile_is_written_if_configured(d
         assert set(line.ms_per_step) == {"step", "data"}
         assert line.ms_per_step["step"] > line.ms_per_step["data"] >= 0
         assert line.memory_bytes["rss"] > 2**26
-    line = finished_training.lines[0]
-    bytes_per_query = line.embedding_bytes_per_s / line.samples_per_s
-    row_bytes = DIM * 4
+    first_line, row_bytes = finished_training.lines[0], DIM * 4
+    bytes_per_query = first_line.embedding_bytes_per_s / first_line.samples_per_s
     assert row_bytes < bytes_per_query < 40 * row_bytes  # a query looks up its user, and fewer than 40 items and features
     for rank in range(2):
         trace = json.loads(gzip.decompress((tmp_path / f"work/profile/rank-{rank}.json.gz").read_bytes()))

@@ -1,4 +1,4 @@
-"""The sharded model compared with the same model on one process without distributed TorchRec."""
+"""The sharded model, compared with the same model in one process without sharding."""
 
 from typing import NamedTuple
 

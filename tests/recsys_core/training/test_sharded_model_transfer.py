@@ -127,7 +127,7 @@ def train(
     return TrainedModel(spec, tables_by_epoch, state_names_by_table)
 
 
-def is_looked_up(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
+def lookup_masks(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
     """Return masks of the items and of the users that are in the batches of an epoch on both ranks, by table."""
     is_in_batch = {"item": np.zeros(NUM_ITEMS, bool), "user": np.zeros(NUM_USERS, bool)}
     for step in range((epoch - 1) * NUM_STEPS, epoch * NUM_STEPS):
@@ -154,7 +154,7 @@ def test_transfer_residual_learns_offsets_that_start_at_zero_and_keeps_the_vecto
     model = train(tmp_path, spec_of(sharding_type, item=TableConfig(transfer="residual")), sharding_type=sharding_type)
     np.testing.assert_array_equal(model.tables_by_epoch[0]["item"], model.tables_by_epoch[1]["item"])
     assert not model.tables_by_epoch[0][OFFSET_TABLE].any()
-    np.testing.assert_array_equal(model.is_changed(OFFSET_TABLE, epoch=1), is_looked_up(model.spec, epoch=1)["item"])
+    np.testing.assert_array_equal(model.is_changed(OFFSET_TABLE, epoch=1), lookup_masks(model.spec, epoch=1)["item"])
     assert not model.state_names_by_table.get("item") and model.state_names_by_table[OFFSET_TABLE]
 
 
@@ -176,7 +176,7 @@ def test_transfer_gradual_trains_the_most_frequent_rows_first_and_leaves_the_oth
     for name, popularity_rank_R in POPULARITY_RANK_BY_TABLE.items():
         for epoch, share in ((1, 0.0), (2, 0.3), (3, 0.7)):
             is_trained_R = popularity_rank_R < round(share * len(popularity_rank_R))
-            is_looked_up_R = is_looked_up(spec, epoch=epoch)[name]
+            is_looked_up_R = lookup_masks(spec, epoch=epoch)[name]
             assert (is_trained_R & is_looked_up_R).any() == (share > 0) and (~is_trained_R & is_looked_up_R).any()
             initial_table, table = model.tables_by_epoch[0][name], model.tables_by_epoch[epoch][name]
             np.testing.assert_array_equal(table[~is_trained_R], initial_table[~is_trained_R])
@@ -188,7 +188,7 @@ def test_transfer_gradual_trains_the_most_frequent_rows_first_and_leaves_the_oth
 
 def test_transfer_full_trains_exactly_the_rows_that_are_looked_up(tmp_path):
     model = train(tmp_path, spec_of("table_wise"), sharding_type="table_wise")
-    for name, is_looked_up_R in is_looked_up(model.spec, epoch=1).items():
+    for name, is_looked_up_R in lookup_masks(model.spec, epoch=1).items():
         np.testing.assert_array_equal(model.is_changed(name, epoch=1), is_looked_up_R)
 
 
@@ -215,7 +215,7 @@ def test_weight_decay_pulls_only_the_rows_of_a_step_towards_zero(sharding_type, 
             spec_of(sharding_type, user=TableConfig(optimizer=optimizer), item=TableConfig(optimizer=optimizer)),
             sharding_type=sharding_type,
         )
-        for name, is_looked_up_R in is_looked_up(model.spec, epoch=1).items():
+        for name, is_looked_up_R in lookup_masks(model.spec, epoch=1).items():
             np.testing.assert_array_equal(model.is_changed(name, epoch=1), is_looked_up_R)
             norms[name, decay] = np.linalg.norm(model.tables_by_epoch[1][name][is_looked_up_R])
     assert norms["user", strong_decay] < 0.95 * norms["user", 0.0]

@@ -1,4 +1,4 @@
-"""One batch split over one, two or four ranks gives the same losses, tables and layers."""
+"""Losses, tables and layers after training on the same batches, split over one, two or four ranks."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -300,8 +300,8 @@ def test_the_served_tower_with_fp32_computes_the_exported_query_vectors(experime
     features = FeatureStore.read(experiment.dataset.features.folder, user_features(spec))
     for split in ("validation", "test"):
         users = np.load(export.path(f"query_users_{split}.npy"))
-        served = tower(users, store.items_before(users, split), features=features)
-        np.testing.assert_allclose(served, np.load(export.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
+        query_BD = tower(users, store.items_before(users, split), features=features)
+        np.testing.assert_allclose(query_BD, np.load(export.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
 
 
 def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(experiment, tmp_path):

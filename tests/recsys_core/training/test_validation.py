@@ -1,4 +1,4 @@
-"""Validation during training compared with the served recommendations."""
+"""Validation during training, compared with the served recommendations."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.recsys_core.evaluation.stage_folders import interactions_stage
 NUM_ITEMS = 40
 
 
-def test_users_without_history_are_validated_with_the_items_by_popularity_that_they_are_served(tmp_path: Path) -> None:
+def test_users_without_history_are_validated_with_the_popular_items_that_they_are_served(tmp_path: Path) -> None:
     run_ranks(_validate_new_users, world_size=1, arguments=(tmp_path,))
 
 

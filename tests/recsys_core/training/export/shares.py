@@ -6,7 +6,7 @@ from recsys_core.launching.rank import Process
 from recsys_core.training.export.item_columns import Share
 
 
-def share_of(vector_ID: torch.Tensor, process: Process) -> Share:
-    share = Share(len(vector_ID), dim=vector_ID.shape[1], process=process)
-    share.add(share.rows.start, 0, vector_ID[share.rows])
+def share_of(item_vector_ID: torch.Tensor, process: Process) -> Share:
+    share = Share(len(item_vector_ID), dim=item_vector_ID.shape[1], process=process)
+    share.add(share.rows.start, 0, item_vector_ID[share.rows])
     return share

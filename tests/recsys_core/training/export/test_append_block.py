@@ -73,11 +73,11 @@ class Exported(NamedTuple):
         history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=BLOCK_DIM, item_exponent=0.4)
         history = self.store.items_before(np.arange(NUM_USERS), split, max_items=BLOCK_LENGTH)  # type: ignore[arg-type]
         items_by_user = [history.slice(user, user + 1).values_L for user in range(NUM_USERS)]
-        total_BM = np.array([history_factor_IM[items].sum(axis=0) for items in items_by_user])
-        block_BI = total_BM / np.linalg.norm(total_BM, axis=1, keepdims=True) @ candidate_factor_IM.T
+        total_UM = np.array([history_factor_IM[items].sum(axis=0) for items in items_by_user])
+        block_UI = total_UM / np.linalg.norm(total_UM, axis=1, keepdims=True) @ candidate_factor_IM.T
         trained_scores = np.concatenate([self.trained_scores(name) for name in SPLITS])
         unit = np.sqrt(trained_scores.var(axis=1, ddof=1).mean())
-        result: np.ndarray = self.trained_scores(split) + weight * unit * block_BI
+        result: np.ndarray = self.trained_scores(split) + weight * unit * block_UI
         return result
 
 

@@ -48,7 +48,7 @@ def test_eight_shards_on_four_ranks_train_the_model_of_one_shard_and_have_its_me
         folder = tmp_path / f"{num_shards} shards"
         folder.mkdir()
         with_features = generate_dataset(folder, num_shards=num_shards)
-        # Some tables of features have fewer rows than there are ranks.
+        # Without features, because some of their tables have fewer rows than there are ranks.
         dataset = Dataset(with_features.interactions, with_features.embeddings)
         training = TrainingConfig(epochs=1, batch_size=256)
         experiment = make_experiment(dataset, folder / "plan", model=MODEL, training=training, world_size=4)

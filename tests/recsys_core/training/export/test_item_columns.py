@@ -11,13 +11,15 @@ from tests.recsys_core.training.export.shares import share_of
 
 
 def receive_all_columns(rank: int) -> None:
-    vector_ID, process = torch.arange(70.0).reshape(35, 2), cpu_process(rank)
+    item_vector_ID, process = torch.arange(70.0).reshape(35, 2), cpu_process(rank)
     item_row_C = np.random.default_rng(0).permutation(35)[:33]
-    columns = TravellingColumns(share_of(vector_ID, process), item_row_C=item_row_C, block_columns=4, process=process)
+    columns = TravellingColumns(share_of(item_vector_ID, process), item_row_C=item_row_C, block_columns=4, process=process)
     for _ in range(2):  # the columns can travel again
         blocks = [(first_column, block_CD.clone()) for first_column, block_CD in columns.travel()]
         assert [first_column for first_column, _ in blocks] == list(range(0, 33, 4))
-        torch.testing.assert_close(torch.cat([block_CD for _, block_CD in blocks]), vector_ID[torch.from_numpy(item_row_C)])
+        torch.testing.assert_close(
+            torch.cat([block_CD for _, block_CD in blocks]), item_vector_ID[torch.from_numpy(item_row_C)]
+        )
     assert columns.num_own_columns == {0: 12, 1: 12, 2: 9}[rank]
 
 

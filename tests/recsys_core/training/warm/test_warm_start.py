@@ -57,7 +57,7 @@ def champion(first_run: PreparedRun) -> Champion:
     return train_champion(first_run)
 
 
-def prepare_warm(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
+def prepare_start(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
     return prepare_warm_start(
         champion,
         spec=run.spec,
@@ -83,7 +83,7 @@ def untrained_model(job: TrainJob, *, rank: int) -> tuple[DistributedModelParall
 
 
 def check_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
-    """Compare the initial tables and accumulators with <table>.npy and state_<table>.npy.
+    """Compare the initial tables and accumulators with <table>.npy and state_<table>.npy in `expected_folder`.
 
     A row of NaN means that the row starts as in a full training.
     """
@@ -117,7 +117,7 @@ def test_rows_accumulators_and_layers_are_carried_over_by_id(
     second_run = prepare_run(tmp_path / "second", 2, previous=first_run if is_continued else None)
     assert (second_run.interactions.lineage == first_run.interactions.lineage) == is_continued
     with caplog.at_level(logging.INFO, logger="recsys_core"):
-        warm_start = prepare_warm(champion, second_run, tmp_path / "warm")
+        warm_start = prepare_start(champion, second_run, tmp_path / "warm")
     log_text = "\n".join(caplog.messages)
     for table in second_run.spec.tables:
         champion_row_by_value = {value: row for row, value in enumerate(row_values(first_run, table))}
@@ -160,7 +160,7 @@ def test_a_new_item_starts_with_its_pretrained_vector(first_run: PreparedRun, ch
     vector_row = np.load(second_run.interactions.path("vector_row.npy"))
     rows = [row for row in range(first_run.spec.num_items, second_run.spec.num_items) if vector_row[row] >= 0]
     vectors = np.load(second_run.embeddings.vectors_path("item"))[vector_row[rows]]
-    job = train_job(second_run).model_copy(update={"warm_start": prepare_warm(champion, second_run, tmp_path / "warm")})
+    job = train_job(second_run).model_copy(update={"warm_start": prepare_start(champion, second_run, tmp_path / "warm")})
     run_ranks(check_new_items, world_size=NUM_RANKS, arguments=(job, rows, vectors))
 
 
@@ -271,10 +271,10 @@ def compare_next_steps(rank: int, job: TrainJob, folder: Path) -> None:
     for (expected_rows, expected_accumulators), (rows, accumulators) in zip(continued_shards, warm_shards, strict=True):
         torch.testing.assert_close(rows, expected_rows, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(accumulators, expected_accumulators, rtol=1e-5, atol=1e-9)
-    other_shards = train_step(warm_job, rank=rank, checkpoint=None, loads_accumulators=False)
+    shards_without_accumulators = train_step(warm_job, rank=rank, checkpoint=None, loads_accumulators=False)
     assert any(
         (other_rows - expected_rows).abs().max() > 1e-3
-        for (expected_rows, _), (other_rows, _) in zip(continued_shards, other_shards, strict=True)
+        for (expected_rows, _), (other_rows, _) in zip(continued_shards, shards_without_accumulators, strict=True)
     )
 
 
@@ -316,9 +316,9 @@ def test_integer_ids_match_equal_strings() -> None:
 
 def test_frozen_rows_are_never_carried_over(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
     frozen_run = prepare_run(tmp_path / "frozen", 2, previous=first_run, tables={"item": TableConfig(transfer="residual")})
-    warm_start = prepare_warm(champion, frozen_run, tmp_path / "to frozen")
+    warm_start = prepare_start(champion, frozen_run, tmp_path / "to frozen")
     assert set(warm_start.row_path_by_table()) == {"user", "item.brand"}
     frozen_champion = replace(champion, spec=frozen_run.spec)
     full_run = prepare_run(tmp_path / "full", 2, previous=first_run)
-    warm_start = prepare_warm(frozen_champion, full_run, tmp_path / "from frozen")
+    warm_start = prepare_start(frozen_champion, full_run, tmp_path / "from frozen")
     assert set(warm_start.row_path_by_table()) == {"user", "item.brand"}

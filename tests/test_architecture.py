@@ -143,8 +143,8 @@ def test_each_folder_imports_only_the_folders_that_it_may_import() -> None:
         is_package_init = module == package  # recsys_core/__init__.py offers names of all folders to notebooks
         if is_package_init or not name.startswith(f"{package}."):
             continue
-        allowed = MAY_IMPORT[package][folder_of(module)] | {folder_of(module)} | ({""} if package != "flows" else set())
-        if folder_of(name) not in allowed:
+        allowed_folders = MAY_IMPORT[package][folder_of(module)] | {folder_of(module)} | ({""} if package != "flows" else set())
+        if folder_of(name) not in allowed_folders:
             violations.append(f"{location}: {module} imports {name}")
     assert violations == []
 

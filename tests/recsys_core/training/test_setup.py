@@ -42,7 +42,7 @@ def test_the_estimates_are_the_bytes_of_the_arrays_in_a_checkpoint_and_in_an_exp
     vector_bytes = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
     estimate = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path / "none", steps_per_epoch=10)
     checkpoint_bytes = sum(path.stat().st_size for path in checkpoint_of(finished_training).glob("*.distcp"))
-    assert estimate == sum(table_bytes.values()) < checkpoint_bytes  # the files have headers
+    assert estimate == sum(table_bytes.values()) < checkpoint_bytes  # a checkpoint also contains the layers
     array_bytes = table_bytes | vector_bytes
     largest_bytes = max(num_bytes for name, num_bytes in array_bytes.items() if not name.startswith("state_"))
     # While an array is built, its parts are on the disk too.

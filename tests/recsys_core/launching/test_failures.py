@@ -63,7 +63,7 @@ def test_an_exception_is_the_cause_and_not_a_lost_peer_or_the_sigterm_of_torchru
     )
 
 
-def test_of_two_exceptions_the_earlier_one_is_reported() -> None:
+def test_the_earlier_of_two_exceptions_is_reported() -> None:
     rank_reports = (
         rank_report(0, traceback=BUG_TRACEBACK, timestamp=100),
         rank_report(1, traceback=BUG_TRACEBACK, timestamp=99),

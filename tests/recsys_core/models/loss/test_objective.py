@@ -274,7 +274,7 @@ def test_known_negatives_are_rejected_with_the_whole_catalogue() -> None:
         LossConfig(negatives="all", explicit_negatives=2)
 
 
-def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> None:
+def test_a_learned_temperature_starts_at_the_configured_value_and_has_a_gradient() -> None:
     for kind in ("softmax", "bce", "bpr"):
         loss = LossConfig(kind=kind)
         objective = objective_of(loss, learn_temperature=True)

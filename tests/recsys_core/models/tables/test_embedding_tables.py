@@ -95,7 +95,7 @@ def loop_output(spec: ModelSpec, table: str, weight_RD: Tensor, store: FeatureSt
     user_lookup=st.sampled_from(["unpooled", "pooled"]),
     seed=st.integers(0, 30),
 )
-def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
+def test_every_table_returns_the_weighted_sum_or_mean_of_its_rows(
     histories: list[list[int]],
     summed_lists: set[str],
     frozen_tables: set[str],
@@ -125,7 +125,7 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
+def test_weights_that_are_all_zero_lead_to_zeros_and_not_to_nan() -> None:
     store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, weightless=True)
     spec = spec_of()
     embedding_tables = embedding_tables_of(spec)
@@ -136,7 +136,7 @@ def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in embedding_tables.parameters())
 
 
-def test_lists_without_a_value_give_zeros() -> None:
+def test_empty_lists_lead_to_zeros() -> None:
     empty_store = FeatureStore(
         {
             f"{owner_kind}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weight)
@@ -153,7 +153,7 @@ def test_lists_without_a_value_give_zeros() -> None:
 @pytest.mark.parametrize(
     ("transfer", "has_distillation"), [("full", True), ("frozen", True), ("residual", False), ("residual", True)]
 )
-def test_each_table_that_is_looked_up_by_item_gives_its_own_rows(transfer: str, has_distillation: bool) -> None:
+def test_each_table_that_is_looked_up_by_item_returns_its_own_rows(transfer: str, has_distillation: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
     spec = spec_of(tables={"item": item}, vector_dims={"item": 12}, has_distillation=has_distillation)
     embedding_tables, store = embedding_tables_of(spec), feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)

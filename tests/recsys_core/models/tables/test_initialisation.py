@@ -67,7 +67,7 @@ def test_a_shard_gets_the_vectors_of_its_rows_and_columns_and_keeps_rows_without
     assert (shard[rows_without_vector] == 7.0).all()
 
 
-def test_rows_without_a_vector_take_the_mean_or_zero_and_the_others_are_kept():
+def test_rows_without_a_vector_become_the_mean_or_zero_and_rows_with_a_vector_are_kept():
     vectors = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
     vector_row = np.full(NUM_ROWS, -1)
     vector_row[[4, 10, 11]] = [8, 0, 3]

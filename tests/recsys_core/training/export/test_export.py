@@ -42,7 +42,7 @@ def trained_model(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) ->
     return experiment, train_in_forks(experiment, folder / "work")
 
 
-def test_eight_shards_on_four_ranks_train_the_model_of_one_shard_and_have_its_metrics(tmp_path: Path) -> None:
+def test_one_and_eight_data_shards_train_the_same_model_with_the_same_metrics_on_four_ranks(tmp_path: Path) -> None:
     evaluations, exported_files = {}, {}
     for num_shards in (1, 8):
         folder = tmp_path / f"{num_shards} shards"

@@ -15,15 +15,16 @@ SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the folders whose tests start processes first, so that no worker ends with a long file of its own."""
+    """Run first the folders whose tests start processes, so that at the end no worker has a slow file left."""
     items.sort(
         key=lambda item: next(
-            (folder_index for folder_index, name in enumerate(SLOW_FOLDERS) if name in item.path.parts), len(SLOW_FOLDERS)
+            (index for index, folder_name in enumerate(SLOW_FOLDERS) if folder_name in item.path.parts), len(SLOW_FOLDERS)
         )
     )
 
 
 def pytest_collection_finish() -> None:
+    """Exclude the imported modules from garbage collection, and turn it on."""
     gc.freeze()
     gc.enable()
 
@@ -33,16 +34,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """The mount point of a file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
-    if mounted.returncode:
+    mount_command = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
+    if mount_command.returncode:
         pytest.skip("only root may mount a file system")
     yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)  # a map of it may live on in a traceback
+    subprocess.run(["umount", "--lazy", folder], check=True)  # lazily, because a traceback may keep a memory map of a file open
 
 
 @pytest.fixture(scope="session")
 def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty MLflow database to copy, because its migration takes seconds."""
+    """The path of an empty MLflow database that tests copy, because creating one takes seconds."""
     from tasks.registry.mlflow_client import connect
 
     folder = tmp_path_factory.mktemp("mlflow")

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-# One server imports TorchRec once; each rank is a fork of it, ready in milliseconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.rank_imports"])
+from recsys_core.launching.rank import Process
+
+# The fork server imports TorchRec once. Each rank is a fork of this server, so it is ready in milliseconds.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["tests.rank_imports"])
 
 
 def run_ranks(
@@ -21,34 +23,41 @@ def run_ranks(
     world_size: int,
     arguments: tuple[Any, ...] = (),
     timeout_s: float = 120.0,
-    dies: int | None = None,
+    killed_rank: int | None = None,
 ) -> None:
-    """Call function(rank, *arguments) on each of `world_size` gloo ranks; fail with the exit codes if a rank fails.
+    """Call function(rank, *arguments) on each of `world_size` gloo ranks, and fail with all exit codes if a rank fails.
 
-    dies: a rank that must end by SIGKILL; the other ranks must end too, with any exit code.
+    killed_rank: a rank that must end by SIGKILL; the other ranks must end too, with any exit code.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        ranks = [
-            _CONTEXT.Process(target=_rank, args=(function, rank, world_size, str(store), arguments))
+        store_path = Path(folder) / "store"
+        processes = [
+            FORK_SERVER.Process(target=_run_rank, args=(function, rank, world_size, store_path, arguments))
             for rank in range(world_size)
         ]
-        for process in ranks:
+        for process in processes:
             process.start()
-        for process in ranks:
+        for process in processes:
             process.join(timeout_s)
-        codes = {rank: process.exitcode for rank, process in enumerate(ranks)}
-        for process in ranks:
+        exit_code_by_rank = {rank: process.exitcode for rank, process in enumerate(processes)}
+        for process in processes:
             process.kill()
-        if dies is not None:
-            assert codes[dies] == -signal.SIGKILL and None not in codes.values(), f"exit codes by rank: {codes}"
-            return
-        assert set(codes.values()) == {0}, f"exit codes by rank: {codes} (None: still running after {timeout_s:g} s)"
+        explanation = f"exit codes by rank: {exit_code_by_rank} (None: still running after {timeout_s:g} s)"
+        if killed_rank is None:
+            assert set(exit_code_by_rank.values()) == {0}, explanation
+        else:
+            assert exit_code_by_rank[killed_rank] == -signal.SIGKILL, explanation
+            assert None not in exit_code_by_rank.values(), explanation
 
 
-def _rank(function: Callable[..., None], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]) -> None:
+def cpu_process(rank: int) -> Process:
+    """Return the description of a CPU rank in the default process group."""
+    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+
+
+def _run_rank(function: Callable[..., None], rank: int, world_size: int, store_path: Path, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size)
     function(rank, *arguments)
     dist.barrier()
     dist.destroy_process_group()

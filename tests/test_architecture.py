@@ -1,4 +1,4 @@
-"""Import directions between packages, read from the source so that imports inside functions count."""
+"""Import directions between packages, read from the source code so that imports inside functions count too."""
 
 import ast
 import subprocess
@@ -66,115 +66,113 @@ MAY_IMPORT = {
 MAX_MODULES = 12
 """Modules of a folder, without its __init__.py and __main__.py."""
 
-NAMELESS = {"utils", "helpers", "common", "misc", "util"}
+CATCH_ALL_NAMES = {"utils", "helpers", "common", "misc", "util"}
 
 
-def sources(*folders: str) -> list[Path]:
+def source_paths(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def name_of(path: Path) -> str:
-    """Return the dotted name of a module; of its package for an __init__.py."""
+def module_name(path: Path) -> str:
+    """Return the dotted name of a module, or of the package if the file is an __init__.py."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_by(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of every import at any depth; `from a import b` gives a.b, which may be a module."""
+def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the dotted name of every import; `from a import b` gives a.b, because b may be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: a relative import hides where it goes; write the full name"
+            assert node.level == 0, f"line {node.lineno}: a relative import hides its target; write the full name"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def imports_of(*folders: str) -> Iterator[tuple[str, str, str]]:
-    """Yield location (file:line), importing module and imported name of every import."""
-    for path in sources(*folders):
-        for line, name in imported_by(ast.parse(path.read_text())):
-            yield f"{path.relative_to(ROOT)}:{line}", name_of(path), name
+    """Yield the location (file:line), the importing module and the imported name of every import."""
+    for path in source_paths(*folders):
+        for line_number, name in imported_names(ast.parse(path.read_text())):
+            yield f"{path.relative_to(ROOT)}:{line_number}", module_name(path), name
 
 
 def folder_of(name: str) -> str:
-    """Return the first folder of a module in its package: dataset for recsys_core.dataset.events, "" for recsys_core.errors."""
-    package, *parts = name.split(".")
-    return parts[0] if parts and (ROOT / package / parts[0]).is_dir() else ""
+    """Return the folder of a module below its package: dataset for recsys_core.dataset.events, "" for recsys_core.errors."""
+    package, folder, *_ = [*name.split("."), ""]
+    return folder if (ROOT / package / folder).is_dir() else ""
 
 
 def test_imports_inside_functions_are_found() -> None:
     tree = ast.parse("import flows\ndef f():\n    if True:\n        from tasks import run\n")
-    assert list(imported_by(tree)) == [(1, "flows"), (4, "tasks.run")]
+    assert list(imported_names(tree)) == [(1, "flows"), (4, "tasks.run")]
 
 
 def test_flows_import_tasks_and_tasks_import_the_core_but_never_the_reverse() -> None:
-    wrong = [
-        f"{place}: {module} imports {name}"
-        for place, module, name in imports_of(*LAYERS)
+    violations = [
+        f"{location}: {module} imports {name}"
+        for location, module, name in imports_of(*LAYERS)
         if name.split(".")[0] in LAYERS and LAYERS.index(name.split(".")[0]) > LAYERS.index(module.split(".")[0])
     ]
-    assert wrong == []
+    assert violations == []
 
 
 def test_the_core_imports_neither_orchestrator_nor_tracker() -> None:
-    wrong = [
-        f"{place} imports {name}" for place, _, name in imports_of("recsys_core") if name.split(".")[0] in ("prefect", "mlflow")
+    violations = [
+        f"{location} imports {name}"
+        for location, _, name in imports_of("recsys_core")
+        if name.split(".")[0] in ("prefect", "mlflow")
     ]
-    assert wrong == []
+    assert violations == []
 
 
 def test_a_stage_imports_no_other_stage() -> None:
-    shared = {"tasks.stages.__init__", "tasks.stages.stage", "tasks.stages.model_stages"}
-    stages = {f"tasks.stages.{path.stem}" for path in (ROOT / "tasks" / "stages").glob("*.py")} - shared
-    wrong = [
-        f"{place}: {module} imports {name}"
-        for place, module, name in imports_of("tasks/stages")
-        if module != "tasks.stages"
-        and any(
-            f"{name}.".startswith(f"{stage}.")
-            for stage in stages - {module, "tasks.stages.__init__", "tasks.stages.model_stages"}
-        )
+    not_stages = {"tasks.stages.__init__", "tasks.stages.stage", "tasks.stages.model_stages"}
+    stages = {f"tasks.stages.{path.stem}" for path in (ROOT / "tasks" / "stages").glob("*.py")} - not_stages
+    violations = [
+        f"{location}: {module} imports {name}"
+        for location, module, name in imports_of("tasks/stages")
+        if module != "tasks.stages" and any(f"{name}.".startswith(f"{stage}.") for stage in stages - {module})
     ]
-    assert wrong == []
+    assert violations == []
 
 
-def test_each_folder_imports_only_the_folders_it_may() -> None:
-    wrong = []
-    for place, module, name in imports_of(*LAYERS):
+def test_each_folder_imports_only_the_folders_that_it_may_import() -> None:
+    violations = []
+    for location, module, name in imports_of(*LAYERS):
         package = module.split(".")[0]
-        is_door = module == package  # the names of a package for notebooks
-        if not name.startswith(f"{package}.") or is_door:
+        is_package_init = module == package  # recsys_core/__init__.py offers names of all folders to notebooks
+        if is_package_init or not name.startswith(f"{package}."):
             continue
-        allowed = MAY_IMPORT[package][folder_of(module)] | {folder_of(module)} | ({""} if package != "flows" else set())
-        if folder_of(name) not in allowed:
-            wrong.append(f"{place}: {module} imports {name}")
-    assert wrong == []
+        allowed_folders = MAY_IMPORT[package][folder_of(module)] | {folder_of(module)} | ({""} if package != "flows" else set())
+        if folder_of(name) not in allowed_folders:
+            violations.append(f"{location}: {module} imports {name}")
+    assert violations == []
 
 
 def test_only_the_engine_of_the_log_ingest_uses_duckdb() -> None:
     folder = ROOT / "recsys_core" / "ingest" / "log"
-    neutral = {name_of(path) for path in [*folder.glob("*.py"), *sources("recsys_core/dataset")]}
-    assert "recsys_core.ingest.log.incremental" in neutral
-    wrong = [
-        f"{place} imports {name}"
-        for place, module, name in imports_of("recsys_core/ingest/log", "recsys_core/dataset")
-        if module in neutral and name.startswith(("duckdb", "recsys_core.parquet.duckdb_session"))
+    modules_without_engine = {module_name(path) for path in [*folder.glob("*.py"), *source_paths("recsys_core/dataset")]}
+    assert "recsys_core.ingest.log.incremental" in modules_without_engine
+    violations = [
+        f"{location} imports {name}"
+        for location, module, name in imports_of("recsys_core/ingest/log", "recsys_core/dataset")
+        if module in modules_without_engine and name.startswith(("duckdb", "recsys_core.parquet.duckdb_session"))
     ]
-    assert wrong == []
+    assert violations == []
 
 
-def test_no_folder_has_more_modules_than_a_reader_can_list() -> None:
-    modules_by_folder: dict[Path, int] = {}
-    for path in sources(*LAYERS):
+def test_no_folder_has_more_than_twelve_modules() -> None:
+    num_modules_by_folder: dict[Path, int] = {}
+    for path in source_paths(*LAYERS):
         if not path.stem.startswith("__"):
-            modules_by_folder[path.parent] = modules_by_folder.get(path.parent, 0) + 1
-    assert {folder: count for folder, count in modules_by_folder.items() if count > MAX_MODULES} == {}
+            num_modules_by_folder[path.parent] = num_modules_by_folder.get(path.parent, 0) + 1
+    assert {folder: count for folder, count in num_modules_by_folder.items() if count > MAX_MODULES} == {}
 
 
-IMPORT_ALL = """
+IMPORT_SCRIPT = """
 import importlib, sys
 
-class Watch:
+class ImportObserver:
     def find_spec(self, name, path=None, target=None):
         if name in ("prefect", "mlflow"):
             frame, chain = sys._getframe(1), []
@@ -185,7 +183,7 @@ class Watch:
                 frame = frame.f_back
             print(name, "<-", " <- ".join(chain))
 
-sys.meta_path.insert(0, Watch())
+sys.meta_path.insert(0, ImportObserver())
 for module in sys.argv[1:]:
     importlib.import_module(module)
 print("loaded:", *(name for name in ("prefect", "mlflow") if name in sys.modules))
@@ -193,22 +191,22 @@ print("loaded:", *(name for name in ("prefect", "mlflow") if name in sys.modules
 
 
 def import_all(modules: list[str], *, folder: Path) -> list[str]:
-    """Import `modules` in a fresh interpreter; return its lines: importers of prefect or mlflow, and which is loaded."""
-    command = [sys.executable, "-c", IMPORT_ALL, *modules]
-    answer = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert answer.returncode == 0, answer.stderr
-    return [line.strip() for line in answer.stdout.splitlines()]
+    """Import `modules` in a new interpreter. Return a line per import of prefect or mlflow, and a line with those loaded."""
+    command = [sys.executable, "-c", IMPORT_SCRIPT, *modules]
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert completed.returncode == 0, completed.stderr
+    return [line.strip() for line in completed.stdout.splitlines()]
 
 
 def test_importing_the_whole_core_loads_neither_prefect_nor_mlflow_even_indirectly() -> None:
-    modules = [name_of(path) for path in sources("recsys_core")]
-    if find_spec("pyspark") is None:  # an extra
+    modules = [module_name(path) for path in source_paths("recsys_core")]
+    if find_spec("pyspark") is None:  # it is an optional dependency
         modules = [name for name in modules if not name.startswith("recsys_core.ingest.log.spark_engine.")]
     assert {"recsys_core.manifests", "recsys_core.training.train", "recsys_core.training.__main__"} <= set(modules)
     assert import_all(modules, folder=ROOT) == ["loaded:"]
 
 
-def test_the_check_names_the_module_that_imports_a_tracker(tmp_path: Path) -> None:
+def test_the_import_check_names_all_modules_of_the_chain_that_imports_a_tracker(tmp_path: Path) -> None:
     (tmp_path / "mlflow.py").write_text("")
     (tmp_path / "between.py").write_text("import mlflow")
     (tmp_path / "outer.py").write_text("import between")
@@ -216,7 +214,7 @@ def test_the_check_names_the_module_that_imports_a_tracker(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "reason"),
+    ("path", "code", "reason"),
     [
         ("recsys_core/x.py", "import prefect", "imports no orchestrator"),
         (
@@ -230,12 +228,12 @@ def test_the_check_names_the_module_that_imports_a_tracker(tmp_path: Path) -> No
         ("tasks/stages/x.py", "from tasks.stages import model_stages", "a stage imports no other stage"),
     ],
 )
-def test_ruff_reports_a_forbidden_import(file: str, line: str, reason: str) -> None:
-    command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--no-cache", "--stdin-filename", file, "-"]
-    answer = subprocess.run(command, input=line + "\n", capture_output=True, text=True, cwd=ROOT)
-    assert answer.returncode == 1, answer.stderr
-    assert reason in answer.stdout
+def test_ruff_reports_a_forbidden_import(path: str, code: str, reason: str) -> None:
+    command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--no-cache", "--stdin-filename", path, "-"]
+    completed = subprocess.run(command, input=code + "\n", capture_output=True, text=True, cwd=ROOT)
+    assert completed.returncode == 1, completed.stderr
+    assert reason in completed.stdout
 
 
 def test_no_module_has_a_catch_all_name() -> None:
-    assert {path.stem for path in sources(*LAYERS, "tests", "infra")} & NAMELESS == set()
+    assert {path.stem for path in source_paths(*LAYERS, "tests", "infra")} & CATCH_ALL_NAMES == set()

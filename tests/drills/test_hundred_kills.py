@@ -43,7 +43,7 @@ def test_trainings_that_are_killed_a_hundred_times_end_like_an_undisturbed_one(t
             place = generator.choice(ANY_RANK + (FIRST_RANK if num_steps_done < NUM_STEPS - 9 else FIRST_RANK[:-1]))
             victim = generator.randrange(2) if place in ANY_RANK else 0
             kill = Kill(place, victim, step=generator.randint(num_steps_done + 1, min(num_steps_done + 3, NUM_STEPS)))
-            run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), dies=victim)
+            run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), killed_rank=victim)
             num_kills_left -= 1
         finished_training = train_in_forks(experiment, work)
         assert without_timings(finished_training.lines) == expected.lines

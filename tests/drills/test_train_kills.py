@@ -65,14 +65,14 @@ def undisturbed(experiment, tmp_path_factory) -> UndisturbedResult:
 def test_a_run_whose_ranks_are_killed_at_eighteen_points_ends_like_an_undisturbed_one(experiment, undisturbed, tmp_path):
     work = tmp_path / "work"
     for kill in KILLS:
-        run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), dies=kill.rank)
+        run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), killed_rank=kill.rank)
     finished_training = train_in_forks(experiment, work)
     assert without_timings(finished_training.lines) == undisturbed.lines
     assert state_checksums(checkpoint_of(finished_training)) == undisturbed.state
     export_folder = tmp_path / "export"
     export_folder.mkdir()
     job = export_job(experiment, checkpoint_of(finished_training), export_folder)
-    run_ranks(export_and_die, world_size=2, arguments=(job, Kill("export", 1)), dies=1)
+    run_ranks(export_and_die, world_size=2, arguments=(job, Kill("export", 1)), killed_rank=1)
     export_arrays = export_in_forks(experiment, checkpoint_of(finished_training), tmp_path / "again")
     assert export_arrays.keys() == undisturbed.export.keys()
     for name, value in undisturbed.export.items():

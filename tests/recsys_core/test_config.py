@@ -1,4 +1,4 @@
-"""Settings that do not change the result, and what they leave in a fingerprint."""
+"""Operational settings, which are not part of a fingerprint, and secrets in settings, which are rejected."""
 
 from typing import Annotated
 
@@ -12,19 +12,26 @@ from recsys_core.launching.config import TorchxLauncher
 from recsys_core.training.config import TrainingConfig
 
 
-class Example(Settings):
-    rows: int = 1
+class ExampleSettings(Settings):
+    num_rows: int = 1
     threads: Annotated[int | None, OPERATIONAL] = None
 
 
 def test_operational_settings_are_not_part_of_the_fingerprint() -> None:
-    assert Example.operational_settings() == {"threads"}
-    assert Example(rows=2, threads=3).result_settings() == {"rows": 2} == Example(rows=2).result_settings()
+    assert ExampleSettings.operational_settings() == {"threads"}
+    assert (
+        ExampleSettings(num_rows=2, threads=3).result_settings()
+        == {"num_rows": 2}
+        == ExampleSettings(num_rows=2).result_settings()
+    )
 
 
-def test_seeds_columns_and_sizes_are_never_operational() -> None:
-    for config, changing in ((TrainingConfig, {"seed", "epochs", "precision"}), (InteractionsConfig, {"paths", "split"})):
-        assert config.operational_settings() and not config.operational_settings() & changing
+def test_settings_that_change_the_result_are_never_operational() -> None:
+    for config, result_settings in (
+        (TrainingConfig, {"seed", "epochs", "precision"}),
+        (InteractionsConfig, {"paths", "split"}),
+    ):
+        assert config.operational_settings() and not config.operational_settings() & result_settings
     assert EmbeddingsConfig.operational_settings() == {"batch_rows", "threads", "max_expansion_ratio"}
 
 
@@ -39,8 +46,8 @@ def test_seeds_columns_and_sizes_are_never_operational() -> None:
 def test_a_path_with_a_secret_is_rejected_without_repeating_the_secret(uri: str, message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         TypeAdapter(FilePath).validate_python(uri)
-    (detail,) = caught.value.errors()
-    assert detail["type"] == "value_error" and message in detail["msg"] and "hunter2" not in detail["msg"]
+    (error_details,) = caught.value.errors()
+    assert error_details["type"] == "value_error" and message in error_details["msg"] and "hunter2" not in error_details["msg"]
 
 
 @pytest.mark.parametrize("uri", ["gs://anonymous@bucket/log", "s3://bucket/log?region=eu", "/data/a@b?c=d"])
@@ -58,7 +65,7 @@ def test_a_path_without_a_secret_is_accepted(uri: str) -> None:
         ("NCCL_SOCKET_IFNAME", "ib0", False),
     ],
 )
-def test_the_environment_of_the_hosts_holds_no_secret(name: str, value: str, is_secret: bool) -> None:
+def test_a_secret_among_the_environment_variables_of_the_hosts_is_rejected(name: str, value: str, is_secret: bool) -> None:
     settings = {"scheduler": "slurm", "env": {name: value}}
     if is_secret:
         with pytest.raises(ValidationError, match=f"env.{name} is a secret, which every run would copy"):

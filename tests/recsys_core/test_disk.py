@@ -1,3 +1,5 @@
+"""Files that are replaced as a whole, or not at all after an error."""
+
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,13 @@ def test_text_replaces_the_file_and_leaves_no_temporary_file(tmp_path: Path) -> 
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_an_error_keeps_the_old_file_and_removes_the_temporary_one(tmp_path: Path) -> None:
+def test_an_error_keeps_the_old_file_and_removes_the_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text("old")
 
     def write_half() -> None:
-        with atomic_replacement(path) as temporary:
-            temporary.write_text("ne")
+        with atomic_replacement(path) as temporary_path:
+            temporary_path.write_text("ne")
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):

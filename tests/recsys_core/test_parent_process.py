@@ -1,3 +1,5 @@
+"""Processes that end when their parent, or the reader of their output, ends."""
+
 import os
 import signal
 import subprocess
@@ -9,29 +11,32 @@ import pytest
 
 from recsys_core.parent_process import parent_environment
 
-CHILD = (
-    "from recsys_core.parent_process import die_with_parent; {before}; die_with_parent(); "
+CHILD_CODE = (
+    "from recsys_core.parent_process import die_with_parent; {delay}; die_with_parent(); "
     "print('alive', flush=True); import time; time.sleep(60)"
 )
 
 
-def start_grandchild(before: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """Start a parent that starts CHILD and waits; return both."""
-    code = (
+def start_parent_and_child(delay: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """Start a parent that starts a child with CHILD_CODE and waits for it. Return both.
+
+    delay: statement that the child executes before `die_with_parent`.
+    """
+    parent_code = (
         "import os, subprocess, sys; from recsys_core.parent_process import parent_environment; "
-        f"p = subprocess.Popen([sys.executable, '-c', {CHILD.format(before=before)!r}], "
+        f"p = subprocess.Popen([sys.executable, '-c', {CHILD_CODE.format(delay=delay)!r}], "
         "env=os.environ | parent_environment()); "
         "print(p.pid, flush=True); p.wait()"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     return parent, psutil.Process(int(parent.stdout.readline()))
 
 
-@pytest.mark.parametrize("before", ["pass", "import time; time.sleep(2)"])
-def test_a_child_ends_with_its_killed_parent_also_when_it_had_not_asked_yet(before: str) -> None:
-    parent, child = start_grandchild(before)
-    if before == "pass":
+@pytest.mark.parametrize("delay", ["pass", "import time; time.sleep(2)"])
+def test_a_child_ends_with_its_parent_even_if_the_parent_is_killed_before_the_call(delay: str) -> None:
+    parent, child = start_parent_and_child(delay)
+    if delay == "pass":
         assert parent.stdout is not None and parent.stdout.readline() == "alive\n"
     parent.send_signal(signal.SIGKILL)
     parent.wait()
@@ -39,10 +44,10 @@ def test_a_child_ends_with_its_killed_parent_also_when_it_had_not_asked_yet(befo
     assert not alive
 
 
-def test_a_process_without_the_parent_variable_continues() -> None:
+def test_a_process_without_the_variable_of_its_parent_continues() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in parent_environment()}
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(before="pass")], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD_CODE.format(delay="pass")], env=environment, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None and child.stdout.readline() == "alive\n"
     time.sleep(0.2)
@@ -52,18 +57,18 @@ def test_a_process_without_the_parent_variable_continues() -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_child_ends_with_the_reader_of_its_output_also_if_the_reader_has_ended_before(is_late: bool) -> None:
+def test_a_child_ends_with_the_reader_of_its_output_even_if_the_reader_is_killed_before_the_call(is_late: bool) -> None:
     child_code = (
         "import sys, time; from recsys_core.parent_process import die_with_stdout_reader; "
         f"time.sleep({2 if is_late else 0}); die_with_stdout_reader(); print('alive', file=sys.stderr, flush=True); "
         "time.sleep(60)"
     )
-    code = (
+    parent_code = (
         "import subprocess, sys; "
         f"p = subprocess.Popen([sys.executable, '-c', {child_code!r}], stdout=subprocess.PIPE, stderr=subprocess.PIPE); "
         f"{'pass' if is_late else 'p.stderr.readline()'}; print(p.pid, flush=True); p.wait()"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     assert child.is_running()

@@ -1,4 +1,4 @@
-"""Versions that do not match, limits of containers, and the environment of the tests."""
+"""Package versions that do not fit together, memory and core limits of containers, and the environment of the tests."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ from recsys_core.preflight import (
     installed_versions,
 )
 
-GOOD_CPU = {
+CPU_VERSIONS = {
     "torch": "2.14.0+cpu",
     "torchrec": "1.9.0",
     "fbgemm-gpu-cpu": "1.9.0",
@@ -27,11 +27,11 @@ GOOD_CPU = {
     "prefect": "3.8.8",
     "fastapi": "0.150.0",
 }
-GOOD_GPU = {"torch": "2.14.0", "torchrec": "1.9.0", "fbgemm-gpu": "1.9.0", "faiss-gpu": "1.15.1"}
+GPU_VERSIONS = {"torch": "2.14.0", "torchrec": "1.9.0", "fbgemm-gpu": "1.9.0", "faiss-gpu": "1.15.1"}
 
 
 @pytest.mark.parametrize(
-    "versions", [GOOD_CPU, GOOD_GPU, GOOD_CPU | {"torch": "2.14.1", "torchrec": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"}]
+    "versions", [CPU_VERSIONS, GPU_VERSIONS, CPU_VERSIONS | {"torch": "2.14.1", "torchrec": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"}]
 )
 def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) -> None:
     assert check_versions(versions) == []
@@ -40,17 +40,17 @@ def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) 
 @pytest.mark.parametrize(
     ("versions", "sentence"),
     [
-        (GOOD_CPU | {"torch": "2.13.0"}, "torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
-        (GOOD_GPU | {"torch": "2.15.0"}, "torch 2.15.0 with fbgemm-gpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
-        (GOOD_CPU | {"torchrec": "1.8.0"}, "torchrec 1.8.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torchrec 1.9"),
-        (GOOD_GPU | {"torch": "2.14.0+cpu"}, "torch 2.14.0+cpu is a CPU build, but fbgemm-gpu 1.9.0 needs CUDA"),
+        (CPU_VERSIONS | {"torch": "2.13.0"}, "torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
+        (GPU_VERSIONS | {"torch": "2.15.0"}, "torch 2.15.0 with fbgemm-gpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
+        (CPU_VERSIONS | {"torchrec": "1.8.0"}, "torchrec 1.8.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torchrec 1.9"),
+        (GPU_VERSIONS | {"torch": "2.14.0+cpu"}, "torch 2.14.0+cpu is a CPU build, but fbgemm-gpu 1.9.0 needs CUDA"),
         (
-            GOOD_CPU | {"fbgemm-gpu": "1.9.0", "torch": "2.14.0"},
+            CPU_VERSIONS | {"fbgemm-gpu": "1.9.0", "torch": "2.14.0"},
             "fbgemm-gpu 1.9.0 and fbgemm-gpu-cpu 1.9.0 are installed together",
         ),
-        (GOOD_CPU | {"faiss-gpu": "1.15.1"}, "faiss-gpu 1.15.1 and faiss-cpu 1.15.1 are installed together"),
-        (GOOD_CPU | {"fbgemm-gpu-cpu": "0.8.0"}, "fbgemm-gpu-cpu 0.8.0: nightjar needs fbgemm 1.x"),
-        (GOOD_CPU | {"fastapi": "0.155.1"}, "fastapi 0.155.1: prefect's server needs a version below 0.151"),
+        (CPU_VERSIONS | {"faiss-gpu": "1.15.1"}, "faiss-gpu 1.15.1 and faiss-cpu 1.15.1 are installed together"),
+        (CPU_VERSIONS | {"fbgemm-gpu-cpu": "0.8.0"}, "fbgemm-gpu-cpu 0.8.0: nightjar needs fbgemm 1.x"),
+        (CPU_VERSIONS | {"fastapi": "0.155.1"}, "fastapi 0.155.1: prefect's server needs a version below 0.151"),
     ],
 )
 def test_a_mismatch_is_one_sentence_with_both_versions_and_the_fix(versions: dict[str, str], sentence: str) -> None:
@@ -68,7 +68,7 @@ def test_the_problems_name_each_missing_package() -> None:
     ]
 
 
-def test_this_environment_passes_and_every_package_has_a_row(tmp_path: Path) -> None:
+def test_the_environment_of_the_tests_passes_and_every_package_has_a_row(tmp_path: Path) -> None:
     facts, problems = check_environment(tmp_path / "not" / "there")
     assert problems == []
     assert facts.items() >= installed_versions().items()
@@ -78,13 +78,13 @@ def test_this_environment_passes_and_every_package_has_a_row(tmp_path: Path) -> 
 
 
 def test_reading_the_versions_imports_no_package() -> None:
-    script = "import sys; from recsys_core.preflight import installed_versions as found; found(); print(*sys.modules)"
+    script = "import sys; from recsys_core.preflight import installed_versions; installed_versions(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert "recsys_core.preflight" in loaded
     assert not {"torch", "torchrec", "fbgemm_gpu", "faiss", "prefect", "mlflow"} & set(loaded)
 
 
-def test_an_environment_that_cannot_import_is_a_problem_with_its_reason(
+def test_packages_that_cannot_be_imported_together_are_a_problem_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", "raise ImportError('undefined symbol: _ZN5torch')")
@@ -92,8 +92,8 @@ def test_an_environment_that_cannot_import_is_a_problem_with_its_reason(
     assert "do not import together: ImportError: undefined symbol: _ZN5torch" in problem
 
 
-def test_a_wrong_environment_is_not_imported_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(preflight, "installed_versions", lambda: GOOD_CPU | {"torch": "2.13.0"})
+def test_packages_of_unsuitable_versions_are_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(preflight, "installed_versions", lambda: CPU_VERSIONS | {"torch": "2.13.0"})
     monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert len(check_environment(tmp_path)[1]) == 1
     assert not (tmp_path / "ran").exists()
@@ -108,14 +108,14 @@ def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_limits_of_a_v2_group_and_its_parents_are_found(tmp_path: Path) -> None:
-    inner = tmp_path / "sys" / "service" / "job"
-    inner.mkdir(parents=True)
+    job_group = tmp_path / "sys" / "service" / "job"
+    job_group.mkdir(parents=True)
     (tmp_path / "self").write_text("0::/service/job\n")
-    (inner / "cpu.max").write_text("max 100000\n")
-    (inner / "memory.max").write_text("max\n")
-    (inner.parent / "cpu.max").write_text("150000 100000\n")
-    (inner.parent / "memory.max").write_text("1073741824\n")
-    (inner.parent / "memory.stat").write_text("anon 1000\nfile 5000\n")
+    (job_group / "cpu.max").write_text("max 100000\n")
+    (job_group / "memory.max").write_text("max\n")
+    (job_group.parent / "cpu.max").write_text("150000 100000\n")
+    (job_group.parent / "memory.max").write_text("1073741824\n")
+    (job_group.parent / "memory.stat").write_text("anon 1000\nfile 5000\n")
     limits = cgroup_limits(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self")
     assert limits == CgroupLimits(cores=1.5, memory_bytes=2**30, memory_used_bytes=1000)
 
@@ -142,11 +142,11 @@ def test_no_quota_and_no_cgroups_mean_no_limit(tmp_path: Path) -> None:
     assert cgroup_limits(mount_folder=tmp_path, membership_path=tmp_path / "absent") == CgroupLimits()
 
 
-def test_a_memory_limit_below_the_memory_of_the_machine_is_marked() -> None:
+def test_the_memory_row_mentions_a_limit_below_the_memory_of_the_machine() -> None:
     machine = SimpleNamespace(total=64 * 2**30, available=60 * 2**30)
     limits = CgroupLimits(memory_bytes=8 * 2**30, memory_used_bytes=2 * 2**30)
-    text = "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
-    assert describe_memory(limits, machine=machine) == text
+    expected = "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
+    assert describe_memory(limits, machine=machine) == expected
     assert describe_memory(CgroupLimits(), machine=machine) == "60.0 GiB available of 64.0 GiB"
 
 
@@ -157,7 +157,7 @@ def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("membership", "file", "content"),
+    ("membership", "counter_name", "content"),
     [
         ("0::/job\n", "job/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"),
         ("4:memory:/docker/abc\n", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
@@ -165,11 +165,11 @@ def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, 
     ids=["v2", "v1 container"],
 )
 def test_processes_ended_by_the_out_of_memory_killer_are_counted(
-    tmp_path: Path, membership: str, file: str, content: str
+    tmp_path: Path, membership: str, counter_name: str, content: str
 ) -> None:
     (tmp_path / "self").write_text(membership)
     assert count_oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") is None
-    counter = tmp_path / "sys" / file
-    counter.parent.mkdir(parents=True)
-    counter.write_text(content)
+    counter_path = tmp_path / "sys" / counter_name
+    counter_path.parent.mkdir(parents=True)
+    counter_path.write_text(content)
     assert count_oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") == 2

@@ -8,13 +8,13 @@ import psutil
 
 INTERVAL_S = 0.3
 Listening = set[tuple[str, str]]
-"""Pairs (module or command of the process, address it listens on)."""
+"""Pairs: the module or command of a process, and an address on which the process listens."""
 
 
-def listening(top: psutil.Process | None = None) -> Listening:
-    """Return the listening sockets of a process and its descendants at this moment."""
-    top, sockets = top or psutil.Process(), Listening()
-    for process in [top, *top.children(recursive=True)]:
+def listening_sockets(root: psutil.Process | None = None) -> Listening:
+    """Return the current listening sockets of a process (default: this process) and of its descendants."""
+    root, sockets = root or psutil.Process(), Listening()
+    for process in [root, *root.children(recursive=True)]:
         with suppress(psutil.Error):
             command = process.cmdline()
             name = command[command.index("-m") + 1] if "-m" in command else " ".join(command)
@@ -25,17 +25,17 @@ def listening(top: psutil.Process | None = None) -> Listening:
 
 @contextmanager
 def collect_listening() -> Iterator[Listening]:
-    """Yield a set that collects every listening socket seen while the block runs."""
-    sockets, ended = Listening(), threading.Event()
+    """Yield a set to which the listening sockets are added again and again while the block runs."""
+    sockets, has_ended = Listening(), threading.Event()
 
     def collect() -> None:
-        while not ended.wait(INTERVAL_S):
-            sockets.update(listening())
+        while not has_ended.wait(INTERVAL_S):
+            sockets.update(listening_sockets())
 
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
     try:
         yield sockets
     finally:
-        ended.set()
+        has_ended.set()
         thread.join()

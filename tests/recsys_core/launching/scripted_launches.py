@@ -1,4 +1,4 @@
-"""Launches of two scripted ranks: on this host, or one on each of two hosts that are this machine twice."""
+"""Launches of two scripted ranks, on one host or on two hosts. Both hosts are this machine."""
 
 import json
 import sys
@@ -12,43 +12,44 @@ from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import AGENT_MODULE, RankLayout
 from recsys_core.parent_process import PARENT_VARIABLE
 
-RANKS = "tests.recsys_core.launching.scripted_ranks"
+RANK_MODULE = "tests.recsys_core.launching.scripted_ranks"
 ONE_HOST = LocalLauncher()
 TWO_HOSTS = TorchxLauncher(scheduler="local_cwd", env={"OMP_NUM_THREADS": "1"}, rendezvous_timeout_s=120, lease_timeout_s=10)
 
 
 def agents_and_ranks() -> list[psutil.Process]:
-    """Return the agents and ranks below this process; the test suite has other children too."""
-    modules = {AGENT_MODULE, RANKS}
+    """Return the agents and ranks below this process, which may have other children too."""
+    modules = {AGENT_MODULE, RANK_MODULE}
     return [process for process in psutil.Process().children(recursive=True) if modules & set(process.cmdline())]
 
 
 def launch_ranks(
     folder: Path,
-    script: dict[int, str],
+    action_by_rank: dict[int, str],
     *,
     launcher: Launcher = ONE_HOST,
     heartbeat_timeout_s: float = 60.0,
 ) -> None:
-    """Launch two ranks in `folder`. script: rank -> action, see scripted_ranks."""
+    """Launch two ranks that perform the actions of scripted_ranks.py, with all files in `folder`."""
     num_hosts = 1 if launcher.kind == "local" else 2
-    job = folder / "job.json"
-    job.write_text(json.dumps({"script": script, "heartbeat": str(folder / "heartbeat")}))
+    job_path = folder / "job.json"
+    job_path.write_text(json.dumps({"action_by_rank": action_by_rank, "heartbeat_path": str(folder / "heartbeat")}))
     launch(
-        job,
+        job_path,
         layout=RankLayout(device="cpu", num_hosts=num_hosts, ranks_per_host=2 // num_hosts),
         folder=folder / "logs",
         heartbeat_file=HeartbeatFile(folder / "heartbeat", start_timeout_s=120, timeout_s=heartbeat_timeout_s),
         launcher=launcher,
-        module=RANKS,
+        module=RANK_MODULE,
     )
 
 
 REMOTE = TWO_HOSTS.model_copy(update={"env": {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: ""}, "lease_timeout_s": 6.0})
-"""Hosts that Linux does not end with the launching process, as if they were other machines."""
+"""Hosts that do not end with the launching process, as if they were other machines."""
 REMOTE_LONG_LEASE = REMOTE.model_copy(update={"lease_timeout_s": 60.0})
-LAUNCHERS = {"local": ONE_HOST, "torchx": TWO_HOSTS, "remote": REMOTE, "remote, long lease": REMOTE_LONG_LEASE}
+LAUNCHER_BY_NAME = {"local": ONE_HOST, "torchx": TWO_HOSTS, "remote": REMOTE, "remote, long lease": REMOTE_LONG_LEASE}
 
 
-if __name__ == "__main__":  # FOLDER, key of LAUNCHERS: a launching process that a test can kill
-    launch_ranks(Path(sys.argv[1]), {0: "wait", 1: "wait"}, launcher=LAUNCHERS[sys.argv[2]])
+if __name__ == "__main__":  # a launching process that a test can kill
+    folder, launcher_name = sys.argv[1:]
+    launch_ranks(Path(folder), {0: "wait", 1: "wait"}, launcher=LAUNCHER_BY_NAME[launcher_name])

@@ -1,6 +1,7 @@
-"""Ranks without a model that follow a script: `launch(module="tests.recsys_core.launching.scripted_ranks")`.
+"""Ranks without a model that perform an action: `launch(module="tests.recsys_core.launching.scripted_ranks")`.
 
-The job is JSON: {"script": {rank: action}, "heartbeat": file}. A rank without an action exits with code 0 after one collective.
+The job is JSON: {"action_by_rank": {rank: action}, "heartbeat_path": path}. All ranks take part in a collective. A rank without
+an action then exits with code 0.
 """
 
 import json
@@ -17,10 +18,10 @@ def main(job_path: str) -> None:
     register_rank()
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(run)(Path(job_path))
+    record(run_rank)(Path(job_path))
 
 
-def run(job_path: Path) -> None:
+def run_rank(job_path: Path) -> None:
     import torch
     from torch import distributed as dist
 
@@ -29,13 +30,13 @@ def run(job_path: Path) -> None:
 
     job = json.loads(job_path.read_text())
     with join_process_group(device_type="cpu") as process:
-        heartbeat = Path(job["heartbeat"])
+        heartbeat_path = Path(job["heartbeat_path"])
         if process.is_main:
-            heartbeat.touch()
+            heartbeat_path.touch()
         num_ranks = torch.ones(1)
         dist.all_reduce(num_ranks)
-        heartbeat.with_name(f"sum-{process.rank}").write_text(str(int(num_ranks)))
-        match job["script"].get(str(process.rank)):
+        heartbeat_path.with_name(f"num-ranks-{process.rank}").write_text(str(int(num_ranks)))
+        match job["action_by_rank"].get(str(process.rank)):
             case "reject input":
                 raise InputError("the input is invalid; fix it")
             case "kill itself":
@@ -43,12 +44,12 @@ def run(job_path: Path) -> None:
             case "run out of GPU memory":
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
             case "fill the disk":
-                heartbeat.with_name("filler").write_bytes(bytes(2**24))
+                heartbeat_path.with_name("filler").write_bytes(bytes(2**24))
             case "hang":
                 hang()
             case "wait":
                 while True:
-                    heartbeat.touch()
+                    heartbeat_path.touch()
                     time.sleep(0.1)
         dist.barrier()
 

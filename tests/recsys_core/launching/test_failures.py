@@ -1,4 +1,4 @@
-"""The choice of one error from the failures of all hosts, without processes."""
+"""The error that a launch raises for the reports of all failed hosts."""
 
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,19 @@ from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.failures import error_from_failures, format_stacks
 from recsys_core.launching.messages import Host, HostReport, LaunchFolder, RankReport
 
-LOST_PEER = "Traceback (most recent call last):\nRuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.7]:4242\n"
-BUG = "Traceback (most recent call last):\nKeyError: 'no such key'\n"
+LOST_PEER_TRACEBACK = (
+    "Traceback (most recent call last):\nRuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.7]:4242\n"
+)
+BUG_TRACEBACK = "Traceback (most recent call last):\nKeyError: 'no such key'\n"
 
 
-def rank(number: int, *, traceback: str = "", signal: str | None = None, timestamp: int = 100) -> RankReport:
-    code = 1 if signal is None else -9
-    host = Host(index=min(number, 1), name=("alpha", "beta")[min(number, 1)])
+def rank_report(rank: int, *, traceback: str = "", signal: str | None = None, timestamp: int = 100) -> RankReport:
+    host = Host(index=min(rank, 1), name=("alpha", "beta")[min(rank, 1)])
     return RankReport(
-        rank=number,
+        rank=rank,
         host=host,
         pid=1,
-        exit_code=code,
+        exit_code=1 if signal is None else -9,
         signal=signal,
         traceback=traceback,
         last_lines="its last line",
@@ -33,68 +34,72 @@ def host_report(index: int, *failed_ranks: RankReport, **fields: Any) -> HostRep
     return HostReport(host=host, pid=1, failed_ranks=failed_ranks, **fields)
 
 
-def error_of(*failures: HostReport, num_hosts: int = 2) -> InputError | StageError:
-    return error_from_failures(failures, num_hosts=num_hosts, folder=LaunchFolder(Path("/logs")))
+def error_of(*host_reports: HostReport, num_hosts: int = 2) -> InputError | StageError:
+    return error_from_failures(host_reports, num_hosts=num_hosts, folder=LaunchFolder(Path("/logs")))
 
 
 def test_a_killed_rank_is_the_cause_and_not_a_peer_that_failed_earlier_on_another_host() -> None:
-    peer = host_report(0, rank(0, traceback=LOST_PEER, timestamp=90))
-    killed = host_report(1, rank(1, signal="SIGKILL"), num_oom_kills=0, memory_bytes=2**34)
-    error = error_of(peer, killed)
+    peer_report = host_report(0, rank_report(0, traceback=LOST_PEER_TRACEBACK, timestamp=90))
+    killed_report = host_report(1, rank_report(1, signal="SIGKILL"), num_oom_kills=0, memory_bytes=2**34)
+    error = error_of(peer_report, killed_report)
     assert str(error).startswith("rank 1 on host beta was the first to fail, with signal SIGKILL (possibly out of memory:")
     assert "limit of this host is 16.0 GiB" in str(error) and "its last line" in str(error) and isinstance(error, LaunchError)
 
 
 def test_out_of_memory_kills_that_the_kernel_counted_are_reported_with_the_limit() -> None:
-    failure = host_report(0, rank(0, signal="SIGKILL"), num_oom_kills=1, memory_bytes=2**34)
-    error = error_of(failure, num_hosts=1)
+    report = host_report(0, rank_report(0, signal="SIGKILL"), num_oom_kills=1, memory_bytes=2**34)
+    error = error_of(report, num_hosts=1)
     assert "rank 0 was the first to fail, with signal SIGKILL; the kernel's out-of-memory killer ended 1 of the" in str(error)
     assert "at a limit of 16.0 GiB: lower training.batch_size" in str(error)
 
 
 def test_an_exception_is_the_cause_and_not_a_lost_peer_or_the_sigterm_of_torchrun() -> None:
-    first_report = host_report(0, rank(0, traceback=LOST_PEER, timestamp=90), rank(1, signal="SIGTERM", timestamp=80))
-    second_report = host_report(1, rank(2, traceback=BUG, signal="SIGTERM"))
+    first_report = host_report(
+        0, rank_report(0, traceback=LOST_PEER_TRACEBACK, timestamp=90), rank_report(1, signal="SIGTERM", timestamp=80)
+    )
+    second_report = host_report(1, rank_report(2, traceback=BUG_TRACEBACK, signal="SIGTERM"))
     assert str(error_of(first_report, second_report)).startswith(
-        "rank 2 on host beta was the first to fail, with an exception:\n" + BUG
+        "rank 2 on host beta was the first to fail, with an exception:\n" + BUG_TRACEBACK
     )
 
 
-def test_of_two_exceptions_the_earlier_one_is_reported() -> None:
-    ranks = (rank(0, traceback=BUG, timestamp=100), rank(1, traceback=BUG, timestamp=99))
-    assert str(error_of(host_report(0, *ranks), num_hosts=1)).startswith("rank 1 was")
-
-
-@pytest.mark.parametrize("kind", [InputError, StageError])
-def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(kind: type[Exception]) -> None:
-    nightjar_traceback = (
-        f"Traceback (most recent call last):\nrecsys_core.errors.{kind.__name__}: plan.json: made for 4 ranks\nplan again\n"
+def test_the_earlier_of_two_exceptions_is_reported() -> None:
+    rank_reports = (
+        rank_report(0, traceback=BUG_TRACEBACK, timestamp=100),
+        rank_report(1, traceback=BUG_TRACEBACK, timestamp=99),
     )
-    ranks = (rank(0, signal="SIGKILL", timestamp=1), rank(1, traceback=nightjar_traceback))
-    error = error_of(host_report(0, *ranks))
-    assert type(error) is kind and str(error) == "plan.json: made for 4 ranks\nplan again"
+    assert str(error_of(host_report(0, *rank_reports), num_hosts=1)).startswith("rank 1 was")
+
+
+@pytest.mark.parametrize("error_class", [InputError, StageError])
+def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(error_class: type[Exception]) -> None:
+    message = "plan.json: made for 4 ranks\nplan again"
+    traceback = f"Traceback (most recent call last):\nrecsys_core.errors.{error_class.__name__}: {message}\n"
+    rank_reports = (rank_report(0, signal="SIGKILL", timestamp=1), rank_report(1, traceback=traceback))
+    error = error_of(host_report(0, *rank_reports))
+    assert type(error) is error_class and str(error) == message
 
 
 def test_a_rejected_host_is_an_input_error_unless_another_attempt_may_succeed() -> None:
-    rejected = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", is_retryable=False)
-    only_report = host_report(0, reason="host 0 (alpha) did not meet the other hosts")
-    assert isinstance(error_of(rejected, only_report), InputError)
-    assert type(error_of(only_report)) is LaunchError
+    rejection = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", is_retryable=False)
+    waiting_report = host_report(0, reason="host 0 (alpha) did not meet the other hosts")
+    assert isinstance(error_of(rejection, waiting_report), InputError)
+    assert type(error_of(waiting_report)) is LaunchError
 
 
 def test_a_full_disk_in_a_traceback_is_an_input_error_with_the_file_and_the_free_space() -> None:
-    full = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device: '/scratch/x'\nin write\n"
-    error = error_of(host_report(1, rank(1, traceback=full)))
+    full_disk = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device: '/scratch/x'\nin write\n"
+    error = error_of(host_report(1, rank_report(1, traceback=full_disk)))
     assert isinstance(error, InputError) and str(error).startswith(
         "/logs: the output of rank 1 on host beta does not fit (OSError: [Errno 28] No space left on device: '/scratch/x'), "
         "but the disk has "
     )
 
 
-def test_stacks_have_a_line_for_every_rank_even_if_it_did_not_start_or_respond(tmp_path: Path) -> None:
+def test_format_stacks_returns_a_line_for_every_rank_even_if_it_did_not_start_or_respond(tmp_path: Path) -> None:
     folder = LaunchFolder(tmp_path)
-    for number in range(2):
-        folder.report_start(RankReport(rank=number, host=Host(index=0, name="alpha"), pid=40 + number))
+    for rank in range(2):
+        folder.report_start(RankReport(rank=rank, host=Host(index=0, name="alpha"), pid=40 + rank))
     folder.stack_path(0).write_text(
         'Current thread 0x1 (most recent call first):\n  File "/x/torch/c10d.py", line 7 in all_reduce\n'
     )

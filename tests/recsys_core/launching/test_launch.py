@@ -1,4 +1,4 @@
-"""Launches whose ranks fail, hang or are killed: each raises an explanatory error and leaves no process."""
+"""Launches whose ranks fail, hang or are killed. Each raises an error with the cause and leaves no process."""
 
 import os
 import signal
@@ -21,11 +21,11 @@ from recsys_core.launching.messages import LaunchFolder, RankLayout
 from tests.recsys_core.launching.scripted_launches import agents_and_ranks, launch_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
-NO_TORCHX = pytest.mark.skipif(find_spec("torchx") is None, reason="torchx is not installed")
-KINDS = ["local", pytest.param("torchx", marks=[NO_TORCHX, pytest.mark.drill])]
-GONE_WITHIN_S = 10.0
+needs_torchx = pytest.mark.skipif(find_spec("torchx") is None, reason="torchx is not installed")
+LAUNCHER_NAMES = ["local", pytest.param("torchx", marks=[needs_torchx, pytest.mark.drill])]
+END_TIMEOUT_S = 10.0
 PAGE_BYTES = 4096
-"""Bytes that a file takes at least on a tmpfs."""
+"""The least space that a file takes on a tmpfs."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_a_rank_that_hangs_is_reported_with_its_function_and_no_process_is_left(
     assert not agents_and_ranks()
 
 
-def test_a_rank_out_of_gpu_memory_is_reported_with_advice_and_traceback(tmp_path: Path) -> None:
+def test_a_rank_that_runs_out_of_gpu_memory_is_reported_with_advice_and_traceback(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="rank 1 was the first to fail, with an exception; torch") as caught:
         launch_ranks(tmp_path, {1: "run out of GPU memory"})
     message = str(caught.value)
@@ -50,7 +50,7 @@ def test_a_rank_out_of_gpu_memory_is_reported_with_advice_and_traceback(tmp_path
     assert 'raise torch.cuda.OutOfMemoryError("CUDA' in message, "the traceback is missing"
 
 
-def test_an_input_error_of_a_rank_keeps_its_message_and_is_not_blamed_on_its_peer(tmp_path: Path) -> None:
+def test_an_input_error_of_a_rank_keeps_its_class_and_message(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^the input is invalid; fix it$"):
         launch_ranks(tmp_path, {1: "reject input"})
 
@@ -62,7 +62,7 @@ def test_a_rank_killed_by_a_signal_is_the_cause_and_not_its_peer_that_lost_the_c
 
 
 def test_an_agent_that_starts_too_late_is_ended_and_reported_with_the_setting(tmp_path: Path) -> None:
-    # A fast host is ready while the message is written.
+    # The host may become ready while the message is written, which then names the ranks instead of the host.
     with pytest.raises(LaunchError, match=r"(missing: host 0|ranks 0, 1 do not run).*raise launcher\.rendezvous_timeout_s"):
         launch_ranks(tmp_path, {}, launcher=LocalLauncher(rendezvous_timeout_s=0.01))
     assert not agents_and_ranks()
@@ -93,63 +93,67 @@ def test_the_local_launcher_rejects_a_layout_of_two_hosts_before_it_creates_a_fo
 
 
 @contextmanager
-def running_launch(folder: Path, kind: str) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
-    """Yield a process that has launched two ranks, once both work, and all processes below it."""
-    command = [sys.executable, "-m", "tests.recsys_core.launching.scripted_launches", str(folder), kind]
+def running_launch(folder: Path, launcher_name: str) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """Launch two ranks from a new process. Once both work, yield this process and all processes below it."""
+    command = [sys.executable, "-m", "tests.recsys_core.launching.scripted_launches", str(folder), launcher_name]
     with (folder / "output").open("wb") as output:
-        launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        launching_process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
-        while not all((folder / f"sum-{rank}").is_file() for rank in range(2)):
-            assert launcher.poll() is None and time.monotonic() < deadline, (folder / "output").read_text()
+        while not all((folder / f"num-ranks-{rank}").is_file() for rank in range(2)):
+            assert launching_process.poll() is None and time.monotonic() < deadline, (folder / "output").read_text()
             time.sleep(0.1)
-        yield launcher, psutil.Process(launcher.pid).children(recursive=True)
+        yield launching_process, psutil.Process(launching_process.pid).children(recursive=True)
     finally:
-        launcher.kill()
-        launcher.wait()
+        launching_process.kill()
+        launching_process.wait()
 
 
-def assert_gone(processes: list[psutil.Process]) -> None:
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    """Assert that there are processes, and that they end within END_TIMEOUT_S."""
     assert processes
-    _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
+    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
     assert not alive, [process.cmdline() for process in alive]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.drill)])
-def test_every_process_below_the_launching_process_ends_with_it(tmp_path: Path, kind: str, number: signal.Signals) -> None:
-    with running_launch(tmp_path, kind) as (launcher, below):
-        started = {rank.pid for rank in LaunchFolder(tmp_path / "logs").started_ranks().values()}
-        assert len(started) == 2 and started <= {process.pid for process in below}
-        launcher.send_signal(number)
-        assert_gone(below)
-        assert launcher.wait(GONE_WITHIN_S) == (-number if number == signal.SIGKILL else 128 + number)
+@pytest.mark.parametrize("launcher_name", LAUNCHER_NAMES)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.drill)])
+def test_every_process_below_the_launching_process_ends_with_it(
+    tmp_path: Path, launcher_name: str, signal_number: signal.Signals
+) -> None:
+    with running_launch(tmp_path, launcher_name) as (launching_process, descendants):
+        rank_pids = {report.pid for report in LaunchFolder(tmp_path / "logs").started_ranks().values()}
+        assert len(rank_pids) == 2 and rank_pids <= {process.pid for process in descendants}
+        launching_process.send_signal(signal_number)
+        assert_all_end(descendants)
+        expected_exit_code = -signal_number if signal_number == signal.SIGKILL else 128 + signal_number
+        assert launching_process.wait(END_TIMEOUT_S) == expected_exit_code
 
 
-@NO_TORCHX
+@needs_torchx
 @pytest.mark.drill
-@pytest.mark.parametrize("kind", ["remote", "remote, long lease"])
-def test_remote_hosts_end_when_the_lease_expires_or_when_another_launch_takes_it_over(tmp_path: Path, kind: str) -> None:
-    with running_launch(tmp_path, kind) as (launcher, below):
-        launcher.kill()
-        launcher.wait()
-        _, alive = psutil.wait_procs(below, timeout=1.0)
-        assert alive, "they ended at once and not because of the lease"
-        if kind == "remote, long lease":
+@pytest.mark.parametrize("launcher_name", ["remote", "remote, long lease"])
+def test_remote_hosts_end_when_the_lease_expires_or_another_launch_takes_it_over(tmp_path: Path, launcher_name: str) -> None:
+    with running_launch(tmp_path, launcher_name) as (launching_process, descendants):
+        launching_process.kill()
+        launching_process.wait()
+        _, alive = psutil.wait_procs(descendants, timeout=1.0)
+        assert alive, "the hosts ended with the launching process and not because of the lease"
+        if launcher_name == "remote, long lease":
             LaunchFolder(tmp_path / "logs").renew_lease("another", 0)
-        assert_gone(alive)
+        assert_all_end(alive)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_agent_ends_its_ranks_and_the_launch_fails(tmp_path: Path, kind: str) -> None:
-    with running_launch(tmp_path, kind) as (launcher, below):
-        agent = LaunchFolder(tmp_path / "logs").ready_hosts()[0].pid
-        assert agent in {process.pid for process in below}
-        os.kill(agent, signal.SIGKILL)
-        assert_gone(below)
-        assert launcher.wait(GONE_WITHIN_S) == 1
+@pytest.mark.parametrize("launcher_name", LAUNCHER_NAMES)
+def test_after_the_kill_of_an_agent_its_ranks_end_and_the_launch_fails(tmp_path: Path, launcher_name: str) -> None:
+    with running_launch(tmp_path, launcher_name) as (launching_process, descendants):
+        agent_pid = LaunchFolder(tmp_path / "logs").ready_hosts()[0].pid
+        assert agent_pid in {process.pid for process in descendants}
+        os.kill(agent_pid, signal.SIGKILL)
+        assert_all_end(descendants)
+        assert launching_process.wait(END_TIMEOUT_S) == 1
     output = (tmp_path / "output").read_text()
-    assert "LaunchError" in output and ("SIGKILL" if kind == "local" else "an agent was killed") in output, output
+    assert "LaunchError" in output and ("SIGKILL" if launcher_name == "local" else "an agent was killed") in output, output
 
 
 def test_a_launch_error_is_a_stage_error_with_exit_code_1() -> None:

@@ -1,3 +1,5 @@
+"""Messages of a launch, which hosts and ranks write as files."""
+
 from pathlib import Path
 
 import pytest
@@ -5,7 +7,7 @@ import pytest
 from recsys_core.launching.messages import Host, HostReport, LaunchFolder
 
 
-def test_the_first_message_of_a_name_is_kept_and_a_message_that_is_cut_off_is_ignored(tmp_path: Path) -> None:
+def test_a_message_is_never_replaced_and_a_truncated_message_is_ignored(tmp_path: Path) -> None:
     folder, host = LaunchFolder(tmp_path), Host(index=0, name="alpha")
     folder.report_end(HostReport(host=host, pid=1, reason="first"))
     with pytest.raises(FileExistsError):
@@ -14,7 +16,7 @@ def test_the_first_message_of_a_name_is_kept_and_a_message_that_is_cut_off_is_ig
     assert [report.reason for report in folder.ended_hosts()] == ["first"]
 
 
-def test_a_lease_of_another_launch_counts_as_missing(tmp_path: Path) -> None:
+def test_the_lease_of_another_launch_is_not_read(tmp_path: Path) -> None:
     folder = LaunchFolder(tmp_path)
     assert folder.read_lease("first") is None
     folder.renew_lease("first", 1)

@@ -1,4 +1,4 @@
-"""The limits of a launch and the output of rank 0, with the files that hosts and ranks would write, but without processes."""
+"""The time limits of a launch, and the output of rank 0. The tests write the files that hosts and ranks would write."""
 
 import logging
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class RunningGroup:
 def error_of_launch(
     folder: Path, *, num_ready_hosts: int, num_started_ranks: int, poll: Callable[[], None] = lambda: None
 ) -> str:
-    """Return the error of a launch in which no further host or rank starts, and check that its hosts were ended."""
+    """Return the error of a launch in which only some hosts and ranks start, and assert that its hosts were ended."""
     spec = LaunchSpec(
         token="t",
         versions={},
@@ -77,7 +77,7 @@ def test_ranks_without_a_first_heartbeat_are_reported_with_the_setting_for_slow_
     assert "rank 0 (host h0, process 1): did not respond" in message
 
 
-def test_each_heartbeat_sets_the_longest_time_until_the_next_one(tmp_path: Path) -> None:
+def test_a_heartbeat_file_contains_the_timeout_of_the_next_heartbeat(tmp_path: Path) -> None:
     def write_heartbeat() -> None:
         if not (tmp_path / "heartbeat").exists():
             (tmp_path / "heartbeat").write_text("0.4")
@@ -103,13 +103,15 @@ def test_complete_lines_of_rank_0_are_logged_once(tmp_path: Path, caplog: pytest
     assert {record.__dict__["rank"] for record in caplog.records} == {0}
 
 
-def test_a_rank_that_prints_without_end_does_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_first_lines_of_a_rank_are_logged_and_then_the_path_of_its_output(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    file = tmp_path / "host-0" / "token" / "attempt_0" / "0" / "stdout.log"
-    file.parent.mkdir(parents=True)
-    file.write_text("line\n" * (MAX_LOGGED_LINES + 100))
+    output_path = tmp_path / "host-0" / "token" / "attempt_0" / "0" / "stdout.log"
+    output_path.parent.mkdir(parents=True)
+    output_path.write_text("line\n" * (MAX_LOGGED_LINES + 100))
     output = RankOutput(tmp_path / "host-0")
     output.relay()
     output.relay()
     assert len(caplog.records) == MAX_LOGGED_LINES + 1
-    assert str(file) in caplog.records[-1].getMessage()
+    assert str(output_path) in caplog.records[-1].getMessage()

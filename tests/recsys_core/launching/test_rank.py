@@ -1,3 +1,5 @@
+"""The scheduling policy and the cores of a rank's process."""
+
 import os
 import subprocess
 import sys
@@ -7,7 +9,7 @@ import pytest
 from recsys_core.launching.rank import use_batch_scheduling
 
 if sys.platform != "linux":
-    pytest.skip("scheduling policies of Linux", allow_module_level=True)
+    pytest.skip("only Linux has these scheduling policies", allow_module_level=True)
 
 CORES = sorted(os.sched_getaffinity(0))
 PRINT_POLICIES = """
@@ -21,10 +23,12 @@ print(*policies)
 """
 
 
-def policies(*command: str) -> list[int]:
-    """Return the policies of a new process's main thread and of a thread that it starts."""
-    result = subprocess.run([*command, sys.executable, "-c", PRINT_POLICIES], capture_output=True, text=True, check=True)
-    return [int(policy) for policy in result.stdout.split()]
+def policies(*command_prefix: str) -> list[int]:
+    """Return the scheduling policies of the main thread of a new process and of a thread that it starts."""
+    completed = subprocess.run(
+        [*command_prefix, sys.executable, "-c", PRINT_POLICIES], capture_output=True, text=True, check=True
+    )
+    return [int(policy) for policy in completed.stdout.split()]
 
 
 def test_batch_scheduling_applies_to_the_process_and_its_later_threads() -> None:
@@ -44,28 +48,28 @@ def test_a_sandbox_that_forbids_the_policy_is_no_error(monkeypatch: pytest.Monke
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-def cores_of(rank: int, ranks: int) -> set[int]:
-    """Return the cores of a new process after pinning."""
-    result = subprocess.run(
+def cores_of(rank: int, num_ranks: int) -> set[int]:
+    """Return the cores of a new process that is pinned as one of `num_ranks` ranks."""
+    completed = subprocess.run(
         [
             sys.executable,
             "-c",
             "import os; from recsys_core.launching.rank import pin_to_core_share; "
-            f"pin_to_core_share(local_rank={rank}, num_local_ranks={ranks}); print(*os.sched_getaffinity(0))",
+            f"pin_to_core_share(local_rank={rank}, num_local_ranks={num_ranks}); print(*os.sched_getaffinity(0))",
         ],
         capture_output=True,
         text=True,
         check=True,
     )
-    return {int(core) for core in result.stdout.split()}
+    return {int(core) for core in completed.stdout.split()}
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="one core")
+@pytest.mark.skipif(len(CORES) < 2, reason="this machine has one core")
 def test_ranks_share_the_cores_without_overlap():
-    shares = [cores_of(rank, 2) for rank in range(2)]
-    assert len(shares[0]) == len(shares[1]) == len(CORES) // 2
-    assert not shares[0] & shares[1] and shares[0] | shares[1] <= set(CORES)
+    first_cores, second_cores = cores_of(0, 2), cores_of(1, 2)
+    assert len(first_cores) == len(second_cores) == len(CORES) // 2
+    assert not first_cores & second_cores and first_cores | second_cores <= set(CORES)
 
 
-def test_one_rank_or_more_ranks_than_cores_are_not_pinned():
+def test_a_single_rank_and_more_ranks_than_cores_are_not_pinned():
     assert cores_of(0, 1) == cores_of(0, len(CORES) + 1) == set(CORES)

@@ -1,4 +1,4 @@
-"""Expect an error with an exact text in its message; pytest.raises(match=...) takes a pattern."""
+"""A variant of pytest.raises that compares the message with an exact text, not with a pattern."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

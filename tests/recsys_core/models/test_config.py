@@ -1,4 +1,4 @@
-"""Settings of model, loss and schedules: defaults, and combinations that are rejected."""
+"""Settings of model, loss and learning rate schedules: defaults, and combinations that are rejected."""
 
 from typing import Any
 
@@ -13,55 +13,54 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import Schedule
 from tests.recsys_core.models.error_messages import raises_message
 
-NO_HISTORY = {"length": 0, "last_item_feature": False}
 
-
-def towers(**settings: Any) -> TwoTowerConfig:
+def two_tower_config(**settings: Any) -> TwoTowerConfig:
     return TwoTowerConfig.model_validate({"embedding_dim": 8, **settings})
 
 
 def test_default_layers_are_one_for_the_query_tower_and_none_for_the_candidate_tower() -> None:
-    config = towers()
+    config = two_tower_config()
     assert (config.query_layers, config.candidate_layers, config.output_dim) == ((8,), (), 8)
-    config = towers(candidate={"layers": (16, 12)}, query={"skip_connection": False})
+    config = two_tower_config(candidate={"layers": (16, 12)}, query={"skip_connection": False})
     assert (config.query_layers, config.candidate_layers, config.output_dim) == ((12,), (16, 12), 12)
-    assert towers(query={"layers": ()}).query_layers == ()
+    assert two_tower_config(query={"layers": ()}).query_layers == ()
 
 
-def test_the_width_of_a_history_is_that_of_its_item_representation() -> None:
-    layers = {"candidate": {"layers": (12,)}, "query": {}}
-    assert towers(**layers).history_dim == 8
-    assert towers(**layers, history={"item_representation": "candidate_tower"}).history_dim == 12
+def test_the_width_of_a_history_depends_on_the_item_representation() -> None:
+    settings = {"candidate": {"layers": (12,)}, "query": {"skip_connection": False}}
+    assert two_tower_config(**settings).history_dim == 8
+    assert two_tower_config(**settings, history={"item_representation": "candidate_tower"}).history_dim == 12
 
 
-def test_a_last_item_without_a_history_raises() -> None:
+def test_a_last_item_feature_without_a_history_is_rejected() -> None:
     with raises_message("last_item_feature is true, but length is 0; set length to 1 or more, or last_item_feature to false"):
         MeanHistory(length=0)
 
 
 @pytest.mark.parametrize("tower", ["query", "candidate"])
-def test_a_tower_with_a_skip_connection_has_to_end_in_embedding_dim(tower: str) -> None:
-    ends = {"query": {"layers": (16, 12)}, "candidate": {"layers": (16, 12)}}
-    assert towers(**ends).output_dim == 12
-    ends[tower] = {"layers": (16, 12), "skip_connection": True}
+def test_the_last_layer_of_a_tower_with_a_skip_connection_must_have_the_width_embedding_dim(tower: str) -> None:
+    settings_by_tower = {"query": {"layers": (16, 12)}, "candidate": {"layers": (16, 12)}}
+    assert two_tower_config(**settings_by_tower).output_dim == 12
+    settings_by_tower[tower] = {"layers": (16, 12), "skip_connection": True}
     with raises_message(
         f"{tower}.skip_connection adds features of width 8 (embedding_dim) to the last layer, which has width 12; "
         f"end {tower}.layers in 8, or set skip_connection to false"
     ):
-        towers(**ends)
-    assert towers(**{name: {"layers": (16, 8), "skip_connection": True} for name in ends}).output_dim == 8
+        two_tower_config(**settings_by_tower)
+    valid_settings = {"layers": (16, 8), "skip_connection": True}
+    assert two_tower_config(query=valid_settings, candidate=valid_settings).output_dim == 8
 
 
 @pytest.mark.parametrize(
     ("query", "candidate", "widths"),
     [((12,), None, (12, 8)), ((12,), (), (12, 8)), ((), (12,), (8, 12)), ((16, 12), (12, 16), (12, 16))],
 )
-def test_towers_of_different_width_raise(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
+def test_towers_of_different_output_widths_are_rejected(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
     with raises_message(
         f"the towers have different output widths: query.layers end in {widths[0]}, candidate.layers in {widths[1]}; "
         "give both the same last width, or leave query.layers out"
     ):
-        towers(query={"layers": query}, candidate={"layers": candidate})
+        two_tower_config(query={"layers": query}, candidate={"layers": candidate})
 
 
 @given(
@@ -69,7 +68,7 @@ def test_towers_of_different_width_raise(query: Any, candidate: Any, widths: tup
     candidate=st.none() | st.lists(st.integers(1, 99), max_size=3).map(tuple),
     skip_connection=st.booleans(),
 )
-def test_the_default_query_tower_meets_every_candidate_tower_it_is_accepted_with(
+def test_the_default_query_tower_ends_in_the_width_of_the_candidate_tower(
     dim: int, candidate: tuple[int, ...] | None, skip_connection: bool
 ) -> None:
     try:
@@ -83,7 +82,7 @@ def test_the_default_query_tower_meets_every_candidate_tower_it_is_accepted_with
 
 
 @pytest.mark.parametrize("kind", ["bce", "bpr", "cosine_contrastive"])
-def test_pairwise_losses_need_drawn_or_in_batch_negatives(kind: Any) -> None:
+def test_pairwise_losses_need_sampled_or_in_batch_negatives(kind: Any) -> None:
     assert LossConfig(kind=kind, num_negatives=1).uses_in_batch_negatives is False
     assert LossConfig(kind=kind, num_negatives=0, in_batch_negatives=True).uses_in_batch_negatives is True
     for settings in ({}, {"in_batch_negatives": False}):
@@ -111,27 +110,27 @@ def test_cross_rank_negatives_need_in_batch_negatives() -> None:
 
 
 @given(
-    warmup=st.integers(0, 50),
-    total=st.integers(1, 200),
+    warmup_steps=st.integers(0, 50),
+    total_steps=st.integers(1, 200),
     decay=st.sampled_from(["none", "linear", "cosine"]),
     data=st.data(),
 )
-def test_a_schedule_rises_to_the_full_rate_and_never_rises_again(
-    warmup: int, total: int, decay: Any, data: st.DataObject
+def test_the_learning_rate_rises_during_the_warmup_and_never_afterwards(
+    warmup_steps: int, total_steps: int, decay: Any, data: st.DataObject
 ) -> None:
-    schedule = Schedule(learning_rate=1.0, warmup_steps=warmup, lr_decay=decay)
-    step = data.draw(st.integers(0, total - 1))
-    scale, next_scale = (schedule.scale(at, total_steps=total) for at in (step, step + 1))
+    schedule = Schedule(learning_rate=1.0, warmup_steps=warmup_steps, lr_decay=decay)
+    step = data.draw(st.integers(0, total_steps - 1))
+    scale, next_scale = (schedule.scale(index, total_steps=total_steps) for index in (step, step + 1))
     assert 0 < scale <= 1
-    if step + 1 <= warmup:
+    if step < warmup_steps:
         assert scale < next_scale
     else:
         assert next_scale <= scale
-    if decay == "none" and step >= warmup:
+    if decay == "none" and step >= warmup_steps:
         assert scale == 1
 
 
-def test_self_attention_needs_heads_that_divide_the_width_of_an_item() -> None:
+def test_the_number_of_attention_heads_must_divide_the_width_of_an_item_in_a_history() -> None:
     history = {"pooling": "self_attention", "num_heads": 3}
     TwoTowerConfig.model_validate({"embedding_dim": 12, "history": history})
     with raises_message(
@@ -139,10 +138,10 @@ def test_self_attention_needs_heads_that_divide_the_width_of_an_item() -> None:
         "num_heads to one of 1, 2, 4, 5, 10, 20"
     ):
         TwoTowerConfig.model_validate({"embedding_dim": 20, "history": history})
-    layers = {"candidate": {"layers": [8]}, "query": {"skip_connection": False}, "embedding_dim": 12}
-    TwoTowerConfig.model_validate(layers | {"history": history})
+    model = {"candidate": {"layers": [8]}, "query": {"skip_connection": False}, "embedding_dim": 12}
+    TwoTowerConfig.model_validate(model | {"history": history})
     with raises_message("does not divide the width of an item's vector in a history, 8 (candidate.layers)"):
-        TwoTowerConfig.model_validate(layers | {"history": history | {"item_representation": "candidate_tower"}})
+        TwoTowerConfig.model_validate(model | {"history": history | {"item_representation": "candidate_tower"}})
 
 
 @pytest.mark.parametrize("num_blocks", [0, 4])

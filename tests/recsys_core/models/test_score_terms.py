@@ -1,4 +1,4 @@
-"""The popularity term: scores as similarity plus weight times popularity, in training and in the served model."""
+"""The popularity term: a score is the similarity plus the weight times the popularity, in training and in the served model."""
 
 from typing import Any
 
@@ -20,22 +20,22 @@ def with_popularity(**popularity: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("representation", ["embedding", "candidate_tower"])
-def test_a_score_is_the_similarity_and_the_weighted_popularity(similarity: str, representation: str) -> None:
+def test_a_score_is_the_similarity_plus_the_weighted_popularity(similarity: str, representation: str) -> None:
     model = MODEL | {"similarity": similarity, "history": {"length": 3, "item_representation": representation}}
-    similarity_BC = scores(task_of(model))
+    similarity_BI = scores(task_of(model))
     for weight in (0.7, -0.2, 0.0):
-        weighted = scores(task_of(model | {"popularity": {"kind": "fixed", "weight": weight}}))
-        expected = similarity_BC + weight * torch.from_numpy(np.log1p(COUNT_I) / np.log(10)).float()
-        torch.testing.assert_close(weighted, expected)
+        score_BI = scores(task_of(model | {"popularity": {"kind": "fixed", "weight": weight}}))
+        expected_BI = similarity_BI + weight * torch.from_numpy(np.log1p(COUNT_I) / np.log1p(COUNT_I.max())).float()
+        torch.testing.assert_close(score_BI, expected_BI)
 
 
-def test_the_training_does_not_see_a_fixed_term() -> None:
+def test_a_fixed_term_does_not_change_the_training() -> None:
     task_without_term, task_with_term = task_of(MODEL), task_of(with_popularity(kind="fixed", weight=3.0))
     torch.testing.assert_close(task_without_term(batch_of())[0], task_with_term(batch_of())[0])
     assert [name for name, _ in task_without_term.named_parameters()] == [name for name, _ in task_with_term.named_parameters()]
 
 
-def test_a_learned_weight_starts_as_the_model_without_a_term_and_is_trained_with_the_loss() -> None:
+def test_a_learned_weight_starts_at_0_and_is_trained_with_the_loss() -> None:
     task_without_term, task_with_term = task_of(MODEL), task_of(with_popularity(kind="learned"))
     loss = task_with_term(batch_of())[0]
     torch.testing.assert_close(loss, task_without_term(batch_of())[0])
@@ -49,14 +49,16 @@ def test_a_learned_weight_starts_as_the_model_without_a_term_and_is_trained_with
 
 
 @pytest.mark.parametrize(("served_weight", "expected"), [(None, 0.3), (0.0, 0.0), (-0.4, -0.4)])
-def test_serving_may_replace_the_trained_weight(served_weight: float | None, expected: float) -> None:
+def test_served_weight_replaces_the_trained_weight_only_in_the_served_scores(
+    served_weight: float | None, expected: float
+) -> None:
     task = task_of(with_popularity(kind="learned", served_weight=served_weight))
     with torch.no_grad():
         task.head.query.popularity.weight.fill_(0.3)
-    fixed = task_of(with_popularity(kind="fixed", weight=expected))
-    torch.testing.assert_close(scores(task), scores(fixed))
-    replaced = task.train()(batch_of())[0]
-    assert not torch.equal(replaced, task_of(MODEL)(batch_of())[0])  # the training keeps the trained weight
+    task_with_expected_weight = task_of(with_popularity(kind="fixed", weight=expected))
+    torch.testing.assert_close(scores(task), scores(task_with_expected_weight))
+    training_loss = task.train()(batch_of())[0]
+    assert not torch.equal(training_loss, task_of(MODEL)(batch_of())[0])  # the training keeps the trained weight
 
 
 def test_the_distillation_compares_vectors_without_the_popularity() -> None:
@@ -73,7 +75,7 @@ def test_a_catalogue_without_events_has_popularity_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("popularity", "expected"),
+    ("popularity", "message"),
     [
         ({"kind": "fixed"}, "weight\n  Field required"),
         ({"kind": "fixed", "weight": 10_001}, "less than or equal to 10000"),
@@ -81,12 +83,12 @@ def test_a_catalogue_without_events_has_popularity_0() -> None:
         ({"kind": "removed"}, "does not match any of the expected tags"),
     ],
 )
-def test_a_wrong_setting_is_rejected(popularity: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ValidationError, match=expected):
+def test_an_invalid_popularity_term_is_rejected(popularity: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         TwoTowerConfig.model_validate({"popularity": popularity})
 
 
-def test_the_vectors_have_one_more_number_than_the_towers() -> None:
+def test_a_popularity_term_adds_one_number_to_the_vectors() -> None:
     config = TwoTowerConfig.model_validate(
         {"embedding_dim": 8, "history": {"item_representation": "candidate_tower"}, "popularity": {"kind": "learned"}}
     )

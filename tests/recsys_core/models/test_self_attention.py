@@ -1,4 +1,4 @@
-"""SelfAttention compared with nn.TransformerEncoderLayer, one history at a time, and groups of similar length."""
+"""SelfAttention, compared with nn.TransformerEncoderLayer for one history at a time, and groups of histories."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from recsys_core.models.history import make_encoder
 from recsys_core.models.history_config import RecencyHistory, SelfAttentionHistory
 from recsys_core.models.self_attention import Block, Dropout, SelfAttention, groups_of_similar_length
 
-WIDTH, LONGEST = 8, 12
+WIDTH, MAX_LENGTH = 8, 12
 
 
 def attention_of(**settings: int) -> SelfAttention:
     torch.manual_seed(1)
-    attention = SelfAttention(SelfAttentionHistory(length=LONGEST, **settings), dim=WIDTH, std=0.5).eval()
+    attention = SelfAttention(SelfAttentionHistory(length=MAX_LENGTH, **settings), dim=WIDTH, std=0.5).eval()
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.5)
     return attention
@@ -26,14 +26,14 @@ def torch_layer(block: Block) -> nn.TransformerEncoderLayer:
     layer = nn.TransformerEncoderLayer(
         WIDTH, block.num_heads, dim_feedforward=WIDTH, activation="gelu", batch_first=True, norm_first=True
     ).eval()
-    first, _, second = block.feed_forward
+    first_layer, _, second_layer = block.feed_forward
     layer.load_state_dict(
         {
             "self_attn.in_proj_weight": torch.cat([block.query.weight, block.key_value.weight]),
             "self_attn.in_proj_bias": torch.cat([block.query.bias, block.key_value.bias]),
             **{f"self_attn.out_proj.{name}": value for name, value in block.attended.state_dict().items()},
-            **{f"linear1.{name}": value for name, value in first.state_dict().items()},
-            **{f"linear2.{name}": value for name, value in second.state_dict().items()},
+            **{f"linear1.{name}": value for name, value in first_layer.state_dict().items()},
+            **{f"linear2.{name}": value for name, value in second_layer.state_dict().items()},
             **{f"norm1.{name}": value for name, value in block.attention_norm.state_dict().items()},
             **{f"norm2.{name}": value for name, value in block.feed_forward_norm.state_dict().items()},
         }
@@ -54,9 +54,9 @@ def torch_vector(attention: SelfAttention, item_HD: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_heads"), [(1, 1), (2, 4), (3, 2)])
-def test_the_vectors_equal_the_vectors_of_torchs_encoder(num_blocks: int, num_heads: int) -> None:
+def test_the_vectors_equal_the_vectors_of_torchs_encoder_layers(num_blocks: int, num_heads: int) -> None:
     attention = attention_of(num_blocks=num_blocks, num_heads=num_heads)
-    config = SelfAttentionHistory(length=LONGEST, num_blocks=num_blocks, num_heads=num_heads)
+    config = SelfAttentionHistory(length=MAX_LENGTH, num_blocks=num_blocks, num_heads=num_heads)
     encoder = make_encoder(config, dim=WIDTH, std=0.5).eval()
     encoder.attention = attention
     lengths = [3, 1, 12, 0, 7, 8, 2, 1, 5]
@@ -81,25 +81,25 @@ def test_padding_may_be_anywhere_and_have_any_value() -> None:
 def test_with_recency_residual_the_encoder_starts_as_the_recency_encoder_and_then_adds_to_it() -> None:
     torch.manual_seed(2)
     without_residual, with_residual = (
-        make_encoder(SelfAttentionHistory(length=LONGEST, recency_residual=has_residual), dim=WIDTH, std=0.5).eval()
+        make_encoder(SelfAttentionHistory(length=MAX_LENGTH, recency_residual=has_residual), dim=WIDTH, std=0.5).eval()
         for has_residual in (False, True)
     )
-    recency_encoder = make_encoder(RecencyHistory(length=LONGEST), dim=WIDTH, std=0.5)
-    position_weight = nn.Parameter(torch.randn(LONGEST))
+    recency_encoder = make_encoder(RecencyHistory(length=MAX_LENGTH), dim=WIDTH, std=0.5)
+    position_weight = nn.Parameter(torch.randn(MAX_LENGTH))
     recency_encoder.recency, with_residual.recency = position_weight, position_weight
     recency_encoder.start = with_residual.start
-    history = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 3, 4, 16])
-    torch.testing.assert_close(with_residual(*history), recency_encoder(*history))
+    history_arguments = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 3, 4, 16])
+    torch.testing.assert_close(with_residual(*history_arguments), recency_encoder(*history_arguments))
     with_residual.attention = without_residual.attention
     has_items = torch.tensor([True, False, True, True])
-    expected_BD = without_residual(*history) + recency_encoder(*history)
-    torch.testing.assert_close(with_residual(*history)[has_items], expected_BD[has_items])
-    assert with_residual(*history)[1].tolist() == with_residual.start.tolist()
+    expected_BD = without_residual(*history_arguments) + recency_encoder(*history_arguments)
+    torch.testing.assert_close(with_residual(*history_arguments)[has_items], expected_BD[has_items])
+    assert with_residual(*history_arguments)[1].tolist() == with_residual.start.tolist()
     assert with_residual.expected_norm(8.0) == recency_encoder.expected_norm(8.0)
 
 
 def test_an_untrained_encoder_returns_vectors_with_the_norm_of_an_item_vector() -> None:
-    config = SelfAttentionHistory(length=LONGEST)
+    config = SelfAttentionHistory(length=MAX_LENGTH)
     encoder = make_encoder(config, dim=WIDTH, std=0.25).eval()
     vector_BD = encoder(torch.randn(4, WIDTH) * 0.25, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3, 4]))
     torch.testing.assert_close(vector_BD.norm(dim=1), torch.full((2,), 0.25 * WIDTH**0.5), rtol=1e-3, atol=0)
@@ -117,8 +117,8 @@ def test_each_history_is_in_one_group_and_at_most_half_of_it_is_padding(lengths:
 
 def test_dropout_keeps_the_mean_and_is_off_in_evaluation() -> None:
     torch.manual_seed(0)
-    dropout, value = Dropout(0.3), torch.full((200, 50), 2.0)
-    dropped = dropout(value)
+    dropout, values = Dropout(0.3), torch.full((200, 50), 2.0)
+    dropped = dropout(values)
     assert dropped.unique().tolist() == pytest.approx([0.0, 2 / 0.7])
     assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
-    assert torch.equal(dropout.eval()(value), value)
+    assert torch.equal(dropout.eval()(values), values)

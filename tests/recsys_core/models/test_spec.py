@@ -39,32 +39,33 @@ def make_spec(
     )
 
 
-def shapes(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
+def layout(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
+    """Return the number of rows, the width and the collection of each table."""
     return {name: (table.num_rows, table.dim, table.collection) for name, table in spec.tables.items()}
 
 
 def test_a_plain_model_has_an_item_table_and_optionally_a_user_table() -> None:
-    assert shapes(make_spec()) == {"item": (5, DIM, "unpooled_8")}
-    assert shapes(make_spec(learn_user_embedding=True)) == {"item": (5, DIM, "unpooled_8"), "user": (7, DIM, "unpooled_8")}
-    assert shapes(make_spec(learn_user_embedding=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "pooled")
+    assert layout(make_spec()) == {"item": (5, DIM, "unpooled_8")}
+    assert layout(make_spec(learn_user_embedding=True)) == {"item": (5, DIM, "unpooled_8"), "user": (7, DIM, "unpooled_8")}
+    assert layout(make_spec(learn_user_embedding=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "pooled")
 
 
-def test_the_collection_of_a_feature_depends_on_owner_kind_and_weights() -> None:
+def test_the_collection_of_a_feature_depends_on_its_owner_kind_and_on_its_weights() -> None:
     feature_names = tuple(ingested_features())
     spec = make_spec(features=feature_names)
     assert list(spec.tables) == ["item", *feature_names]
     for owner_kind in OWNER_KINDS:
         for form in FORMS:
-            weighted = owner_kind != "item" and form in ("weighted_list", "number")
-            collection = "unpooled_8" if owner_kind == "item" else "pooled_weighted" if weighted else "pooled"
-            assert shapes(spec)[f"{owner_kind}.{form}"] == (NUM_ROWS, DIM, collection)
+            has_weights = form in ("weighted_list", "number")
+            collection = "unpooled_8" if owner_kind == "item" else "pooled_weighted" if has_weights else "pooled"
+            assert layout(spec)[f"{owner_kind}.{form}"] == (NUM_ROWS, DIM, collection)
             assert spec.forms[f"{owner_kind}.{form}"] == form
     assert spec.features("item") == [f"item.{form}" for form in FORMS]
     assert spec.features("query") == [f"{owner_kind}.{form}" for owner_kind in ("user", "context") for form in FORMS]
     assert list(spec.on_side("item")) == ["item", *spec.features("item")]
 
 
-def test_frozen_tables_are_in_collections_of_their_own() -> None:
+def test_frozen_tables_are_in_separate_collections() -> None:
     spec = make_spec(
         learn_user_embedding=True,
         features=("item.single", "user.weighted_list"),
@@ -102,7 +103,7 @@ def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None
         tables={"item": RESIDUAL | {"dim": 12}, "item_offset": {"optimizer": optimizer.model_dump()}},
         vector_dims={"item": 12},
     )
-    assert shapes(spec) == {"item": (5, 12, "unpooled_12_frozen"), "item_offset": (5, DIM, "unpooled_8")}
+    assert layout(spec) == {"item": (5, 12, "unpooled_12_frozen"), "item_offset": (5, DIM, "unpooled_8")}
     offset = spec.tables["item_offset"]
     assert (offset.settings.missing_vector_init, offset.settings.optimizer, offset.settings.dim) == ("zero", optimizer, DIM)
     assert not offset.is_frozen and not offset.pretrained and offset.feature == "item"
@@ -110,20 +111,20 @@ def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None
 
 def test_the_teacher_table_is_frozen_unscaled_and_zero_without_a_vector() -> None:
     spec = make_spec(tables={"item": {"dim": 12}}, vector_dims={"item": 12}, has_distillation=True)
-    assert shapes(spec) == {"item": (5, 12, "unpooled_12"), "item_teacher": (5, 12, "unpooled_12_frozen")}
+    assert layout(spec) == {"item": (5, 12, "unpooled_12"), "item_teacher": (5, 12, "unpooled_12_frozen")}
     teacher = spec.tables["item_teacher"]
     assert (teacher.settings.missing_vector_init, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
 
 
-def test_a_feature_of_several_tables_in_one_collection_has_one_output_per_table() -> None:
-    vector_dims, both_tables = {"item": DIM}, ("item", "item_teacher")
-    spec_apart = make_spec(vector_dims=vector_dims, has_distillation=True)
-    assert [spec_apart.output_name(table) for table in both_tables] == ["item", "item"]
-    spec_together = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": FROZEN})
-    assert [spec_together.output_name(table) for table in both_tables] == ["item@item", "item@item_teacher"]
-    spec_of_three_tables = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": RESIDUAL})
-    names = [spec_of_three_tables.output_name(table) for table in (*both_tables, "item_offset")]
-    assert names == ["item@item", "item@item_teacher", "item"]
+def test_output_names_contain_the_table_if_several_tables_of_a_collection_share_a_feature() -> None:
+    vector_dims, tables = {"item": DIM}, ("item", "item_teacher")
+    separate_collections = make_spec(vector_dims=vector_dims, has_distillation=True)
+    assert [separate_collections.output_name(table) for table in tables] == ["item", "item"]
+    same_collection = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": FROZEN})
+    assert [same_collection.output_name(table) for table in tables] == ["item@item", "item@item_teacher"]
+    with_offsets = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": RESIDUAL})
+    output_names = [with_offsets.output_name(table) for table in (*tables, "item_offset")]
+    assert output_names == ["item@item", "item@item_teacher", "item"]
     assert make_spec(features=("item.single",)).output_name("item.single") == "item.single"
 
 
@@ -135,7 +136,7 @@ def test_the_default_width_of_a_table_is_embedding_dim() -> None:
 
 @pytest.mark.parametrize("table", ["item", "user", "item.single"])
 @pytest.mark.parametrize("transfer", ["frozen", "gradual", "residual"])
-def test_transfer_other_than_full_needs_vectors(table: str, transfer: str) -> None:
+def test_every_transfer_except_full_needs_vectors(table: str, transfer: str) -> None:
     settings = GRADUAL if transfer == "gradual" else {"transfer": transfer}
     with raises_message(
         f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r} (it has vectors of no table)"
@@ -168,12 +169,11 @@ def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
 @pytest.mark.parametrize("table", ["item", "user", "item.single"])
 def test_a_table_has_the_width_of_its_vectors_by_default(table: str) -> None:
     spec = make_spec(learn_user_embedding=True, features=("item.single",), vector_dims={table: 12})
-    assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": DIM, "item.single": DIM} | {
-        table: 12
-    }
+    expected_dims = {"item": DIM, "user": DIM, "item.single": DIM} | {table: 12}
+    assert {name: table_spec.dim for name, table_spec in spec.tables.items()} == expected_dims
 
 
-def test_vectors_of_another_width_than_the_setting_raise() -> None:
+def test_vectors_whose_width_the_table_cannot_have_are_rejected() -> None:
     with raises_message(
         "embeddings: the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out, and the table takes "
         "the width of its vectors, or set embeddings.pca_dim to 8"
@@ -184,7 +184,7 @@ def test_vectors_of_another_width_than_the_setting_raise() -> None:
 
 
 @given(vector_dim=st.integers(1, 99), dim=st.none() | st.integers(1, 99))
-def test_check_width_accepts_the_width_of_the_setting_or_a_multiple_of_4(vector_dim: int, dim: int | None) -> None:
+def test_check_width_accepts_the_configured_width_or_by_default_a_multiple_of_4(vector_dim: int, dim: int | None) -> None:
     try:
         check_width(vector_dim, dim, table="item")
     except InputError as error:
@@ -231,7 +231,7 @@ def test_a_spec_is_read_back_from_its_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "forms", "known"),
+    ("settings", "forms", "is_known"),
     [
         ({}, {}, [True, False, True, False]),
         (
@@ -243,7 +243,7 @@ def test_a_spec_is_read_back_from_its_json() -> None:
         ({}, {"context.hour": "single"}, [True, False, True, False]),
     ],
 )
-def test_a_user_is_known_with_a_history_or_a_row_that_the_model_reads(settings, forms, known) -> None:
+def test_a_user_is_known_with_a_history_or_a_row_that_the_model_reads(settings, forms, is_known) -> None:
     spec = ModelSpec(config=TwoTowerConfig(**settings), num_users=2, num_items=3, tables={}, forms=forms)
-    length, row = np.array([2, 0, 2, 0]), np.array([0, 1, -1, -1])
-    assert spec.is_known(history_length_B=length, user_row_B=row).tolist() == known
+    history_length_B, user_row_B = np.array([2, 0, 2, 0]), np.array([0, 1, -1, -1])
+    assert spec.is_known(history_length_B=history_length_B, user_row_B=user_row_B).tolist() == is_known

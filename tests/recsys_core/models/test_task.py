@@ -1,4 +1,4 @@
-"""The unsharded task: well-known models as configs, weight decay, gradual unfreezing, encoding."""
+"""The unsharded task: configs of well-known models, weight decay, gradual unfreezing and encoding."""
 
 from typing import Any
 
@@ -22,9 +22,10 @@ from tests.recsys_core.ingest.random_features import feature_store, ingested_fea
 
 NUM_USERS, NUM_ITEMS = 6, 9
 COUNT_I = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
+"""Training events of each item."""
 NO_HISTORY = {"length": 0, "last_item_feature": False}
 QUERY_USERS, HISTORIES = [2, 0, 5], [[1, 4], [], [8, 8, 3]]
-CANDIDATES = [7, 0, 3, 1, 1, 6, 4]
+CANDIDATE_TEMPERATURES = [7, 0, 3, 1, 1, 6, 4]
 """The positives of three queries, then four sampled negatives."""
 
 
@@ -35,10 +36,10 @@ def task_of(
     tables: dict[str, Any] | None = None,
     vector_dims: dict[str, int] | None = None,
     features: tuple[str, ...] = (),
-    popularity_rank: dict[str, list[int]] | None = None,
+    popularity_rank_by_table: dict[str, list[int]] | None = None,
     weight_decay: dict[str, float] | None = None,
 ) -> RetrievalTask:
-    """Return a task whose tables have random values on the CPU. In a training, the sharded model allocates them."""
+    """Return a task with random tables on the CPU."""
     loss_config = LossConfig.model_validate(loss or {})
     spec = ModelSpec.sized(
         TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
@@ -54,7 +55,7 @@ def task_of(
         spec,
         loss=loss_config,
         item_count_I=COUNT_I,
-        popularity_rank={name: np.array(rank_of_rows) for name, rank_of_rows in (popularity_rank or {}).items()},
+        popularity_rank={name: np.array(ranks) for name, ranks in (popularity_rank_by_table or {}).items()},
         weight_decay=weight_decay or {},
         group=None,
     )
@@ -70,12 +71,13 @@ def weight_of(task: RetrievalTask, table: str) -> Tensor:
 
 
 def batch_of(
-    candidates: list[int] = CANDIDATES,
+    candidates: list[int] = CANDIDATE_TEMPERATURES,
     *,
     features: FeatureStore | None = None,
     users: list[int] = QUERY_USERS,
     histories: list[list[int]] = HISTORIES,
 ) -> Batch:
+    """Return a batch of queries. The event of a query has the same number as its user."""
     return Assembler(user_batch_key=UNPOOLED, features=features).batch(
         user_row_B=np.array(users),
         event_index_B=np.array(users),
@@ -87,24 +89,30 @@ def batch_of(
 
 
 def scores(task: RetrievalTask) -> Tensor:
-    """Return the score of each query with every item [B, I]."""
+    """Return the scores [B, I] of the queries of `batch_of` with all items."""
     all_items = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(NUM_ITEMS))
     return task.eval().encode_queries(batch_of([])) @ task.encode_items(all_items)[1].T
 
 
-PLAIN = {"learn_user_embedding": True, "history": NO_HISTORY, "query": {"layers": []}, "similarity": "dot", "temperature": 1.0}
+DOT_PRODUCT = {
+    "learn_user_embedding": True,
+    "history": NO_HISTORY,
+    "query": {"layers": []},
+    "similarity": "dot",
+    "temperature": 1.0,
+}
 
 
-def test_a_plain_dot_product_of_embeddings_is_a_config() -> None:
-    task = task_of(PLAIN)
-    users, items = weight_of(task, "user"), weight_of(task, "item")
-    assert torch.equal(scores(task), users[QUERY_USERS] @ items.T)
+def test_a_dot_product_of_embeddings_can_be_configured() -> None:
+    task = task_of(DOT_PRODUCT)
+    user_row_UD, item_row_ID = weight_of(task, "user"), weight_of(task, "item")
+    assert torch.equal(scores(task), user_row_UD[QUERY_USERS] @ item_row_ID.T)
     assert len(list(task.parameters())) == 2
 
 
-def test_a_matrix_factorisation_with_a_sampled_softmax_is_a_config() -> None:
+def test_a_matrix_factorisation_with_a_sampled_softmax_can_be_configured() -> None:
     task = task_of(
-        PLAIN,
+        DOT_PRODUCT,
         loss={
             "in_batch_negatives": False,
             "num_negatives": 4,
@@ -113,32 +121,35 @@ def test_a_matrix_factorisation_with_a_sampled_softmax_is_a_config() -> None:
             "logq_correction": "none",
         },
     )
-    users, items = weight_of(task, "user"), weight_of(task, "item")
-    logits = users[QUERY_USERS] @ items[CANDIDATES].T
-    candidate_logits = torch.cat([logits.diag()[:, None], logits[:, 3:]], dim=1)
+    user_row_UD, item_row_ID = weight_of(task, "user"), weight_of(task, "item")
+    logit_BC = user_row_UD[QUERY_USERS] @ item_row_ID[CANDIDATE_TEMPERATURES].T
+    candidate_logits = torch.cat([logit_BC.diag()[:, None], logit_BC[:, 3:]], dim=1)  # the positive, then the negatives
     torch.testing.assert_close(task(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64)))
-    corrected = task_of(
-        PLAIN, loss={"in_batch_negatives": False, "num_negatives": 4, "negative_sampling_alpha": 0.5, "mask_negatives": "none"}
+    task_with_correction = task_of(
+        DOT_PRODUCT,
+        loss={"in_batch_negatives": False, "num_negatives": 4, "negative_sampling_alpha": 0.5, "mask_negatives": "none"},
     )
-    log_q = torch.from_numpy(4 * negative_share(COUNT_I, 0.5)).float().log()
-    positive_log_q = log_q[CANDIDATES[:3]][:, None]
-    candidate_logits = candidate_logits - torch.cat([positive_log_q, log_q[CANDIDATES[3:]].expand(3, -1)], dim=1)
-    torch.testing.assert_close(corrected(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64)))
+    log_q_I = torch.from_numpy(4 * negative_share(COUNT_I, 0.5)).float().log()
+    positive_log_q = log_q_I[CANDIDATE_TEMPERATURES[:3]][:, None]
+    candidate_logits = candidate_logits - torch.cat([positive_log_q, log_q_I[CANDIDATE_TEMPERATURES[3:]].expand(3, -1)], dim=1)
+    torch.testing.assert_close(
+        task_with_correction(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64))
+    )
 
 
-def test_simplex_is_a_config() -> None:
-    """Mao et al., "SimpleX", CIKM 2021: user row plus mean of the history, cosine, one positive against hard negatives."""
+def test_simplex_can_be_configured() -> None:
+    """Mao et al., "SimpleX", CIKM 2021: user row plus mean of the history, with the cosine contrastive loss."""
     task = task_of(
         {"learn_user_embedding": True, "history": {"pooling": "mean", "last_item_feature": False}, "query": {"layers": []}},
         loss={"kind": "cosine_contrastive", "margin": 0.1, "negative_weight": 3.0, "mask_negatives": "none"},
     )
-    users, items = weight_of(task, "user"), weight_of(task, "item")
+    user_row_UD, item_row_ID = weight_of(task, "user"), weight_of(task, "item")
     start = task.head.query.pooling.start
-    history = torch.stack([items[rows].mean(dim=0) if rows else start for rows in HISTORIES])
-    cosine = normalize(users[QUERY_USERS] + history, dim=1) @ normalize(items, dim=1).T
-    torch.testing.assert_close(scores(task), cosine)
-    negative_loss_B = (cosine[:, CANDIDATES[3:]] - 0.1).relu().mean(dim=1)
-    loss = (1 - cosine[range(3), CANDIDATES[:3]] + 3.0 * negative_loss_B).mean()
+    history_BD = torch.stack([item_row_ID[rows].mean(dim=0) if rows else start for rows in HISTORIES])
+    cosine_BI = normalize(user_row_UD[QUERY_USERS] + history_BD, dim=1) @ normalize(item_row_ID, dim=1).T
+    torch.testing.assert_close(scores(task), cosine_BI)
+    negative_loss_B = (cosine_BI[:, CANDIDATE_TEMPERATURES[3:]] - 0.1).relu().mean(dim=1)
+    loss = (1 - cosine_BI[range(3), CANDIDATE_TEMPERATURES[:3]] + 3.0 * negative_loss_B).mean()
     torch.testing.assert_close(task.train()(batch_of())[0], loss)
 
 
@@ -149,54 +160,49 @@ def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
         "query": {"layers": [6]},
     }
     task = task_of(config)
-    history_items, vectors = task.eval().encode_items(Assembler(user_batch_key=None).item_batch(np.arange(NUM_ITEMS)))
-    assert history_items.shape == (NUM_ITEMS, 6) and torch.equal(history_items, vectors)
+    all_items = Assembler(user_batch_key=None).item_batch(np.arange(NUM_ITEMS))
+    history_vector_ID, item_vector_ID = task.eval().encode_items(all_items)
+    assert history_vector_ID.shape == (NUM_ITEMS, 6) and torch.equal(history_vector_ID, item_vector_ID)
     (layer,) = task.head.query.tower.layers
     start = task.head.query.pooling.start
-    history = torch.stack([vectors[rows].mean(dim=0) if rows else start for rows in HISTORIES])
-    torch.testing.assert_close(task.encode_queries(batch_of([])), normalize(layer(history), dim=1))
-    embeddings = (
-        task_of(config | {"history": {}})
-        .eval()
-        .encode_items(Assembler(user_batch_key=None).item_batch(np.arange(NUM_ITEMS)))[0]
-    )
-    assert embeddings.shape == (NUM_ITEMS, 4)
+    history_BD = torch.stack([item_vector_ID[rows].mean(dim=0) if rows else start for rows in HISTORIES])
+    torch.testing.assert_close(task.encode_queries(batch_of([])), normalize(layer(history_BD), dim=1))
+    embedding_ID, _ = task_of(config | {"history": {}}).eval().encode_items(all_items)
+    assert embedding_ID.shape == (NUM_ITEMS, 4)
 
 
-def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
-    keys = ("user.list", "item.list", "item.number", "context.weighted_list")
+def test_the_encoders_compute_the_vectors_that_the_loss_compares() -> None:
+    feature_keys = ("user.list", "item.list", "item.number", "context.weighted_list")
     feature_by_key = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_USERS).feature_by_key
-    store = FeatureStore({key: feature_by_key[key] for key in keys})
+    store = FeatureStore({key: feature_by_key[key] for key in feature_keys})
     config = {"learn_user_embedding": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
     for item_representation in ("embedding", "candidate_tower"):
         task = task_of(
             config | {"history": {"item_representation": item_representation}},
-            features=keys,
+            features=feature_keys,
             loss={"kind": "bce", "in_batch_negatives": True, "mask_negatives": "none"},
         ).eval()
         query_BD = task.encode_queries(batch_of([], features=store))
-        candidate_CD = task.encode_items(Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(NUM_ITEMS)))[
-            1
-        ][CANDIDATES]
+        all_items = Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(NUM_ITEMS))
+        candidate_CD = task.encode_items(all_items)[1][CANDIDATE_TEMPERATURES]
         expected = task.head.objective(query_BD, candidate_CD, batch=batch_of(features=store), teacher_CD=None)
         torch.testing.assert_close(task(batch_of(features=store))[0], expected)
 
 
 def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None:
-    config = PLAIN | {"history": {"length": 3, "last_item_feature": False}}
+    config = DOT_PRODUCT | {"history": {"length": 3, "last_item_feature": False}}
     task, task_with_decay = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
-    items, users = weight_of(task, "item"), weight_of(task, "user")
-    distinct_items = sorted({*CANDIDATES, *(item for rows in HISTORIES for item in rows)})
-    penalty = 0.1 / 2 * items[distinct_items].square().sum() + 0.3 / 2 * users[QUERY_USERS].square().sum()
+    item_row_ID, user_row_UD = weight_of(task, "item"), weight_of(task, "user")
+    distinct_items = sorted({*CANDIDATE_TEMPERATURES, *(item for rows in HISTORIES for item in rows)})
+    penalty = 0.1 / 2 * item_row_ID[distinct_items].square().sum() + 0.3 / 2 * user_row_UD[QUERY_USERS].square().sum()
     torch.testing.assert_close(task_with_decay(batch_of())[0], task(batch_of())[0] + penalty)
-    repeated_users = [2, 0, 2]  # a user with two queries counts once
-    penalty += 0.3 / 2 * (users[[2, 0]].square().sum() - users[QUERY_USERS].square().sum())
-    batch = batch_of(users=repeated_users)
+    batch = batch_of(users=[2, 0, 2])  # a user with two queries counts once
+    penalty += 0.3 / 2 * (user_row_UD[[2, 0]].square().sum() - user_row_UD[QUERY_USERS].square().sum())
     torch.testing.assert_close(task_with_decay(batch)[0], task(batch)[0] + penalty)
 
 
 def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
-    """Return the rows of `table` with a gradient."""
+    """Return the rows of `table` that get a gradient from `batch_of()`."""
     task.zero_grad()
     task(batch_of())[0].backward()
     gradient = weight_of(task, table).grad
@@ -205,84 +211,80 @@ def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
 
 @pytest.mark.parametrize("decay", [{}, {"item": 0.1}])
 def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: dict[str, float]) -> None:
-    popularity_rank = [8, 7, 6, 5, 4, 3, 2, 1, 0]  # row 8 is the most frequent
     task = task_of(
-        PLAIN | {"history": {"length": 3, "last_item_feature": False}},
+        DOT_PRODUCT | {"history": {"length": 3, "last_item_feature": False}},
         tables={"item": {"transfer": "gradual", "unfreeze": [{"epoch": 2, "share": 1 / 3}, {"epoch": 4, "share": 1}]}},
         vector_dims={"item": 4},
-        popularity_rank={"item": popularity_rank},
+        popularity_rank_by_table={"item": [8, 7, 6, 5, 4, 3, 2, 1, 0]},  # row 8 is the most frequent
         weight_decay=decay,
     )
-    looked_up = {*CANDIDATES, *(item for rows in HISTORIES for item in rows)}
+    looked_up_items = {*CANDIDATE_TEMPERATURES, *(item for rows in HISTORIES for item in rows)}
     losses = []
-    for epoch, trained in ((1, set()), (2, {6, 7, 8}), (3, {6, 7, 8}), (4, set(range(NUM_ITEMS)))):
+    for epoch, trained_items in ((1, set()), (2, {6, 7, 8}), (3, {6, 7, 8}), (4, set(range(NUM_ITEMS)))):
         shares = task.head.set_epoch(epoch)
-        assert shares == {"item": pytest.approx(len(trained) / NUM_ITEMS)}
-        assert rows_with_gradient(task, "item") == trained & looked_up
+        assert shares == {"item": pytest.approx(len(trained_items) / NUM_ITEMS)}
+        assert rows_with_gradient(task, "item") == trained_items & looked_up_items
         assert rows_with_gradient(task, "user") == set(QUERY_USERS)
         losses.append(task(batch_of())[0].item())
-    assert len(set(losses)) == 1  # frozen rows still affect the loss
+    assert len(set(losses)) == 1  # frozen rows count in the loss too
 
 
-def test_a_gradual_user_table_is_unfrozen_by_popularity_rank() -> None:
+def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_user_table() -> None:
     task = task_of(
-        PLAIN,
+        DOT_PRODUCT,
         tables={"user": {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}},
         vector_dims={"user": 4},
-        popularity_rank={"user": [0, 3, 1, 4, 2, 5]},
+        popularity_rank_by_table={"user": [0, 3, 1, 4, 2, 5]},
     )
     task.head.set_epoch(1)
-    assert rows_with_gradient(task, "user") == {0, 2}
+    assert rows_with_gradient(task, "user") == {0, 2}  # users with a query and a rank below 3
 
 
 @pytest.mark.parametrize("transfer", ["frozen", "residual"])
-def test_a_frozen_table_has_no_gradient_but_its_offsets_do(transfer: str) -> None:
-    task = task_of(PLAIN, tables={"item": {"transfer": transfer, "dim": 8}}, vector_dims={"item": 8})
+def test_a_frozen_table_has_no_gradient_but_its_offsets_have_a_gradient(transfer: str) -> None:
+    task = task_of(DOT_PRODUCT, tables={"item": {"transfer": transfer, "dim": 8}}, vector_dims={"item": 8})
     assert rows_with_gradient(task, "item") == set()
     assert rows_with_gradient(task, "user") == set(QUERY_USERS)
     if transfer == "residual":
-        assert rows_with_gradient(task, "item_offset") == set(CANDIDATES)
+        assert rows_with_gradient(task, "item_offset") == set(CANDIDATE_TEMPERATURES)
         with torch.no_grad():
             weight_of(task, "item_offset").zero_()
-        rows, projection = weight_of(task, "item"), task.head.item.projection.weight
-        torch.testing.assert_close(scores(task), weight_of(task, "user")[QUERY_USERS] @ (rows @ projection.T).T)
+        projected_ID = weight_of(task, "item") @ task.head.item.projection.weight.T
+        torch.testing.assert_close(scores(task), weight_of(task, "user")[QUERY_USERS] @ projected_ID.T)
 
 
 def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
-    task = task_of(PLAIN, loss={"distillation": {"weight": 0.5}}, vector_dims={"item": 4})
-    without_teacher = task_of(PLAIN)
+    task = task_of(DOT_PRODUCT, loss={"distillation": {"weight": 0.5}}, vector_dims={"item": 4})
+    task_without_teacher = task_of(DOT_PRODUCT)
     with torch.no_grad():
-        weight_of(task, "item").copy_(weight_of(without_teacher, "item"))
-        weight_of(task, "user").copy_(weight_of(without_teacher, "user"))
-    assert task(batch_of())[0] > without_teacher(batch_of())[0]
+        weight_of(task, "item").copy_(weight_of(task_without_teacher, "item"))
+        weight_of(task, "user").copy_(weight_of(task_without_teacher, "user"))
+    assert task(batch_of())[0] > task_without_teacher(batch_of())[0]
     assert rows_with_gradient(task, "item_teacher") == set()
 
 
 def test_tables_of_different_widths_work_in_one_model() -> None:
-    keys = ("item.single", "item.list", "user.number")
+    feature_keys = ("item.single", "item.list", "user.number")
     feature_by_key = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_USERS).feature_by_key
-    store = FeatureStore({key: feature_by_key[key] for key in keys})
+    store = FeatureStore({key: feature_by_key[key] for key in feature_keys})
     task = task_of(
         {"candidate": {"layers": [8, 4]}},
         tables={"item": {"dim": 12, "transfer": "residual"}, "item.single": {"dim": 8}, "user.number": {"dim": 16}},
         vector_dims={"item": 12},
-        features=keys,
+        features=feature_keys,
     )
     loss, detached_loss = task(batch_of(features=store))
     loss.backward()
     assert loss.isfinite() and not detached_loss.requires_grad
-    trained = {name for name, table in task.head.spec.tables.items() if not table.is_frozen}
-    assert trained == {"item_offset", *keys}
-    assert all(weight_of(task, name).grad is not None for name in trained)
+    trained_tables = {name for name, table in task.head.spec.tables.items() if not table.is_frozen}
+    assert trained_tables == {"item_offset", *feature_keys}
+    assert all(weight_of(task, name).grad is not None for name in trained_tables)
 
 
-def test_autocast_leaves_the_loss_close_and_in_full_precision() -> None:
+def test_the_loss_with_autocast_is_a_float32_close_to_the_loss_without_autocast() -> None:
     task = task_of({"learn_user_embedding": True, "query": {"layers": [8, 4], "skip_connection": False}})
     fp32_loss = task(batch_of())[0]
     task.head.uses_bf16 = True
     bf16_loss = task(batch_of())[0]
-    assert (
-        bf16_loss.dtype == torch.float32
-        and bf16_loss.item() == pytest.approx(fp32_loss.item(), rel=0.02)
-        and bf16_loss != fp32_loss
-    )
+    assert bf16_loss.dtype == torch.float32 and bf16_loss != fp32_loss
+    assert bf16_loss.item() == pytest.approx(fp32_loss.item(), rel=0.02)

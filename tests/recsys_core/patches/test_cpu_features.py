@@ -1,4 +1,4 @@
-"""FBGEMM's view of the CPU features, in new processes, because the patch must run before torch is imported."""
+"""CPU features that FBGEMM detects, in new processes, because the patch must run before torch is imported."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import torch
 if not torch.cpu._is_avx2_supported():
     pytest.skip("this CPU has no AVX2", allow_module_level=True)
 
-HAS_AVX2 = """
+PRINT_HAS_AVX2 = """
 import ctypes, pathlib, fbgemm_gpu, torch
 library = ctypes.CDLL(str(pathlib.Path(fbgemm_gpu.__file__).with_name("fbgemm.so")))
 library.cpuinfo_initialize()
@@ -20,22 +20,22 @@ print(has_avx2())
 PATCH = "from recsys_core.patches.cpu_features import share_cpu_features; share_cpu_features()"
 
 
-def sees_avx2(*, patched: bool) -> bool:
-    script = PATCH + HAS_AVX2 if patched else HAS_AVX2
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
-    return run.stdout.split()[-1] == "True"
+def detects_avx2(*, is_patched: bool) -> bool:
+    script = PATCH + PRINT_HAS_AVX2 if is_patched else PRINT_HAS_AVX2
+    completed = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
+    return completed.stdout.split()[-1] == "True"
 
 
 def test_fbgemm_detects_avx2_with_the_patch() -> None:
-    assert sees_avx2(patched=True)
+    assert detects_avx2(is_patched=True)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="only the CUDA build of torch, the one on PyPI, needs the patch")
-def test_share_cpu_features_is_needed() -> None:
-    assert not sees_avx2(patched=False)
+def test_without_the_patch_fbgemm_does_not_detect_avx2() -> None:
+    assert not detects_avx2(is_patched=False)
 
 
-def test_a_rank_does_not_import_torch_before_the_patch() -> None:
+def test_the_main_module_of_a_rank_does_not_import_torch_before_the_patch() -> None:
     script = "import sys, recsys_core.training.__main__; print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["False"]
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == ["False"]

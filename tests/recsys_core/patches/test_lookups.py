@@ -1,4 +1,4 @@
-"""Each test fails when the installed TorchRec or FBGEMM no longer needs a patch of lookups.py; then remove both."""
+"""Bugs that lookups.py works around. If a test fails after an upgrade, remove the test and the workaround that it names."""
 
 import fbgemm_gpu
 import pytest
@@ -15,27 +15,27 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 NO_INDEX, ONE_OFFSET = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
 
-def fused(*, rows: int) -> SplitTableBatchedEmbeddingBagsCodegen:
-    table = (rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+def fused_kernel(*, num_rows: int) -> SplitTableBatchedEmbeddingBagsCodegen:
+    table = (num_rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
     adagrad = EmbOptimType.EXACT_ROWWISE_ADAGRAD
     return SplitTableBatchedEmbeddingBagsCodegen([table], optimizer=adagrad, device=torch.device("cpu"))
 
 
 def test_bag_sharder_is_needed() -> None:
-    offered = set(EmbeddingBagCollectionSharder().sharding_types("cpu"))
-    assert not offered & {"row_wise", "table_row_wise", "grid_shard"}
+    sharding_types = set(EmbeddingBagCollectionSharder().sharding_types("cpu"))
+    assert not sharding_types & {"row_wise", "table_row_wise", "grid_shard"}
 
 
 def test_dense_lookup_is_needed() -> None:
     kernel = DenseTableBatchedEmbeddingBagsCodegen([(10, 4)], pooling_mode=PoolingMode.NONE, use_cpu=True)
-    looked_up = kernel(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
-    assert len(looked_up) == 2  # pooled to 2 bags; correct would be 3 rows
+    output = kernel(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))
+    assert len(output) == 2  # it pools the rows into 2 bags, although PoolingMode.NONE should return 3 rows
 
 
 def test_empty_shards_are_needed() -> None:
-    assert fused(rows=3)(NO_INDEX, ONE_OFFSET).shape == (0, 4)
+    assert fused_kernel(num_rows=3)(NO_INDEX, ONE_OFFSET).shape == (0, 4)
     with pytest.raises(RuntimeError, match=r"weights\[0\] must be a GPU"):
-        fused(rows=0)(NO_INDEX, ONE_OFFSET)
+        fused_kernel(num_rows=0)(NO_INDEX, ONE_OFFSET)
 
 
 def test_fused_lookup_is_for_the_installed_fbgemm() -> None:

@@ -1,4 +1,4 @@
-"""Constraints that the table, its optimizer or the device does not support are rejected with both values and a fix."""
+"""Errors of constraints that the table, its optimizer or the device does not support."""
 
 import pytest
 from pydantic import ValidationError
@@ -12,10 +12,11 @@ from recsys_core.sharding.planner import make_plan
 from tests.recsys_core.training.small_model import with_optimizer
 
 SPEC = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500)
+"""A model with unpooled tables."""
 POOLED_SPEC = ModelSpec.sized(
     TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500, tables={"user": TableConfig(lookup="pooled")}
 )
-"""A model whose user table has pooled lookups."""
+"""The same model with pooled lookups of users."""
 
 
 def config_with(table: str = "item", *, cluster: dict | None = None, **constraint) -> ShardingConfig:
@@ -29,7 +30,7 @@ def config_with_comms(quantized_comms: QuantizedCommsConfig, **constraint) -> Sh
     return config_with("user", **constraint).model_copy(update={"quantized_comms": quantized_comms})
 
 
-CASES = {
+CONFIG_AND_MESSAGE_BY_CASE = {
     "int8 with row-wise types by default": (
         config_with_comms(QuantizedCommsConfig(forward="int8")),
         r"int8 cannot represent the partial.*sharding.tables.user.sharding_types is left to the planner; choose from",
@@ -42,7 +43,7 @@ CASES = {
         config_with("itm", sharding_types=("row_wise",)),
         r"sharding.tables.itm: the model has no such table; it has \['item', 'user'\]",
     ),
-    "a pooling type for an unpooled table": (
+    "a type for pooled lookups for an unpooled table": (
         config_with(sharding_types=("row_wise", "grid_shard")),
         r"sharding.tables.item: grid_shard supports pooled lookups only.*choose from",
     ),
@@ -73,14 +74,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_unsupported_constraint_is_rejected_with_its_name(case):
-    config, message = CASES[case]
+@pytest.mark.parametrize(("config", "message"), CONFIG_AND_MESSAGE_BY_CASE.values(), ids=CONFIG_AND_MESSAGE_BY_CASE.keys())
+def test_an_unsupported_constraint_is_rejected_with_its_setting(config, message):
     with pytest.raises(InputError, match=message):
         make_plan(config, model=POOLED_SPEC, batch_size=64)
 
 
-def test_a_pooling_type_for_an_unpooled_table_is_rejected_with_the_fix():
+def test_a_sharding_type_for_pooled_lookups_is_rejected_for_an_unpooled_table_with_the_fix():
     with pytest.raises(
         InputError, match=r"sharding.tables.user: grid_shard supports pooled.*or set tables.user.lookup to pooled"
     ):
@@ -89,24 +89,24 @@ def test_a_pooling_type_for_an_unpooled_table_is_rejected_with_the_fix():
 
 
 def test_an_optimizer_that_the_kernel_does_not_support_is_rejected():
-    on_ssd = config_with(cluster={"ssd_gb": 100, "ssd_path": "/ssd"}, compute_kernels=("key_value",))
+    ssd_config = config_with(cluster={"ssd_gb": 100, "ssd_path": "/ssd"}, compute_kernels=("key_value",))
     with pytest.raises(InputError, match=r"key_value supports the optimizers .*, but the table has sgd"):
-        make_plan(on_ssd, model=with_optimizer(SPEC, TableOptimizer(kind="sgd")), batch_size=64)
-    replicated = config_with(sharding_types=("data_parallel",))
+        make_plan(ssd_config, model=with_optimizer(SPEC, TableOptimizer(kind="sgd")), batch_size=64)
+    replicated_config = config_with(sharding_types=("data_parallel",))
     with pytest.raises(InputError, match=r"partial_rowwise_adam, which has a fused kernel only"):
-        make_plan(replicated, model=with_optimizer(SPEC, TableOptimizer(kind="partial_rowwise_adam")), batch_size=64)
+        make_plan(replicated_config, model=with_optimizer(SPEC, TableOptimizer(kind="partial_rowwise_adam")), batch_size=64)
 
 
 def test_on_a_cpu_adam_needs_replicated_tables():
     spec, cpu = with_optimizer(SPEC, TableOptimizer(kind="adam")), ClusterConfig(device="cpu")
     with pytest.raises(InputError, match=r"tables.item: optimizer adam has no fused kernel on a CPU.*replicate it"):
         make_plan(ShardingConfig(cluster=cpu), model=spec, batch_size=64)
-    replicated = dict.fromkeys(SPEC.tables, TableConstraint(sharding_types=("data_parallel",)))
-    plan = make_plan(ShardingConfig(cluster=cpu, tables=replicated), model=spec, batch_size=64)
+    constraints = dict.fromkeys(SPEC.tables, TableConstraint(sharding_types=("data_parallel",)))
+    plan = make_plan(ShardingConfig(cluster=cpu, tables=constraints), model=spec, batch_size=64)
     assert {table.compute_kernel for table in plan.tables.values()} == {"dense"}
 
 
-def test_a_frozen_table_has_no_optimizer_so_adam_does_not_matter():
+def test_on_a_cpu_a_frozen_table_needs_no_replicas_because_it_has_no_optimizer():
     frozen_spec = ModelSpec.sized(
         TwoTowerConfig(),
         num_users=9,
@@ -119,7 +119,7 @@ def test_a_frozen_table_has_no_optimizer_so_adam_does_not_matter():
     assert table.sharding_type != "data_parallel" and table.optimizer == "none"
 
 
-def test_a_cache_factor_without_a_cache_is_rejected_when_the_config_is_read():
+def test_a_cache_load_factor_without_a_cache_is_rejected_when_the_config_is_read():
     with pytest.raises(ValueError, match=r"cache_load_factor is 0.1, but compute_kernels \['fused'\] have no cache"):
         TableConstraint(compute_kernels=("fused",), cache_load_factor=0.1)
 

@@ -19,7 +19,7 @@ MODEL = ModelSpec.sized(
 )
 
 
-def planned(*, tables: dict | None = None, optimizer: str = "rowwise_adagrad", **changes) -> PlanFile:
+def plan_for(*, tables: dict | None = None, optimizer: str = "rowwise_adagrad", **changes) -> PlanFile:
     cluster = ClusterConfig(**({"device": "cuda", "num_nodes": 2, "processes_per_node": 8, "ddr_gb": 1000} | changes))
     return make_plan(
         ShardingConfig(cluster=cluster, tables=tables or {}),
@@ -28,55 +28,62 @@ def planned(*, tables: dict | None = None, optimizer: str = "rowwise_adagrad", *
     )
 
 
-STATE = {"sgd": 0, "rowwise_adagrad": 10**7 * 4, "adagrad": 10**7 * 128 * 4, "adam": 2 * 10**7 * 128 * 4}
+OPTIMIZER_STATE_BYTES = {"sgd": 0, "rowwise_adagrad": 10**7 * 4, "adagrad": 10**7 * 128 * 4, "adam": 2 * 10**7 * 128 * 4}
+"""Size of the optimizer state of the item table, by optimizer."""
 
 
-@pytest.mark.parametrize("optimizer", STATE)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_STATE_BYTES)
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
-def test_the_parts_of_a_ranks_memory_add_up_to_what_the_planner_packs(optimizer: str, kernel: str) -> None:
-    item = TableConstraint(compute_kernels=(kernel,))
-    user = TableConstraint(compute_kernels=("fused_uvm",))
-    plan = planned(tables={"item": item, "user": user}, optimizer=optimizer, ddr_gb=10_000)
+def test_the_parts_of_a_ranks_memory_add_up_to_the_memory_that_the_planner_assigns(optimizer: str, kernel: str) -> None:
+    constraints = {
+        "item": TableConstraint(compute_kernels=(kernel,)),
+        "user": TableConstraint(compute_kernels=("fused_uvm",)),
+    }
+    plan = plan_for(tables=constraints, optimizer=optimizer, ddr_gb=10_000)
     item_memory_by_rank = [rank.tables["item"] for rank in plan.ranks if "item" in rank.tables]
     assert sum(memory.weights for memory in item_memory_by_rank) == 10**7 * 128 * 4
-    assert sum(memory.optimizer for memory in item_memory_by_rank) == pytest.approx(STATE[optimizer], rel=1e-6)
+    assert sum(memory.optimizer for memory in item_memory_by_rank) == pytest.approx(OPTIMIZER_STATE_BYTES[optimizer], rel=1e-6)
     assert all((memory.cache > 0) == (kernel == "fused_uvm_caching") for memory in item_memory_by_rank)
     assert all(memory.buffers > 0 for memory in item_memory_by_rank)
     for rank in plan.ranks:
-        near = sum(memory.cache + memory.buffers for memory in rank.tables.values())
+        expected_hbm_bytes = sum(memory.cache + memory.buffers for memory in rank.tables.values())
         if kernel == "fused" and "item" in rank.tables:
-            near += rank.tables["item"].weights + rank.tables["item"].optimizer
-        assert near == pytest.approx(rank.hbm_bytes, abs=8)
+            expected_hbm_bytes += rank.tables["item"].weights + rank.tables["item"].optimizer
+        assert rank.hbm_bytes == pytest.approx(expected_hbm_bytes, abs=8)
 
 
 def test_the_parts_of_a_ranks_time_add_up() -> None:
-    for rank in planned().ranks:
-        parts = rank.forward_compute_ms + rank.forward_comms_ms + rank.backward_compute_ms + rank.backward_comms_ms
-        assert parts + rank.prefetch_ms == pytest.approx(rank.step_ms)
+    for rank in plan_for().ranks:
+        forward_ms = rank.forward_compute_ms + rank.forward_comms_ms
+        backward_ms = rank.backward_compute_ms + rank.backward_comms_ms
+        assert forward_ms + backward_ms + rank.prefetch_ms == pytest.approx(rank.step_ms)
 
 
 def test_more_bandwidth_between_hosts_makes_the_step_shorter() -> None:
-    assert planned(inter_host_gb_s=50.0).step_ms < planned(inter_host_gb_s=12.5).step_ms
+    assert plan_for(inter_host_gb_s=50.0).step_ms < plan_for(inter_host_gb_s=12.5).step_ms
 
 
 def test_estimates_depend_on_the_lookups_of_a_batch_and_cache_misses_are_prefetched() -> None:
-    cached = {"item": TableConstraint(compute_kernels=("fused_uvm_caching",))}
-    config = ShardingConfig(cluster=ClusterConfig(device="cuda"), tables=cached)
+    constraints = {"item": TableConstraint(compute_kernels=("fused_uvm_caching",))}
+    config = ShardingConfig(cluster=ClusterConfig(device="cuda"), tables=constraints)
     model = ModelSpec.sized(TwoTowerConfig(embedding_dim=128), num_users=1, num_items=10**7)
 
-    def step(values: float, hottest: tuple[float, ...]) -> tuple[float, float]:
-        lookup_stats = LookupStats(values_per_query={"item": values}, hot_row_curve={"item": hottest})
+    def step_and_prefetch_ms(values_per_query: float, hot_row_curve: tuple[float, ...]) -> tuple[float, float]:
+        lookup_stats = LookupStats(values_per_query={"item": values_per_query}, hot_row_curve={"item": hot_row_curve})
         (rank,) = make_plan(config, model=model, batch_size=1024, lookup_stats=lookup_stats).ranks
         return rank.step_ms, rank.prefetch_ms
 
-    flat = tuple(percent / 100 for percent in range(1, 101))
-    hot = (*(1 - 0.5 ** (percent / 2) for percent in range(1, 100)), 1.0)
-    assert step(2.0, flat)[0] == pytest.approx(2 * step(1.0, flat)[0], rel=0.02)
-    assert step(2.0, flat)[1] > 100 * step(2.0, hot)[1] > 0
+    uniform_curve = tuple(percent / 100 for percent in range(1, 101))
+    skewed_curve = (*(1 - 0.5 ** (percent / 2) for percent in range(1, 100)), 1.0)  # 2 % of the rows get half of the lookups
+    one_value_ms, _ = step_and_prefetch_ms(1.0, uniform_curve)
+    two_values_ms, uniform_prefetch_ms = step_and_prefetch_ms(2.0, uniform_curve)
+    _, skewed_prefetch_ms = step_and_prefetch_ms(2.0, skewed_curve)
+    assert two_values_ms == pytest.approx(2 * one_value_ms, rel=0.02)
+    assert uniform_prefetch_ms > 100 * skewed_prefetch_ms > 0
 
 
-def test_the_page_names_every_table_and_loads_nothing() -> None:
-    plan = planned(tables={"item": TableConstraint(sharding_types=("row_wise",))})
+def test_the_page_names_every_table_and_loads_no_other_file() -> None:
+    plan = plan_for(tables={"item": TableConstraint(sharding_types=("row_wise",))})
     page = to_html(plan)
     assert all(f"<code>{table_name}</code>" in page for table_name in plan.tables)
     assert "constraint: sharding_types: row_wise" in page

@@ -1,18 +1,13 @@
-"""Sharded lookups compared with lookups in whole tables: lists, empty lists, and a rank without ids.
-
-Shapes: R rows and W columns of a table, n queries or items.
-"""
+"""Sharded lookups, compared with lookups in whole tables: lists, empty lists, and a rank without ids."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.launching.rank import Process
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -24,15 +19,19 @@ from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import build_model
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS, SEED = 5, 9, 20, 3
-HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}
-"""Histories of two queries per rank, for two ranks."""
+HISTORIES_BY_CASE = {
+    "both ranks": ([[1, 2], [3]], [[4, 4], []]),
+    "one rank": ([[], []], [[7, 1], [0]]),
+    "none": ([[], []], [[], []]),
+}
+"""The histories of two ranks with two queries each, by the ranks that have history items."""
 
 
-def spec_of() -> ModelSpec:
+def make_spec() -> ModelSpec:
     return ModelSpec.sized(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=NUM_USERS,
@@ -44,24 +43,24 @@ def spec_of() -> ModelSpec:
 
 
 def loop_output(spec: ModelSpec, table: str, store: FeatureStore, owners: list[int]) -> Tensor:
-    """Return weighted means of lists and weighted rows, computed in a loop over the whole table."""
-    weight_RW = torch.empty(spec.tables[table].num_rows, spec.tables[table].dim)
-    fill_random(LocalShard(0, 0, weight_RW), table=table, dim=weight_RW.shape[1], seed=SEED, std=0.02)
-    output_RD = torch.zeros(len(owners), weight_RW.shape[1])
-    for place, owner in enumerate(owners):
+    """Return the output of a table for the users, items or events in `owners`, computed in a loop over the whole table."""
+    dim = spec.tables[table].dim
+    weight_RD, output_BD = torch.empty(spec.tables[table].num_rows, dim), torch.zeros(len(owners), dim)
+    fill_random(LocalShard(0, 0, weight_RD), table=table, dim=dim, seed=SEED, std=0.02)
+    for index, owner in enumerate(owners):
         rows, weights = values_of(store, table, owner) if table in spec.forms else ([owner], None)
         weights = weights or [1.0] * len(rows)
-        total = sum(weights) if "list" in table and rows else 1.0
+        divisor = sum(weights) if "list" in table and rows else 1.0  # lists are averaged
         for row, weight in zip(rows, weights, strict=True):
-            output_RD[place] += weight * weight_RW[row] / total
-    return output_RD
+            output_BD[index] += weight * weight_RD[row] / divisor
+    return output_BD
 
 
-def look_up(rank: int, kind: str) -> None:
-    spec, ranks = spec_of(), dist.get_world_size()
+def compare_lookups(rank: int, sharding_type: str) -> None:
+    spec, process = make_spec(), cpu_process(rank)
     sharding = ShardingConfig(
-        cluster=ClusterConfig(device="cpu", processes_per_node=ranks),
-        tables=dict.fromkeys(spec.tables, TableConstraint(sharding_types=(kind,))),
+        cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
+        tables=dict.fromkeys(spec.tables, TableConstraint(sharding_types=(sharding_type,))),
     )
     model = build_model(
         spec,
@@ -69,31 +68,31 @@ def look_up(rank: int, kind: str) -> None:
         item_count_I=np.ones(NUM_ITEMS, np.int64),
         popularity_rank_by_table={},
         plan=make_plan(sharding, model=spec, batch_size=4),
-        process=Process(rank, ranks, torch.device("cpu")),
+        process=process,
         config=TrainingConfig(seed=SEED),
     )
     task, store = model.module, feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS)
-    for case, histories in HISTORIES.items():
-        users, history = np.array([2 * rank, 1]), histories[rank]
+    for case, histories_by_rank in HISTORIES_BY_CASE.items():
+        user_row_B, histories = np.array([2 * rank, 1]), histories_by_rank[rank]
         batch = Assembler(user_batch_key=UNPOOLED, features=store).batch(
-            user_row_B=users,
-            event_index_B=3 * users,
+            user_row_B=user_row_B,
+            event_index_B=3 * user_row_B,
             history=JaggedArray.from_lengths(
-                np.array([len(items) for items in history]), np.array([item for items in history for item in items])
+                np.array([len(items) for items in histories]), np.array([item for items in histories for item in items])
             ),
             candidate_row_C=np.zeros(0, np.int64),
         )
-        looked_up = task._look_up(batch, list(task.embedding_tables))
-        output_by_table = table_outputs(spec, looked_up, batch, side="query") | table_outputs(
-            spec, looked_up, batch, side="item"
-        )
-        owners = {"user": users.tolist(), "context": (3 * users).tolist(), "item": batch.item_row_V.tolist()}
+        embeddings = task._look_up(batch, list(task.embedding_tables))
+        output_by_table = {}
+        for side in ("query", "item"):
+            output_by_table |= table_outputs(spec, embeddings, batch, side=side)
+        owners = {"user": user_row_B.tolist(), "context": (3 * user_row_B).tolist(), "item": batch.item_row_V.tolist()}
         for name, value in output_by_table.items():
             expected = loop_output(spec, name, store, owners[name.split(".")[0]])
             torch.testing.assert_close(value, expected, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")
         assert task.eval().encode_queries(batch).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", UNPOOLED_SHARDING_TYPES)
-def test_sharded_lookups_equal_lookups_in_whole_tables_even_for_a_rank_without_ids(kind: str) -> None:
-    run_ranks(look_up, world_size=2, arguments=(kind,))
+@pytest.mark.parametrize("sharding_type", UNPOOLED_SHARDING_TYPES)
+def test_sharded_lookups_equal_lookups_in_whole_tables_even_for_a_rank_without_ids(sharding_type: str) -> None:
+    run_ranks(compare_lookups, world_size=2, arguments=(sharding_type,))

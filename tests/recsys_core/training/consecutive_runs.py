@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch import distributed as dist
 
 from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, ItemTableConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
-from recsys_core.launching.rank import Process
 from recsys_core.manifests import (
     Dataset,
     EmbeddingsManifest,
@@ -33,7 +31,7 @@ from recsys_core.training.export.export import run_export
 from recsys_core.training.job import CHECKPOINTS_FOLDER, RESULT_FILE, ExportJob, TrainJob, TrainResult
 from recsys_core.training.loop import run_training
 from recsys_core.training.warm.starting_model import Champion
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, write_log
 from tests.recsys_core.ingest.parquet_files import write_parquet
 from tests.recsys_core.manifests.committed_stage import commit_stage
@@ -45,7 +43,7 @@ TRAINING = TrainingConfig(epochs=1, batch_size=16, validation=None, checkpoint_e
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The data stages of a run and the model for its data."""
+    """The ingested data of a run, and the spec of a model for this data."""
 
     folder: Path
     interactions: InteractionsManifest
@@ -56,40 +54,41 @@ class PreparedRun:
 
 def prepare_run(
     folder: Path,
-    number: int,
+    run_number: int,
     *,
-    after: PreparedRun | None = None,
+    previous: PreparedRun | None = None,
     tables: dict[str, TableConfig] | None = None,
     dim: int = DIM,
 ) -> PreparedRun:
-    """Generate and ingest the files of run 1 or 2.
+    """Generate and ingest the files of run 1 or run 2.
 
     Args:
-        after: the run whose vocabularies are continued; None to number all ids from zero.
+        previous: the run whose vocabularies are continued. None: new vocabularies.
         dim: width of tables and vectors.
     """
-    users, items = (30, 40) if number == 1 else (36, 50)
-    log = write_log(folder / "data/log.parquet", _events(number, users=users, items=items))
-    items_with_vector = [item for item in range(items) if item % 3 == 0]
-    vector = np.random.default_rng(number).normal(size=(len(items_with_vector), dim)).astype(np.float32)
-    vectors = write_parquet(
+    num_users, num_items = (30, 40) if run_number == 1 else (36, 50)
+    log_path = write_log(folder / "data/log.parquet", _events(run_number, num_users=num_users, num_items=num_items))
+    items_with_vector = [item for item in range(num_items) if item % 3 == 0]
+    vector = np.random.default_rng(run_number).normal(size=(len(items_with_vector), dim)).astype(np.float32)
+    vectors_path = write_parquet(
         folder / "data/vectors.parquet", item_id=[f"i{item}" for item in items_with_vector], vector=pa.array(vector.tolist())
     )
-    brands = [f"brand-{(item * number) % (4 + number)}" for item in range(items)]
-    items_file = write_parquet(folder / "data/items.parquet", item_id=[f"i{item}" for item in range(items)], brand=brands)
-    embeddings = ingest_embeddings((EmbeddingsConfig(paths=(vectors,), vector_column="vector"),), folder=folder / "embeddings")
+    brands = [f"brand-{(item * run_number) % (4 + run_number)}" for item in range(num_items)]
+    items_path = write_parquet(folder / "data/items.parquet", item_id=[f"i{item}" for item in range(num_items)], brand=brands)
+    vectors_config = EmbeddingsConfig(paths=(vectors_path,), vector_column="vector")
+    embeddings = ingest_embeddings((vectors_config,), folder=folder / "embeddings")
     interactions = ingest(
         folder / "interactions",
-        log,
+        log_path,
         split={"kind": "leave_last_out"},
         embeddings=embeddings,
-        previous=after and after.interactions,
+        previous=previous and previous.interactions,
     )
-    brand = FeatureConfig(name="brand")
+    item_table = ItemTableConfig(paths=(items_path,), id_column="item_id", features=(FeatureConfig(name="brand"),))
     features = ingest_features(
-        FeaturesConfig(items=ItemTableConfig(paths=(items_file,), id_column="item_id", features=(brand,))),
+        FeaturesConfig(items=item_table),
         dataset=Dataset(interactions, embeddings),
-        previous=after and after.features,
+        previous=previous and previous.features,
         memory_limit="1GB",
         threads=1,
         folder=folder / "features",
@@ -99,29 +98,29 @@ def prepare_run(
     return PreparedRun(folder, interactions, embeddings, features, spec)
 
 
-def _events(number: int, *, users: int, items: int) -> list[Event]:
-    """Return eight events of each user; in the second run the items from the other end of the catalogue sell best."""
-    rng = np.random.default_rng(number)
-    item_UE = (np.sort(rng.beta(1, 3, (users, 8)), axis=1) * items).astype(int)
-    if number == 2:
-        item_UE = items - 1 - item_UE
-    return [(f"u{user}", f"i{item}", time) for user in range(users) for time, item in enumerate(item_UE[user].tolist())]
+def _events(run_number: int, *, num_users: int, num_items: int) -> list[Event]:
+    """Return eight events of each user. The first items of the catalogue sell best in run 1, and the last items in run 2."""
+    rng = np.random.default_rng(run_number)
+    item_UE = (np.sort(rng.beta(1, 3, (num_users, 8)), axis=1) * num_items).astype(int)
+    if run_number == 2:
+        item_UE = num_items - 1 - item_UE
+    return [(f"u{user}", f"i{item}", time) for user in range(num_users) for time, item in enumerate(item_UE[user].tolist())]
 
 
-def train_job(run: PreparedRun, *, kind: str = "row_wise", training: TrainingConfig = TRAINING) -> TrainJob:
-    """Return the job that trains `run` on NUM_RANKS ranks, every table sharded by `kind`."""
+def train_job(run: PreparedRun, *, sharding_type: str = "row_wise", training: TrainingConfig = TRAINING) -> TrainJob:
+    """Return the job that trains the model of `run` on NUM_RANKS ranks. All tables have the sharding type."""
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=NUM_RANKS),
-        tables=dict.fromkeys(run.spec.tables, TableConstraint.model_validate({"sharding_types": (kind,)})),
+        tables=dict.fromkeys(run.spec.tables, TableConstraint.model_validate({"sharding_types": (sharding_type,)})),
     )
     spec = with_optimizer(run.spec, training.table_optimizer)
     plan = make_plan(sharding, model=spec, batch_size=training.batch_size)
     run.folder.mkdir(exist_ok=True)
     (run.folder / "plan.json").write_text(plan.model_dump_json())
-    work = run.folder / "train.work"
-    work.mkdir(exist_ok=True)
+    work_folder = run.folder / "train.work"
+    work_folder.mkdir(exist_ok=True)
     return TrainJob(
-        work_folder=work,
+        work_folder=work_folder,
         fingerprint="f",
         spec=spec,
         loss=LossConfig(num_negatives=8),
@@ -133,38 +132,33 @@ def train_job(run: PreparedRun, *, kind: str = "row_wise", training: TrainingCon
     )
 
 
-def process(rank: int) -> Process:
-    """Return the process description of a CPU rank."""
-    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-
-
 def train_and_export(rank: int, job: TrainJob, export_folder: Path) -> None:
     """Run the train and export stages on one rank."""
-    run_training(job, process=process(rank))
+    run_training(job, process=cpu_process(rank))
     dist.barrier()
     result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
     checkpoint = job.work_folder / CHECKPOINTS_FOLDER / result.checkpoint
     fields = job.model_dump(
         include={"work_folder", "spec", "loss", "training", "interactions_folder", "features_folder", "plan_path"}
     )
-    run_export(ExportJob(**fields, output_folder=export_folder, checkpoint_folder=checkpoint), process=process(rank))
+    run_export(ExportJob(**fields, output_folder=export_folder, checkpoint_folder=checkpoint), process=cpu_process(rank))
 
 
 def train_champion(run: PreparedRun) -> Champion:
-    """Train and export `run`; return the model as the champion of run "first"."""
+    """Train and export the model of `run`, and return it as the champion of a run with the id "first"."""
     job = train_job(run)
 
-    def build(folder: Path) -> dict[str, Any]:
+    def export_and_return_fields(folder: Path) -> dict[str, Any]:
         run_ranks(train_and_export, world_size=NUM_RANKS, arguments=(job, folder))
         (folder / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": run.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
 
-    def trained(folder: Path) -> dict[str, Any]:
+    def train_fields(folder: Path) -> dict[str, Any]:
         result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
         return result.model_dump(exclude={"checkpoint"}) | {"num_attempts": 1}
 
-    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)
-    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=trained)
+    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=export_and_return_fields)
+    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=train_fields)
     champion = Champion.open(
         "first", **{f"{name}_folder": run.folder / name for name in ("train", "export", "interactions", "features")}
     )

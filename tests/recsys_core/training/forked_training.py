@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
-from torch import distributed as dist
 
 from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig, ItemTableConfig
 from recsys_core.ingest.features.ingest import ingest_features
@@ -20,7 +19,6 @@ from recsys_core.ingest.log.split_config import TimeSplit
 from recsys_core.ingest.synthetic import generate
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
-from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, ExportManifest, PlanManifest, RankingSettings, commit_folder
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.history_config import RecencyHistory
@@ -43,7 +41,7 @@ from recsys_core.training.job import (
     TrainResult,
 )
 from recsys_core.training.validation import Validator
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 
 NUM_USERS, NUM_ITEMS, DIM = 200, 150, 16
 MODEL = TwoTowerConfig(
@@ -54,10 +52,10 @@ MODEL = TwoTowerConfig(
 )
 
 
-def generate_dataset(root: Path, *, shards: int = 1) -> Dataset:
-    """Generate a log of ten days with features and ingest it into `shards` shards.
+def generate_dataset(root: Path, *, num_shards: int = 1) -> Dataset:
+    """Generate and ingest a log of ten days with features.
 
-    The last day is the test split, the day before it the validation split; ten items have no training event.
+    The last day is the test split, and the day before it is the validation split. Ten items have no training event.
     """
     generate(root / "data", num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=4_000, num_days=10, dim=DIM, num_cold_items=10)
     random = np.random.default_rng(0)
@@ -80,7 +78,7 @@ def generate_dataset(root: Path, *, shards: int = 1) -> Dataset:
         paths=(str(root / "data/interactions/*.parquet"),),
         timestamp_column="timestamp",
         split=TimeSplit(test_days=1, validation_days=1),
-        shards=shards,
+        shards=num_shards,
     )
     embeddings = ingest_embeddings((vectors,), folder=root / "embeddings")
     interactions = ingest_interactions(log, embeddings=embeddings, folder=root / "interactions")
@@ -100,7 +98,7 @@ def generate_dataset(root: Path, *, shards: int = 1) -> Dataset:
             features=(FeatureConfig(name="brand"), FeatureConfig(name="price", kind="numeric", standardise=True)),
         ),
     )
-    ingested = ingest_features(
+    ingested_features = ingest_features(
         features,
         dataset=Dataset(interactions, embeddings),
         previous=None,
@@ -108,13 +106,13 @@ def generate_dataset(root: Path, *, shards: int = 1) -> Dataset:
         threads=1,
         folder=root / "features",
     )
-    return Dataset(interactions, embeddings, ingested)
+    return Dataset(interactions, embeddings, ingested_features)
 
 
 class Experiment(NamedTuple):
     """A dataset, a model, its plan and the settings of its training."""
 
-    data: Dataset
+    dataset: Dataset
     spec: ModelSpec
     plan: PlanManifest
     loss: LossConfig
@@ -122,111 +120,107 @@ class Experiment(NamedTuple):
 
 
 def make_experiment(
-    data: Dataset,
-    folder: Path,
+    dataset: Dataset,
+    plan_folder: Path,
     *,
     training: TrainingConfig,
     model: TwoTowerConfig = MODEL,
     tables: dict[str, TableConfig] | None = None,
     loss: LossConfig = LossConfig(num_negatives=32),  # noqa: B008  it is frozen
-    sharding: dict[str, TableConstraint] | None = None,
+    constraints: dict[str, TableConstraint] | None = None,
     world_size: int = 2,
 ) -> Experiment:
-    spec = ModelSpec.of(model, dataset=data, tables=tables, loss=loss, optimizer=training.table_optimizer)
+    spec = ModelSpec.of(model, dataset=dataset, tables=tables, loss=loss, optimizer=training.table_optimizer)
     plan = plan_sharding(
-        ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=world_size), tables=sharding or {}),
+        ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=world_size), tables=constraints or {}),
         model=spec,
         batch_size=training.batch_size,
-        folder=folder,
+        folder=plan_folder,
     )
-    return Experiment(data, spec, plan, loss, training)
+    return Experiment(dataset, spec, plan, loss, training)
 
 
 class FinishedTraining(NamedTuple):
-    """The folder, the result and the metrics lines of a training that ended."""
+    """The folder, the result and the metrics lines of a training that has ended."""
 
-    work: Path
+    work_folder: Path
     result: TrainResult
     lines: list[Progress]
 
 
 def train_in_forks(
-    experiment: Experiment, work: Path, *, stops_at: int | None = None, scores: list[float] | None = None
+    experiment: Experiment, work_folder: Path, *, stop_after_step: int | None = None, metric_values: list[float] | None = None
 ) -> FinishedTraining:
-    """Train in `work`, resuming from the newest checkpoint of an earlier call.
+    """Train in `work_folder`, from the newest checkpoint of an earlier call if there is one.
 
     Args:
-        stops_at: step after which all ranks exit at once, as if they were killed.
-        scores: metric values that replace the measurements of the validations.
+        stop_after_step: step after which all ranks exit at once, as if they were killed. The result is then empty.
+        metric_values: values that the validations return one after another instead of measuring the metric.
     """
-    job = train_job(experiment, work)
-    run_ranks(_train, world_size=experiment.plan.world_size, arguments=(job, stops_at, scores))
-    if stops_at is not None:
-        assert not (work / RESULT_FILE).exists()
-        return FinishedTraining(work, TrainResult.model_construct(), [])
-    result = TrainResult.model_validate_json((work / RESULT_FILE).read_bytes())
-    lines = [Progress.model_validate_json(line) for line in (work / METRICS_FILE).read_text().splitlines()]
-    return FinishedTraining(work, result, lines)
+    job = train_job(experiment, work_folder)
+    run_ranks(_train_rank, world_size=experiment.plan.world_size, arguments=(job, stop_after_step, metric_values))
+    if stop_after_step is not None:
+        assert not (work_folder / RESULT_FILE).exists()
+        return FinishedTraining(work_folder, TrainResult.model_construct(), [])
+    result = TrainResult.model_validate_json((work_folder / RESULT_FILE).read_bytes())
+    lines = [Progress.model_validate_json(line) for line in (work_folder / METRICS_FILE).read_text().splitlines()]
+    return FinishedTraining(work_folder, result, lines)
 
 
-def train_job(experiment: Experiment, work: Path) -> TrainJob:
-    """Return the job of the next attempt in `work`, which resumes from the newest checkpoint."""
-    work.mkdir(exist_ok=True)
-    data = experiment.data
-    checkpoint = latest_checkpoint(work / CHECKPOINTS_FOLDER, fingerprint="f")
+def train_job(experiment: Experiment, work_folder: Path) -> TrainJob:
+    """Return the job of the next attempt in `work_folder`, which resumes from the newest checkpoint."""
+    work_folder.mkdir(exist_ok=True)
+    dataset = experiment.dataset
+    checkpoint = latest_checkpoint(work_folder / CHECKPOINTS_FOLDER, fingerprint="f")
     return TrainJob(
-        work_folder=work,
+        work_folder=work_folder,
         fingerprint="f",
         spec=experiment.spec,
         loss=experiment.loss,
         training=experiment.training,
-        interactions_folder=data.interactions.folder,
-        embeddings_folder=None if data.embeddings is None else data.embeddings.folder,
-        features_folder=None if data.features is None else data.features.folder,
+        interactions_folder=dataset.interactions.folder,
+        embeddings_folder=None if dataset.embeddings is None else dataset.embeddings.folder,
+        features_folder=None if dataset.features is None else dataset.features.folder,
         plan_path=experiment.plan.path("plan.json"),
         resume_folder=checkpoint.folder if checkpoint is not None else None,
     )
 
 
-def _process(rank: int) -> Process:
-    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-
-
-def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] | None) -> None:
+def _train_rank(rank: int, job: TrainJob, stop_after_step: int | None, metric_values: list[float] | None) -> None:
     check_loss = loop.raise_if_not_finite  # called after each step
 
     def check_loss_and_stop(loss: torch.Tensor, *, step: int, **options: Any) -> None:
         check_loss(loss, step=step, **options)
-        if step == stops_at:
+        if step == stop_after_step:
             os._exit(0)
 
     loop.raise_if_not_finite = check_loss_and_stop  # type: ignore[assignment]
-    if scores is not None:
-        remaining_scores = iter(scores)
-        Validator.measure = lambda self: {self.metric_name: next(remaining_scores)}  # type: ignore[method-assign]
-    loop.run_training(job, process=_process(rank))
+    if metric_values is not None:
+        remaining_values = iter(metric_values)
+        Validator.measure = lambda self: {self.metric_name: next(remaining_values)}  # type: ignore[method-assign]
+    loop.run_training(job, process=cpu_process(rank))
 
 
 def export_in_forks(
-    experiment: Experiment, checkpoint: Path, out: Path, *, ranking: RankingSettings | None = None
+    experiment: Experiment, checkpoint_folder: Path, output_folder: Path, *, ranking: RankingSettings | None = None
 ) -> dict[str, np.ndarray]:
-    """Export the checkpoint and return every array and every tensor of the layers by name."""
-    out.mkdir()
-    job = export_job(experiment, checkpoint, out).model_copy(update={"ranking": ranking})
-    run_ranks(_export, world_size=experiment.plan.world_size, arguments=(job,))
-    arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
-    return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
+    """Export the checkpoint and return all exported arrays and layers by name."""
+    output_folder.mkdir()
+    job = export_job(experiment, checkpoint_folder, output_folder).model_copy(update={"ranking": ranking})
+    run_ranks(_export_rank, world_size=experiment.plan.world_size, arguments=(job,))
+    arrays = {path.name: np.load(path) for path in sorted(output_folder.glob("*.npy"))}
+    return arrays | {name: layer.numpy() for name, layer in load_file(output_folder / "dense.safetensors").items()}
 
 
-def exported(
+def write_export(
     experiment: Experiment, finished_training: FinishedTraining, folder: Path, *, ranking: RankingSettings | None = None
 ) -> ExportManifest:
-    """Write the export stage of the trained model."""
-    staging = folder.with_name("staging")
-    arrays = export_in_forks(experiment, checkpoint_of(finished_training), staging, ranking=ranking)
-    (staging / "model.json").write_text(experiment.spec.model_dump_json())
+    """Export the trained model as the export stage, and return its manifest."""
+    staging_folder = folder.with_name("staging")
+    arrays = export_in_forks(experiment, checkpoint_of(finished_training), staging_folder, ranking=ranking)
+    (staging_folder / "model.json").write_text(experiment.spec.model_dump_json())
     return commit_folder(
-        staging,
+        staging_folder,
         folder,
         ExportManifest,
         fingerprint="export",
@@ -239,31 +233,31 @@ def exported(
     )
 
 
-def export_job(experiment: Experiment, checkpoint: Path, out: Path) -> ExportJob:
-    """Return the job that exports `checkpoint` to `out`."""
+def export_job(experiment: Experiment, checkpoint_folder: Path, output_folder: Path) -> ExportJob:
+    """Return the job that exports the checkpoint to `output_folder`."""
     return ExportJob(
-        work_folder=out,
-        output_folder=out,
+        work_folder=output_folder,
+        output_folder=output_folder,
         spec=experiment.spec,
         loss=experiment.loss,
         training=experiment.training,
-        interactions_folder=experiment.data.interactions.folder,
-        features_folder=None if experiment.data.features is None else experiment.data.features.folder,
+        interactions_folder=experiment.dataset.interactions.folder,
+        features_folder=None if experiment.dataset.features is None else experiment.dataset.features.folder,
         plan_path=experiment.plan.path("plan.json"),
-        checkpoint_folder=checkpoint,
+        checkpoint_folder=checkpoint_folder,
     )
 
 
-def _export(rank: int, job: ExportJob) -> None:
-    run_export(job, process=_process(rank))
+def _export_rank(rank: int, job: ExportJob) -> None:
+    run_export(job, process=cpu_process(rank))
 
 
 def checkpoint_of(finished_training: FinishedTraining) -> Path:
     """Return the folder of the checkpoint that the training result names."""
-    return finished_training.work / CHECKPOINTS_FOLDER / finished_training.result.checkpoint
+    return finished_training.work_folder / CHECKPOINTS_FOLDER / finished_training.result.checkpoint
 
 
 def without_timings(lines: list[Progress]) -> list[dict[str, Any]]:
-    """Return the metrics lines without the fields that measure the machine."""
+    """Return the metrics lines as dictionaries without the fields that depend on the machine."""
     measured_fields = {"samples_per_s", "ms_per_step", "embedding_bytes_per_s", "memory_bytes"}
     return [json.loads(line.model_dump_json(exclude=measured_fields)) for line in lines]

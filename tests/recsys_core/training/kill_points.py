@@ -23,10 +23,9 @@ from recsys_core.training.metrics_log import MetricsLog
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
-from tests.gloo import _CONTEXT
+from tests.gloo import FORK_SERVER, cpu_process
 from tests.recsys_core.training.forked_training import (
     Experiment,
-    _process,
     checkpoint_of,
     export_in_forks,
     train_in_forks,
@@ -37,18 +36,26 @@ TRAINING = TrainingConfig(
     epochs=3, batch_size=128, log_every_steps=2, checkpoint_every_steps=3, keep_checkpoints=2, max_attempts=50, seed=5
 )
 NUM_STEPS = 39
-PATIENCE_S, NUM_LINES_BETWEEN_KILLS = 120.0, 3
+"""Steps of an undisturbed training with TRAINING on the generated log."""
+TIMEOUT_S, NUM_LINES_BETWEEN_KILLS = 120.0, 3
 
 
 class Kill(NamedTuple):
-    """The rank that is killed, and the call that kills it: `place`, once `step` steps are done."""
+    """A rank that kills itself.
 
-    place: str
+    Attributes:
+        point: name of the call in which the rank kills itself, see `patch_kill_point`.
+        step: the rank kills itself in the first such call after this number of steps.
+    """
+
+    point: str
     rank: int
     step: int = 0
 
 
 class UndisturbedResult(NamedTuple):
+    """Checksums of the last checkpoint by file name, metrics lines without timings, and exported arrays by name."""
+
     state: dict[str, str]
     lines: list[dict[str, Any]]
     export: dict[str, np.ndarray]
@@ -63,45 +70,48 @@ def train_undisturbed(experiment: Experiment, folder: Path) -> UndisturbedResult
     )
 
 
-def state_checksums(checkpoint: Path) -> dict[str, str]:
+def state_checksums(checkpoint_folder: Path) -> dict[str, str]:
     """Return the checksums of the weights and optimizer states that each rank wrote."""
-    manifest = require_manifest(checkpoint, CheckpointManifest)
+    manifest = require_manifest(checkpoint_folder, CheckpointManifest)
     return {name: record.sha256 for name, record in manifest.files.items() if name.endswith(".distcp")}
 
 
-def die(*_: Any, **__: Any) -> None:
+def kill_this_process(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(60)  # until the signal arrives
 
 
 def killing_call(
     kill: Kill, call: Callable[..., Any], *, after: bool = False, when: Callable[..., bool] = lambda *_: True
 ) -> Any:
-    """Return `call` as a function that kills this process before the call (or `after` it), once `kill.step` steps are done."""
+    """Return a function that calls `call`, and that kills this process before the call or `after` it.
 
-    def call_or_die(*args: Any, **kwargs: Any) -> Any:
+    It kills the process only after `kill.step` steps, and only if `when` returns True for its positional arguments.
+    """
+
+    def call_or_kill(*args: Any, **kwargs: Any) -> Any:
         if not after and NUM_STEPS_DONE[0] >= kill.step and when(*args):
-            die()
+            kill_this_process()
         result = call(*args, **kwargs)
         if after and NUM_STEPS_DONE[0] >= kill.step and when(*args):
-            die()
+            kill_this_process()
         return result
 
-    return call_or_die
+    return call_or_kill
 
 
 NUM_STEPS_DONE = [0]
 
 
 def count_steps() -> None:
-    """Count the steps of this process in STEPS_DONE."""
+    """Count the steps of this process in NUM_STEPS_DONE."""
     check_loss = loop.raise_if_not_finite  # called after each step
 
-    def counted_check(loss: torch.Tensor, *, step: int, **options: Any) -> None:
+    def check_loss_and_count(loss: torch.Tensor, *, step: int, **options: Any) -> None:
         check_loss(loss, step=step, **options)
         NUM_STEPS_DONE[0] = step
 
-    loop.raise_if_not_finite = counted_check  # type: ignore[assignment]
+    loop.raise_if_not_finite = check_loss_and_count  # type: ignore[assignment]
 
 
 def write_half_a_line(self: MetricsLog, *args: Any, **kwargs: Any) -> None:
@@ -110,17 +120,17 @@ def write_half_a_line(self: MetricsLog, *args: Any, **kwargs: Any) -> None:
 
 
 def remove_half_a_folder(path: Path, **_: Any) -> None:
-    """Remove one file of the checkpoint in `path` and die."""
-    for file in sorted(path.glob("*")):
-        file.unlink()
-        die()
+    """Remove one file of the folder `path` and kill this process."""
+    for file_path in sorted(path.glob("*")):
+        file_path.unlink()
+        kill_this_process()
 
 
 def patch_kill_point(kill: Kill) -> None:
-    """Patch the call that `kill.place` names, so that it kills this process."""
+    """Patch the function that `kill.point` names, so that a call of it kills this process."""
     count_steps()
     is_checkpoint = lambda path, *_: "step-" in str(path)  # noqa: E731
-    match kill.place:
+    match kill.point:
         case "step":
             loop.raise_if_not_finite = killing_call(kill, loop.raise_if_not_finite, after=True)
         case "staged":
@@ -136,14 +146,14 @@ def patch_kill_point(kill: Kill) -> None:
         case "measured":
             Validator.measure = killing_call(kill, Validator.measure, after=True)
         case "line":
-            write_line, write_half_and_die = MetricsLog.write_line, killing_call(kill, write_half_a_line, after=True)
+            write_line, write_half_and_kill = MetricsLog.write_line, killing_call(kill, write_half_a_line, after=True)
             MetricsLog.write_line = lambda *args, **options: (
-                write_half_and_die if NUM_STEPS_DONE[0] >= kill.step else write_line
+                write_half_and_kill if NUM_STEPS_DONE[0] >= kill.step else write_line
             )(*args, **options)
         case "removing":
             shutil.rmtree = remove_half_a_folder
         case "result":
-            loop.Trainer._write_result = die
+            loop.Trainer._write_result = kill_this_process
         case "export":
             RankWriter.write = killing_call(kill, RankWriter.write, after=True)
 
@@ -151,61 +161,65 @@ def patch_kill_point(kill: Kill) -> None:
 def train_and_die(rank: int, job: TrainJob, kill: Kill) -> None:
     if rank == kill.rank:
         patch_kill_point(kill)
-    loop.run_training(job, process=_process(rank))
+    loop.run_training(job, process=cpu_process(rank))
 
 
 def export_and_die(rank: int, job: ExportJob, kill: Kill) -> None:
     if rank == kill.rank:
         patch_kill_point(kill)
-    run_export(job, process=_process(rank))
+    run_export(job, process=cpu_process(rank))
 
 
 def run_train_stage(experiment: Experiment, folder: Path) -> None:
     """Run the train stage as the process of the flow does."""
     train(
         TrainingSetup(experiment.spec, experiment.training, experiment.loss),
-        dataset=experiment.data, plan=experiment.plan,
+        dataset=experiment.dataset, plan=experiment.plan,
         folder=folder, on_progress=lambda line: None,
     )  # fmt: skip
 
 
-def agent_below(process: psutil.Process) -> psutil.Process | None:
-    return next((child for child in process.children() if "recsys_core.launching" in child.cmdline()), None)
+def agent_of(flow_process: psutil.Process) -> psutil.Process | None:
+    return next((child for child in flow_process.children() if "recsys_core.launching" in child.cmdline()), None)
 
 
-def num_metrics_lines(work: Path) -> int:
-    path = work / METRICS_FILE
+def num_metrics_lines(work_folder: Path) -> int:
+    path = work_folder / METRICS_FILE
     return len(path.read_bytes().splitlines()) if path.is_file() else 0
 
 
 def train_through_kills(experiment: Experiment, folder: Path, *, victims: Sequence[str]) -> None:
-    """Run the train stage in `folder` and kill torchrun's agent, a rank or the flow in turn, LINES_BETWEEN metrics lines apart.
+    """Run the train stage in `folder`, and kill the processes in `victims` one after another.
 
-    A killed flow is started again. Ten seconds after each kill no process below the killed one may be running.
+    The training writes at least NUM_LINES_BETWEEN_KILLS metrics lines between two kills. A killed flow is started again. The
+    processes below a killed process must end within ten seconds.
+
+    Args:
+        victims: "agent" (torchrun's agent), "rank" or "flow".
     """
-    work = folder.with_name(folder.name + ".work")
+    work_folder = folder.with_name(folder.name + ".work")
 
-    def start() -> Any:
-        process = _CONTEXT.Process(target=run_train_stage, args=(experiment, folder))
+    def start_flow() -> Any:
+        process = FORK_SERVER.Process(target=run_train_stage, args=(experiment, folder))
         process.start()
         return process
 
-    flow_process, num_lines = start(), 2
+    flow_process, num_lines = start_flow(), 2
     for victim in victims:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         agent = None
-        while agent is None or num_metrics_lines(work) < num_lines or len(agent.children()) < 2:
-            assert flow_process.is_alive() and time.monotonic() < deadline, f"{victim}: no {num_lines} lines in {work}"
+        while agent is None or num_metrics_lines(work_folder) < num_lines or len(agent.children()) < 2:
+            assert flow_process.is_alive() and time.monotonic() < deadline, f"{victim}: no {num_lines} lines in {work_folder}"
             time.sleep(0.01)
-            agent = agent_below(psutil.Process(flow_process.pid))
-        num_lines = num_metrics_lines(work) + NUM_LINES_BETWEEN_KILLS
+            agent = agent_of(psutil.Process(flow_process.pid))
+        num_lines = num_metrics_lines(work_folder) + NUM_LINES_BETWEEN_KILLS
         descendants = [agent, *agent.children(recursive=True)]
         if victim == "flow":
             flow_process.kill()
             flow_process.join()
-            flow_process = start()
+            flow_process = start_flow()
         else:
             (agent if victim == "agent" else agent.children()[0]).kill()
         assert not psutil.wait_procs(descendants, timeout=10)[1], f"{victim} was killed, but not all processes below it ended"
-    flow_process.join(PATIENCE_S)
+    flow_process.join(TIMEOUT_S)
     assert flow_process.exitcode == 0

@@ -1,4 +1,4 @@
-"""A model with every kind of feature on both sides, batches for it, and the same model without TorchRec's distributed part."""
+"""A small model with every kind of feature on both sides, its batches, and the same model without sharding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,8 +30,8 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import PretrainedVectors, build_model, fill_pretrained
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS = 50, 41, 300
-HISTORY = 4
-FORMS: dict[str, FeatureForm] = {
+HISTORY_LENGTH = 4
+FORM_BY_FEATURE: dict[str, FeatureForm] = {
     "user.country": "single",
     "user.groups": "list",
     "user.age": "number",
@@ -42,28 +42,28 @@ FORMS: dict[str, FeatureForm] = {
     "item.tags": "weighted_list",
     "item.price": "number",
 }
-ROWS = {"single": 7, "list": 9, "weighted_list": 11, "number": 2}
-COUNTS = np.arange(NUM_ITEMS, dtype=np.int64) % 13
-"""Training events per item; some have none."""
-RANKS = {
-    "item": np.argsort(np.argsort(-COUNTS, kind="stable"), kind="stable"),
+NUM_ROWS_BY_FORM = {"single": 7, "list": 9, "weighted_list": 11, "number": 2}
+ITEM_COUNT_I = np.arange(NUM_ITEMS, dtype=np.int64) % 13
+"""Training events of each item; some items have none."""
+POPULARITY_RANK_BY_TABLE = {
+    "item": np.argsort(np.argsort(-ITEM_COUNT_I, kind="stable"), kind="stable"),
     "user": np.random.default_rng(3).permutation(NUM_USERS),
 }
 """Popularity rank of each row, by table."""
 
 
-def _facts(form: FeatureForm) -> IngestedFeature:
+def _ingested_feature(form: FeatureForm) -> IngestedFeature:
     kind = {"single": "categorical", "number": "numeric"}.get(form, form)
-    numbers = {"mean": 0.0, "std": 1.0} if form == "number" else {}
+    moments = {"mean": 0.0, "std": 1.0} if form == "number" else {}
     return IngestedFeature(
         kind=kind,
-        num_rows=ROWS[form],
+        num_rows=NUM_ROWS_BY_FORM[form],
         num_values=0,
         num_out_of_vocabulary=0,
         num_missing=0,
         definition="d",
         is_continued=False,
-        **numbers,
+        **moments,
     )
 
 
@@ -71,15 +71,15 @@ def small_spec(
     *,
     dim: int = 8,
     tables: Mapping[str, TableConfig] | None = None,
-    vectors: Sequence[str] = ("item",),
-    forms: Mapping[str, FeatureForm] = FORMS,
+    pretrained_tables: Sequence[str] = ("item",),
+    forms: Mapping[str, FeatureForm] = FORM_BY_FEATURE,
     optimizer: TableOptimizer | None = None,
 ) -> ModelSpec:
-    """Return a model with user id, history, last item and features of `forms`. vectors: tables with pretrained vectors."""
+    """Return the spec of a model with a user table, a history, the last item and the features in `forms`."""
     config = TwoTowerConfig(
         embedding_dim=dim,
         learn_user_embedding=True,
-        history=AttentionHistory(length=HISTORY),
+        history=AttentionHistory(length=HISTORY_LENGTH),
         query=TowerConfig(layers=(12, dim), skip_connection=True),
         candidate=TowerConfig(layers=(dim,), skip_connection=True),
     )
@@ -87,15 +87,15 @@ def small_spec(
         config,
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        ingested_by_feature={name: _facts(form) for name, form in forms.items()},
-        vector_dim_by_table={name: (tables or {}).get(name, TableConfig()).dim or dim for name in vectors},
+        ingested_by_feature={name: _ingested_feature(form) for name, form in forms.items()},
+        vector_dim_by_table={name: (tables or {}).get(name, TableConfig()).dim or dim for name in pretrained_tables},
         tables=tables,
         optimizer=optimizer,
     )
 
 
 def with_optimizer(spec: ModelSpec, optimizer: TableOptimizer) -> ModelSpec:
-    """Return the spec with another optimizer of the tables without an `optimizer` setting."""
+    """Return the spec with `optimizer` for all tables that have no `optimizer` setting."""
     tables = {
         name: table.model_copy(update={"optimizer": table.settings.optimizer or optimizer})
         for name, table in spec.tables.items()
@@ -103,8 +103,8 @@ def with_optimizer(spec: ModelSpec, optimizer: TableOptimizer) -> ModelSpec:
     return spec.model_copy(update={"tables": tables})
 
 
-def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedVectors]:
-    """Return pretrained vectors for the tables that have them; every fifth row has no vector."""
+def pretrained_vectors(spec: ModelSpec) -> dict[str, PretrainedVectors]:
+    """Return random vectors for each table with pretrained vectors; every fifth row of a table has no vector."""
     vectors_by_table = {}
     for name, table in spec.tables.items():
         if table.pretrained:
@@ -116,14 +116,14 @@ def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedVectors]:
 
 def _feature(key: str, form: FeatureForm) -> Feature:
     random = np.random.default_rng(len(key))
-    owners = {"user": NUM_USERS, "item": NUM_ITEMS, "context": NUM_EVENTS}[key.partition(".")[0]]
-    offset = None
-    count = owners
+    num_owners = {"user": NUM_USERS, "item": NUM_ITEMS, "context": NUM_EVENTS}[key.partition(".")[0]]
+    offset, num_values = None, num_owners
     if form in ("list", "weighted_list"):
-        offset = np.concatenate([[0], np.cumsum(random.integers(0, 4, owners))]).astype(np.int64)
-        count = int(offset[-1])
-    row = np.ones(count, np.int32) if form == "number" else random.integers(0, ROWS[form], count).astype(np.int32)
-    weight = random.normal(size=count) if form == "number" else random.uniform(0.1, 2, count)
+        offset = np.concatenate([[0], np.cumsum(random.integers(0, 4, num_owners))]).astype(np.int64)
+        num_values = int(offset[-1])
+    num_rows = NUM_ROWS_BY_FORM[form]
+    row = np.ones(num_values, np.int32) if form == "number" else random.integers(0, num_rows, num_values).astype(np.int32)
+    weight = random.normal(size=num_values) if form == "number" else random.uniform(0.1, 2, num_values)
     return Feature(row, offset, weight.astype(np.float32) if form in ("number", "weighted_list") else None)
 
 
@@ -132,92 +132,109 @@ def make_batch(
     *,
     ranks: Sequence[int],
     step: int,
-    queries: int,
-    negatives: int,
-    share: NDArray[np.int64] | None = None,
-    known_negatives: int = 0,
+    num_queries: int,
+    num_negatives: int,
+    share_row_C: NDArray[np.int64] | None = None,
+    num_known_negatives: int = 0,
 ) -> Batch:
-    """Return the batches of `ranks` in `step` as one batch: their queries in order of rank, then their negatives.
+    """Return the batches of `ranks` in `step` as one batch: first their queries in order of rank, then their negatives.
 
-    A `share` of the catalogue takes the place of the negatives. The known negatives of the queries come last. Histories have
-    0 to HISTORY items, so that the number of distinct items differs by rank and step.
+    Known negatives come last. Histories have 0 to HISTORY_LENGTH items, so the number of items differs by rank and step.
+
+    Args:
+        num_queries: queries of each rank.
+        num_negatives: sampled negatives of each rank.
+        share_row_C: items of the catalogue that are candidates instead of sampled negatives.
+        num_known_negatives: known negatives of each query.
     """
     assembler = Assembler(
         user_batch_key=spec.user_batch_key,
         features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()}),
     )
-    parts: dict[str, list[Any]] = {name: [] for name in ("user", "position", "positive", "negative", "length", "row", "known")}
+    names = ("user", "event", "positive", "negative", "history_length", "history_item", "known_negative")
+    arrays_by_name: dict[str, list[Any]] = {name: [] for name in names}
     for rank in ranks:
         random = np.random.default_rng([step, rank])
-        parts["user"].append(random.integers(0, NUM_USERS, queries))
-        parts["position"].append(random.integers(0, NUM_EVENTS, queries))
-        parts["positive"].append(random.choice(np.flatnonzero(COUNTS), queries))
-        parts["negative"].append(random.choice(np.flatnonzero(COUNTS), negatives))
-        parts["length"].append(random.integers(0, HISTORY + 1, queries))
-        parts["row"].append(random.integers(0, NUM_ITEMS, int(parts["length"][-1].sum())))
-        known_BK = random.integers(0, NUM_ITEMS, (queries, known_negatives))
-        known_BK[::2, 1:] = parts["positive"][-1][::2, None]  # every second query has at most one
-        parts["known"].append(known_BK.ravel())
-    array_by_name = {name: np.concatenate(values) for name, values in parts.items()}
+        arrays_by_name["user"].append(random.integers(0, NUM_USERS, num_queries))
+        arrays_by_name["event"].append(random.integers(0, NUM_EVENTS, num_queries))
+        arrays_by_name["positive"].append(random.choice(np.flatnonzero(ITEM_COUNT_I), num_queries))
+        arrays_by_name["negative"].append(random.choice(np.flatnonzero(ITEM_COUNT_I), num_negatives))
+        arrays_by_name["history_length"].append(random.integers(0, HISTORY_LENGTH + 1, num_queries))
+        arrays_by_name["history_item"].append(random.integers(0, NUM_ITEMS, int(arrays_by_name["history_length"][-1].sum())))
+        known_negative_BN = random.integers(0, NUM_ITEMS, (num_queries, num_known_negatives))
+        # Every second query has at most one known negative: copies of the positive fill the other places.
+        known_negative_BN[::2, 1:] = arrays_by_name["positive"][-1][::2, None]
+        arrays_by_name["known_negative"].append(known_negative_BN.ravel())
+    array_by_name = {name: np.concatenate(arrays) for name, arrays in arrays_by_name.items()}
     return assembler.batch(
         user_row_B=array_by_name["user"],
-        event_index_B=array_by_name["position"],
-        history=JaggedArray.from_lengths(array_by_name["length"], array_by_name["row"]),
+        event_index_B=array_by_name["event"],
+        history=JaggedArray.from_lengths(array_by_name["history_length"], array_by_name["history_item"]),
         candidate_row_C=np.concatenate(
-            [array_by_name["positive"], array_by_name["negative"] if share is None else share, array_by_name["known"]]
+            [
+                array_by_name["positive"],
+                array_by_name["negative"] if share_row_C is None else share_row_C,
+                array_by_name["known_negative"],
+            ]
         ),
     )
 
 
 def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
-    """Return the task with its tables as ordinary parameters. Their initial values equal those of every sharding."""
+    """Return the unsharded task, and the weights of its tables by name. Their initial values equal those of sharded tables."""
     torch.manual_seed(seed)
     task = RetrievalTask(
-        RetrievalHead(spec, loss=loss, item_count_I=COUNTS, popularity_rank={}, weight_decay={}, group=None),
+        RetrievalHead(spec, loss=loss, item_count_I=ITEM_COUNT_I, popularity_rank={}, weight_decay={}, group=None),
         device=torch.device("cpu"),
     )
     task.embedding_tables = EmbeddingTables(spec, device=torch.device("cpu"))
     assert {type(collection) for collection in task.embedding_tables.values()} <= {EmbeddingBagCollection, EmbeddingCollection}
     parameters = dict(task.embedding_tables.named_parameters())
-    tables = {name: parameters[parameter_name(spec, name)] for name in spec.tables}
-    vectors = pretrained_of(spec)
+    weight_by_table = {name: parameters[parameter_name(spec, name)] for name in spec.tables}
+    pretrained_by_table = pretrained_vectors(spec)
     with torch.no_grad():
         for name, table in spec.tables.items():
-            whole_table = LocalShard(0, 0, tables[name])
+            whole_table = LocalShard(0, 0, weight_by_table[name])
             fill_random(whole_table, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
             if table.settings.missing_vector_init == "zero":
                 fill_missing(whole_table, vector_row=np.full(table.num_rows, -1), value_D=None)
-            if name in vectors:
+            if name in pretrained_by_table:
                 norm = random_norm(table.settings.init_std, table.dim)
-                copy_pretrained(whole_table, vectors=vectors[name].vectors, vector_row=vectors[name].vector_row, norm=norm)
-    return task, tables
+                vectors, vector_row = pretrained_by_table[name].vectors, pretrained_by_table[name].vector_row
+                copy_pretrained(whole_table, vectors=vectors, vector_row=vector_row, norm=norm)
+    return task, weight_by_table
 
 
 def sharded_model(
     spec: ModelSpec,
     *,
-    kinds: Mapping[str, str],
+    sharding_type_by_table: Mapping[str, str],
     training: TrainingConfig,
     loss: LossConfig,
     process: Process,
     quantized_comms: QuantizedCommsConfig = QuantizedCommsConfig(),  # noqa: B008  it is frozen
 ) -> tuple[DistributedModelParallel, PlanFile]:
-    """Return the same model on the ranks of the default process group. kinds: sharding type of each table."""
+    """Return the part of the model on this rank, and the sharding plan. All ranks must call this function."""
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
-        tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},
+        tables={
+            name: TableConstraint(sharding_types=(sharding_type,)) for name, sharding_type in sharding_type_by_table.items()
+        },
         quantized_comms=quantized_comms,
     )
     plan = make_plan(sharding, model=spec, batch_size=6)
-    gradual = {name: rank for name, rank in RANKS.items() if spec.tables[name].settings.transfer == "gradual"}
     model = build_model(
         spec,
         loss=loss,
-        item_count_I=COUNTS,
-        popularity_rank_by_table=gradual,
+        item_count_I=ITEM_COUNT_I,
+        popularity_rank_by_table={
+            name: popularity_rank
+            for name, popularity_rank in POPULARITY_RANK_BY_TABLE.items()
+            if spec.tables[name].settings.transfer == "gradual"
+        },
         plan=plan,
         process=process,
         config=training,
     )
-    fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_of(spec))
+    fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_vectors(spec))
     return model, plan

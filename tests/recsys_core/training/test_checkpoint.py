@@ -1,5 +1,6 @@
-"""Checkpoints loaded with another number of ranks and another sharding; damaged checkpoints are never read."""
+"""Checkpoints that are restored on another number of ranks and with another sharding, and damaged checkpoints."""
 
+import itertools
 import logging
 import random
 import shutil
@@ -20,7 +21,6 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
-from recsys_core.launching.rank import Process
 from recsys_core.manifests import load_manifest, stage_folder
 from recsys_core.manifests.stage_folder import MARKER_NAME
 from recsys_core.models.loss.loss_config import LossConfig
@@ -38,41 +38,48 @@ from recsys_core.training.checkpoint import (
 )
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import accumulator_shards, make_optimizer
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 
-SHARDING_TYPES = ("row_wise", "table_wise", "column_wise")
-SAVED_BY = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
-"""Number of ranks that save a checkpoint, by its sharding type."""
+NUM_SAVING_RANKS = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
+"""Number of ranks that save a checkpoint, by the sharding type of all its tables."""
 NUM_STEPS = 3
 TRAINING = TrainingConfig(seed=1)
 LOSS = LossConfig(num_negatives=5)
 BEST = BestValidation(step=2, metrics={"ndcg@10": 0.5})
 
 
-def spec_of(*, brands: bool = True) -> ModelSpec:
-    """Return a spec wide enough for column shards. `user` has an accumulator per row, the items one per value."""
-    exact = TableOptimizer(kind="adagrad")
-    forms = {"user.groups": "list"} | ({"item.brand": "single"} if brands else {})
-    return small_spec(dim=256, forms=forms, tables={"item": TableConfig(optimizer=exact)})
+def spec_of(*, has_brands: bool = True) -> ModelSpec:
+    """Return a spec whose tables are wide enough for column shards. Only the accumulators of `item` are not row-wise."""
+    adagrad = TableOptimizer(kind="adagrad")
+    forms = {"user.groups": "list"} | ({"item.brand": "single"} if has_brands else {})
+    return small_spec(dim=256, forms=forms, tables={"item": TableConfig(optimizer=adagrad)})
 
 
-class Setup(NamedTuple):
+class ShardedTraining(NamedTuple):
+    """The model and the optimizer of one rank."""
+
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
 
 
-def make(rank: int, kind: str, *, spec: ModelSpec, steps: int = 0) -> Setup:
-    process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-    model, _ = sharded_model(spec, kinds=dict.fromkeys(spec.tables, kind), training=TRAINING, loss=LOSS, process=process)
-    setup = Setup(model, make_optimizer(model, spec=spec, config=TRAINING))
-    train(setup, rank, spec=spec, steps=range(steps))
-    return setup
+def start_training(rank: int, sharding_type: str, *, spec: ModelSpec, num_steps: int = 0) -> ShardedTraining:
+    """Return a training after its first `num_steps` steps."""
+    model, _ = sharded_model(
+        spec,
+        sharding_type_by_table=dict.fromkeys(spec.tables, sharding_type),
+        training=TRAINING,
+        loss=LOSS,
+        process=cpu_process(rank),
+    )
+    training = ShardedTraining(model, make_optimizer(model, spec=spec, config=TRAINING))
+    train(training, rank, spec=spec, steps=range(num_steps))
+    return training
 
 
-def train(setup: Setup, rank: int, *, spec: ModelSpec, steps: range) -> None:
-    batches = iter([make_batch(spec, ranks=[rank], step=step, queries=6, negatives=5) for step in steps])
-    pipeline = TrainPipelineSparseDist(setup.model, setup.optimizer, torch.device("cpu"))
+def train(training: ShardedTraining, rank: int, *, spec: ModelSpec, steps: range) -> None:
+    batches = iter([make_batch(spec, ranks=[rank], step=step, num_queries=6, num_negatives=5) for step in steps])
+    pipeline = TrainPipelineSparseDist(training.model, training.optimizer, torch.device("cpu"))
     for _ in steps:
         pipeline.progress(batches)
     if steps:
@@ -80,105 +87,107 @@ def train(setup: Setup, rank: int, *, spec: ModelSpec, steps: range) -> None:
 
 
 def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
-    process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+    process = cpu_process(rank)
     heartbeat = HeartbeatWriter(folder.with_name("heartbeat"), is_main=process.is_main)
     defaults = {"keep_checkpoints": 9, "text_by_extra_file": {"job.json": "{}"}, "heartbeat": heartbeat}
     return Checkpointer(folder, fingerprint="f", attempt_number=1, process=process, **defaults | settings)
 
 
-def whole_state(setup: Setup, spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Return tables, accumulators and all unsharded tensors, gathered from all ranks."""
+def whole_state(training: ShardedTraining, spec: ModelSpec) -> dict[str, np.ndarray]:
+    """Return the whole tables and accumulators, gathered from all ranks, and all unsharded tensors by name."""
     array_by_name: dict[str, np.ndarray] = {}
-    parts: dict[str, list[Any]] = {}
-    state = setup.model.state_dict()
+    shards_by_name: dict[str, list[Any]] = {}
+    state = training.model.state_dict()
     for name in spec.tables:
-        parts[name] = [(shard.row, shard.column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)]
-        parts[f"{name} accumulator"] = accumulator_shards(setup.optimizer, spec=spec, table=name)
-    gathered: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, parts)
+        shards_by_name[name] = [(shard.row, shard.column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)]
+        shards_by_name[f"{name} accumulator"] = accumulator_shards(training.optimizer, spec=spec, table=name)
+    shards_of_ranks: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(shards_of_ranks, shards_by_name)
     for name, table in spec.tables.items():
         array_by_name[name] = np.full((table.num_rows, table.dim), np.nan, np.float32)
-        by_row = table.settings.optimizer is None
-        array_by_name[f"{name} accumulator"] = np.zeros(table.num_rows if by_row else (table.num_rows, table.dim), np.float32)
-        for rank_parts in gathered:
-            for row, column, value in rank_parts[name]:
+        is_rowwise = table.settings.optimizer is None
+        array_by_name[f"{name} accumulator"] = np.zeros(
+            table.num_rows if is_rowwise else (table.num_rows, table.dim), np.float32
+        )
+        for shards_of_rank in shards_of_ranks:
+            for row, column, value in shards_of_rank[name]:
                 array_by_name[name][row : row + len(value), column : column + value.shape[1]] = value
-            for shard in rank_parts[f"{name} accumulator"]:
-                row, column, value = shard.table_contribution(is_rowwise=by_row, dim=table.dim)
+            for shard in shards_of_rank[f"{name} accumulator"]:
+                row, column, value = shard.table_contribution(is_rowwise=is_rowwise, dim=table.dim)
                 accumulator = array_by_name[f"{name} accumulator"].reshape(table.num_rows, -1)
                 accumulator[row : row + len(value), column : column + value.shape[1]] += value.numpy()
-    flat, _ = flatten_state_dict({"model": state, "optimizer": setup.optimizer.state_dict()})
-    return array_by_name | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
+    value_by_name, _ = flatten_state_dict({"model": state, "optimizer": training.optimizer.state_dict()})
+    return array_by_name | {
+        name: np.array(value) for name, value in value_by_name.items() if not isinstance(value, ShardedTensor)
+    }
 
 
-def save_one(rank: int, kind: str, folder: Path) -> None:
+def save_checkpoint(rank: int, sharding_type: str, folder: Path) -> None:
     spec = spec_of()
-    setup = make(rank, kind, spec=spec, steps=NUM_STEPS)
-    saver = checkpointer(rank, folder / kind)
-    saver.save(setup.model, setup.optimizer, step=NUM_STEPS, best=BEST)
-    expected = whole_state(setup, spec)
-    train(setup, rank, spec=spec, steps=range(NUM_STEPS, NUM_STEPS + 2))  # while the checkpoint is being written
+    training = start_training(rank, sharding_type, spec=spec, num_steps=NUM_STEPS)
+    saver = checkpointer(rank, folder / sharding_type)
+    saver.save(training.model, training.optimizer, step=NUM_STEPS, best=BEST)
+    expected = whole_state(training, spec)
+    train(training, rank, spec=spec, steps=range(NUM_STEPS, NUM_STEPS + 2))  # while the checkpoint is being written
     saver.finish()
     if rank == 0:
-        np.savez(folder / f"{kind}.npz", **expected)
+        np.savez(folder / f"{sharding_type}.npz", **expected)
 
 
 @pytest.fixture(scope="module")
 def saved_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    for kind, ranks in SAVED_BY.items():
-        run_ranks(save_one, world_size=ranks, arguments=(kind, folder))
+    for sharding_type, world_size in NUM_SAVING_RANKS.items():
+        run_ranks(save_checkpoint, world_size=world_size, arguments=(sharding_type, folder))
     return folder
 
 
-def load_all(rank: int, folder: Path) -> None:
+def restore_checkpoints(rank: int, folder: Path) -> None:
     spec = spec_of()
-    for kind in SHARDING_TYPES:
-        for source in SAVED_BY:
-            setup = make(rank, kind, spec=spec)
-            restore(setup.model, setup.optimizer, checkpoint=folder / source / checkpoint_name(NUM_STEPS))
-            state, expected = whole_state(setup, spec), dict(np.load(folder / f"{source}.npz"))
-            assert state.keys() == expected.keys()
-            assert any("exp_avg_sq" in key for key in state) and any(key.endswith("step") for key in state)
-            for name, value in expected.items():
-                # A row's accumulator is gathered as a sum over column shards, which rounds.
-                rtol = 1e-6 if name.endswith(" accumulator") else 0.0
-                np.testing.assert_allclose(state[name], value, rtol=rtol, err_msg=f"{source} -> {kind}: {name}")
+    for saved_type, sharding_type in itertools.product(NUM_SAVING_RANKS, repeat=2):
+        training = start_training(rank, sharding_type, spec=spec)
+        restore(training.model, training.optimizer, checkpoint=folder / saved_type / checkpoint_name(NUM_STEPS))
+        state, expected = whole_state(training, spec), dict(np.load(folder / f"{saved_type}.npz"))
+        assert state.keys() == expected.keys()
+        assert any("exp_avg_sq" in name for name in state) and any(name.endswith("step") for name in state)
+        for name, value in expected.items():
+            # The accumulator of a row is the sum of contributions of its column shards, which rounds.
+            rtol = 1e-6 if name.endswith(" accumulator") else 0.0
+            np.testing.assert_allclose(state[name], value, rtol=rtol, err_msg=f"{saved_type} -> {sharding_type}: {name}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_tables_accumulators_and_layers_are_restored_on_other_ranks_and_with_another_sharding(saved_folder, world_size):
-    run_ranks(load_all, world_size=world_size, arguments=(saved_folder,))
+    run_ranks(restore_checkpoints, world_size=world_size, arguments=(saved_folder,))
 
 
-def load_into(rank: int, checkpoint: Path, spec: ModelSpec, message: str) -> None:
-    setup = make(rank, "row_wise", spec=spec)
+def assert_restore_fails(rank: int, checkpoint_folder: Path, spec: ModelSpec, message: str) -> None:
+    training = start_training(rank, "row_wise", spec=spec)
     with pytest.raises(StageError, match=message):
-        restore(setup.model, setup.optimizer, checkpoint=checkpoint)
+        restore(training.model, training.optimizer, checkpoint=checkpoint_folder)
 
 
 def test_a_checkpoint_of_another_model_is_rejected_and_the_message_names_tables_and_shapes(saved_folder):
-    checkpoint = saved_folder / "row_wise" / checkpoint_name(NUM_STEPS)
+    checkpoint_folder = saved_folder / "row_wise" / checkpoint_name(NUM_STEPS)
     spec = spec_of()
-    user = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
-    spec_with_more_users = spec.model_copy(update={"tables": spec.tables | {"user": user}})
+    larger_table = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
+    spec_with_more_users = spec.model_copy(update={"tables": spec.tables | {"user": larger_table}})
     message = r"user.weight is \[50, 256\] in the checkpoint, \[51, 256\] in the model"
-    run_ranks(load_into, world_size=2, arguments=(checkpoint, spec_with_more_users, message))
-    run_ranks(
-        load_into, world_size=2, arguments=(checkpoint, spec_of(brands=False), r"no model\.\S+item__brand\.weight in the model")
-    )
+    run_ranks(assert_restore_fails, world_size=2, arguments=(checkpoint_folder, spec_with_more_users, message))
+    message = r"no model\.\S+item__brand\.weight in the model"
+    run_ranks(assert_restore_fails, world_size=2, arguments=(checkpoint_folder, spec_of(has_brands=False), message))
 
 
 def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_used(saved_folder, tmp_path, caplog):
     for step in (NUM_STEPS - 1, NUM_STEPS):
         shutil.copytree(saved_folder / "table_wise" / checkpoint_name(NUM_STEPS), tmp_path / checkpoint_name(step))
-    newest = tmp_path / checkpoint_name(NUM_STEPS)
-    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MARKER_NAME)
-    assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in files}
-    draw = random.Random(0)
+    newest_folder = tmp_path / checkpoint_name(NUM_STEPS)
+    paths = sorted(path for path in newest_folder.rglob("*") if path.is_file() and path.name != MARKER_NAME)
+    assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in paths}
+    generator = random.Random(0)
     for _ in range(120):
-        path = draw.choice(files)
-        byte_index, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
+        path = generator.choice(paths)
+        byte_index, bit = generator.randrange(path.stat().st_size), generator.randrange(8)
         content = bytearray(path.read_bytes())
         content[byte_index] ^= 1 << bit
         path.write_bytes(content)
@@ -188,13 +197,13 @@ def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_use
             f"{path.name}, byte {byte_index}, bit {bit}"
         )
         assert caplog.messages == [
-            f"{newest}: a file is missing or differs from its checksum; falling back to the previous checkpoint"
+            f"{newest_folder}: a file is missing or differs from its checksum; falling back to the previous checkpoint"
         ]
         caplog.clear()
         content[byte_index] ^= 1 << bit
         path.write_bytes(content)
     checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
-    assert checkpoint is not None and checkpoint.folder == newest and checkpoint.best == BEST
+    assert checkpoint is not None and checkpoint.folder == newest_folder and checkpoint.best == BEST
 
 
 def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder, tmp_path):
@@ -207,57 +216,57 @@ def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder
     assert latest_checkpoint(tmp_path, fingerprint="another") is None
 
 
-def keep_few(rank: int, folder: Path) -> None:
-    setup = make(rank, "row_wise", spec=spec_of())
+def save_five_times(rank: int, folder: Path) -> None:
+    training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=2)
     for step in range(1, 6):
-        saver.save(setup.model, setup.optimizer, step=step, best=BEST if step > 1 else None)
+        saver.save(training.model, training.optimizer, step=step, best=BEST if step > 1 else None)
     saver.finish()
     if rank == 0:
         assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(step) for step in (2, 4, 5)]
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
-    run_ranks(keep_few, world_size=2, arguments=(tmp_path,))
+    run_ranks(save_five_times, world_size=2, arguments=(tmp_path,))
 
 
-def save_with_a_link(rank: int, folder: Path, archive: Path) -> None:
-    setup = make(rank, "row_wise", spec=spec_of())
+def save_next_to_a_link(rank: int, folder: Path, linked_folder: Path) -> None:
+    training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=1)
     folder.mkdir()
-    (folder / checkpoint_name(1)).symlink_to(archive)
+    (folder / checkpoint_name(1)).symlink_to(linked_folder)
     for step in (2, 3):
-        saver.save(setup.model, setup.optimizer, step=step, best=None)
+        saver.save(training.model, training.optimizer, step=step, best=None)
     saver.finish()
     assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(1), checkpoint_name(3)]
 
 
-def save_behind_a_link(rank: int, folder: Path) -> None:
-    setup = make(rank, "row_wise", spec=spec_of())
+def save_through_a_link(rank: int, folder: Path) -> None:
+    training = start_training(rank, "row_wise", spec=spec_of())
     with pytest.raises(InputError, match="checkpoints: is a link"):
         saver = checkpointer(rank, folder, keep_checkpoints=1)
-        saver.save(setup.model, setup.optimizer, step=9, best=None)
+        saver.save(training.model, training.optimizer, step=9, best=None)
         saver.finish()
 
 
-def test_files_behind_a_link_are_never_removed_with_the_old_checkpoints(saved_folder, tmp_path):
-    archive = tmp_path / "archive"
+def test_files_behind_a_link_are_not_removed_with_the_old_checkpoints(saved_folder, tmp_path):
+    archive_folder = tmp_path / "archive"
     for name in (checkpoint_name(1), checkpoint_name(2), f"{checkpoint_name(3)}.tmp-1"):
-        shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), archive / name)
-    files = sorted(archive.rglob("*"))
-    (tmp_path / "checkpoints").symlink_to(archive)
-    run_ranks(save_behind_a_link, world_size=1, arguments=(tmp_path / "checkpoints",))
+        shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), archive_folder / name)
+    archived_paths = sorted(archive_folder.rglob("*"))
+    (tmp_path / "checkpoints").symlink_to(archive_folder)
+    run_ranks(save_through_a_link, world_size=1, arguments=(tmp_path / "checkpoints",))
     with pytest.raises(InputError, match="checkpoints: is a link"):
         latest_checkpoint(tmp_path / "checkpoints", fingerprint="f")
-    run_ranks(save_with_a_link, world_size=1, arguments=(tmp_path / "own", archive / checkpoint_name(1)))
-    assert sorted(archive.rglob("*")) == files
+    run_ranks(save_next_to_a_link, world_size=1, arguments=(tmp_path / "own", archive_folder / checkpoint_name(1)))
+    assert sorted(archive_folder.rglob("*")) == archived_paths
 
 
 def save_on_a_full_disk(rank: int, folder: Path) -> None:
-    setup = make(rank, "row_wise", spec=spec_of())
+    training = start_training(rank, "row_wise", spec=spec_of())
     shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 99, 99)  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=r"a checkpoint takes 0\.\d+ GiB, but the disk has 0.000 GiB free"):
-        checkpointer(rank, folder).save(setup.model, setup.optimizer, step=1, best=None)
+        checkpointer(rank, folder).save(training.model, training.optimizer, step=1, best=None)
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_reported_before_it_is_written(tmp_path):
@@ -265,73 +274,76 @@ def test_a_disk_too_small_for_a_checkpoint_is_reported_before_it_is_written(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def hash_until_a_sign_of_life(rank: int, folder: Path) -> None:
-    """The hash of a file is delayed until the heartbeat file has been touched twice."""
+def save_with_slow_hashes(rank: int, folder: Path) -> None:
+    """Save a checkpoint. The hash of each file is delayed until the heartbeat file has been touched twice."""
     spec = spec_of()
-    heartbeat = folder / "heartbeat"
-    record = stage_folder.record_file
+    heartbeat_path = folder / "heartbeat"
+    record_file = stage_folder.record_file
 
-    def slow(path: Path) -> stage_folder.FileRecord:
+    def last_heartbeat_ns() -> int:
+        return heartbeat_path.stat().st_mtime_ns if heartbeat_path.exists() else 0
+
+    def record_after_heartbeats(path: Path) -> stage_folder.FileRecord:
         deadline = time.monotonic() + 60
         for _ in range(2):
-            before = heartbeat.stat().st_mtime_ns if heartbeat.exists() else 0
-            while (heartbeat.stat().st_mtime_ns if heartbeat.exists() else 0) == before:
+            previous_heartbeat_ns = last_heartbeat_ns()
+            while last_heartbeat_ns() == previous_heartbeat_ns:
                 assert time.monotonic() < deadline, "no heartbeat"
                 time.sleep(0.05)
-        return record(path)
+        return record_file(path)
 
-    setup = make(rank, "row_wise", spec=spec, steps=1)
+    training = start_training(rank, "row_wise", spec=spec, num_steps=1)
     saver = checkpointer(rank, folder / "checkpoints")
-    stage_folder.record_file = slow  # type: ignore[assignment]
-    saver.save(setup.model, setup.optimizer, step=1, best=None)
+    stage_folder.record_file = record_after_heartbeats  # type: ignore[assignment]
+    saver.save(training.model, training.optimizer, step=1, best=None)
     saver.finish()
     if rank == 0:
         assert load_manifest(folder / "checkpoints" / checkpoint_name(1), CheckpointManifest, verify=False) is not None
 
 
 def test_the_heartbeat_continues_while_a_checkpoint_is_hashed(tmp_path: Path) -> None:
-    run_ranks(hash_until_a_sign_of_life, world_size=2, arguments=(tmp_path,))
+    run_ranks(save_with_slow_hashes, world_size=2, arguments=(tmp_path,))
 
 
 def hash_own_files(rank: int, folder: Path) -> None:
-    hashed, record = [], stage_folder.record_file
+    hashed_names, record_file = [], stage_folder.record_file
 
-    def spy(path: Path) -> stage_folder.FileRecord:
-        hashed.append(path.name)
-        return record(path)
+    def record_and_remember(path: Path) -> stage_folder.FileRecord:
+        hashed_names.append(path.name)
+        return record_file(path)
 
-    setup = make(rank, "row_wise", spec=spec_of(), steps=1)
+    training = start_training(rank, "row_wise", spec=spec_of(), num_steps=1)
     saver = checkpointer(rank, folder / "checkpoints")
-    stage_folder.record_file = spy  # type: ignore[assignment]
-    saver.save(setup.model, setup.optimizer, step=1, best=None)
+    stage_folder.record_file = record_and_remember  # type: ignore[assignment]
+    saver.save(training.model, training.optimizer, step=1, best=None)
     saver.finish()
     dist.barrier()
-    own_files = {path.name for path in (folder / "checkpoints" / checkpoint_name(1)).glob(f"__{rank}_*")}
-    assert len(hashed) == len(set(hashed)) and own_files
-    assert set(hashed) == own_files | ({".metadata", "job.json"} if rank == 0 else set())
+    own_names = {path.name for path in (folder / "checkpoints" / checkpoint_name(1)).glob(f"__{rank}_*")}
+    assert len(hashed_names) == len(set(hashed_names)) and own_names
+    assert set(hashed_names) == own_names | ({".metadata", "job.json"} if rank == 0 else set())
 
 
 def test_each_rank_hashes_the_files_that_it_has_written(tmp_path: Path) -> None:
     run_ranks(hash_own_files, world_size=2, arguments=(tmp_path,))
-    manifest = load_manifest(tmp_path / "checkpoints" / checkpoint_name(1), CheckpointManifest)  # compares the checksums
+    manifest = load_manifest(tmp_path / "checkpoints" / checkpoint_name(1), CheckpointManifest)  # verifies the checksums
     assert manifest is not None and {name[:4] for name in manifest.files} == {"__0_", "__1_", ".met", "job."}
 
 
 def save_to_other_storage(rank: int, folder: Path) -> None:
-    """The file of rank 1 is lost before rank 0 looks for it."""
-    setup = make(rank, "row_wise", spec=spec_of(), steps=1)
+    """Save a checkpoint. The file of rank 1 is removed before rank 0 looks for it."""
+    training = start_training(rank, "row_wise", spec=spec_of(), num_steps=1)
     saver = checkpointer(rank, folder / "checkpoints")
-    record_own = checkpoint.record_files
+    record_files = checkpoint.record_files
 
-    def lose(paths: Iterable[Path], *, folder: Path) -> dict[str, stage_folder.FileRecord]:
+    def record_and_remove(paths: Iterable[Path], *, folder: Path) -> dict[str, stage_folder.FileRecord]:
         paths = list(paths)
-        records = record_own(paths, folder=folder)
+        records = record_files(paths, folder=folder)
         for path in paths if rank == 1 else ():
             path.unlink()
         return records
 
-    checkpoint.record_files = lose
-    saver.save(setup.model, setup.optimizer, step=1, best=None)
+    checkpoint.record_files = record_and_remove
+    saver.save(training.model, training.optimizer, step=1, best=None)
     if rank == 1:
         saver.finish()
         return
@@ -341,6 +353,6 @@ def save_to_other_storage(rank: int, folder: Path) -> None:
         saver.finish()
 
 
-def test_the_error_names_a_file_that_another_rank_wrote_to_other_storage(tmp_path: Path) -> None:
+def test_the_error_names_a_file_that_another_rank_wrote_and_this_rank_cannot_see(tmp_path: Path) -> None:
     run_ranks(save_to_other_storage, world_size=2, arguments=(tmp_path,))
     assert latest_checkpoint(tmp_path / "checkpoints", fingerprint="f") is None

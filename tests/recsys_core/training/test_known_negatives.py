@@ -1,4 +1,4 @@
-"""Training with known negatives: two gloo ranks on a log in which half of the items are rejected by most users."""
+"""Training with known negatives, on two gloo ranks and on a log in which most users reject half of the items."""
 
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,
     export_in_forks,
-    exported,
     make_experiment,
     train_in_forks,
     without_timings,
+    write_export,
 )
 
-NUM_USERS, GENRES, ITEMS_PER_GENRE, ROWS_PER_USER = 600, 10, 50, 24
+NUM_USERS, NUM_GENRES, ITEMS_PER_GENRE, EVENTS_PER_USER = 600, 10, 50, 24
 MODEL = TwoTowerConfig(embedding_dim=16, history=RecencyHistory(length=8))
 TRAINING = TrainingConfig(
     epochs=6,
@@ -41,15 +41,15 @@ TRAINING = TrainingConfig(
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Each user sees items of one genre. Four of five users reject an item with an odd number, and one rejects another item."""
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Each user sees items of one genre. Of five users, four reject an item with an odd number, and one rejects an even one."""
     folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    genre = np.repeat(np.arange(NUM_USERS) % GENRES, ROWS_PER_USER)
-    number = random.permuted(np.tile(np.arange(ITEMS_PER_GENRE), (NUM_USERS, 1)), axis=1)[:, :ROWS_PER_USER].ravel()
+    genre = np.repeat(np.arange(NUM_USERS) % NUM_GENRES, EVENTS_PER_USER)
+    number = random.permuted(np.tile(np.arange(ITEMS_PER_GENRE), (NUM_USERS, 1)), axis=1)[:, :EVENTS_PER_USER].ravel()
     is_rejected = random.random(len(number)) < np.where(number % 2, 0.8, 0.2)
     path = write_parquet(
         folder / "log.parquet",
-        user_id=np.repeat(np.arange(NUM_USERS), ROWS_PER_USER),
+        user_id=np.repeat(np.arange(NUM_USERS), EVENTS_PER_USER),
         item_id=genre * ITEMS_PER_GENRE + number,
         t=random.integers(0, 20 * DAY_US, len(number)),
         clicked=~is_rejected,
@@ -70,13 +70,13 @@ def loss_of(kind: str, **settings: Any) -> LossConfig:
     return LossConfig.model_validate({"kind": kind, "num_negatives": 128, "margin": 0.3, "negative_weight": 10, **settings})
 
 
-def train_and_measure(data: Dataset, folder: Path, *, loss: LossConfig) -> dict[str, float]:
+def train_and_measure(dataset: Dataset, folder: Path, *, loss: LossConfig) -> dict[str, float]:
     """Return the recall and the share of known negatives among the first 10 items on the test split."""
     folder.mkdir()
-    experiment = make_experiment(data, folder / "plan", model=MODEL, training=TRAINING, loss=loss)
-    export = exported(experiment, train_in_forks(experiment, folder / "work"), folder / "export")
+    experiment = make_experiment(dataset, folder / "plan", model=MODEL, training=TRAINING, loss=loss)
+    export = write_export(experiment, train_in_forks(experiment, folder / "work"), folder / "export")
     config = EvaluationConfig(baselines=(), ks=(10,))
-    evaluation = evaluate(config, export=export, dataset=data, folder=folder / "evaluation")
+    evaluation = evaluate(config, export=export, dataset=dataset, folder=folder / "evaluation")
     return {name: evaluation.metrics[f"test/{name}@10"] for name in ("recall", "known_negatives")}
 
 
@@ -90,24 +90,24 @@ def train_and_measure(data: Dataset, folder: Path, *, loss: LossConfig) -> dict[
     ],
 )
 def test_known_negatives_are_recommended_less_often_at_the_same_recall(
-    kind: str, weight: float, data: Dataset, tmp_path: Path
+    kind: str, weight: float, dataset: Dataset, tmp_path: Path
 ) -> None:
-    without = train_and_measure(data, tmp_path / "without", loss=loss_of(kind))
+    metrics_without = train_and_measure(dataset, tmp_path / "without", loss=loss_of(kind))
     loss = loss_of(kind, explicit_negatives=4, explicit_negative_weight=weight)
-    explicit = train_and_measure(data, tmp_path / "explicit", loss=loss)
-    assert explicit["known_negatives"] < 0.96 * without["known_negatives"]
-    assert explicit["recall"] > 0.95 * without["recall"]
+    metrics = train_and_measure(dataset, tmp_path / "with known negatives", loss=loss)
+    assert metrics["known_negatives"] < 0.96 * metrics_without["known_negatives"]
+    assert metrics["recall"] > 0.95 * metrics_without["recall"]
 
 
-def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_one(data: Dataset, tmp_path: Path) -> None:
+def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_one(dataset: Dataset, tmp_path: Path) -> None:
     loss = loss_of("bce", explicit_negatives=3)
-    experiment = make_experiment(data, tmp_path / "plan", model=MODEL, training=TRAINING, loss=loss)
-    undisturbed = train_in_forks(experiment, tmp_path / "whole")
-    train_in_forks(experiment, tmp_path / "stopped", stops_at=12)
+    experiment = make_experiment(dataset, tmp_path / "plan", model=MODEL, training=TRAINING, loss=loss)
+    undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
+    train_in_forks(experiment, tmp_path / "stopped", stop_after_step=12)
     stopped = train_in_forks(experiment, tmp_path / "stopped")
     assert without_timings(stopped.lines) == without_timings(undisturbed.lines)
-    expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "a")
-    resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "b")
+    expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "undisturbed export")
+    resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "resumed export")
     assert resumed.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)

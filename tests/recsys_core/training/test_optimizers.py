@@ -1,10 +1,9 @@
-"""Weight decay of the layers, Adagrad accumulators of the tables, and the names of their parameters."""
+"""Weight decay of the layers, Adagrad accumulators of the tables, and names of table parameters."""
 
 import pytest
 import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from recsys_core.launching.rank import Process
 from recsys_core.manifests import IngestedFeature
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
@@ -13,21 +12,24 @@ from recsys_core.models.tables.table_config import DenseOptimizer
 from recsys_core.training.config import DenseParallel, TrainingConfig
 from recsys_core.training.dense_parallel import local_part
 from recsys_core.training.optimizers import AccumulatorShard, make_optimizer, table_name_of
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import sharded_model, small_spec
 
-RATE, DECAY = 0.1, 0.5
+LEARNING_RATE, WEIGHT_DECAY = 0.1, 0.5
 
 
-def decay_alone(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
+def step_without_gradients(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
     spec = small_spec(forms={})
-    layers = TowerConfig(layers=(12, 8), skip_connection=True, layer_norm=True)
-    spec = spec.model_copy(update={"config": spec.config.model_copy(update={"query": layers, "learn_temperature": True})})
-    dense = DenseOptimizer.model_validate({"kind": kind, "learning_rate": RATE, "weight_decay": DECAY})
+    query_tower = TowerConfig(layers=(12, 8), skip_connection=True, layer_norm=True)
+    spec = spec.model_copy(update={"config": spec.config.model_copy(update={"query": query_tower, "learn_temperature": True})})
+    dense = DenseOptimizer.model_validate({"kind": kind, "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY})
     config = TrainingConfig(dense_optimizer=dense, dense_parallel=dense_parallel)
-    process = Process(rank=rank, world_size=1, device=torch.device("cpu"))
     model, _ = sharded_model(
-        spec, kinds=dict.fromkeys(spec.tables, "row_wise"), training=config, loss=LossConfig(), process=process
+        spec,
+        sharding_type_by_table=dict.fromkeys(spec.tables, "row_wise"),
+        training=config,
+        loss=LossConfig(),
+        process=cpu_process(rank),
     )
     parameters = dict(get_unwrapped_module(model).head.named_parameters())
     assert {"objective.log_temperature", "query.pooling.attention", "query.tower.layers.1.weight"} <= set(parameters)
@@ -35,31 +37,31 @@ def decay_alone(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
         for parameter in parameters.values():
             parameter.fill_(1.0)
     for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)  # without a gradient only weight decay changes a parameter
+        parameter.grad = torch.zeros_like(parameter)  # so that only weight decay changes the parameter
     make_optimizer(model, spec=spec, config=config).step()
     for name, parameter in parameters.items():
-        is_still = torch.equal(local_part(parameter), torch.ones_like(local_part(parameter)))
-        assert is_still == (parameter.dim() < 2), name
+        is_unchanged = torch.equal(local_part(parameter), torch.ones_like(local_part(parameter)))
+        assert is_unchanged == (parameter.dim() < 2), name
     matrix = local_part(parameters["query.tower.layers.0.weight"])
     if kind != "adagrad":
-        torch.testing.assert_close(matrix, torch.full_like(matrix, 1 - RATE * DECAY))
+        torch.testing.assert_close(matrix, torch.full_like(matrix, 1 - LEARNING_RATE * WEIGHT_DECAY))
 
 
 @pytest.mark.parametrize("dense_parallel", ["replicated", "sharded"])
 @pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd"])
-def test_only_matrices_decay(kind: str, dense_parallel: DenseParallel) -> None:
-    run_ranks(decay_alone, world_size=1, arguments=(kind, dense_parallel))
+def test_weight_decay_changes_only_matrices(kind: str, dense_parallel: DenseParallel) -> None:
+    run_ranks(step_without_gradients, world_size=1, arguments=(kind, dense_parallel))
 
 
 def test_rowwise_accumulators_of_column_shards_add_up_to_the_mean_over_the_whole_row() -> None:
-    first = AccumulatorShard(row=1, column=0, num_columns=4, values_RC=torch.tensor([[1.0], [2.0]]))
-    second = AccumulatorShard(row=1, column=4, num_columns=12, values_RC=torch.tensor([[5.0], [2.0]]))
-    shares = [shard.table_contribution(is_rowwise=True, dim=16) for shard in (first, second)]
-    assert [position for *position, _ in shares] == [[1, 0], [1, 0]]
-    assert (shares[0][2] + shares[1][2]).tolist() == [[(1 * 4 + 5 * 12) / 16], [2.0]]
+    first_shard = AccumulatorShard(row=1, column=0, num_columns=4, values_RC=torch.tensor([[1.0], [2.0]]))
+    second_shard = AccumulatorShard(row=1, column=4, num_columns=12, values_RC=torch.tensor([[5.0], [2.0]]))
+    contributions = [shard.table_contribution(is_rowwise=True, dim=16) for shard in (first_shard, second_shard)]
+    assert [position for *position, _ in contributions] == [[1, 0], [1, 0]]
+    assert (contributions[0][2] + contributions[1][2]).tolist() == [[(1 * 4 + 5 * 12) / 16], [2.0]]
 
 
-def test_an_accumulator_per_value_keeps_its_position_in_the_table() -> None:
+def test_a_shard_with_an_accumulator_per_value_keeps_its_position_in_the_table() -> None:
     shard = AccumulatorShard(row=1, column=2, num_columns=2, values_RC=torch.tensor([[5.0, 6.0]]))
     row, column, values = shard.table_contribution(is_rowwise=False, dim=4)
     assert (row, column, values.tolist()) == (1, 2, [[5.0, 6.0]])
@@ -74,7 +76,7 @@ def test_an_accumulator_per_value_keeps_its_position_in_the_table() -> None:
         ("dense.head.item.tower.layers.0.weight", None),
     ],
 )
-def test_a_parameter_name_gives_its_table_whatever_the_name_of_the_collection(parameter: str, table: str | None) -> None:
+def test_table_name_of_finds_the_table_of_a_parameter_in_any_collection(parameter: str, table: str | None) -> None:
     brand = IngestedFeature(
         kind="categorical",
         num_rows=5,

@@ -1,4 +1,4 @@
-"""Estimated sizes of checkpoints and exports compared with the files that are written; disks that are too small."""
+"""Estimated sizes of checkpoints and exports, compared with the files that are written, and disks that are too small."""
 
 import errno
 from pathlib import Path
@@ -35,18 +35,21 @@ def experiment(tmp_path_factory):
     return make_experiment(generate_dataset(root), root / "plan", training=CONFIG, tables=TABLES)
 
 
-def test_a_checkpoint_and_an_export_are_at_least_as_large_as_their_estimates(experiment, tmp_path):
-    trained = train_in_forks(experiment, tmp_path / "work")
-    arrays = export_in_forks(experiment, checkpoint_of(trained), tmp_path / "export")
-    rows = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
-    items = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
-    largest = max(size for name, size in (rows | items).items() if not name.startswith("state_"))
+def test_the_estimates_are_the_bytes_of_the_arrays_in_a_checkpoint_and_in_an_export(experiment, tmp_path):
+    finished_training = train_in_forks(experiment, tmp_path / "work")
+    arrays = export_in_forks(experiment, checkpoint_of(finished_training), tmp_path / "export")
+    table_bytes = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
+    vector_bytes = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
     estimate = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path / "none", steps_per_epoch=10)
-    assert estimate == sum(rows.values()) < sum(path.stat().st_size for path in checkpoint_of(trained).glob("*.distcp"))
-    assert export_bytes(experiment.spec) == sum((rows | items).values()) + largest
+    checkpoint_bytes = sum(path.stat().st_size for path in checkpoint_of(finished_training).glob("*.distcp"))
+    assert estimate == sum(table_bytes.values()) < checkpoint_bytes  # a checkpoint also contains the layers
+    array_bytes = table_bytes | vector_bytes
+    largest_bytes = max(num_bytes for name, num_bytes in array_bytes.items() if not name.startswith("state_"))
+    # While an array is built, its parts are on the disk too.
+    assert export_bytes(experiment.spec) == sum(array_bytes.values()) + largest_bytes
 
 
-def test_files_of_an_earlier_attempt_reduce_the_estimate(experiment, tmp_path):
+def test_files_of_an_earlier_attempt_are_subtracted_from_the_estimate(experiment, tmp_path):
     setup = TrainingSetup(experiment.spec, CONFIG)
     estimate_without_files = setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10)
     (tmp_path / "checkpoint").write_bytes(bytes(1_000))
@@ -54,26 +57,23 @@ def test_files_of_an_earlier_attempt_reduce_the_estimate(experiment, tmp_path):
 
 
 def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(experiment, small_disk: Path):
-    (small_disk / "already").write_bytes(bytes(2**20 - 2**16))
+    (small_disk / "other").write_bytes(bytes(2**20 - 2**16))
     config = CONFIG.model_copy(update={"checkpoint_every_steps": 1})
     with pytest.raises(InputError, match=rf"^{small_disk}/train: the train stage takes at least 0\.000 GiB, but the disk has"):
         train(
             TrainingSetup(experiment.spec, config, experiment.loss),
-            dataset=experiment.data,
+            dataset=experiment.dataset,
             plan=experiment.plan,
             folder=small_disk / "train",
-            on_progress=lambda _: pytest.fail("it began"),
+            on_progress=lambda _: pytest.fail("the training has started"),
         )
-    assert {path.name for path in small_disk.iterdir()} == {"already"}
+    assert {path.name for path in small_disk.iterdir()} == {"other"}
 
 
-def facts(**changes) -> dict:
-    return {"fingerprint": "f", "seconds": 1.0, "files": {}} | changes
-
-
-def test_export_and_index_begin_only_where_their_arrays_fit(experiment, small_disk: Path):
+def test_export_and_index_start_only_if_their_arrays_fit_on_the_disk(experiment, small_disk: Path):
     spec = ModelSpec.sized(TwoTowerConfig(), num_users=10, num_items=100_000)
-    trained = TrainManifest(
+    stage_fields = {"fingerprint": "f", "seconds": 1.0, "files": {}, "folder": small_disk}
+    train_manifest = TrainManifest(
         world_size=2,
         num_steps=1,
         num_epochs=1,
@@ -84,24 +84,23 @@ def test_export_and_index_begin_only_where_their_arrays_fit(experiment, small_di
         best_epoch=None,
         validation={},
         warm_from=None,
-        folder=small_disk,
-        **facts(),
+        **stage_fields,
     )
     with pytest.raises(InputError, match=rf"^{small_disk}/export: the export stage takes at least 0\.0\d\d GiB, but the disk"):
         export_vectors(
             TrainingSetup(spec, CONFIG, experiment.loss),
-            dataset=Dataset(experiment.data.interactions),
-            train=trained,
+            dataset=Dataset(experiment.dataset.interactions),
+            train=train_manifest,
             folder=small_disk / "export",
         )
-    exported = ExportManifest(num_items=100_000, dim=64, similarity="dot", num_queries={}, folder=small_disk, **facts())
+    export = ExportManifest(num_items=100_000, dim=64, similarity="dot", num_queries={}, **stage_fields)
     with pytest.raises(
         InputError, match=rf"^{small_disk}/index: the build_index stage takes at least 0\.073 GiB, but the disk"
     ):
-        build_indexes(IndexConfig(), export=exported, folder=small_disk / "index")
+        build_indexes(IndexConfig(), export=export, folder=small_disk / "index")
 
 
-def test_a_checkpoint_on_another_disk_is_copied_where_it_cannot_be_linked(tmp_path: Path, small_disk: Path):
+def test_a_file_is_linked_on_the_same_disk_and_copied_to_another_disk(tmp_path: Path, small_disk: Path):
     (tmp_path / "file").write_bytes(b"state")
     with pytest.raises(OSError, match="cross-device") as caught:
         (small_disk / "file").hardlink_to(tmp_path / "file")

@@ -6,47 +6,50 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from recsys_core.dataset.feature_store import UNPOOLED
-from recsys_core.launching.rank import Process
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import OFFSET_TABLE, DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import LearningRates, make_optimizer, table_name_of
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import (
     NUM_ITEMS,
     NUM_USERS,
-    RANKS,
+    POPULARITY_RANK_BY_TABLE,
     make_batch,
-    pretrained_of,
+    pretrained_vectors,
     sharded_model,
     small_spec,
     with_optimizer,
 )
 
-KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 NUM_STEPS, NUM_QUERIES, NUM_NEGATIVES = 3, 8, 6
-"""Steps of an epoch; queries and negatives of a rank in a step."""
-STAGES = (UnfreezeStep(epoch=2, share=0.3), UnfreezeStep(epoch=3, share=0.7))
-SOME_FORMS = {"item.genres": "list", "user.groups": "list"}
+"""Steps of an epoch, and queries and sampled negatives of a rank in a step."""
+UNFREEZE_STEPS = (UnfreezeStep(epoch=2, share=0.3), UnfreezeStep(epoch=3, share=0.7))
+FORM_BY_FEATURE = {"item.genres": "list", "user.groups": "list"}
 
 
-class Run(NamedTuple):
-    """Result of a training. tables: each table before the first epoch and after each; state: names of optimizer states."""
+class TrainedModel(NamedTuple):
+    """Result of a training.
+
+    Attributes:
+        tables_by_epoch: all tables by name, before the first epoch (index 0) and after each epoch.
+        state_names_by_table: names of the optimizer states of each table.
+    """
 
     spec: ModelSpec
-    tables: list[dict[str, np.ndarray]]
-    state: dict[str, list[str]]
+    tables_by_epoch: list[dict[str, np.ndarray]]
+    state_names_by_table: dict[str, list[str]]
 
-    def moved(self, table: str, *, epoch: int) -> np.ndarray:
-        """Return a mask of the rows that the epoch changed. epoch: counted from 1."""
-        before, after = self.tables[epoch - 1][table], self.tables[epoch][table]
+    def is_changed(self, table: str, *, epoch: int) -> np.ndarray:
+        """Return a mask [R] of the rows that the epoch changed; 1 is the first epoch."""
+        before, after = self.tables_by_epoch[epoch - 1][table], self.tables_by_epoch[epoch][table]
         return (before != after).any(axis=1)
 
 
@@ -58,29 +61,35 @@ def training_of(**table_optimizer: object) -> TrainingConfig:
     )
 
 
-def spec_of(kind: str, **settings: TableConfig) -> ModelSpec:
-    """Return a spec for the sharding type `kind`; for column_wise its dim is large enough to be split."""
-    dim = 256 if kind == "column_wise" else 8
-    return small_spec(dim=dim, tables=settings, vectors=("item", "user"), forms=SOME_FORMS)
+def spec_of(sharding_type: str, **settings: TableConfig) -> ModelSpec:
+    """Return a spec whose tables are wide enough for column shards if the sharding type is column_wise."""
+    dim = 256 if sharding_type == "column_wise" else 8
+    return small_spec(dim=dim, tables=settings, pretrained_tables=("item", "user"), forms=FORM_BY_FEATURE)
 
 
-def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: TrainingConfig, epochs: int) -> None:
-    process = Process(rank=rank, world_size=2, device=torch.device("cpu"))
-    kinds = dict.fromkeys(spec.tables, kind)
+def train_rank(rank: int, folder: Path, spec: ModelSpec, sharding_type: str, training: TrainingConfig, num_epochs: int) -> None:
+    process = cpu_process(rank)
     model, _ = sharded_model(
-        spec, kinds=kinds, training=training, loss=LossConfig(num_negatives=NUM_NEGATIVES), process=process
+        spec,
+        sharding_type_by_table=dict.fromkeys(spec.tables, sharding_type),
+        training=training,
+        loss=LossConfig(num_negatives=NUM_NEGATIVES),
+        process=process,
     )
     optimizer = make_optimizer(model, spec=spec, config=training)
-    rates = LearningRates(optimizer, spec=spec, config=training, total_steps=epochs * NUM_STEPS)
+    rates = LearningRates(optimizer, spec=spec, config=training, total_steps=num_epochs * NUM_STEPS)
     pipeline = TrainPipelineSparseDist(model, optimizer, process.device)
     shard_by_name = {}
-    for epoch in range(epochs + 1):
-        if epoch:
+    for epoch in range(num_epochs + 1):
+        if epoch > 0:
             model.train()
             get_unwrapped_module(model).head.set_epoch(epoch)
             steps = range((epoch - 1) * NUM_STEPS, epoch * NUM_STEPS)
             batches = iter(
-                [make_batch(spec, ranks=[rank], step=step, queries=NUM_QUERIES, negatives=NUM_NEGATIVES) for step in steps]
+                [
+                    make_batch(spec, ranks=[rank], step=step, num_queries=NUM_QUERIES, num_negatives=NUM_NEGATIVES)
+                    for step in steps
+                ]
             )
             for step in steps:
                 rates.set_step(step)
@@ -90,137 +99,158 @@ def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: Tr
             for shard in table_shards(model.state_dict(), table=name):
                 shard_by_name[f"{epoch}/{name}/{shard.row}/{shard.column}"] = shard.weight_RD.numpy().copy()
     np.savez(folder / f"{rank}.npz", **shard_by_name)
-    state = {name: sorted(value) for name, value in optimizer.state_dict()["state"].items()}
-    (folder / f"{rank}.json").write_text(json.dumps(state))
+    state_names_by_parameter = {name: sorted(state) for name, state in optimizer.state_dict()["state"].items()}
+    (folder / f"{rank}.json").write_text(json.dumps(state_names_by_parameter))
 
 
-def train(folder: Path, spec: ModelSpec, *, kind: str, training: TrainingConfig | None = None, epochs: int = 1) -> Run:
+def train(
+    folder: Path, spec: ModelSpec, *, sharding_type: str, training: TrainingConfig | None = None, num_epochs: int = 1
+) -> TrainedModel:
     training = training or training_of()
     spec = with_optimizer(spec, training.table_optimizer)
-    run_ranks(train_rank, world_size=2, arguments=(folder, spec, kind, training, epochs))
-    tables = [
+    run_ranks(train_rank, world_size=2, arguments=(folder, spec, sharding_type, training, num_epochs))
+    tables_by_epoch = [
         {name: np.full((table.num_rows, table.dim), np.nan, np.float32) for name, table in spec.tables.items()}
-        for _ in range(epochs + 1)
+        for _ in range(num_epochs + 1)
     ]
-    state: dict[str, list[str]] = {}
+    state_names_by_table: dict[str, list[str]] = {}
     for rank in range(2):
-        for key, part in np.load(folder / f"{rank}.npz").items():
-            epoch, name, row, column = key.split("/")
-            rows, columns = part.shape
-            tables[int(epoch)][name][int(row) : int(row) + rows, int(column) : int(column) + columns] = part
-        for name, state_names in json.loads((folder / f"{rank}.json").read_text()).items():
-            table = table_name_of(name, spec)
+        for key, shard in np.load(folder / f"{rank}.npz").items():
+            epoch, name, first_row, first_column = key.split("/")
+            row, column = int(first_row), int(first_column)
+            tables_by_epoch[int(epoch)][name][row : row + shard.shape[0], column : column + shard.shape[1]] = shard
+        for parameter_name, state_names in json.loads((folder / f"{rank}.json").read_text()).items():
+            table = table_name_of(parameter_name, spec)
             if table is not None:
-                state[table] = state_names
-    assert all(np.isfinite(table).all() for epoch in tables for table in epoch.values())
-    return Run(spec, tables, state)
+                state_names_by_table[table] = state_names
+    assert all(np.isfinite(table).all() for tables in tables_by_epoch for table in tables.values())
+    return TrainedModel(spec, tables_by_epoch, state_names_by_table)
 
 
-def looked_up(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
-    """Return the items and users in the batches of an epoch on both ranks."""
-    is_used = {"item": np.zeros(NUM_ITEMS, bool), "user": np.zeros(NUM_USERS, bool)}
+def lookup_masks(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
+    """Return masks of the items and of the users that are in the batches of an epoch on both ranks, by table."""
+    is_in_batch = {"item": np.zeros(NUM_ITEMS, bool), "user": np.zeros(NUM_USERS, bool)}
     for step in range((epoch - 1) * NUM_STEPS, epoch * NUM_STEPS):
-        batch = make_batch(spec, ranks=[0, 1], step=step, queries=NUM_QUERIES, negatives=NUM_NEGATIVES)
-        is_used["item"][batch.item_row_V] = True
-        is_used["user"][batch.sparse[UNPOOLED]["user"].values()] = True
-    return is_used
+        batch = make_batch(spec, ranks=[0, 1], step=step, num_queries=NUM_QUERIES, num_negatives=NUM_NEGATIVES)
+        is_in_batch["item"][batch.item_row_V] = True
+        is_in_batch["user"][batch.sparse[UNPOOLED]["user"].values()] = True
+    return is_in_batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_frozen_tables_stay_as_they_are_and_have_no_optimizer_state(kind, tmp_path):
+@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
+def test_transfer_frozen_keeps_the_tables_and_needs_no_optimizer_state(sharding_type, tmp_path):
     frozen = TableConfig(transfer="frozen")
-    run = train(tmp_path, spec_of(kind, item=frozen, user=frozen), kind=kind)
+    model = train(tmp_path, spec_of(sharding_type, item=frozen, user=frozen), sharding_type=sharding_type)
     for name in ("item", "user"):
-        np.testing.assert_array_equal(run.tables[0][name], run.tables[1][name])
-        assert not run.state.get(name)
-    for name in SOME_FORMS:
-        assert run.moved(name, epoch=1).any()
-        assert run.state[name]
+        np.testing.assert_array_equal(model.tables_by_epoch[0][name], model.tables_by_epoch[1][name])
+        assert not model.state_names_by_table.get(name)
+    for name in FORM_BY_FEATURE:
+        assert model.is_changed(name, epoch=1).any()
+        assert model.state_names_by_table[name]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_residual_learns_offsets_from_zero_next_to_frozen_vectors(kind, tmp_path):
-    run = train(tmp_path, spec_of(kind, item=TableConfig(transfer="residual")), kind=kind)
-    np.testing.assert_array_equal(run.tables[0]["item"], run.tables[1]["item"])
-    assert not run.tables[0][OFFSET_TABLE].any()
-    np.testing.assert_array_equal(run.moved(OFFSET_TABLE, epoch=1), looked_up(run.spec, epoch=1)["item"])
-    assert not run.state.get("item") and run.state[OFFSET_TABLE]
+@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
+def test_transfer_residual_learns_offsets_that_start_at_zero_and_keeps_the_vectors(sharding_type, tmp_path):
+    model = train(tmp_path, spec_of(sharding_type, item=TableConfig(transfer="residual")), sharding_type=sharding_type)
+    np.testing.assert_array_equal(model.tables_by_epoch[0]["item"], model.tables_by_epoch[1]["item"])
+    assert not model.tables_by_epoch[0][OFFSET_TABLE].any()
+    np.testing.assert_array_equal(model.is_changed(OFFSET_TABLE, epoch=1), lookup_masks(model.spec, epoch=1)["item"])
+    assert not model.state_names_by_table.get("item") and model.state_names_by_table[OFFSET_TABLE]
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    [*((kind, "rowwise_adagrad") for kind in KINDS), ("row_wise", "adagrad"), ("row_wise", "sgd"), ("data_parallel", "adam")],
+    ("sharding_type", "optimizer"),
+    [
+        *((sharding_type, "rowwise_adagrad") for sharding_type in SHARDING_TYPES),
+        ("row_wise", "adagrad"),
+        ("row_wise", "sgd"),
+        ("data_parallel", "adam"),
+    ],
 )
-def test_gradual_trains_the_most_frequent_rows_first_and_leaves_the_others_unchanged(kind, optimizer, tmp_path):
-    gradual = TableConfig(transfer="gradual", unfreeze=STAGES)
-    spec = spec_of(kind, item=gradual, user=gradual)
-    run = train(tmp_path, spec, kind=kind, training=training_of(kind=optimizer), epochs=3)
-    for name, rank in RANKS.items():
+def test_transfer_gradual_trains_the_most_frequent_rows_first_and_leaves_the_others_unchanged(
+    sharding_type, optimizer, tmp_path
+):
+    gradual = TableConfig(transfer="gradual", unfreeze=UNFREEZE_STEPS)
+    spec = spec_of(sharding_type, item=gradual, user=gradual)
+    model = train(tmp_path, spec, sharding_type=sharding_type, training=training_of(kind=optimizer), num_epochs=3)
+    for name, popularity_rank_R in POPULARITY_RANK_BY_TABLE.items():
         for epoch, share in ((1, 0.0), (2, 0.3), (3, 0.7)):
-            trained = rank < round(share * len(rank))
-            seen = looked_up(spec, epoch=epoch)[name]
-            assert (trained & seen).any() == (share > 0) and (~trained & seen).any()
-            np.testing.assert_array_equal(run.tables[epoch][name][~trained], run.tables[0][name][~trained])
-            moved = run.moved(name, epoch=epoch)
-            assert moved[trained & seen].all()
-            if optimizer != "adam":  # its momentum also moves the rows of earlier steps
-                np.testing.assert_array_equal(moved, trained & seen)
+            is_trained_R = popularity_rank_R < round(share * len(popularity_rank_R))
+            is_looked_up_R = lookup_masks(spec, epoch=epoch)[name]
+            assert (is_trained_R & is_looked_up_R).any() == (share > 0) and (~is_trained_R & is_looked_up_R).any()
+            initial_table, table = model.tables_by_epoch[0][name], model.tables_by_epoch[epoch][name]
+            np.testing.assert_array_equal(table[~is_trained_R], initial_table[~is_trained_R])
+            is_changed_R = model.is_changed(name, epoch=epoch)
+            assert is_changed_R[is_trained_R & is_looked_up_R].all()
+            if optimizer != "adam":  # the momentum of Adam also changes rows that only earlier steps have looked up
+                np.testing.assert_array_equal(is_changed_R, is_trained_R & is_looked_up_R)
 
 
-def test_full_trains_every_row_that_is_looked_up(tmp_path):
-    run = train(tmp_path, spec_of("table_wise"), kind="table_wise")
-    for name, seen in looked_up(run.spec, epoch=1).items():
-        np.testing.assert_array_equal(run.moved(name, epoch=1), seen)
+def test_transfer_full_trains_exactly_the_rows_that_are_looked_up(tmp_path):
+    model = train(tmp_path, spec_of("table_wise"), sharding_type="table_wise")
+    for name, is_looked_up_R in lookup_masks(model.spec, epoch=1).items():
+        np.testing.assert_array_equal(model.is_changed(name, epoch=1), is_looked_up_R)
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
-def test_a_table_with_a_smaller_learning_rate_of_its_own_moves_less(kind, tmp_path):
+@pytest.mark.parametrize("sharding_type", ["row_wise", "data_parallel"])
+def test_a_table_with_its_own_smaller_learning_rate_changes_less(sharding_type, tmp_path):
     slow = TableOptimizer(learning_rate=0.001, warmup_steps=0)
-    # The first step of Adagrad moves a row by the learning rate for any gradient.
-    run = train(tmp_path, spec_of(kind, item=TableConfig(optimizer=slow)), kind=kind)
-    step = {name: np.abs(run.tables[1][name] - run.tables[0][name]).max() for name in ("item", "user", "item.genres")}
-    assert step["item"] < 0.02 * min(step["user"], step["item.genres"])
+    # The first step of Adagrad changes a row by the learning rate, whatever the gradient. It is 0.001 here, and 0.1 otherwise.
+    model = train(tmp_path, spec_of(sharding_type, item=TableConfig(optimizer=slow)), sharding_type=sharding_type)
+    before, after = model.tables_by_epoch
+    largest_change = {name: np.abs(after[name] - before[name]).max() for name in ("item", "user", "item.genres")}
+    assert largest_change["item"] < 0.02 * min(largest_change["user"], largest_change["item.genres"])
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
-def test_weight_decay_pulls_the_rows_of_a_step_towards_zero_and_no_others(kind, tmp_path):
-    strength, rate = 30.0, 0.01
+@pytest.mark.parametrize("sharding_type", ["row_wise", "data_parallel"])
+def test_weight_decay_pulls_only_the_rows_of_a_step_towards_zero(sharding_type, tmp_path):
+    strong_decay = 30.0
     norms = {}
-    for decay in (0.0, strength):
-        optimizer = TableOptimizer(kind="sgd", learning_rate=rate, warmup_steps=0, weight_decay=decay)
+    for decay in (0.0, strong_decay):
+        optimizer = TableOptimizer(kind="sgd", learning_rate=0.01, warmup_steps=0, weight_decay=decay)
         folder = tmp_path / str(decay)
         folder.mkdir()
-        run = train(
-            folder, spec_of(kind, user=TableConfig(optimizer=optimizer), item=TableConfig(optimizer=optimizer)), kind=kind
+        model = train(
+            folder,
+            spec_of(sharding_type, user=TableConfig(optimizer=optimizer), item=TableConfig(optimizer=optimizer)),
+            sharding_type=sharding_type,
         )
-        for name, seen in looked_up(run.spec, epoch=1).items():
-            np.testing.assert_array_equal(run.moved(name, epoch=1), seen)
-            norms[name, decay] = np.linalg.norm(run.tables[1][name][seen])
-    assert norms["user", strength] < 0.95 * norms["user", 0.0]
-    assert norms["item", strength] < 0.95 * norms["item", 0.0]
+        for name, is_looked_up_R in lookup_masks(model.spec, epoch=1).items():
+            np.testing.assert_array_equal(model.is_changed(name, epoch=1), is_looked_up_R)
+            norms[name, decay] = np.linalg.norm(model.tables_by_epoch[1][name][is_looked_up_R])
+    assert norms["user", strong_decay] < 0.95 * norms["user", 0.0]
+    assert norms["item", strong_decay] < 0.95 * norms["item", 0.0]
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
-def test_gradient_clipping_bounds_the_change_of_a_step(kind, tmp_path):
-    limit, rate = 0.001, 0.5
-    clipped = TableOptimizer(kind="sgd", learning_rate=rate, warmup_steps=0, gradient_clip_value=limit)
-    free = clipped.model_copy(update={"gradient_clip_value": None})
-    run = train(tmp_path, spec_of(kind, item=TableConfig(optimizer=clipped), user=TableConfig(optimizer=free)), kind=kind)
-    step = {name: np.abs(run.tables[1][name] - run.tables[0][name]).max() for name in ("item", "user")}
-    # A fused kernel clips the gradient of each lookup, of which a step has one per rank and distinct item.
-    bound = NUM_STEPS * rate * limit * (1 if kind == "data_parallel" else 2)
-    assert 0 < step["item"] <= bound * (1 + 1e-5)
-    assert step["user"] > bound
+@pytest.mark.parametrize("sharding_type", ["row_wise", "data_parallel"])
+def test_gradient_clipping_bounds_the_change_of_a_step(sharding_type, tmp_path):
+    clip_value, learning_rate = 0.001, 0.5
+    clipped = TableOptimizer(kind="sgd", learning_rate=learning_rate, warmup_steps=0, gradient_clip_value=clip_value)
+    not_clipped = clipped.model_copy(update={"gradient_clip_value": None})
+    model = train(
+        tmp_path,
+        spec_of(sharding_type, item=TableConfig(optimizer=clipped), user=TableConfig(optimizer=not_clipped)),
+        sharding_type=sharding_type,
+    )
+    before, after = model.tables_by_epoch
+    largest_change = {name: np.abs(after[name] - before[name]).max() for name in ("item", "user")}
+    # A fused kernel clips the gradient of each lookup. In a step, each of the two ranks looks up an item at most once.
+    num_clipped_gradients = NUM_STEPS * (1 if sharding_type == "data_parallel" else 2)
+    bound = num_clipped_gradients * learning_rate * clip_value
+    assert 0 < largest_change["item"] <= bound * (1 + 1e-5)
+    assert largest_change["user"] > bound
 
 
-def test_rows_without_a_vector_start_as_the_table_says(tmp_path):
+def test_rows_without_a_vector_start_as_missing_vector_init_says(tmp_path):
     settings = {"item": TableConfig(missing_vector_init="zero"), "user": TableConfig(missing_vector_init="mean", rescale=False)}
     spec = spec_of("row_wise", **settings)
-    start = train(tmp_path, spec, kind="row_wise", epochs=0).tables[0]
-    vectors = pretrained_of(spec)
-    lacks_vector = {name: vectors[name].vector_row < 0 for name in vectors}
-    assert not start["item"][lacks_vector["item"]].any() and start["item"][~lacks_vector["item"]].all()
-    user = vectors["user"].vectors[vectors["user"].vector_row]
-    np.testing.assert_array_equal(start["user"][~lacks_vector["user"]], user[~lacks_vector["user"]])
-    mean = user[~lacks_vector["user"]].mean(axis=0)
-    np.testing.assert_allclose(start["user"][lacks_vector["user"]], np.tile(mean, (lacks_vector["user"].sum(), 1)), atol=1e-6)
+    initial_tables = train(tmp_path, spec, sharding_type="row_wise", num_epochs=0).tables_by_epoch[0]
+    pretrained_by_table = pretrained_vectors(spec)
+    item_RD, item_has_vector_R = initial_tables["item"], pretrained_by_table["item"].vector_row >= 0
+    assert not item_RD[~item_has_vector_R].any() and item_RD[item_has_vector_R].all()
+    user_RD, user_vector_row_R = initial_tables["user"], pretrained_by_table["user"].vector_row
+    user_has_vector_R = user_vector_row_R >= 0
+    vector_RD = pretrained_by_table["user"].vectors[user_vector_row_R[user_has_vector_R]]
+    np.testing.assert_array_equal(user_RD[user_has_vector_R], vector_RD)
+    mean_RD = np.broadcast_to(vector_RD.mean(axis=0), user_RD[~user_has_vector_R].shape)
+    np.testing.assert_allclose(user_RD[~user_has_vector_R], mean_RD, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The choice of the temperature: one epoch with each candidate, the best metric, and what needs no choice."""
+"""The choice of the temperature by one epoch with each candidate, and trainings that need no choice."""
 
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,16 +18,19 @@ RECALL_BY_TEMPERATURE = {0.07: 0.1, 0.1: 0.3, 0.15: 0.4, 0.2: 0.2}
 TRAINING = TrainingConfig(epochs=7, validation=ValidationConfig(metric="recall", k=5))
 
 
-class Trainings:
-    """Trainings that write a given metric, and record the temperature and the number of epochs."""
+class FakeTrainings:
+    """Trainings that only record their job and write the metric of RECALL_BY_TEMPERATURE.
 
-    def __init__(self, *, fails_at: float | None = None, metric_name: str = "recall@5") -> None:
+    interrupted_at: temperature whose training is interrupted.
+    """
+
+    def __init__(self, *, interrupted_at: float | None = None, metric_name: str = "recall@5") -> None:
         self.jobs: list[TrainJob] = []
-        self.fails_at, self.metric_name = fails_at, metric_name
+        self.interrupted_at, self.metric_name = interrupted_at, metric_name
 
     def __call__(self, job: TrainJob) -> None:
         temperature = job.spec.config.start_temperature
-        if temperature == self.fails_at:
+        if temperature == self.interrupted_at:
             raise KeyboardInterrupt
         self.jobs.append(job)
         validation = {self.metric_name: RECALL_BY_TEMPERATURE[temperature]}
@@ -42,7 +45,7 @@ class Trainings:
         return [job.spec.config.start_temperature for job in self.jobs]
 
 
-def job(folder: Path, *, temperature: object = "auto", training: TrainingConfig = TRAINING) -> TrainJob:
+def train_job(folder: Path, *, temperature: object = "auto", training: TrainingConfig = TRAINING) -> TrainJob:
     config = TwoTowerConfig.model_validate({"temperature": temperature})
     spec = ModelSpec.sized(config, num_users=3, num_items=4, ingested_by_feature={}, vector_dim_by_table={})
     folder.mkdir(exist_ok=True)
@@ -52,13 +55,15 @@ def job(folder: Path, *, temperature: object = "auto", training: TrainingConfig 
     )  # fmt: skip
 
 
-def choose(job: TrainJob, trainings: Trainings, *, champion: Champion | None = None, events: int = 9) -> TemperatureTrials:
-    return TemperatureTrials.run(job, champion=champion, num_validation_events=events, train=trainings)
+def run_trials(
+    job: TrainJob, trainings: FakeTrainings, *, champion: Champion | None = None, num_validation_events: int = 9
+) -> TemperatureTrials:
+    return TemperatureTrials.run(job, champion=champion, num_validation_events=num_validation_events, train=trainings)
 
 
 def test_each_candidate_is_trained_for_one_epoch_and_the_best_metric_wins(tmp_path: Path) -> None:
-    trainings = Trainings()
-    trials = choose(job(tmp_path / "work"), trainings)
+    trainings = FakeTrainings()
+    trials = run_trials(train_job(tmp_path / "work"), trainings)
     assert trainings.temperatures == list(CANDIDATE_TEMPERATURES)
     assert {job.training.epochs for job in trainings.jobs} == {1}
     assert trials.temperature == 0.15
@@ -66,35 +71,36 @@ def test_each_candidate_is_trained_for_one_epoch_and_the_best_metric_wins(tmp_pa
     assert list((tmp_path / "work" / TRIALS_FOLDER).iterdir()) == []
 
 
-def test_an_interrupted_choice_continues_with_the_candidate_that_was_not_complete(tmp_path: Path) -> None:
+def test_an_interrupted_choice_continues_with_the_first_incomplete_candidate(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        choose(job(tmp_path / "work"), Trainings(fails_at=0.15))
-    trainings = Trainings()
-    assert choose(job(tmp_path / "work"), trainings) == choose(job(tmp_path / "other"), Trainings())
+        run_trials(train_job(tmp_path / "work"), FakeTrainings(interrupted_at=0.15))
+    trainings = FakeTrainings()
+    assert run_trials(train_job(tmp_path / "work"), trainings) == run_trials(train_job(tmp_path / "other"), FakeTrainings())
     assert trainings.temperatures == [0.15, 0.2]
 
 
-def test_a_number_and_a_warm_start_need_no_trial(tmp_path: Path) -> None:
-    trainings = Trainings()
-    assert choose(job(tmp_path, temperature=0.3), trainings) == TemperatureTrials(temperature=0.3)
+def test_a_temperature_from_the_config_or_from_the_champion_needs_no_trial(tmp_path: Path) -> None:
+    trainings = FakeTrainings()
+    assert run_trials(train_job(tmp_path, temperature=0.3), trainings) == TemperatureTrials(temperature=0.3)
     champion = Mock(train=Mock(temperature=0.2))
-    assert choose(job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.2)
-    champion.train.temperature = None  # the manifest of an earlier version, whose settings have a number
-    champion.spec = job(tmp_path, temperature=0.4).spec
-    assert choose(job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.4)
+    assert run_trials(train_job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.2)
+    champion.train.temperature = None  # as in a manifest of an earlier version, whose model always has a number
+    champion.spec = train_job(tmp_path, temperature=0.4).spec
+    assert run_trials(train_job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.4)
     assert trainings.jobs == []
 
 
 @pytest.mark.parametrize(
-    ("training", "events", "metric_name", "expected"),
+    ("training", "num_validation_events", "metric_name", "message"),
     [
         (TRAINING.model_copy(update={"validation": None}), 9, "recall@5", "training.validation is null; set model.temperature"),
         (TRAINING, 0, "recall@5", "the split holds no event; set model.temperature to a number"),
         (TRAINING, 9, "other", "no user in the split has a target"),
     ],
 )
-def test_without_a_metric_the_choice_is_refused(
-    tmp_path: Path, training: TrainingConfig, events: int, metric_name: str, expected: str
+def test_without_a_metric_the_choice_is_rejected(
+    tmp_path: Path, training: TrainingConfig, num_validation_events: int, metric_name: str, message: str
 ) -> None:
-    with pytest.raises(InputError, match=expected):
-        choose(job(tmp_path, training=training), Trainings(metric_name=metric_name), events=events)
+    with pytest.raises(InputError, match=message):
+        trainings = FakeTrainings(metric_name=metric_name)
+        run_trials(train_job(tmp_path, training=training), trainings, num_validation_events=num_validation_events)

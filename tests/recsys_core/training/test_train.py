@@ -66,7 +66,7 @@ def run_train(
 ) -> TrainManifest:
     return train(
         TrainingSetup(experiment.spec, config, experiment.loss, sharding or ShardingConfig()),
-        dataset=experiment.data,
+        dataset=experiment.dataset,
         plan=experiment.plan,
         folder=folder,
         on_progress=on_progress,
@@ -74,21 +74,21 @@ def run_train(
 
 
 @pytest.fixture(scope="module")
-def sockets():
-    """Listening sockets seen during each stage, by stage."""
+def sockets_by_stage():
+    """The listening sockets that each stage opens; the fixtures that run the stages fill it."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def trained(experiment, tmp_path_factory, sockets):
-    """An undisturbed training and the lines it reported."""
+def undisturbed_training(experiment, tmp_path_factory, sockets_by_stage):
+    """The manifest of an undisturbed training, and the metrics lines that it reported."""
     lines: list[Progress] = []
-    with collect_listening() as sockets["train"]:
+    with collect_listening() as sockets_by_stage["train"]:
         manifest = run_train(experiment, tmp_path_factory.mktemp("run") / "train", on_progress=lines.append)
     return manifest, lines
 
 
-def export(
+def run_export(
     experiment: Experiment,
     manifest: TrainManifest,
     folder: Path,
@@ -97,7 +97,7 @@ def export(
 ):
     return export_vectors(
         TrainingSetup(experiment.spec, CONFIG, experiment.loss),
-        dataset=Dataset(experiment.data.interactions, features=experiment.data.features),
+        dataset=Dataset(experiment.dataset.interactions, features=experiment.dataset.features),
         train=manifest,
         folder=folder,
         ranking=ranking_settings(evaluation),
@@ -105,61 +105,64 @@ def export(
 
 
 @pytest.fixture(scope="module")
-def exported(experiment, trained, tmp_path_factory, sockets):
-    with collect_listening() as sockets["export"]:
-        return export(experiment, trained[0], tmp_path_factory.mktemp("run") / "export")
+def export(experiment, undisturbed_training, tmp_path_factory, sockets_by_stage):
+    """The manifest of the export of the undisturbed training."""
+    with collect_listening() as sockets_by_stage["export"]:
+        return run_export(experiment, undisturbed_training[0], tmp_path_factory.mktemp("run") / "export")
 
 
 @pytest.mark.parametrize("stage", ["train", "export"])
-def test_ranks_listen_on_the_loopback_alone_and_their_agent_on_nothing(exported, sockets, stage):
-    assert {name for name, _ in sockets[stage]} == {"recsys_core.training"}
-    assert {address for _, address in sockets[stage]} <= {"127.0.0.1", "::1"}
+def test_ranks_listen_only_on_the_loopback_and_their_agent_does_not_listen(export, sockets_by_stage, stage):
+    assert {module for module, _ in sockets_by_stage[stage]} == {"recsys_core.training"}
+    assert {address for _, address in sockets_by_stage[stage]} <= {"127.0.0.1", "::1"}
 
 
 def kill_a_rank(_: Progress) -> None:
-    """Send SIGKILL to one of the two trainers below this process."""
+    """Send SIGKILL to one of the two ranks below this process."""
     ranks = [process for process in psutil.Process().children(recursive=True) if "recsys_core.training" in process.cmdline()]
     ranks[-1].send_signal(signal.SIGKILL)
 
 
-def once_at(step: int, action):
-    """Return an on_progress that calls `action` at the first line at or after `step`."""
-    done = threading.Event()
+def once_at_step(step: int, action):
+    """Return a function for `on_progress` that calls `action` once, at the first line of `step` or a later step."""
+    was_called = threading.Event()
 
     def on_progress(progress: Progress) -> None:
-        if progress.step >= step and not done.is_set():
-            done.set()
+        if progress.step >= step and not was_called.is_set():
+            was_called.set()
             action(progress)
 
     return on_progress
 
 
-def test_metrics_are_relayed_in_order_while_training_and_the_loss_falls(trained):
-    manifest, lines = trained
+def test_metrics_are_relayed_in_order_while_training_and_the_loss_falls(undisturbed_training):
+    manifest, lines = undisturbed_training
     steps = [line.step for line in lines]
     assert steps == sorted(set(steps)) and steps[-1] == manifest.num_steps == lines[0].total_steps
     assert lines[-1].loss == pytest.approx(manifest.final_loss) and lines[-1].loss < lines[0].loss
     assert all(line.samples_per_s > 0 for line in lines)
-    measured = {line.epoch: line.validation["ndcg@10"] for line in lines if line.validation}
-    assert set(measured) == {1, 2}
-    assert manifest.validation["ndcg@10"] == measured[manifest.best_epoch] == max(measured.values())
+    ndcg_by_epoch = {line.epoch: line.validation["ndcg@10"] for line in lines if line.validation}
+    assert set(ndcg_by_epoch) == {1, 2}
+    assert manifest.validation["ndcg@10"] == ndcg_by_epoch[manifest.best_epoch] == max(ndcg_by_epoch.values())
 
 
-def test_a_chosen_temperature_trains_the_same_model_as_a_file_that_names_it(experiment, trained, tmp_path, monkeypatch):
+def test_temperature_auto_trains_the_same_model_as_a_config_with_the_chosen_temperature(
+    experiment, undisturbed_training, tmp_path, monkeypatch
+):
     monkeypatch.setattr(temperature, "CANDIDATES", (50.0, 0.1))
     config = experiment.spec.config.model_copy(update={"temperature": "auto"})
     spec = experiment.spec.model_copy(update={"config": config})
     lines: list[Progress] = []
-    chosen = run_train(experiment._replace(spec=spec), tmp_path / "train", on_progress=lines.append)
-    named = trained[0]
-    assert (chosen.temperature, named.temperature) == (0.1, 0.1)
-    assert chosen.temperature_trials["0.1"] > chosen.temperature_trials["50"] and named.temperature_trials == {}
-    assert (chosen.validation, chosen.final_loss) == (named.validation, named.final_loss)
-    assert ModelSpec.model_validate_json(chosen.path("model.json").read_bytes()) == experiment.spec
-    assert [line.step for line in lines] == [line.step for line in trained[1]]  # none of the trials
+    automatic = run_train(experiment._replace(spec=spec), tmp_path / "train", on_progress=lines.append)
+    configured, configured_lines = undisturbed_training
+    assert (automatic.temperature, configured.temperature) == (0.1, 0.1)
+    assert automatic.temperature_trials["0.1"] > automatic.temperature_trials["50"] and configured.temperature_trials == {}
+    assert (automatic.validation, automatic.final_loss) == (configured.validation, configured.final_loss)
+    assert ModelSpec.model_validate_json(automatic.path("model.json").read_bytes()) == experiment.spec
+    assert [line.step for line in lines] == [line.step for line in configured_lines]  # trials report no lines
 
 
-def test_a_resumed_training_keeps_the_complete_trials_of_the_temperature(experiment, tmp_path, monkeypatch):
+def test_a_resumed_training_does_not_repeat_the_complete_trials_of_the_temperature(experiment, tmp_path, monkeypatch):
     config = experiment.spec.config.model_copy(update={"temperature": "auto"})
     experiment = experiment._replace(spec=experiment.spec.model_copy(update={"config": config}))
     temperatures: list[float] = []
@@ -178,14 +181,15 @@ def test_a_resumed_training_keeps_the_complete_trials_of_the_temperature(experim
     monkeypatch.setattr(train_module, "run_attempts", interrupted_at_third_call)
     with pytest.raises(KeyboardInterrupt):
         run_train(experiment, tmp_path / "train")
-    with pytest.raises(FileNotFoundError):  # the training itself writes no checkpoint
+    with pytest.raises(FileNotFoundError):  # after the trials, the fake training writes no checkpoint
         run_train(experiment, tmp_path / "train")
-    assert temperatures[:3] == list(temperature.CANDIDATES[:3])
+    assert temperatures[:3] == list(temperature.CANDIDATES[:3])  # the last of them was interrupted
     assert temperatures[3:5] == list(temperature.CANDIDATES[2:])
 
 
-def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, trained):
-    assert run_train(experiment, trained[0].folder, on_progress=lambda progress: pytest.fail("trained again")) == trained[0]
+def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, undisturbed_training):
+    manifest, _ = undisturbed_training
+    assert run_train(experiment, manifest.folder, on_progress=lambda progress: pytest.fail("trained again")) == manifest
 
 
 def test_a_work_folder_that_is_a_link_is_rejected_and_the_files_behind_it_remain(experiment, tmp_path):
@@ -196,7 +200,7 @@ def test_a_work_folder_that_is_a_link_is_rejected_and_the_files_behind_it_remain
     with pytest.raises(InputError, match=r"train\.work: is a link"):
         run_train(experiment, tmp_path / "train")
     with pytest.raises(InputError, match=r"export\.work: is a link"):
-        export(experiment, experiment.plan, tmp_path / "export")
+        run_export(experiment, experiment.plan, tmp_path / "export")
     assert old_log.is_dir()
 
 
@@ -204,7 +208,7 @@ def test_a_work_folder_that_is_a_link_is_rejected_and_the_files_behind_it_remain
 def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_is_left(experiment, tmp_path):
     config = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
-        run_train(experiment, tmp_path / "train", config=config, on_progress=once_at(5, kill_a_rank))
+        run_train(experiment, tmp_path / "train", config=config, on_progress=once_at_step(5, kill_a_rank))
     nightjar_modules = {"recsys_core.training", "recsys_core.launching"}
     assert not [process for process in psutil.Process().children(recursive=True) if nightjar_modules & set(process.cmdline())]
     assert not (tmp_path / "train").exists()
@@ -212,28 +216,29 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_i
 
 @pytest.mark.drill
 def test_a_run_resumed_with_other_settings_starts_from_scratch_and_reports_its_own_steps(experiment, tmp_path):
-    once = CONFIG.model_copy(update={"max_attempts": 1})
+    one_attempt = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError):
-        run_train(experiment, tmp_path / "train", config=once, on_progress=once_at(20, kill_a_rank))
+        run_train(experiment, tmp_path / "train", config=one_attempt, on_progress=once_at_step(20, kill_a_rank))
     assert any((tmp_path / "train.work" / "checkpoints").glob("step-*[0-9]"))
     lines: list[Progress] = []
-    shorter = CONFIG.model_copy(update={"epochs": 1, "keep_checkpoints": 1})
-    manifest = run_train(experiment, tmp_path / "train", config=shorter, on_progress=lines.append)
+    one_epoch = CONFIG.model_copy(update={"epochs": 1, "keep_checkpoints": 1})
+    manifest = run_train(experiment, tmp_path / "train", config=one_epoch, on_progress=lines.append)
     assert lines[0].step == CONFIG.log_every_steps
     assert {line.total_steps for line in lines} == {manifest.num_steps}
 
 
 @pytest.mark.drill
 def test_an_input_error_in_a_rank_is_raised_and_not_retried(experiment, tmp_path):
-    item = experiment.spec.tables["item"]
-    tables = experiment.spec.tables | {"item": item.model_copy(update={"num_rows": item.num_rows + 1})}
+    spec = experiment.spec
+    larger_table = spec.tables["item"].model_copy(update={"num_rows": spec.num_items + 1})
+    spec_of_more_items = spec.model_copy(update={"tables": spec.tables | {"item": larger_table}})
     with pytest.raises(InputError, match="made for tables"):
-        run_train(experiment._replace(spec=experiment.spec.model_copy(update={"tables": tables})), tmp_path / "train")
+        run_train(experiment._replace(spec=spec_of_more_items), tmp_path / "train")
 
 
 def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(experiment, tmp_path):
-    wild = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
-    config, spec = CONFIG.model_copy(update={"table_optimizer": wild}), with_optimizer(experiment.spec, wild)
+    diverging = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
+    config, spec = CONFIG.model_copy(update={"table_optimizer": diverging}), with_optimizer(experiment.spec, diverging)
     plan = plan_sharding(
         ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2)),
         model=spec,
@@ -247,8 +252,8 @@ def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(exper
     assert [path.name for path in (tmp_path / "train.work" / "logs").iterdir()] == ["attempt-1"]
 
 
-def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported):
-    store = EventStore.open(experiment.data.interactions)
+def test_exported_vectors_equal_the_vectors_of_the_unsharded_model(experiment, export):
+    store = EventStore.open(experiment.dataset.interactions)
     spec, cpu = experiment.spec, torch.device("cpu")
     task = RetrievalTask(
         RetrievalHead(
@@ -258,45 +263,45 @@ def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported)
     )
     task.embedding_tables = EmbeddingTables(spec, device=cpu)
     for name in spec.tables:
-        table = torch.from_numpy(np.load(exported.path(f"table_{name}.npy")))
+        table = torch.from_numpy(np.load(export.path(f"table_{name}.npy")))
         task.embedding_tables.get_parameter(parameter_name(spec, name)).data.copy_(table)
-    task.head.load_state_dict(load_file(exported.path("dense.safetensors")))
-    assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(experiment.data.features))
+    task.head.load_state_dict(load_file(export.path("dense.safetensors")))
+    assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(experiment.dataset.features))
     encoder = Encoder(task.eval(), store, assembler, Process(rank=0, world_size=1, device=cpu))
     with torch.no_grad():
-        history_item, item = encoder.encode_items(np.arange(spec.num_items))
-        close = {"rtol": 1e-4, "atol": 1e-5}
-        np.testing.assert_allclose(np.load(exported.path("history_items.npy")), history_item, **close)
-        np.testing.assert_allclose(np.load(exported.path("item_vectors.npy")), item, **close)
+        history_vector_ID, item_vector_ID = encoder.encode_items(np.arange(spec.num_items))
+        tolerances = {"rtol": 1e-4, "atol": 1e-5}
+        np.testing.assert_allclose(np.load(export.path("history_items.npy")), history_vector_ID, **tolerances)
+        np.testing.assert_allclose(np.load(export.path("item_vectors.npy")), item_vector_ID, **tolerances)
         for split in ("validation", "test"):
-            users = np.load(exported.path(f"query_users_{split}.npy"))
+            users = np.load(export.path(f"query_users_{split}.npy"))
             np.testing.assert_array_equal(users, store.users_with_targets(split))
-            query = np.load(exported.path(f"query_vectors_{split}.npy"))
-            np.testing.assert_allclose(query, encoder.encode_queries(users, split=split), **close)
+            query_BD = np.load(export.path(f"query_vectors_{split}.npy"))
+            np.testing.assert_allclose(query_BD, encoder.encode_queries(users, split=split), **tolerances)
 
 
-def test_an_export_stays_valid_if_the_evaluation_needs_other_rankings(experiment, trained, exported):
-    assert {"ranking_test_top.npy", "ranking_test_positions.npy", "ranking_test_cold_positions.npy"} <= exported.files.keys()
-    changed = EvaluationConfig(ks=(5,), metrics=("recall",))
-    assert exported.ranking == ranking_settings(EvaluationConfig()) != ranking_settings(changed)
-    assert export(experiment, trained[0], exported.folder, evaluation=changed) == exported
+def test_an_export_stays_valid_if_the_evaluation_needs_other_rankings(experiment, undisturbed_training, export):
+    assert {"ranking_test_top.npy", "ranking_test_positions.npy", "ranking_test_cold_positions.npy"} <= export.files.keys()
+    other_evaluation = EvaluationConfig(ks=(5,), metrics=("recall",))
+    assert export.ranking == ranking_settings(EvaluationConfig()) != ranking_settings(other_evaluation)
+    assert run_export(experiment, undisturbed_training[0], export.folder, evaluation=other_evaluation) == export
 
 
-def test_the_float_tower_as_served_gives_the_exported_query_vectors(experiment, exported):
-    spec, store = experiment.spec, EventStore.open(experiment.data.interactions)
+def test_the_served_tower_with_fp32_computes_the_exported_query_vectors(experiment, export):
+    spec, store = experiment.spec, EventStore.open(experiment.dataset.interactions)
     tower = build_tower(
         spec,
-        history_items=np.load(exported.path("history_items.npy")),
-        tables={name: np.load(exported.path(f"table_{name}.npy")) for name in spec.on_side("query")},
-        dense=load_file(exported.path("dense.safetensors")),
+        history_items=np.load(export.path("history_items.npy")),
+        tables={name: np.load(export.path(f"table_{name}.npy")) for name in spec.on_side("query")},
+        dense=load_file(export.path("dense.safetensors")),
         quantization="fp32",
     )
     assert set(user_features(spec)) == {"user.country", "user.groups", "user.age"}
-    features = FeatureStore.read(experiment.data.features.folder, user_features(spec))
+    features = FeatureStore.read(experiment.dataset.features.folder, user_features(spec))
     for split in ("validation", "test"):
-        users = np.load(exported.path(f"query_users_{split}.npy"))
-        served = tower(users, store.items_before(users, split), features=features)
-        np.testing.assert_allclose(served, np.load(exported.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
+        users = np.load(export.path(f"query_users_{split}.npy"))
+        query_BD = tower(users, store.items_before(users, split), features=features)
+        np.testing.assert_allclose(query_BD, np.load(export.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
 
 
 def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(experiment, tmp_path):
@@ -318,7 +323,7 @@ def test_a_catalogue_that_does_not_fit_into_the_limit_is_rejected_before_the_lau
 
 
 def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer(tmp_path):
-    def write(path: Path, *, losses: list[float]) -> None:
+    def write_metrics(path: Path, *, losses: list[float]) -> None:
         lines = [
             Progress(step=step, total_steps=9, epoch=1, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json()
             + "\n"
@@ -326,33 +331,35 @@ def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer
         ]
         path.write_text("".join(lines))
 
-    seen: list[tuple[int, float]] = []
-    tail = MetricsTail(tmp_path / "metrics.jsonl", lambda line: seen.append((line.step, line.loss)))
-    write(tmp_path / "metrics.jsonl", losses=[0.25])
+    path, relayed = tmp_path / "metrics.jsonl", []
+    tail = MetricsTail(path, lambda line: relayed.append((line.step, line.loss)))
+    write_metrics(path, losses=[0.25])
     tail.relay()
-    write(tmp_path / "new", losses=[0.5, 0.125])  # its first line is shorter than the part already read
-    (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+    write_metrics(tmp_path / "new", losses=[0.5, 0.125])  # its first line is shorter than the old file
+    (tmp_path / "new").replace(path)
     tail.relay()
-    assert seen == [(1, 0.25), (2, 0.125)]
+    assert relayed == [(1, 0.25), (2, 0.125)]  # step 1 is not relayed twice
 
 
 @pytest.mark.drill
-def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same_global_batch(experiment, trained, tmp_path):
+def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same_global_batch(
+    experiment, undisturbed_training, tmp_path
+):
     config = CONFIG.model_copy(update={"max_attempts": 3, "min_processes": 1})
-    seen: list[Progress] = []
-    killed: list[int] = []
+    lines: list[Progress] = []
+    kill_steps: list[int] = []
 
     def kill_twice(progress: Progress) -> None:
-        seen.append(progress)
-        if progress.step >= 20 * (len(killed) + 1) and len(killed) < 2:
-            killed.append(progress.step)
+        lines.append(progress)
+        if progress.step >= 20 * (len(kill_steps) + 1) and len(kill_steps) < 2:
+            kill_steps.append(progress.step)
             kill_a_rank(progress)
 
     sharding = ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2))
     manifest = run_train(experiment, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
     assert (manifest.num_attempts, manifest.world_size) == (3, 1)
-    undisturbed = trained[0]
+    undisturbed, undisturbed_lines = undisturbed_training
     assert (manifest.num_steps, manifest.num_examples) == (undisturbed.num_steps, undisturbed.num_examples)
-    assert [line.step for line in seen] == sorted({line.step for line in trained[1]})
+    assert [line.step for line in lines] == sorted({line.step for line in undisturbed_lines})
     assert manifest.final_loss == pytest.approx(undisturbed.final_loss, rel=0.05)
-    export(experiment, manifest, tmp_path / "export")
+    run_export(experiment, manifest, tmp_path / "export")

@@ -1,4 +1,4 @@
-"""Validation during training compared with the served recommendations."""
+"""Validation during training, compared with the served recommendations."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import torch
 
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
-from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.history_config import MeanHistory
@@ -17,31 +16,30 @@ from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.validation import Validator, users_to_validate
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 NUM_ITEMS = 40
 
 
-def test_users_without_history_are_validated_by_the_popularity_that_is_served(tmp_path: Path) -> None:
+def test_users_without_history_are_validated_with_the_popular_items_that_they_are_served(tmp_path: Path) -> None:
     run_ranks(_validate_new_users, world_size=1, arguments=(tmp_path,))
 
 
 def _validate_new_users(rank: int, folder: Path) -> None:
-    # 39 users have all items but one before the split; the other users have nothing, and take the most popular item.
-    with_history = [[item for item in range(NUM_ITEMS) if item != user] for user in range(1, NUM_ITEMS)]
-    new = 30
+    # 39 users have all items but one before the split. The new users have none, and then take item 0, the most popular item.
+    items_of_old_users = [[item for item in range(NUM_ITEMS) if item != missing_item] for missing_item in range(1, NUM_ITEMS)]
+    num_old_users, num_new_users = len(items_of_old_users), 30
     interactions = interactions_stage(
         folder / "interactions",
-        train=[*with_history, *[[]] * new],
-        validation=[*[[]] * len(with_history), *[[0]] * new],
-        test=[[]] * (len(with_history) + new),
+        train=[*items_of_old_users, *[[]] * num_new_users],
+        validation=[*[[]] * num_old_users, *[[0]] * num_new_users],
+        test=[[]] * (num_old_users + num_new_users),
         items=NUM_ITEMS,
     )
     config = TwoTowerConfig(embedding_dim=8, history=MeanHistory(length=5), query=TowerConfig(layers=(8,)))
     spec = ModelSpec.of(config, dataset=Dataset(interactions))
     store, device = EventStore.open(interactions), torch.device("cpu")
-    process = Process(rank=rank, world_size=1, device=device)
     for seed in range(3):
         torch.manual_seed(seed)
         head = RetrievalHead(
@@ -51,7 +49,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
         task.embedding_tables.to_empty(device=device)
         for parameter in task.embedding_tables.parameters():
             torch.nn.init.normal_(parameter)
-        encoder = Encoder(task, store, Assembler(user_batch_key=spec.user_batch_key, features=None), process)
+        encoder = Encoder(task, store, Assembler(user_batch_key=spec.user_batch_key, features=None), cpu_process(rank))
         validator = Validator(
             ValidationConfig(k=1),
             encoder=encoder,
@@ -62,9 +60,11 @@ def _validate_new_users(rank: int, folder: Path) -> None:
         assert validator.measure() == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}
 
 
-@pytest.mark.parametrize(("validation", "users"), [([[0], [2]], []), ([[0, 1], [2]], [0])], ids=["all seen", "one unseen"])
+@pytest.mark.parametrize(
+    ("validation", "validated_users"), [([[0], [2]], []), ([[0, 1], [2]], [0])], ids=["all seen", "one unseen"]
+)
 def test_users_who_had_seen_all_their_validation_items_are_not_validated(
-    tmp_path: Path, validation: list[list[int]], users: list[int]
+    tmp_path: Path, validation: list[list[int]], validated_users: list[int]
 ) -> None:
     stage = interactions_stage(tmp_path / "stage", train=[[0], [1, 2]], validation=validation, test=[[], []], items=3)
-    assert users_to_validate(ValidationConfig(), store=EventStore.open(stage), cold_items=None).tolist() == users
+    assert users_to_validate(ValidationConfig(), store=EventStore.open(stage), cold_items=None).tolist() == validated_users

@@ -1,7 +1,7 @@
-"""A fake of the Slurm command line tools that TorchX calls; the tasks of a job are processes of this host.
+"""A fake of the Slurm tools that TorchX calls. The tasks of a job are processes of this machine.
 
-Called as sbatch, srun, sacct, scancel or sinfo. The state of the jobs is in $FAKE_SLURM. As with Slurm, a job is not a child of
-the process that submits it, and all tasks end when one fails.
+The script is called as sbatch, srun, sacct, scancel or sinfo. The folder $FAKE_SLURM contains the files of the jobs. As with
+Slurm, a job is not a child of the process that submits it, and all tasks end when one task fails.
 """
 
 import os
@@ -11,67 +11,76 @@ import sys
 import time
 from pathlib import Path
 
-STATE = Path(os.environ.get("FAKE_SLURM", "."))
+STATE_FOLDER = Path(os.environ.get("FAKE_SLURM", "."))
 
 
-def sbatch(script: str) -> None:
-    job = str(len(list(STATE.glob("*.state"))) + 100)
-    (STATE / f"{job}.sh").write_text(Path(script).read_text())
-    (STATE / f"{job}.state").write_text("PENDING")
-    environment = os.environ | {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST_HET_GROUP_0": os.uname().nodename}
-    with (STATE / f"{job}.out").open("wb") as output:
-        batch = subprocess.Popen(
-            ["bash", str(STATE / f"{job}.sh")], env=environment, stdout=output, stderr=output, start_new_session=True, cwd=STATE
+def sbatch(script_path: str) -> None:
+    job_id = str(len(list(STATE_FOLDER.glob("*.state"))) + 100)
+    (STATE_FOLDER / f"{job_id}.sh").write_text(Path(script_path).read_text())
+    (STATE_FOLDER / f"{job_id}.state").write_text("PENDING")
+    environment = os.environ | {"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST_HET_GROUP_0": os.uname().nodename}
+    with (STATE_FOLDER / f"{job_id}.out").open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", str(STATE_FOLDER / f"{job_id}.sh")],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=STATE_FOLDER,
         )
-    (STATE / f"{job}.pid").write_text(str(batch.pid))
-    sys.stdout.write(f"{job}\n")
+    (STATE_FOLDER / f"{job_id}.pid").write_text(str(process.pid))
+    sys.stdout.write(f"{job_id}\n")
 
 
-def srun(*words: str) -> int:
-    state = STATE / f"{os.environ['SLURM_JOB_ID']}.state"
-    groups: list[list[str]] = [[]]
-    for word in words:
-        groups[-1].append(word) if word != ":" else groups.append([])
+def srun(*arguments: str) -> int:
+    state_path = STATE_FOLDER / f"{os.environ['SLURM_JOB_ID']}.state"
+    arguments_by_task: list[list[str]] = [[]]
+    for argument in arguments:
+        if argument == ":":
+            arguments_by_task.append([])
+        else:
+            arguments_by_task[-1].append(argument)
     tasks = []
-    for group in groups:
-        options = dict(word[2:].split("=", 1) for word in group if word.startswith("--"))
-        first = next(index for index, word in enumerate(group) if not word.startswith("--"))
-        exported = dict(pair.split("=", 1) for pair in options["export"].split(",")[1:])
+    for task_arguments in arguments_by_task:
+        options = dict(argument[2:].split("=", 1) for argument in task_arguments if argument.startswith("--"))
+        command_index = next(index for index, argument in enumerate(task_arguments) if not argument.startswith("--"))
+        command = task_arguments[command_index:]
+        environment = os.environ | dict(pair.split("=", 1) for pair in options["export"].split(",")[1:])
         with Path(options["output"]).open("wb") as output, Path(options["error"]).open("wb") as error:
-            tasks.append(subprocess.Popen(group[first:], env=os.environ | exported, stdout=output, stderr=error))
-    state.write_text("RUNNING")
+            tasks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=error))
+    state_path.write_text("RUNNING")
     while any(task.poll() is None for task in tasks):
         if any(task.poll() for task in tasks):
             for task in tasks:
                 task.terminate()
         time.sleep(0.1)
-    code = max(abs(task.returncode) for task in tasks)
-    state.write_text("FAILED" if code else "COMPLETED")
-    return code
+    exit_code = max(abs(task.returncode) for task in tasks)
+    state_path.write_text("FAILED" if exit_code else "COMPLETED")
+    return exit_code
 
 
-def sacct(job: str) -> None:
-    state = (STATE / f"{job}.state").read_text()
-    tasks = (STATE / f"{job}.sh").read_text().count("#SBATCH --job-name")
-    rows = "".join(f"{job}+{task}|nightjar-{task}|{state}\n" for task in range(tasks))
+def sacct(job_id: str) -> None:
+    state = (STATE_FOLDER / f"{job_id}.state").read_text()
+    num_tasks = (STATE_FOLDER / f"{job_id}.sh").read_text().count("#SBATCH --job-name")
+    rows = "".join(f"{job_id}+{task}|nightjar-{task}|{state}\n" for task in range(num_tasks))
     sys.stdout.write(f"JobID|JobName|State\n{rows}")
 
 
-def scancel(job: str) -> None:
-    os.killpg(int((STATE / f"{job}.pid").read_text()), signal.SIGTERM)
-    (STATE / f"{job}.state").write_text("CANCELLED")
+def scancel(job_id: str) -> None:
+    os.killpg(int((STATE_FOLDER / f"{job_id}.pid").read_text()), signal.SIGTERM)
+    (STATE_FOLDER / f"{job_id}.state").write_text("CANCELLED")
 
 
 def main() -> int:
     match Path(sys.argv[0]).name, sys.argv[1:]:
-        case "sbatch", [*_, script]:
-            sbatch(script)
-        case "srun", words:
-            return srun(*words)
-        case "sacct", [*_, job]:
-            sacct(job)
-        case "scancel", [job]:
-            scancel(job)
+        case "sbatch", [*_, script_path]:
+            sbatch(script_path)
+        case "srun", arguments:
+            return srun(*arguments)
+        case "sacct", [*_, job_id]:
+            sacct(job_id)
+        case "scancel", [job_id]:
+            scancel(job_id)
         case "sinfo", _:
             sys.stdout.write("PARTITION|MEMORY\ngpu|1024000\n")
     return 0

@@ -1,3 +1,5 @@
+"""The interface and the address on which the first host listens."""
+
 import psutil
 import pytest
 
@@ -13,10 +15,9 @@ def test_the_first_host_listens_only_on_the_address_of_the_configured_interface(
     network = find_network(launcher, host=host, host_0_name="elsewhere")
     listener = listen(launcher, network, host=host)
     assert (network.interface, network.address) == ("lo", "127.0.0.1")
-    connections = psutil.Process().net_connections()
-    assert [connection.laddr.ip for connection in connections if connection.laddr.port == listener.getsockname()[1]] == [
-        "127.0.0.1"
-    ]
+    port = listener.getsockname()[1]
+    addresses = [connection.laddr for connection in psutil.Process().net_connections()]
+    assert [address.ip for address in addresses if address.port == port] == ["127.0.0.1"]
     listener.close()
 
 
@@ -26,7 +27,7 @@ def test_an_unknown_interface_is_reported_with_the_interfaces_of_the_host() -> N
         find_network(launcher, host=Host(index=1, name="alpha"), host_0_name="")
 
 
-def test_a_host_with_only_a_loopback_address_is_rejected_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_name_resolves_to_a_loopback_address_is_rejected_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "localhost")
     with pytest.raises(
         HostRejected, match=r"resolves its own address to 127\.0\.0\.1, which other hosts cannot reach.*launcher\.interface"

@@ -1,4 +1,4 @@
-"""Requests to TorchX schedulers, and failures between two hosts that are this machine twice."""
+"""Requests to TorchX schedulers, and failures of launches on two hosts, both of which are this machine."""
 
 import os
 import signal
@@ -31,6 +31,7 @@ def hosts_import_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def request_for(launcher: TorchxLauncher) -> str:
+    """Return the request that TorchX would send to the scheduler."""
     spec = LaunchSpec(
         token="0123456789abcdef", versions={}, module="none", job_path=Path("job.json"), layout=LAYOUT, launcher=launcher
     )
@@ -40,20 +41,20 @@ def request_for(launcher: TorchxLauncher) -> str:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The state folder of a fake Slurm whose tools are on the PATH."""
-    tools, state = tmp_path / "bin", tmp_path / "slurm"
-    tools.mkdir()
-    state.mkdir()
+    """The folder with the files of the jobs of a fake Slurm, whose tools are on the PATH."""
+    tools_folder, state_folder = tmp_path / "bin", tmp_path / "slurm"
+    tools_folder.mkdir()
+    state_folder.mkdir()
     for name in ("sbatch", "srun", "sacct", "scancel", "sinfo"):
-        tool = tools / name
-        tool.write_text(f"#!{sys.executable}\n{(Path(__file__).parent / 'fake_slurm.py').read_text()}")
-        tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_SLURM", str(state))
-    return state
+        tool_path = tools_folder / name
+        tool_path.write_text(f"#!{sys.executable}\n{(Path(__file__).parent / 'fake_slurm.py').read_text()}")
+        tool_path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools_folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(state_folder))
+    return state_folder
 
 
-def test_the_request_to_slurm_has_one_task_per_host_with_its_gpus_and_number(
+def test_the_request_to_slurm_has_one_task_per_host_with_the_gpus_and_the_index_of_the_host(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["nightjar"])  # TorchX writes the command into the script
@@ -75,7 +76,7 @@ SLURM = TWO_HOSTS.model_copy(update={"scheduler": "slurm", "interface": "lo", "a
 @pytest.mark.drill
 def test_a_slurm_job_runs_the_ranks_of_two_hosts_to_completion(slurm: Path, tmp_path: Path) -> None:
     launch_ranks(tmp_path, {}, launcher=SLURM)
-    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    assert [(tmp_path / f"num-ranks-{rank}").read_text() for rank in range(2)] == ["2", "2"]
     assert (slurm / "100.state").read_text() == "COMPLETED"
 
 
@@ -84,8 +85,8 @@ def test_a_slurm_job_whose_heartbeat_stops_is_cancelled_and_the_stacks_are_repor
     with pytest.raises(LaunchError, match=r"sent no heartbeat for 2 s.*\n.*\n.*hang \(scripted_ranks"):
         launch_ranks(tmp_path, {1: "hang"}, launcher=SLURM, heartbeat_timeout_s=2)
     assert (slurm / "100.state").read_text() == "CANCELLED"
-    agents = [host.pid for host in LaunchFolder(tmp_path / "logs").ready_hosts().values()]
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in agents if psutil.pid_exists(pid)], timeout=10)
+    agent_pids = [report.pid for report in LaunchFolder(tmp_path / "logs").ready_hosts().values()]
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in agent_pids if psutil.pid_exists(pid)], timeout=10)
     assert not alive
 
 
@@ -109,7 +110,7 @@ def test_the_request_to_kubernetes_has_one_pod_per_host_with_the_shared_volume(
     assert request_for(launcher) == (REQUESTS / "kubernetes.yaml").read_text()
 
 
-def test_an_unknown_scheduler_is_rejected_with_the_known_ones() -> None:
+def test_an_unknown_scheduler_is_rejected_and_the_error_lists_the_known_schedulers() -> None:
     with pytest.raises(InputError, match=r"launcher\.scheduler is slrum, but TorchX has .*kubernetes, .*slurm"):
         request_for(TorchxLauncher(scheduler="slrum"))
 
@@ -120,26 +121,29 @@ def test_a_missing_setting_of_the_scheduler_is_reported() -> None:
 
 
 def test_a_killed_rank_is_reported_with_its_host_and_signal_handlers_are_restored(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    host = socket.gethostname()
-    with pytest.raises(LaunchError, match=f"rank [01] on host {host} was the first to fail, with signal SIGKILL"):
+    handlers_before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    host_name = socket.gethostname()
+    with pytest.raises(LaunchError, match=f"rank [01] on host {host_name} was the first to fail, with signal SIGKILL"):
         launch_ranks(tmp_path, {1: "kill itself"}, launcher=TWO_HOSTS)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers_before
     assert not agents_and_ranks()
 
 
 def python_with_second_host(folder: Path, commands: str) -> str:
-    """Return an interpreter for the hosts that runs shell `commands` instead of Python on host 1."""
-    script = folder / "python"
+    """Return the path of an interpreter that executes shell commands on host 1, and Python on host 0.
+
+    The commands can use the arguments of the agent as $spec and $token.
+    """
+    script_path = folder / "python"
     spec, token, host = "$3", "$4", "$5"
-    script.write_text(
+    script_path.write_text(
         f'#!/bin/sh\nif [ "{host}" = 1 ]; then\n  spec={spec} token={token}\n  {commands}\nfi\nexec {sys.executable} "$@"\n'
     )
-    script.chmod(0o755)
-    return str(script)
+    script_path.chmod(0o755)
+    return str(script_path)
 
 
-AGENT = f"exec {sys.executable} -m {AGENT_MODULE}"
+RUN_AGENT = f"exec {sys.executable} -m {AGENT_MODULE}"
 
 
 @pytest.mark.drill
@@ -157,26 +161,26 @@ def test_a_missing_host_is_reported_with_the_hosts_that_started(tmp_path: Path) 
 
 
 @pytest.mark.drill
-def test_a_host_without_the_shared_storage_is_reported_before_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = python_with_second_host(tmp_path, f'mkdir -p {tmp_path}/own; {AGENT} {tmp_path}/own/launch.json "$token" 1 NONE')
+def test_a_host_without_the_shared_storage_is_reported_before_the_deadline(tmp_path: Path) -> None:
+    python = python_with_second_host(
+        tmp_path, f'mkdir -p {tmp_path}/own; {RUN_AGENT} {tmp_path}/own/launch.json "$token" 1 NONE'
+    )
     with pytest.raises(InputError, match=r"host 1 \(\S+\) does not see \S+/own/launch\.json.*same path"):
         launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
 def test_a_host_that_sees_another_folder_of_the_same_name_is_reported(tmp_path: Path) -> None:
-    python = python_with_second_host(tmp_path, f'{AGENT} "$spec" "stale" 1 NONE')
+    python = python_with_second_host(tmp_path, f'{RUN_AGENT} "$spec" "stale" 1 NONE')
     with pytest.raises(InputError, match=r"host 1 \(\S+\) sees another .*the folder is not shared"):
         launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
 def test_a_host_with_another_version_is_reported_with_both_versions(tmp_path: Path) -> None:
-    with_old_version = (
+    agent_code = (
         "import recsys_core, sys; recsys_core.__version__ = '0.0.9'; sys.argv = ['agent', '$spec', '$token', '1', 'NONE']; "
     )
-    with_old_version += "import runpy; runpy.run_module('recsys_core.launching', run_name='__main__')"
-    python = python_with_second_host(tmp_path, f'exec {sys.executable} -c "{with_old_version}"')
+    agent_code += "import runpy; runpy.run_module('recsys_core.launching', run_name='__main__')"
+    python = python_with_second_host(tmp_path, f'exec {sys.executable} -c "{agent_code}"')
     with pytest.raises(InputError, match=r"host 1 \(\S+\) has nightjar 0\.0\.9 instead of \d"):
         launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
@@ -192,10 +196,10 @@ def test_a_rendezvous_port_in_use_is_reported_with_its_host(tmp_path: Path) -> N
 
 
 @pytest.mark.drill
-def test_a_host_that_cannot_reach_the_first_one_is_reported_with_the_address(tmp_path: Path) -> None:
-    first = '"$(dirname "$spec")/ready-0.json"'
-    moved = f'while ! [ -f {first} ]; do sleep 0.1; done; sed -i \'s/"port":[0-9]*/"port":9/\' {first}'
-    python = python_with_second_host(tmp_path, f'{moved}; {AGENT} "$spec" "$token" 1 NONE')
+def test_a_host_that_cannot_reach_the_first_host_is_reported_with_the_address(tmp_path: Path) -> None:
+    ready_file = '"$(dirname "$spec")/ready-0.json"'
+    change_port = f'while ! [ -f {ready_file} ]; do sleep 0.1; done; sed -i \'s/"port":[0-9]*/"port":9/\' {ready_file}'
+    python = python_with_second_host(tmp_path, f'{change_port}; {RUN_AGENT} "$spec" "$token" 1 NONE')
     launcher = TWO_HOSTS.model_copy(update={"python": python, "rendezvous_timeout_s": 25.0})
     with pytest.raises(LaunchError, match=r"(did not meet the other hosts at 127\.0\.0\.1:9|ranks 0, 1 do not run: the hosts)"):
         launch_ranks(tmp_path, {}, launcher=launcher)

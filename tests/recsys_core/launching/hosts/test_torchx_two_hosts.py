@@ -1,4 +1,4 @@
-"""Train and export on two hosts (this machine twice, through TorchX) compared with one host: bit for bit the same."""
+"""Training and export on two hosts, both of which are this machine, compared bit by bit with one host."""
 
 from pathlib import Path
 
@@ -21,11 +21,11 @@ pytest.importorskip("torchx")
 CONFIG = TrainingConfig(epochs=1, batch_size=64, log_every_steps=5, seed=3)
 
 
-def plan_for(experiment: Experiment, folder: Path, *, nodes: int) -> PlanManifest:
-    """Plan two ranks, on one host or two, each with half of the rows of every table."""
+def plan_for(experiment: Experiment, folder: Path, *, num_hosts: int) -> PlanManifest:
+    """Plan two ranks on one host or on two hosts. Each rank has half of the rows of every table."""
     return plan_sharding(
         ShardingConfig(
-            cluster=ClusterConfig(device="cpu", num_nodes=nodes, processes_per_node=2 // nodes),
+            cluster=ClusterConfig(device="cpu", num_nodes=num_hosts, processes_per_node=2 // num_hosts),
             tables={name: TableConstraint(sharding_types=("row_wise",)) for name in experiment.spec.tables},
         ),
         model=experiment.spec,
@@ -34,34 +34,37 @@ def plan_for(experiment: Experiment, folder: Path, *, nodes: int) -> PlanManifes
     )
 
 
-def run(experiment: Experiment, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest, list[Progress], ExportManifest]:
+def train_and_export(
+    experiment: Experiment, folder: Path, *, launcher: Launcher
+) -> tuple[TrainManifest, list[Progress], ExportManifest]:
+    """Run both stages, and return their manifests and the metrics lines of the training."""
     setup = TrainingSetup(experiment.spec, CONFIG, experiment.loss, launcher=launcher)
-    plan = plan_for(experiment, folder / "plan", nodes=1 if launcher.kind == "local" else 2)
+    plan = plan_for(experiment, folder / "plan", num_hosts=1 if launcher.kind == "local" else 2)
     lines: list[Progress] = []
-    trained = train(
+    train_manifest = train(
         setup,
-        dataset=experiment.data,
+        dataset=experiment.dataset,
         plan=plan,
         folder=folder / "train",
         on_progress=lines.append,
     )
-    exported = export_vectors(
+    export_manifest = export_vectors(
         setup,
-        dataset=Dataset(experiment.data.interactions, features=experiment.data.features),
-        train=trained,
+        dataset=Dataset(experiment.dataset.interactions, features=experiment.dataset.features),
+        train=train_manifest,
         folder=folder / "export",
     )
-    return trained, lines, exported
+    return train_manifest, lines, export_manifest
 
 
 @pytest.mark.drill
 def test_two_hosts_with_one_rank_each_train_the_same_model_as_one_host_with_two_ranks(tmp_path: Path) -> None:
     experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "plan", training=CONFIG)
-    here, lines_here, one = run(experiment, tmp_path / "here", launcher=ONE_HOST)
-    there, lines_there, two = run(experiment, tmp_path / "there", launcher=TWO_HOSTS)
-    assert [line.loss for line in lines_there] == [line.loss for line in lines_here] and len(lines_here) > 3
-    assert (there.final_loss, there.validation, there.num_attempts) == (here.final_loss, here.validation, 1)
-    arrays = [name for name in one.files if name.endswith(".npy")]
-    assert "item_vectors.npy" in arrays
-    for name in arrays:
-        np.testing.assert_array_equal(np.load(two.path(name)), np.load(one.path(name)), err_msg=name)
+    expected, expected_lines, expected_export = train_and_export(experiment, tmp_path / "one host", launcher=ONE_HOST)
+    actual, lines, export = train_and_export(experiment, tmp_path / "two hosts", launcher=TWO_HOSTS)
+    assert [line.loss for line in lines] == [line.loss for line in expected_lines] and len(lines) > 3
+    assert (actual.final_loss, actual.validation, actual.num_attempts) == (expected.final_loss, expected.validation, 1)
+    array_names = [name for name in expected_export.files if name.endswith(".npy")]
+    assert "item_vectors.npy" in array_names
+    for name in array_names:
+        np.testing.assert_array_equal(np.load(export.path(name)), np.load(expected_export.path(name)), err_msg=name)

@@ -21,19 +21,19 @@ from recsys_core.models.loss.objective import Objective
 from recsys_core.models.spec import ModelSpec
 from tests.gloo import run_ranks
 
-NUM_ITEMS, NUM_QUERIES, WIDTH, LENGTH = 23, 6, 4, 5
-COUNTS = np.arange(NUM_ITEMS) % 4  # item 0, 4, 8, ... have no training event
-BLOCK_SCORES = 16
-WEIGHTS = np.array([0.5, 1.0, 3.0, 0.0, 1.0, 2.0], np.float32)
+NUM_ITEMS, NUM_QUERIES, WIDTH, HISTORY_LENGTH = 23, 6, 4, 5
+ITEM_COUNT_I = np.arange(NUM_ITEMS) % 4  # the items 0, 4, 8, ... have no training event
+FEW_SCORES_PER_BLOCK = 16
+LOSS_WEIGHT_B = np.array([0.5, 1.0, 3.0, 0.0, 1.0, 2.0], np.float32)
 
 
 def objective_of(*, mask: Any, group: Any = None, temperature: float = 0.3, exponent: float = 1.0) -> Objective:
     config = TwoTowerConfig(
-        embedding_dim=WIDTH, history=MeanHistory(length=LENGTH), temperature=temperature, learn_temperature=True
+        embedding_dim=WIDTH, history=MeanHistory(length=HISTORY_LENGTH), temperature=temperature, learn_temperature=True
     )
     spec = ModelSpec.sized(config, num_users=1, num_items=NUM_ITEMS)
     loss = LossConfig(negatives="all", mask_negatives=mask, negatives_exponent=exponent)
-    return Objective(spec, loss=loss, item_count_I=COUNTS, group=group)
+    return Objective(spec, loss=loss, item_count_I=ITEM_COUNT_I, group=group)
 
 
 def queries_and_items() -> tuple[Tensor, Tensor]:
@@ -43,20 +43,20 @@ def queries_and_items() -> tuple[Tensor, Tensor]:
 
 
 def histories_and_positives() -> tuple[list[list[int]], list[int]]:
-    """Return histories, of which one is empty and one contains the positive of its query, and the positives."""
+    """Return the histories and the positives of the queries. One history is empty, and one contains the positive."""
     return [[1, 2], [], [5, 5, 7], [21, 22, 1, 3, 2], [9], [3, 6, 10]], [6, 1, 9, 2, 9, 11]
 
 
-def batch_of(queries: range, *, share: np.ndarray) -> Batch:
-    histories, positives = histories_and_positives()
-    lists = [histories[query] for query in queries]
-    flat = [item for items in lists for item in items]
+def batch_of(queries: range, *, share_row_C: np.ndarray) -> Batch:
+    all_histories, all_positives = histories_and_positives()
+    histories, positives = ([values[query] for query in queries] for values in (all_histories, all_positives))
+    history_items = [item for items in histories for item in items]
     return Assembler(user_batch_key=None).batch(
         user_row_B=np.arange(len(queries)),
         event_index_B=np.arange(len(queries)),
-        history=JaggedArray.from_lengths(np.array([len(items) for items in lists]), np.array(flat, np.int64)),
-        candidate_row_C=np.concatenate([[positives[query] for query in queries], share]),
-        loss_weight_B=WEIGHTS[list(queries)],
+        history=JaggedArray.from_lengths(np.array([len(items) for items in histories]), np.array(history_items, np.int64)),
+        candidate_row_C=np.concatenate([positives, share_row_C]),
+        loss_weight_B=LOSS_WEIGHT_B[list(queries)],
     )
 
 
@@ -64,15 +64,16 @@ def dense_loss(query_BD: Tensor, item_vector_ID: Tensor, *, mask: str, temperatu
     """Return the weighted mean of torch's cross-entropy over the items with an event."""
     histories, positives = histories_and_positives()
     score_BI = query_BD @ item_vector_ID.T / temperature
-    is_hidden_BI = torch.from_numpy(COUNTS == 0).repeat(NUM_QUERIES, 1)
+    is_hidden_BI = torch.from_numpy(ITEM_COUNT_I == 0).repeat(NUM_QUERIES, 1)
     if mask == "seen":
         for query, history in enumerate(histories):
             is_hidden_BI[query, [item for item in history if item != positives[query]]] = True
-    losses = cross_entropy(score_BI.masked_fill(is_hidden_BI, -torch.inf), torch.tensor(positives), reduction="none")
-    return (losses * torch.from_numpy(WEIGHTS)).mean()
+    loss_B = cross_entropy(score_BI.masked_fill(is_hidden_BI, -torch.inf), torch.tensor(positives), reduction="none")
+    return (loss_B * torch.from_numpy(LOSS_WEIGHT_B)).mean()
 
 
 def expected_gradients(mask: str) -> tuple[float, Tensor, Tensor, Tensor]:
+    """Return the loss and its gradients with respect to the queries, the items and the logarithm of the temperature."""
     query_BD, item_vector_ID = queries_and_items()
     log_temperature = torch.tensor(0.3).log().requires_grad_()
     loss = dense_loss(query_BD, item_vector_ID, mask=mask, temperature=log_temperature.exp())
@@ -87,14 +88,14 @@ def test_the_loss_and_its_gradients_equal_torchs_cross_entropy(
     mask: str, block_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalogue, "MAX_BLOCK_SCORES", block_scores)
-    value, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
+    expected_loss, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
     query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask=mask)
-    batch = batch_of(range(NUM_QUERIES), share=catalogue_share(COUNTS, rank=0, world_size=1))
+    batch = batch_of(range(NUM_QUERIES), share_row_C=catalogue_share(ITEM_COUNT_I, rank=0, world_size=1))
     candidate_CD = item_vector_ID[batch.item_row_V[batch.candidate_index_C]]
     loss = objective(query_BD, candidate_CD, batch=batch, teacher_CD=None)
     loss.backward()
-    assert loss.item() == pytest.approx(value, rel=1e-5)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     assert objective.log_temperature is not None
     torch.testing.assert_close(query_BD.grad, query_gradient, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(item_vector_ID.grad, item_gradient, rtol=1e-5, atol=1e-6)
@@ -104,16 +105,16 @@ def test_the_loss_and_its_gradients_equal_torchs_cross_entropy(
 def test_the_exponent_multiplies_the_log_partition_and_not_the_positive() -> None:
     query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask="positive", exponent=1.25)
-    batch = batch_of(range(NUM_QUERIES), share=catalogue_share(COUNTS, rank=0, world_size=1))
+    batch = batch_of(range(NUM_QUERIES), share_row_C=catalogue_share(ITEM_COUNT_I, rank=0, world_size=1))
     loss = objective(query_BD, item_vector_ID[batch.item_row_V[batch.candidate_index_C]], batch=batch, teacher_CD=None)
     loss.backward()
     expected_query_BD, expected_item_vector_ID = queries_and_items()
     score_BI = expected_query_BD @ expected_item_vector_ID.T / 0.3
-    log_partition_B = score_BI[:, COUNTS > 0].logsumexp(dim=1)
-    positive_B = score_BI[torch.arange(NUM_QUERIES), torch.tensor(histories_and_positives()[1])]
-    expected = ((1.25 * log_partition_B - positive_B) * torch.from_numpy(WEIGHTS)).mean()
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    log_partition_B = score_BI[:, ITEM_COUNT_I > 0].logsumexp(dim=1)
+    positive_score_B = score_BI[torch.arange(NUM_QUERIES), torch.tensor(histories_and_positives()[1])]
+    expected_loss = ((1.25 * log_partition_B - positive_score_B) * torch.from_numpy(LOSS_WEIGHT_B)).mean()
+    expected_loss.backward()
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(query_BD.grad, expected_query_BD.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(item_vector_ID.grad, expected_item_vector_ID.grad, rtol=1e-5, atol=1e-6)
 
@@ -124,54 +125,57 @@ def test_an_exponent_with_sampled_negatives_is_rejected() -> None:
         LossConfig(negatives_exponent=1.25)
 
 
-def compare_ranks(rank: int, mask: str, block_scores: int) -> None:
+def compare_with_one_process(rank: int, mask: str, block_scores: int) -> None:
     catalogue.MAX_BLOCK_SCORES = block_scores
-    value, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
+    expected_loss, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
     world_size = dist.get_world_size()
-    num_queries = NUM_QUERIES // world_size
+    queries_per_rank = NUM_QUERIES // world_size
     query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask=mask, group=dist.group.WORLD)
-    own_queries = range(rank * num_queries, (rank + 1) * num_queries)
-    batch = batch_of(own_queries, share=catalogue_share(COUNTS, rank=rank, world_size=world_size))
+    own_queries = range(rank * queries_per_rank, (rank + 1) * queries_per_rank)
+    batch = batch_of(own_queries, share_row_C=catalogue_share(ITEM_COUNT_I, rank=rank, world_size=world_size))
     candidate_CD = item_vector_ID[batch.item_row_V[batch.candidate_index_C]]
     loss = objective(query_BD[list(own_queries)], candidate_CD, batch=batch, teacher_CD=None)
     loss.backward()
     assert objective.log_temperature is not None and query_BD.grad is not None and item_vector_ID.grad is not None
-    # Training averages the gradients over the ranks.
-    for mean, expected in (
-        (loss.detach(), torch.tensor(value)),
+    # A training uses the mean of the gradients of all ranks.
+    for value, expected in (
+        (loss.detach(), torch.tensor(expected_loss)),
         (query_BD.grad, query_gradient),
         (item_vector_ID.grad, item_gradient),
         (objective.log_temperature.grad, temperature_gradient),
     ):
-        dist.all_reduce(mean)
-        torch.testing.assert_close(mean / world_size, expected, rtol=1e-5, atol=1e-6)
+        dist.all_reduce(value)
+        torch.testing.assert_close(value / world_size, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mask", ["positive", "seen"])
-@pytest.mark.parametrize(("world_size", "block_scores"), [(2, 1 << 20), (3, 1 << 20), (2, BLOCK_SCORES)])
-def test_several_ranks_with_a_share_of_the_items_each_equal_one_process(mask: str, world_size: int, block_scores: int) -> None:
-    shares = [len(catalogue_share(COUNTS, rank=rank, world_size=2)) for rank in range(2)]
-    assert BLOCK_SCORES // shares[0] != BLOCK_SCORES // shares[1]  # blocks by the share of the rank would differ
-    run_ranks(compare_ranks, world_size=world_size, arguments=(mask, block_scores))
+@pytest.mark.parametrize(("world_size", "block_scores"), [(2, 1 << 20), (3, 1 << 20), (2, FEW_SCORES_PER_BLOCK)])
+def test_several_ranks_that_each_score_a_share_of_the_items_equal_one_process(
+    mask: str, world_size: int, block_scores: int
+) -> None:
+    share_sizes = [len(catalogue_share(ITEM_COUNT_I, rank=rank, world_size=2)) for rank in range(2)]
+    # If a rank computed its number of queries per block from its own share, the ranks would have different blocks.
+    assert FEW_SCORES_PER_BLOCK // share_sizes[0] != FEW_SCORES_PER_BLOCK // share_sizes[1]
+    run_ranks(compare_with_one_process, world_size=world_size, arguments=(mask, block_scores))
 
 
-def test_a_rank_may_have_no_item() -> None:
+def test_a_rank_without_items_contributes_an_empty_sum() -> None:
     query_BD = torch.randn(2, WIDTH)
-    pairs = (torch.zeros(0, dtype=torch.int64),) * 2
+    no_pairs = (torch.zeros(0, dtype=torch.int64),) * 2
     value = weighted_log_partition(
-        query_BD, torch.zeros(0, WIDTH), weight_B=torch.ones(2), hidden_pairs=pairs, largest_share_size=0, group=None
+        query_BD, torch.zeros(0, WIDTH), weight_B=torch.ones(2), hidden_pairs=no_pairs, largest_share_size=0, group=None
     )
-    assert value.item() == -torch.inf  # the logarithm of an empty sum, to which other ranks add theirs
+    assert value.item() == -torch.inf  # the logarithm of 0
 
 
-def test_each_item_with_an_event_is_in_one_share() -> None:
-    shares = [catalogue_share(COUNTS, rank=rank, world_size=3) for rank in range(3)]
-    assert sorted(np.concatenate(shares).tolist()) == np.flatnonzero(COUNTS).tolist()
+def test_each_item_with_an_event_is_in_exactly_one_share() -> None:
+    shares = [catalogue_share(ITEM_COUNT_I, rank=rank, world_size=3) for rank in range(3)]
+    assert sorted(np.concatenate(shares).tolist()) == np.flatnonzero(ITEM_COUNT_I).tolist()
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_a_catalogue_that_does_not_fit_is_rejected_with_the_arithmetic() -> None:
+def test_a_catalogue_that_does_not_fit_is_rejected_and_the_error_shows_the_arithmetic() -> None:
     spec = ModelSpec.sized(TwoTowerConfig(embedding_dim=64), num_users=1, num_items=10_000_000)
     require_catalogue_fits(spec, limit_gb=10.3, world_size=1)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Outputs of real TorchRec collections compared with a loop over rows and weights."""
+"""Outputs of TorchRec collections, compared with a loop over rows and weights."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from recsys_core.models.tables.table_config import TableConfig
 from tests.recsys_core.ingest.random_features import FORMS, OWNER_KINDS, feature_store, ingested_features, values_of
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS = 5, 9, 20
-LISTS = [f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("list", "weighted_list")]
+LIST_KEYS = [f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("list", "weighted_list")]
 
 
 def spec_of(
@@ -35,163 +35,168 @@ def spec_of(
         num_items=NUM_ITEMS,
         ingested_by_feature=ingested_features(*features),
         vector_dim_by_table=vector_dims,
-        tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
+        tables={name: TableConfig.model_validate(fields) for name, fields in (tables or {}).items()},
         has_distillation=has_distillation,
     )
 
 
 def embedding_tables_of(spec: ModelSpec, *, seed: int = 0) -> EmbeddingTables:
     torch.manual_seed(seed)
-    tables_module = EmbeddingTables(spec, device=torch.device("cpu"))
-    for parameter in tables_module.parameters():
+    embedding_tables = EmbeddingTables(spec, device=torch.device("cpu"))
+    for parameter in embedding_tables.parameters():
         nn.init.normal_(parameter)
-    return tables_module
+    return embedding_tables
 
 
-def batch_of(history: list[list[int]], store: FeatureStore, *, user_batch_key: str = UNPOOLED) -> Batch:
+def batch_of(histories: list[list[int]], store: FeatureStore, *, user_batch_key: str = UNPOOLED) -> Batch:
     """Return a batch in which query n belongs to user n and event 3 n, and has item n as its positive."""
-    user = np.arange(len(history))
+    user_row_B = np.arange(len(histories))
     return Assembler(user_batch_key=user_batch_key, features=store).batch(
-        user_row_B=user,
-        event_index_B=3 * user,
+        user_row_B=user_row_B,
+        event_index_B=3 * user_row_B,
         history=JaggedArray.from_lengths(
-            np.array([len(items) for items in history], np.int64),
-            np.array([item for items in history for item in items], np.int64),
+            np.array([len(items) for items in histories], np.int64),
+            np.array([item for items in histories for item in items], np.int64),
         ),
-        candidate_row_C=user,
+        candidate_row_C=user_row_B,
     )
 
 
-def look_up(tables_module: EmbeddingTables, batch: Batch) -> dict[str, Any]:
-    def sparse(name: str) -> str:
-        return UNPOOLED if name.startswith(UNPOOLED) else name.removesuffix("_frozen")
+def table_outputs_of(embedding_tables: EmbeddingTables, batch: Batch, spec: ModelSpec) -> dict[str, Tensor]:
+    """Look up the rows of the batch, and return the output of each table by name."""
 
-    return {name: lookup(batch.sparse[sparse(name)]) for name, lookup in tables_module.items()}
+    def batch_key(collection: str) -> str:
+        return UNPOOLED if collection.startswith(UNPOOLED) else collection.removesuffix("_frozen")
+
+    embeddings = {name: collection(batch.sparse[batch_key(name)]) for name, collection in embedding_tables.items()}
+    return table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
 
 
-def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, owners: list[int]) -> Tensor:
-    """Pool the rows in a loop; a mean divides by the sum of the weights."""
-    outputs = torch.zeros(len(owners), weight_RW.shape[1])
+def loop_output(spec: ModelSpec, table: str, weight_RD: Tensor, store: FeatureStore, owners: list[int]) -> Tensor:
+    """Return the output of a table for the users, items or events in `owners`; a mean divides by the sum of the weights."""
+    output_BD = torch.zeros(len(owners), weight_RD.shape[1])
     form = spec.forms.get(table)
-    for place, owner in enumerate(owners):
+    for index, owner in enumerate(owners):
         rows, weights = values_of(store, table, owner) if form else ([owner], None)
         weights = weights or [1.0] * len(rows)
         for row, weight in zip(rows, weights, strict=True):
-            outputs[place] += weight * weight_RW[row]
+            output_BD[index] += weight * weight_RD[row]
         if form in ("list", "weighted_list") and spec.tables[table].settings.pooling == "mean" and rows:
-            outputs[place] /= sum(weights)
-    return outputs
+            output_BD[index] /= sum(weights)
+    return output_BD
 
 
 @settings(deadline=None, max_examples=40)
 @given(
-    history=st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=1, max_size=5),
-    summed_lists=st.sets(st.sampled_from(LISTS)),
-    frozen=st.sets(st.sampled_from([f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in FORMS])),
-    wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
+    histories=st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=1, max_size=5),
+    summed_lists=st.sets(st.sampled_from(LIST_KEYS)),
+    frozen_tables=st.sets(st.sampled_from([f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in FORMS])),
+    wide_tables=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
     user_lookup=st.sampled_from(["unpooled", "pooled"]),
     seed=st.integers(0, 30),
 )
-def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
-    history: list[list[int]], summed_lists: set[str], frozen: set[str], wide: set[str], user_lookup: str, seed: int
+def test_every_table_returns_the_weighted_sum_or_mean_of_its_rows(
+    histories: list[list[int]],
+    summed_lists: set[str],
+    frozen_tables: set[str],
+    wide_tables: set[str],
+    user_lookup: str,
+    seed: int,
 ) -> None:
     tables = {
         name: {
             "pooling": "sum" if name in summed_lists else "mean",
-            "transfer": "frozen" if name in frozen else "full",
-            "dim": 8 if name in wide else 4,
+            "transfer": "frozen" if name in frozen_tables else "full",
+            "dim": 8 if name in wide_tables else 4,
         }
         for name in ("item", "user", *ingested_features())
     }
     tables["user"]["lookup"] = user_lookup
-    spec = spec_of(tables=tables, vector_dims={name: tables[name]["dim"] for name in frozen})
+    spec = spec_of(tables=tables, vector_dims={name: tables[name]["dim"] for name in frozen_tables})
     store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, seed=seed)
-    batch = batch_of(history, store, user_batch_key=spec.tables["user"].batch_key)
-    tables_module = embedding_tables_of(spec, seed=seed)
-    embeddings, weights = look_up(tables_module, batch), dict(tables_module.named_parameters())
-    owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_V.tolist()}
-    outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
+    batch = batch_of(histories, store, user_batch_key=spec.tables["user"].batch_key)
+    embedding_tables = embedding_tables_of(spec, seed=seed)
+    outputs, weights = table_outputs_of(embedding_tables, batch, spec), dict(embedding_tables.named_parameters())
+    num_queries = len(histories)
+    owners = {"user": range(num_queries), "context": range(0, 3 * num_queries, 3), "item": batch.item_row_V.tolist()}
     assert set(outputs) == set(spec.tables)
     for name, value in outputs.items():
-        expected = slow(spec, name, weights[parameter_name(spec, name)], store, list(owners[name.split(".")[0]]))
+        expected = loop_output(spec, name, weights[parameter_name(spec, name)], store, list(owners[name.split(".")[0]]))
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
+def test_weights_that_are_all_zero_lead_to_zeros_and_not_to_nan() -> None:
     store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, has_zero_weights=True)
     spec = spec_of()
-    batch, tables_module = batch_of([[1, 2], [], [3]], store), embedding_tables_of(spec)
-    embeddings = look_up(tables_module, batch)
-    outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
+    embedding_tables = embedding_tables_of(spec)
+    outputs = table_outputs_of(embedding_tables, batch_of([[1, 2], [], [3]], store), spec)
     for name in (f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("weighted_list", "number")):
         assert outputs[name].eq(0).all(), name
     sum(value.sum() for value in outputs.values()).backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in tables_module.parameters())
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in embedding_tables.parameters())
 
 
-def test_lists_without_a_value_give_zeros() -> None:
-    nothing = FeatureStore(
+def test_empty_lists_lead_to_zeros() -> None:
+    empty_store = FeatureStore(
         {
             f"{owner_kind}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weight)
             for owner_kind in OWNER_KINDS
             for form, weight in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
         }
     )
-    spec = spec_of(features=tuple(nothing.feature_by_key))
-    batch, tables_module = batch_of([[1], []], nothing), embedding_tables_of(spec)
-    embeddings = look_up(tables_module, batch)
-    outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
-    for name in nothing.feature_by_key:
+    spec = spec_of(features=tuple(empty_store.feature_by_key))
+    outputs = table_outputs_of(embedding_tables_of(spec), batch_of([[1], []], empty_store), spec)
+    for name in empty_store.feature_by_key:
         assert outputs[name].eq(0).all() and outputs[name].shape[1] == 4, name
 
 
 @pytest.mark.parametrize(
     ("transfer", "has_distillation"), [("full", True), ("frozen", True), ("residual", False), ("residual", True)]
 )
-def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, has_distillation: bool) -> None:
+def test_each_table_that_is_looked_up_by_item_returns_its_own_rows(transfer: str, has_distillation: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
     spec = spec_of(tables={"item": item}, vector_dims={"item": 12}, has_distillation=has_distillation)
-    tables_module, store = (
+    embedding_tables, store = (
         embedding_tables_of(spec),
         feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS),
     )
-    batch, weights = batch_of([[8, 1], [4]], store), dict(tables_module.named_parameters())
-    outputs = table_outputs(spec, look_up(tables_module, batch), batch, side="item")
-    shared = (
-        {"item"} | ({"item_offset"} if transfer == "residual" else set()) | ({"item_teacher"} if has_distillation else set())
-    )
-    assert set(outputs) == shared | {f"item.{form}" for form in FORMS}
-    for name in shared:
+    batch, weights = batch_of([[8, 1], [4]], store), dict(embedding_tables.named_parameters())
+    outputs = table_outputs_of(embedding_tables, batch, spec)
+    tables_of_items = {
+        "item",
+        *(["item_offset"] if transfer == "residual" else []),
+        *(["item_teacher"] if has_distillation else []),
+    }
+    assert set(outputs) == tables_of_items | {"user", *ingested_features()}
+    for name in tables_of_items:
         assert torch.equal(outputs[name], weights[parameter_name(spec, name)][batch.item_row_V])
 
 
-def test_each_collection_holds_tables_of_one_batch_key_width_and_state() -> None:
+def test_tables_are_in_one_collection_if_batch_key_width_and_frozen_state_are_equal() -> None:
     spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vector_dims={"user.list": 4})
-    tables_module = embedding_tables_of(spec)
-    assert set(tables_module) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
-    assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in tables_module.named_parameters()}
+    embedding_tables = embedding_tables_of(spec)
+    assert set(embedding_tables) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
+    assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in embedding_tables.named_parameters()}
     assert parameter_name(spec, "item.list") == "unpooled_4.embeddings.item__list.weight"
     assert parameter_name(spec, "user") == "unpooled_4.embeddings.user.weight"
     assert parameter_name(spec, "user.list") == "pooled_frozen.embedding_bags.user__list.weight"
-    assert tables_module[POOLED_WEIGHTED].is_weighted() and not tables_module[POOLED].is_weighted()
+    assert embedding_tables[POOLED_WEIGHTED].is_weighted() and not embedding_tables[POOLED].is_weighted()
 
 
-def test_the_gradient_of_a_row_is_its_weight() -> None:
+def test_the_gradient_of_a_row_is_the_sum_of_its_weights() -> None:
     store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS, seed=2)
     spec = spec_of()
-    batch, tables_module = batch_of([[1, 2], [5, 5]], store), embedding_tables_of(spec)
-    embeddings = look_up(tables_module, batch)
-    outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
+    batch, embedding_tables = batch_of([[1, 2], [5, 5]], store), embedding_tables_of(spec)
+    outputs, parameters = table_outputs_of(embedding_tables, batch, spec), dict(embedding_tables.named_parameters())
     for name in ("item.list", "item.weighted_list", "user.weighted_list", "context.number"):
-        (gradient,) = torch.autograd.grad(
-            outputs[name].sum(), [dict(tables_module.named_parameters())[parameter_name(spec, name)]], retain_graph=True
-        )
+        parameter = parameters[parameter_name(spec, name)]
+        (gradient,) = torch.autograd.grad(outputs[name].sum(), [parameter], retain_graph=True)
         owners = {"item": batch.item_row_V.tolist(), "user": [0, 1], "context": [0, 3]}[name.split(".")[0]]
         expected = torch.zeros_like(gradient)
         for owner in owners:
             rows, weights = values_of(store, name, owner)
             weights = weights or [1.0] * len(rows)
-            total = sum(weights) if "list" in name else 1.0
+            divisor = sum(weights) if "list" in name else 1.0
             for row, weight in zip(rows, weights, strict=True):
-                expected[row] += weight / total
+                expected[row] += weight / divisor
         torch.testing.assert_close(gradient, expected)

@@ -1,3 +1,5 @@
+"""Initial values of tables: random rows, pretrained vectors, and rows without a vector."""
+
 import math
 import tracemalloc
 
@@ -24,6 +26,7 @@ NUM_ROWS, DIM, STD = 23, 8, 0.02
 
 
 def whole_table() -> torch.Tensor:
+    """Return the table `item` with random rows of seed 3."""
     table = torch.empty(NUM_ROWS, DIM)
     fill_random(LocalShard(0, 0, table), table="item", dim=DIM, seed=3, std=STD)
     return table
@@ -33,49 +36,45 @@ def whole_table() -> torch.Tensor:
 @given(
     row=st.integers(0, NUM_ROWS - 1),
     column=st.integers(0, DIM - 1),
-    height=st.integers(1, NUM_ROWS),
-    width=st.integers(1, DIM),
+    num_rows=st.integers(1, NUM_ROWS),
+    num_columns=st.integers(1, DIM),
     chunk_rows=st.integers(1, NUM_ROWS),
 )
-def test_initial_values_do_not_depend_on_the_sharding(row, column, height, width, chunk_rows):
-    initialisation.CHUNK_ROWS, chunk_rows_before = chunk_rows, initialisation.CHUNK_ROWS
-    try:
-        shard = torch.full((min(height, NUM_ROWS - row), min(width, DIM - column)), torch.nan)
+def test_initial_values_do_not_depend_on_the_sharding(row, column, num_rows, num_columns, chunk_rows):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initialisation, "CHUNK_ROWS", chunk_rows)
+        shard = torch.full((min(num_rows, NUM_ROWS - row), min(num_columns, DIM - column)), torch.nan)
         fill_random(LocalShard(row, column, shard), table="item", dim=DIM, seed=3, std=STD)
         expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
-        torch.testing.assert_close(shard, expected, rtol=0, atol=0)
-    finally:
-        initialisation.CHUNK_ROWS = chunk_rows_before
+    torch.testing.assert_close(shard, expected, rtol=0, atol=0)
 
 
-def test_seed_and_table_give_different_values():
-    tables = [torch.empty(NUM_ROWS, DIM) for _ in range(3)]
-    fill_random(LocalShard(0, 0, tables[0]), table="item", dim=DIM, seed=3, std=STD)
-    fill_random(LocalShard(0, 0, tables[1]), table="item", dim=DIM, seed=4, std=STD)
-    fill_random(LocalShard(0, 0, tables[2]), table="user", dim=DIM, seed=3, std=STD)
-    assert not torch.equal(tables[0], tables[1]) and not torch.equal(tables[0], tables[2])
+def test_another_seed_and_another_table_name_give_other_values():
+    other_seed, other_name = torch.empty(NUM_ROWS, DIM), torch.empty(NUM_ROWS, DIM)
+    fill_random(LocalShard(0, 0, other_seed), table="item", dim=DIM, seed=4, std=STD)
+    fill_random(LocalShard(0, 0, other_name), table="user", dim=DIM, seed=3, std=STD)
+    assert not torch.equal(whole_table(), other_seed) and not torch.equal(whole_table(), other_name)
 
 
-def test_a_shard_gets_the_vectors_of_its_own_rows_and_columns_and_keeps_rows_without_one():
-    rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(9, DIM)).astype(np.float32)
+def test_a_shard_gets_the_vectors_of_its_rows_and_columns_and_keeps_rows_without_a_vector():
+    vectors = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
     vector_row = np.full(NUM_ROWS, -1)
     vector_row[[4, 10, 11]] = [8, 0, 3]
-    shard = torch.full((12, 4), 7.0)
+    shard = torch.full((12, 4), 7.0)  # rows 2 to 13 and columns 4 to 7 of the table
     copy_pretrained(LocalShard(2, 4, shard), vectors=vectors, vector_row=vector_row, norm=None)
     torch.testing.assert_close(shard[[2, 8, 9]], torch.from_numpy(vectors[[8, 0, 3], 4:]))
-    untouched = [row for row in range(12) if row not in (2, 8, 9)]
-    assert (shard[untouched] == 7.0).all()
+    rows_without_vector = [row for row in range(12) if row not in (2, 8, 9)]
+    assert (shard[rows_without_vector] == 7.0).all()
 
 
-def test_rows_without_a_vector_take_the_mean_or_zero_and_the_others_are_kept():
+def test_rows_without_a_vector_become_the_mean_or_zero_and_rows_with_a_vector_are_kept():
     vectors = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
     vector_row = np.full(NUM_ROWS, -1)
     vector_row[[4, 10, 11]] = [8, 0, 3]
     mean = mean_vector(vectors, vector_row=vector_row, norm=None)
     torch.testing.assert_close(mean, torch.from_numpy(vectors[[8, 0, 3]].mean(axis=0)))
-    scaled = mean_vector(vectors * 7, vector_row=vector_row, norm=3.0)
-    torch.testing.assert_close(scaled, scale_to_norm(torch.from_numpy(vectors[[8, 0, 3]]), norm=3.0).mean(dim=0))
+    mean_of_scaled = mean_vector(vectors * 7, vector_row=vector_row, norm=3.0)
+    torch.testing.assert_close(mean_of_scaled, scale_to_norm(torch.from_numpy(vectors[[8, 0, 3]]), norm=3.0).mean(dim=0))
     for value, expected in ((mean, mean[4:]), (None, torch.zeros(4))):
         shard = torch.full((12, 4), 7.0)
         fill_missing(LocalShard(2, 4, shard), vector_row=vector_row, value_D=value)
@@ -113,20 +112,20 @@ def test_a_shard_of_some_columns_is_scaled_by_the_norm_of_the_whole_vector():
     assert shard.tolist() == [[0.0, 8.0]]
 
 
-def test_a_table_of_many_rows_is_filled_without_a_copy_of_its_row_numbers():
-    rows = 1_000_000
-    vectors, vector_row = np.ones((9, 2), np.float32), np.arange(rows) % 10 - 1
-    shard = LocalShard(0, 0, torch.full((rows, 2), 5.0))
+def test_a_table_of_many_rows_is_filled_with_less_than_one_byte_of_memory_per_row():
+    num_rows = 1_000_000
+    vectors, vector_row = np.ones((9, 2), np.float32), np.arange(num_rows) % 10 - 1  # every tenth row has no vector
+    shard = LocalShard(0, 0, torch.full((num_rows, 2), 5.0))
     tracemalloc.start()
     try:
         assert mean_vector(vectors, vector_row=vector_row, norm=None).tolist() == [1.0, 1.0]
         fill_missing(shard, vector_row=vector_row, value_D=None)
         copy_pretrained(shard, vectors=vectors, vector_row=vector_row, norm=None)
-        fill_missing(LocalShard(0, 0, torch.empty(rows, 2)), vector_row=no_vectors(rows), value_D=None)
-        peak = tracemalloc.get_traced_memory()[1]
+        fill_missing(LocalShard(0, 0, torch.empty(num_rows, 2)), vector_row=no_vectors(num_rows), value_D=None)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < rows, f"{peak:,} bytes for {rows:,} rows"
+    assert peak_bytes < num_rows, f"{peak_bytes:,} bytes for {num_rows:,} rows"
     assert shard.weight_RD.mean() == pytest.approx(0.9)
 
 

@@ -12,13 +12,14 @@ from tests.recsys_core.models.error_messages import raises_message
 
 
 def gradual(*steps: tuple[int, float]) -> TableConfig:
+    """Return a gradual table that is unfrozen in steps (epoch, share)."""
     return TableConfig.model_validate(
         {"transfer": "gradual", "unfreeze": [{"epoch": epoch, "share": share} for epoch, share in steps]}
     )
 
 
 @pytest.mark.parametrize(("transfer", "share"), [("full", 1.0), ("frozen", 0.0), ("residual", 0.0)])
-def test_without_a_schedule_every_epoch_trains_all_rows_or_none(transfer: Any, share: float) -> None:
+def test_a_table_that_is_not_gradual_trains_all_rows_or_none_in_every_epoch(transfer: Any, share: float) -> None:
     assert {TableConfig(transfer=transfer).trained_share(epoch) for epoch in (1, 2, 99)} == {share}
 
 
@@ -30,28 +31,28 @@ def schedules(draw: st.DrawFn) -> list[tuple[int, float]]:
 
 
 @given(schedules())
-def test_the_trained_share_is_that_of_the_last_schedule_entry_and_never_falls(steps: list[tuple[int, float]]) -> None:
+def test_the_trained_share_is_the_share_of_the_last_step_and_never_falls(steps: list[tuple[int, float]]) -> None:
     table = gradual(*steps)
     shares = [table.trained_share(epoch) for epoch in range(1, 15)]
     for epoch, share in enumerate(shares, 1):
-        reached = [scheduled_share for start, scheduled_share in steps if start <= epoch]
-        assert share == (reached[-1] if reached else 0.0)
+        past_shares = [step_share for step_epoch, step_share in steps if step_epoch <= epoch]
+        assert share == (past_shares[-1] if past_shares else 0.0)
     assert all(share <= next_share for share, next_share in pairwise(shares))
 
 
 @given(schedules(), st.data())
-def test_a_schedule_that_does_not_rise_raises(steps: list[tuple[int, float]], data: st.DataObject) -> None:
+def test_a_schedule_that_does_not_rise_is_rejected(steps: list[tuple[int, float]], data: st.DataObject) -> None:
     step_index = data.draw(st.integers(0, len(steps) - 1))
     epoch, share = steps[step_index]
     if data.draw(st.booleans()):
-        step_back = (data.draw(st.integers(1, epoch)), min(1.0, share + 0.5))
+        next_step = (data.draw(st.integers(1, epoch)), min(1.0, share + 0.5))
     else:
-        step_back = (epoch + 1, data.draw(st.floats(0, share)))
+        next_step = (epoch + 1, data.draw(st.floats(0, share)))
     with raises_message("unfreeze does not rise: epoch "):
-        gradual(*steps[: step_index + 1], step_back)
+        gradual(*steps[: step_index + 1], next_step)
 
 
-def test_the_message_names_both_steps_and_the_reason() -> None:
+def test_the_error_of_a_falling_schedule_names_both_steps_and_the_reason() -> None:
     with raises_message(
         "unfreeze does not rise: epoch 3 share 0.5 is followed by epoch 5 share 0.25; make both rise, because a trained "
         "row cannot be frozen again"

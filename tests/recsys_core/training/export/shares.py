@@ -1,17 +1,12 @@
-"""Vectors of gloo ranks."""
+"""A rank's share of given item vectors."""
 
 import torch
-from torch import distributed as dist
 
 from recsys_core.launching.rank import Process
 from recsys_core.training.export.item_columns import Share
 
 
-def process_of(rank: int) -> Process:
-    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-
-
-def share_of(vector_ID: torch.Tensor, process: Process) -> Share:
-    share = Share(len(vector_ID), dim=vector_ID.shape[1], process=process)
-    share.add(share.rows.start, 0, vector_ID[share.rows])
+def share_of(item_vector_ID: torch.Tensor, process: Process) -> Share:
+    share = Share(len(item_vector_ID), dim=item_vector_ID.shape[1], process=process)
+    share.add(share.rows.start, 0, item_vector_ID[share.rows])
     return share

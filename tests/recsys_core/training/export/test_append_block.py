@@ -1,5 +1,6 @@
 """The spectral block of an export, compared with scores by definition and with the served query tower."""
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,34 +35,49 @@ SPLITS = ("validation", "test")
 
 
 class Exported(NamedTuple):
-    """An export without a block, and its data. Query vectors are computed by a random tower."""
+    """An export to which the tests append a block.
+
+    Attributes:
+        store: the events of the export's run.
+        history_length: items in a history of the trained tower; 0: it has no history.
+        query_by_split: trained query vectors [U, D].
+        item_vector_ID: trained item vectors.
+        layer_by_name: layers of the trained tower, which has random weights.
+    """
 
     folder: Path
     store: EventStore
-    trained: dict[str, np.ndarray]
-    items: np.ndarray
-    dense: dict[str, torch.Tensor]
+    history_length: int
+    query_by_split: dict[str, np.ndarray]
+    item_vector_ID: np.ndarray
+    layer_by_name: dict[str, torch.Tensor]
 
-    def spec(self, history_length: int = 4, **block: Any) -> ModelSpec:
+    def spec(self, **block: Any) -> ModelSpec:
+        """Return the spec of the model with a block of these settings."""
         settings = {"dim": BLOCK_DIM, "history_length": BLOCK_LENGTH, **block}
-        return spec_of(history_length, {"spectral_block": settings})
+        return spec_of(self.history_length, {"spectral_block": settings})
 
     def scores(self, split: str) -> np.ndarray:
+        """Return the scores [U, I] of the vectors that are in the folder now."""
         query, item = (np.load(self.folder / f"{name}.npy") for name in (f"query_vectors_{split}", "item_vectors"))
         result: np.ndarray = query @ item.T
         return result
 
-    def expected(self, split: str, weight: float) -> np.ndarray:
-        """Return the trained scores plus the scores of the block, whose deviation is `weight` times that of the trained."""
+    def trained_scores(self, split: str) -> np.ndarray:
+        result: np.ndarray = self.query_by_split[split] @ self.item_vector_ID.T
+        return result
+
+    def expected_scores(self, split: str, weight: float) -> np.ndarray:
+        """Return the trained scores plus the block's scores times `weight`, in units of the trained standard deviation."""
         matrix_UI = log_matrix(self.store, before="validation", max_events=10_000)
         history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=BLOCK_DIM, item_exponent=0.4)
         history = self.store.items_before(np.arange(NUM_USERS), split, max_items=BLOCK_LENGTH)  # type: ignore[arg-type]
         items_by_user = [history.slice(user, user + 1).values_L for user in range(NUM_USERS)]
-        total_BM = np.array([history_factor_IM[items].sum(axis=0) for items in items_by_user])
-        block_BI = total_BM / np.linalg.norm(total_BM, axis=1, keepdims=True) @ candidate_factor_IM.T
-        trained = [self.trained[name] @ self.items.T for name in SPLITS]
-        unit = np.sqrt(np.concatenate(trained).var(axis=1, ddof=1).mean())
-        result: np.ndarray = self.trained[split] @ self.items.T + weight * unit * block_BI
+        total_UM = np.array([history_factor_IM[items].sum(axis=0) for items in items_by_user])
+        block_UI = total_UM / np.linalg.norm(total_UM, axis=1, keepdims=True) @ candidate_factor_IM.T
+        trained_scores = np.concatenate([self.trained_scores(name) for name in SPLITS])
+        unit = np.sqrt(trained_scores.var(axis=1, ddof=1).mean())
+        result: np.ndarray = self.trained_scores(split) + weight * unit * block_UI
         return result
 
 
@@ -75,35 +91,35 @@ def spec_of(history_length: int, model: dict[str, Any]) -> ModelSpec:
 def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
     random, folder = np.random.default_rng(2), tmp_path / "export"
     folder.mkdir()
-    popular = random.dirichlet(np.full(NUM_ITEMS, 0.5))
-    events = [random.choice(NUM_ITEMS, 16, replace=False, p=popular * 0.9 + 0.1 / NUM_ITEMS).tolist() for _ in range(NUM_USERS)]
+    share_I = random.dirichlet(np.full(NUM_ITEMS, 0.5)) * 0.9 + 0.1 / NUM_ITEMS
+    items_by_user = [random.choice(NUM_ITEMS, 16, replace=False, p=share_I).tolist() for _ in range(NUM_USERS)]
     manifest = interactions_stage(
         tmp_path / "interactions",
-        train=[rows[:10] for rows in events],
-        validation=[rows[10:13] for rows in events],
-        test=[rows[13:] for rows in events],
+        train=[items[:10] for items in items_by_user],
+        validation=[items[10:13] for items in items_by_user],
+        test=[items[13:] for items in items_by_user],
         items=NUM_ITEMS,
     )
     store, spec = EventStore.open(manifest), spec_of(request.param, {})
     torch.manual_seed(0)
     tower = make_query_tower(spec).eval()
-    items = torch.nn.functional.normalize(torch.randn(NUM_ITEMS, DIM), dim=1)
+    item_vector_ID = torch.nn.functional.normalize(torch.randn(NUM_ITEMS, DIM), dim=1)
     np.save(folder / "history_items.npy", torch.randn(NUM_ITEMS, DIM).numpy())
     np.save(folder / "table_user.npy", torch.randn(NUM_USERS, DIM).numpy())
-    np.save(folder / "item_vectors.npy", items.numpy())
-    dense = {f"query.{name}": tensor for name, tensor in tower.state_dict().items()}
-    served = tower_of(folder, spec, dense)
-    trained = {}
+    np.save(folder / "item_vectors.npy", item_vector_ID.numpy())
+    layer_by_name = {f"query.{name}": tensor for name, tensor in tower.state_dict().items()}
+    served_tower, users = tower_of(folder, spec, layer_by_name), np.arange(NUM_USERS)
+    query_by_split = {}
     for split in SPLITS:
-        trained[split] = served(
-            np.arange(NUM_USERS), store.items_before(np.arange(NUM_USERS), split), features=FeatureStore({})
-        )  # type: ignore[arg-type]
-        np.save(folder / f"query_users_{split}.npy", np.arange(NUM_USERS))
-        np.save(folder / f"query_vectors_{split}.npy", trained[split].numpy())
-    return Exported(folder, store, {name: query.numpy() for name, query in trained.items()}, items.numpy(), dense)
+        history = store.items_before(users, split)  # type: ignore[arg-type]
+        query_by_split[split] = served_tower(users, history, features=FeatureStore({})).numpy()
+        np.save(folder / f"query_users_{split}.npy", users)
+        np.save(folder / f"query_vectors_{split}.npy", query_by_split[split])
+    return Exported(folder, store, request.param, query_by_split, item_vector_ID.numpy(), layer_by_name)
 
 
-def tower_of(folder: Path, spec: ModelSpec, dense: dict[str, torch.Tensor]) -> ServedQueryTower:
+def tower_of(folder: Path, spec: ModelSpec, layer_by_name: dict[str, torch.Tensor]) -> ServedQueryTower:
+    """Return the served query tower, with the tables and the block of the export in `folder`."""
     block = None
     if spec.config.spectral_block is not None:
         maps = load_file(folder / BLOCK_MAPS_FILE)
@@ -112,20 +128,16 @@ def tower_of(folder: Path, spec: ModelSpec, dense: dict[str, torch.Tensor]) -> S
         spec,
         history_items=np.load(folder / "history_items.npy"),
         tables={"user": np.load(folder / "table_user.npy")},
-        dense=dense,
+        dense=layer_by_name,
         quantization="fp32",
         block=block,
     )
 
 
-def history_length_of(exported: Exported) -> int:
-    return 4 if "query.pooling.start" in exported.dense else 0
-
-
 @pytest.mark.parametrize("output_dim", [None, 12], ids=["concatenated", "reduced"])
-def test_scores_are_the_sum_of_the_trained_ones_and_of_those_of_the_block(exported: Exported, output_dim: int | None) -> None:
-    expected = {split: exported.expected(split, 0.3) for split in SPLITS}
-    spec = exported.spec(history_length_of(exported), weights=(0.3,), output_dim=output_dim)
+def test_scores_are_the_trained_scores_plus_the_scores_of_the_block(exported: Exported, output_dim: int | None) -> None:
+    expected = {split: exported.expected_scores(split, 0.3) for split in SPLITS}
+    spec = exported.spec(weights=(0.3,), output_dim=output_dim)
     assert append_block(spec, store=exported.store, validation=None, folder=exported.folder) == 0.3
     assert np.load(exported.folder / "item_vectors.npy").shape == (NUM_ITEMS, output_dim or DIM + BLOCK_DIM)
     for split in SPLITS:
@@ -133,64 +145,61 @@ def test_scores_are_the_sum_of_the_trained_ones_and_of_those_of_the_block(export
         assert np.abs(error).max() < 1e-4 if output_dim is None else error.std() < 0.1 * expected[split].std()
 
 
-def test_the_size_of_the_chunks_does_not_change_the_vectors(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = exported.expected("test", 0.3)
+def test_the_number_of_rows_in_a_chunk_does_not_change_the_scores(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = exported.expected_scores("test", 0.3)
     for module in (append_block_module, spectral_block):
         monkeypatch.setattr(module, "CHUNK_ROWS", 7)
-    spec = exported.spec(history_length_of(exported), weights=(0.3,))
+    spec = exported.spec(weights=(0.3,))
     append_block(spec, store=exported.store, validation=None, folder=exported.folder)
     np.testing.assert_allclose(exported.scores("test"), expected, atol=1e-4)
     assert not list(exported.folder.glob("*.new"))
 
 
 def test_a_reduction_to_the_full_width_changes_no_score(exported: Exported) -> None:
-    expected = exported.expected("test", 0.3)
-    spec = exported.spec(history_length_of(exported), dim=8, weights=(0.3,), output_dim=16)
-    with_eight = exported.spec(history_length_of(exported), dim=8, weights=(0.3,))
-    folder = exported.folder.with_name("copy")
-    folder.mkdir()
-    for path in exported.folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    scores_with_width_6 = exported.expected_scores("test", 0.3)
+    spec = exported.spec(dim=8, weights=(0.3,), output_dim=16)
+    spec_without_reduction = exported.spec(dim=8, weights=(0.3,))
+    copied = exported._replace(folder=exported.folder.with_name("copy"))
+    shutil.copytree(exported.folder, copied.folder)
     append_block(spec, store=exported.store, validation=None, folder=exported.folder)
-    append_block(with_eight, store=exported.store, validation=None, folder=folder)
-    other = exported._replace(folder=folder)
-    np.testing.assert_allclose(exported.scores("test"), other.scores("test"), atol=1e-3)
-    assert not np.allclose(other.scores("test"), expected, atol=1e-3)  # six singular vectors are not eight
+    append_block(spec_without_reduction, store=exported.store, validation=None, folder=copied.folder)
+    np.testing.assert_allclose(exported.scores("test"), copied.scores("test"), atol=1e-3)
+    assert not np.allclose(copied.scores("test"), scores_with_width_6, atol=1e-3)
 
 
 def test_the_weight_with_the_best_validation_metric_is_chosen(exported: Exported) -> None:
     weights = (0.0, 0.5, 2.0)
     metric_by_weight = {
-        weight: mean_ndcg(exported.expected("validation", weight), store=exported.store, k=5) for weight in weights
+        weight: mean_ndcg(exported.expected_scores("validation", weight), store=exported.store, k=5) for weight in weights
     }
-    best = max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
-    spec = exported.spec(history_length_of(exported), weights=weights)
-    assert append_block(spec, store=exported.store, validation=VALIDATION, folder=exported.folder) == best
+    best_weight = max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
+    spec = exported.spec(weights=weights)
+    assert append_block(spec, store=exported.store, validation=VALIDATION, folder=exported.folder) == best_weight
     assert len({*metric_by_weight.values()}) == len(weights)
 
 
 @pytest.mark.parametrize("output_dim", [None, 12], ids=["concatenated", "reduced"])
-def test_the_served_tower_and_its_padded_form_give_the_exported_queries(exported: Exported, output_dim: int | None) -> None:
-    spec = exported.spec(history_length_of(exported), weights=(0.4,), output_dim=output_dim)
+def test_the_served_tower_and_its_padded_form_compute_the_exported_queries(exported: Exported, output_dim: int | None) -> None:
+    spec = exported.spec(weights=(0.4,), output_dim=output_dim)
     append_block(spec, store=exported.store, validation=None, folder=exported.folder)
-    tower, users = tower_of(exported.folder, spec, exported.dense), np.arange(NUM_USERS)
+    tower, users = tower_of(exported.folder, spec, exported.layer_by_name), np.arange(NUM_USERS)
     history = exported.store.items_before(users, "test")
     expected = np.load(exported.folder / "query_vectors_test.npy")
     np.testing.assert_allclose(tower(users, history, features=FeatureStore({})).numpy(), expected, atol=1e-5)
     inputs = padded_inputs(tower, users, history, features=FeatureStore({}))
-    padded = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
-    np.testing.assert_allclose(padded.detach().numpy(), expected, atol=1e-5)
+    query_BD = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
+    np.testing.assert_allclose(query_BD.detach().numpy(), expected, atol=1e-5)
 
 
 def test_the_block_of_a_refit_contains_the_held_out_events(exported: Exported, tmp_path: Path) -> None:
     interactions = load_manifest(tmp_path / "interactions", InteractionsManifest)
     assert interactions is not None
-    merged = EventStore.open(merge_splits(interactions, tmp_path / "merged"))
-    spec = exported.spec(history_length_of(exported), weights=(0.3,))
-    append_block(spec, store=exported.store, validation=None, folder=exported.folder, train_store=merged)
-    all_UI = log_matrix(exported.store, before="validation", max_events=10_000)
-    merged_UI = log_matrix(merged, before="validation", max_events=10_000)
-    assert (all_UI.sum(), merged_UI.sum()) == (NUM_USERS * 10, NUM_USERS * 16)
+    merged_store = EventStore.open(merge_splits(interactions, tmp_path / "merged"))
+    spec = exported.spec(weights=(0.3,))
+    append_block(spec, store=exported.store, validation=None, folder=exported.folder, train_store=merged_store)
+    train_UI = log_matrix(exported.store, before="validation", max_events=10_000)
+    merged_UI = log_matrix(merged_store, before="validation", max_events=10_000)
+    assert (train_UI.sum(), merged_UI.sum()) == (NUM_USERS * 10, NUM_USERS * 16)
     history_factor_IM, candidate_factor_IM = block_factors(merged_UI, dim=BLOCK_DIM, item_exponent=0.4)
     assert np.array_equal(np.load(exported.folder / BLOCK_HISTORY_FILE), history_factor_IM)
     assert np.array_equal(np.load(exported.folder / "item_vectors.npy")[:, DIM:], candidate_factor_IM)
@@ -201,13 +210,13 @@ def test_several_weights_need_validation_events(exported: Exported) -> None:
         append_block(exported.spec(), store=exported.store, validation=None, folder=exported.folder)
 
 
-def test_a_model_with_a_block_knows_every_user_with_a_history() -> None:
+def test_users_with_a_history_or_a_row_are_known_to_a_model_with_a_block() -> None:
     spec = spec_of(0, {"spectral_block": {"dim": BLOCK_DIM}})
-    lengths, rows = np.array([0, 3, 0, 3]), np.array([-1, -1, 2, 2])
-    assert spec.is_known(history_length_B=lengths, user_row_B=rows).tolist() == [False, True, True, True]
+    history_length_B, user_row_B = np.array([0, 3, 0, 3]), np.array([-1, -1, 2, 2])
+    assert spec.is_known(history_length_B=history_length_B, user_row_B=user_row_B).tolist() == [False, True, True, True]
 
 
-def test_a_refit_keeps_the_choices_of_its_run() -> None:
+def test_with_choices_sets_the_chosen_temperature_and_weight() -> None:
     spec = spec_of(0, {"spectral_block": {"dim": BLOCK_DIM}, "temperature": "auto"})
     chosen = spec.with_choices(temperature=0.15, block_weight=0.5).config
     assert chosen.temperature == 0.15 and chosen.spectral_block.weights == (0.5,)  # type: ignore[union-attr]
@@ -221,6 +230,6 @@ def test_a_refit_keeps_the_choices_of_its_run() -> None:
         ({"spectral_block": {"dim": 8, "output_dim": 20}}, "the concatenated vectors have only 8 \\+ 8 numbers"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(model: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_rejected(model: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec_of(4, model)

@@ -10,33 +10,33 @@ from recsys_core.evaluation.ranking import chunks
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.evaluation.ranking.served import among_candidates
 from recsys_core.training.export.ranking import rank_on_ranks
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.evaluation.ranking.random_queries import random_queries_and_items
-from tests.recsys_core.training.export.shares import process_of, share_of
+from tests.recsys_core.training.export.shares import share_of
 
 NUM_ITEMS, NUM_QUERIES, DIM, K = 5_003, 157, 24, 30
+COLD_ROW_C = np.arange(3, NUM_ITEMS, 11)
 SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * NUM_ITEMS}
-"""Small sizes: eight blocks of 640 columns, of which the last has a narrow tile, and chunks of 64 queries."""
+"""Small sizes, so that there are eight blocks of 640 columns, the last of which has a narrow tile, and chunks of 64 queries."""
 
 
 def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
     for name, size in SIZES.items():
         setattr(chunks, name, size)
-    (queries, item_vector_ID), process = (
-        random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM),
-        process_of(rank),
-    )
+    process = cpu_process(rank)
+    queries, item_vector_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
     items, own_queries = share_of(item_vector_ID, process), queries.take(np.arange(*query_ranges[rank]))
-    cold_row_C = np.arange(3, NUM_ITEMS, 11)
-    own_cold = among_candidates(own_queries, cold_row_C, num_items=NUM_ITEMS)
-    for name, ranked, candidates, k, top_only in (
+    own_queries_of_cold_items = among_candidates(own_queries, COLD_ROW_C, num_items=NUM_ITEMS)
+    for name, ranked_queries, candidate_rows, k, top_only in (
         ("full", own_queries, np.arange(NUM_ITEMS), K, False),
         ("top", own_queries, np.arange(NUM_ITEMS), K, True),
-        ("cold", own_cold, cold_row_C, 0, False),
+        ("cold", own_queries_of_cold_items, COLD_ROW_C, 0, False),
     ):
-        part = rank_on_ranks(ranked, items=items, candidate_rows=candidates, k=k, top_only=top_only, process=process)
-        assert len(part.top_BK) == part.query_count_W[rank] and len(part.position_T) == part.target_count_W[rank]
-        np.savez(folder / f"{name}-{rank}.npz", top_BK=part.top_BK, position_T=part.position_T)
+        ranking = rank_on_ranks(
+            ranked_queries, items=items, candidate_rows=candidate_rows, k=k, top_only=top_only, process=process
+        )
+        assert len(ranking.top_BK) == ranking.query_count_W[rank] and len(ranking.position_T) == ranking.target_count_W[rank]
+        np.savez(folder / f"{name}-{rank}.npz", top_BK=ranking.top_BK, position_T=ranking.position_T)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]
     [
         [(0, 157)],
         [(0, 79), (79, 157)],
-        [(0, 10), (10, 10), (10, 130), (130, 157)],  # less than a chunk, nothing, more than a chunk
+        [(0, 10), (10, 10), (10, 130), (130, 157)],  # less than a chunk, no query, more than a chunk
     ],
     ids=["1 rank", "2 ranks", "4 ranks"],
 )
@@ -55,13 +55,12 @@ def test_ranks_compute_the_ranking_of_one_process(
     for name, size in SIZES.items():
         monkeypatch.setattr(chunks, name, size)
     queries, item_vector_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
-    cold_row_C = np.arange(3, NUM_ITEMS, 11)
     expected = {
         "full": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K),
         "top": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K, top_only=True),
         "cold": rank_catalogue(
-            among_candidates(queries, cold_row_C, num_items=NUM_ITEMS),
-            item_vector_ID=item_vector_ID[torch.from_numpy(cold_row_C)],
+            among_candidates(queries, COLD_ROW_C, num_items=NUM_ITEMS),
+            item_vector_ID=item_vector_ID[torch.from_numpy(COLD_ROW_C)],
             k=0,
         ),
     }

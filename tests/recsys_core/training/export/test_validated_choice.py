@@ -1,4 +1,4 @@
-"""The weight of a validated popularity term, compared with a ranking of every user by sorting."""
+"""The choice of the weight of a validated popularity term, compared with rankings by sorting."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ VALIDATION = ValidationConfig(metric="ndcg", k=5)
 
 
 class Exported(NamedTuple):
-    """The vectors of an export; the last number of an item is its popularity, and that of a query is 0."""
+    """The vectors of an export. The last number of an item vector is the popularity, and of a query vector 0."""
 
     folder: Path
     store: EventStore
-    query: np.ndarray
-    item: np.ndarray
+    query_vector_UD: np.ndarray
+    item_vector_ID: np.ndarray
 
 
 @pytest.fixture
@@ -36,19 +36,26 @@ def exported_vectors(tmp_path: Path) -> Exported:
     random, folder = np.random.default_rng(5), tmp_path / "export"
     folder.mkdir()
     share_I = random.dirichlet(np.full(NUM_ITEMS, 0.4)) * 0.95 + 0.05 / NUM_ITEMS
-    events = [random.choice(NUM_ITEMS, 12, replace=False, p=share_I).tolist() for _ in range(NUM_USERS)]
-    parts = {name: [rows[start:end] for rows in events] for name, start, end in (("train", 0, 8), ("test", 10, 12))}
-    manifest = interactions_stage(tmp_path / "log", validation=[rows[8:10] for rows in events], items=NUM_ITEMS, **parts)
+    items_by_user = [random.choice(NUM_ITEMS, 12, replace=False, p=share_I).tolist() for _ in range(NUM_USERS)]
+    manifest = interactions_stage(
+        tmp_path / "interactions",
+        train=[items[:8] for items in items_by_user],
+        validation=[items[8:10] for items in items_by_user],
+        test=[items[10:] for items in items_by_user],
+        items=NUM_ITEMS,
+    )
     store = EventStore.open(manifest)
-    query, item = (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_USERS, NUM_ITEMS))
-    query, item = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (query, item))
-    query = np.column_stack([query, np.zeros(NUM_USERS, np.float32)])
-    item = np.column_stack([item, item_popularity(store.train_count_I)])
-    np.save(folder / "item_vectors.npy", item)
+    query_vector_UD, item_vector_ID = (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_USERS, NUM_ITEMS))
+    query_vector_UD, item_vector_ID = (
+        vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (query_vector_UD, item_vector_ID)
+    )
+    query_vector_UD = np.column_stack([query_vector_UD, np.zeros(NUM_USERS, np.float32)])
+    item_vector_ID = np.column_stack([item_vector_ID, item_popularity(store.train_count_I)])
+    np.save(folder / "item_vectors.npy", item_vector_ID)
     for split in ("validation", "test"):
-        np.save(folder / f"query_vectors_{split}.npy", query)
+        np.save(folder / f"query_vectors_{split}.npy", query_vector_UD)
         np.save(folder / f"query_users_{split}.npy", np.arange(NUM_USERS))
-    return Exported(folder, store, query, item)
+    return Exported(folder, store, query_vector_UD, item_vector_ID)
 
 
 def spec_of(**popularity: Any) -> ModelSpec:
@@ -57,20 +64,24 @@ def spec_of(**popularity: Any) -> ModelSpec:
 
 
 @pytest.mark.parametrize("weights", [(0.0, 0.4, 4.0), (-0.5, 0.0), (0.3,)])
-def test_the_weight_with_the_best_metric_is_in_all_queries(exported_vectors: Exported, weights: tuple[float, ...]) -> None:
+def test_the_weight_with_the_best_metric_is_written_to_all_queries(
+    exported_vectors: Exported, weights: tuple[float, ...]
+) -> None:
     metric_by_weight = {}
     for weight in weights:
-        score_UI = exported_vectors.query @ exported_vectors.item.T + weight * exported_vectors.item[:, -1]
+        item_vector_ID = exported_vectors.item_vector_ID
+        score_UI = exported_vectors.query_vector_UD @ item_vector_ID.T + weight * item_vector_ID[:, -1]
         metric_by_weight[weight] = mean_ndcg(score_UI, store=exported_vectors.store, k=5)
     assert len({*metric_by_weight.values()}) == len(weights)
-    expected = max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
+    best_weight = max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
     chosen = choose_popularity(
         spec_of(weights=weights), store=exported_vectors.store, validation=VALIDATION, folder=exported_vectors.folder
     )
-    assert chosen == expected
+    assert chosen == best_weight
     for split in ("validation", "test"):
-        query = np.load(exported_vectors.folder / f"query_vectors_{split}.npy")
-        assert (query[:, -1] == np.float32(chosen)).all() and np.array_equal(query[:, :-1], exported_vectors.query[:, :-1])
+        query_vector_UD = np.load(exported_vectors.folder / f"query_vectors_{split}.npy")
+        assert (query_vector_UD[:, -1] == np.float32(chosen)).all()
+        assert np.array_equal(query_vector_UD[:, :-1], exported_vectors.query_vector_UD[:, :-1])
 
 
 def test_several_weights_need_validation_events(exported_vectors: Exported) -> None:
@@ -78,7 +89,7 @@ def test_several_weights_need_validation_events(exported_vectors: Exported) -> N
         choose_popularity(spec_of(), store=exported_vectors.store, validation=None, folder=exported_vectors.folder)
 
 
-def test_the_training_sees_no_term_and_the_package_has_the_chosen_weight() -> None:
+def test_a_validated_term_is_0_in_the_training_and_fixed_after_the_choice() -> None:
     query_BD = torch.ones(2, 3)
     term = PopularityWeight(ValidatedPopularity())
     assert not list(term.parameters())

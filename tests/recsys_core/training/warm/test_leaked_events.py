@@ -1,4 +1,4 @@
-"""Counting held-out events that the champion was trained on, compared with sets of events in plain Python."""
+"""The number of held-out events that the champion was trained on, compared with sets of events in plain Python."""
 
 import random
 from pathlib import Path
@@ -12,23 +12,23 @@ from recsys_core.training.warm.leaked_events import count_leaked_events
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
 
-TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
-LAST = {"kind": "leave_last_out"}
-START = 20_000 * DAY_US
+TIME_SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
+LAST_OUT_SPLIT = {"kind": "leave_last_out"}
+START_US = 20_000 * DAY_US
 
 
-def log_of(*, users: int = 12, days: int = 10) -> list[Event]:
-    """Return an event of each user on each day, at a minute of their own; items repeat."""
-    draw = random.Random(5)
+def daily_log(*, num_users: int = 12, num_days: int = 10) -> list[Event]:
+    """Return one event per user and day. Each user has their own minute of the day, and items repeat."""
+    generator = random.Random(5)
     return [
-        (f"u{user}", f"i{draw.randrange(8)}", START + day * DAY_US + user * 60_000_000)
-        for day in range(days)
-        for user in range(users)
+        (f"u{user}", f"i{generator.randrange(8)}", START_US + day * DAY_US + user * 60_000_000)
+        for day in range(num_days)
+        for user in range(num_users)
     ]
 
 
-def until(events: list[Event], day: float) -> list[Event]:
-    return [event for event in events if event[2] < START + day * DAY_US]
+def events_before(events: list[Event], day: int) -> list[Event]:
+    return [event for event in events if event[2] < START_US + day * DAY_US]
 
 
 def ingest_run(folder: Path, events: list[Event], *, split: dict[str, Any], **settings: Any) -> InteractionsManifest:
@@ -36,72 +36,75 @@ def ingest_run(folder: Path, events: list[Event], *, split: dict[str, Any], **se
     return ingest(folder / "interactions", write_log(folder / "log.parquet", events), split=split, **settings)
 
 
-def trained_and_held_out(champion: InteractionsManifest, current: InteractionsManifest) -> int:
-    """Return the number of training events of the champion that are held out in this run and not in its training split."""
-    (before, _, _), (training, validation, test) = read_store(champion).splits, read_store(current).splits
-    return len((set(validation) | set(test)) & set(before) - set(training))
+def expected_leaks(champion: InteractionsManifest, current: InteractionsManifest) -> int:
+    """Return the number of training events of the champion that the current run holds out and does not train on."""
+    (champion_train, _, _), (train, validation, test) = read_store(champion).splits, read_store(current).splits
+    return len((set(validation) | set(test)) & set(champion_train) - set(train))
 
 
 @pytest.mark.parametrize(
-    ("day", "split", "leaks"),
+    ("num_days", "split", "num_leaks"),
     [
-        (10, TIME, 0),  # the same log again
-        (11, TIME, 0),
-        (9, TIME, 12),
-        (10, TIME | {"test_days": 3}, 24),
-        (10, TIME | {"validation_days": 2}, 12),
-        (10, TIME | {"test_days": 2, "validation_days": 0}, 0),
+        (10, TIME_SPLIT, 0),  # the log of the champion
+        (11, TIME_SPLIT, 0),
+        (9, TIME_SPLIT, 12),
+        (10, TIME_SPLIT | {"test_days": 3}, 24),
+        (10, TIME_SPLIT | {"validation_days": 2}, 12),
+        (10, TIME_SPLIT | {"test_days": 2, "validation_days": 0}, 0),
     ],
 )
-def test_a_split_by_time_leaks_only_if_it_moves_back(tmp_path: Path, day: int, split: dict[str, Any], leaks: int) -> None:
-    events = log_of(days=11)
-    champion = ingest_run(tmp_path / "champion", until(events, 10), split=TIME)
-    current = ingest_run(tmp_path / "current", until(events, day), split=split)
-    assert count_leaked_events(current, champion=champion) == trained_and_held_out(champion, current) == leaks
+def test_a_split_by_time_leaks_only_if_its_training_events_end_earlier(
+    tmp_path: Path, num_days: int, split: dict[str, Any], num_leaks: int
+) -> None:
+    events = daily_log(num_days=11)
+    champion = ingest_run(tmp_path / "champion", events_before(events, 10), split=TIME_SPLIT)
+    current = ingest_run(tmp_path / "current", events_before(events, num_days), split=split)
+    assert count_leaked_events(current, champion=champion) == expected_leaks(champion, current) == num_leaks
 
 
 def test_new_and_renumbered_users_neither_add_nor_hide_leaked_events(tmp_path: Path) -> None:
-    events = log_of()
-    champion = ingest_run(tmp_path / "champion", events, split=LAST)
-    renumbered = [("a new one", "i1", START + minute) for minute in range(60)] + events
-    current = ingest_run(tmp_path / "current", renumbered, split=LAST)
-    assert read_store(current).users[0] == "a new one"
+    events = daily_log()
+    champion = ingest_run(tmp_path / "champion", events, split=LAST_OUT_SPLIT)
+    with_new_user = [("new", "i1", START_US + microsecond) for microsecond in range(60)] + events
+    current = ingest_run(tmp_path / "current", with_new_user, split=LAST_OUT_SPLIT)
+    assert read_store(current).users[0] == "new"  # so the other users have other numbers
     assert count_leaked_events(current, champion=champion) == 0
-    moved = ingest_run(tmp_path / "moved", [event for event in renumbered if event[2] < START + 9 * DAY_US], split=LAST)
-    # The validation event of each user.
-    assert count_leaked_events(moved, champion=champion) == trained_and_held_out(champion, moved) == 12
+    shorter = ingest_run(tmp_path / "shorter", events_before(with_new_user, 9), split=LAST_OUT_SPLIT)
+    # The validation event of each old user is a training event of the champion.
+    assert count_leaked_events(shorter, champion=champion) == expected_leaks(champion, shorter) == 12
 
 
 def test_another_kind_of_split_leaks_the_training_events_that_it_holds_out(tmp_path: Path) -> None:
-    events = [event for event in log_of() if event[0] != "u3" or event[2] < START + 5 * DAY_US]  # u3 has been away
-    by_time = ingest_run(tmp_path / "by time", events, split=TIME)
-    by_user = ingest_run(tmp_path / "by user", events, split=LAST)
-    assert count_leaked_events(by_user, champion=by_time) == trained_and_held_out(by_time, by_user) == 2  # the last two of u3
-    longer = ingest_run(tmp_path / "longer", log_of(days=11), split=LAST)
-    assert count_leaked_events(by_time, champion=longer) == trained_and_held_out(longer, by_time) == 11  # a day of all others
+    events = [event for event in daily_log() if event[0] != "u3" or event[2] < START_US + 5 * DAY_US]
+    by_time = ingest_run(tmp_path / "by time", events, split=TIME_SPLIT)
+    by_user = ingest_run(tmp_path / "by user", events, split=LAST_OUT_SPLIT)
+    # The last two events of u3 are old, so a split by time trains on them.
+    assert count_leaked_events(by_user, champion=by_time) == expected_leaks(by_time, by_user) == 2
+    longer = ingest_run(tmp_path / "longer", daily_log(num_days=11), split=LAST_OUT_SPLIT)
+    # The events of day 8, of all users but u3, are validation events by time and training events of the longer log.
+    assert count_leaked_events(by_time, champion=longer) == expected_leaks(longer, by_time) == 11
 
 
-def test_a_growing_log_leaks_nothing_although_some_users_are_split_for_the_first_time(tmp_path: Path) -> None:
-    events = [("new", "i1", START), ("new", "i2", START + 9 * DAY_US), *log_of()]
-    champion = ingest_run(tmp_path / "champion", events, split=LAST)
-    current = ingest_run(tmp_path / "current", [*events, ("new", "i3", START + 10 * DAY_US)], split=LAST)
-    assert trained_and_held_out(champion, current) == 1  # the validation event of the new user
+def test_an_event_of_a_user_who_had_too_few_events_to_be_split_is_not_counted(tmp_path: Path) -> None:
+    events = [("short", "i1", START_US), ("short", "i2", START_US + 9 * DAY_US), *daily_log()]
+    champion = ingest_run(tmp_path / "champion", events, split=LAST_OUT_SPLIT)
+    current = ingest_run(tmp_path / "current", [*events, ("short", "i3", START_US + 10 * DAY_US)], split=LAST_OUT_SPLIT)
+    assert expected_leaks(champion, current) == 1  # i2, now the validation event
     assert count_leaked_events(current, champion=champion) == 0
 
 
-def test_without_times_a_pair_in_the_training_split_of_this_run_is_no_leak(tmp_path: Path) -> None:
-    old, new = [("u1", "a", 1), ("u2", "b", 1), ("u2", "c", 1)], [("u1", "a", 2), ("u2", "d", 2)]
+def test_without_timestamps_a_pair_that_the_current_run_also_trains_on_is_no_leak(tmp_path: Path) -> None:
+    train_events, test_events = [("u1", "a", 1), ("u2", "b", 1), ("u2", "c", 1)], [("u1", "a", 2), ("u2", "d", 2)]
     settings: dict[str, Any] = {"timestamp_column": None}
-    test = write_log(tmp_path / "test.parquet", new)
-    split = {"kind": "files", "test_paths": test}
-    champion = ingest_run(tmp_path / "champion", [*old, ("u2", "d", 1)], split=split, **settings)
-    current = ingest_run(tmp_path / "current", old, split=split, **settings)
-    assert count_leaked_events(champion, champion=champion) == 0  # (u1, a) and (u2, d) are in both parts of its own
-    assert count_leaked_events(current, champion=champion) == 1
+    split = {"kind": "files", "test_paths": write_log(tmp_path / "test.parquet", test_events)}
+    champion = ingest_run(tmp_path / "champion", [*train_events, ("u2", "d", 1)], split=split, **settings)
+    current = ingest_run(tmp_path / "current", train_events, split=split, **settings)
+    assert count_leaked_events(champion, champion=champion) == 0  # (u1, a) and (u2, d) are in its training and its test split
+    assert count_leaked_events(current, champion=champion) == 1  # (u2, d), which only the champion trains on
 
 
 def test_a_changed_file_of_the_champion_is_an_error(tmp_path: Path) -> None:
-    champion = ingest_run(tmp_path / "champion", log_of(), split=TIME)
+    champion = ingest_run(tmp_path / "champion", daily_log(), split=TIME_SPLIT)
     path = champion.path("train_end.npy")
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(StageError, match=r"train_end\.npy: the file has changed since it was written; set training.warm_start"):

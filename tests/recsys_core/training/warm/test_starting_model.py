@@ -1,4 +1,4 @@
-"""Compatibility of the champion with the settings of a run, checked before the launch; when to train from scratch."""
+"""The check before the launch that the champion fits the settings of the run, and runs that train from scratch."""
 
 import logging
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tests.recsys_core.training.consecutive_runs import PreparedRun, prepare_run
 from tests.recsys_core.training.small_model import with_optimizer
 
 ADVICE = "set training.warm_start to null for this run, or go back to the old setting"
-ADAGRAD = TableOptimizer()
+DEFAULT_OPTIMIZER = TableOptimizer()
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
 
 @pytest.fixture(scope="module")
 def champion(run: PreparedRun) -> Champion:
-    """A champion with the same model; the files of its tables are empty."""
+    """A champion with the same model as `run`; its accumulator files are empty."""
 
-    def build(folder: Path) -> dict[str, Any]:
+    def write_export(folder: Path) -> dict[str, Any]:
         for table in run.spec.tables:
             (folder / f"state_{table}.npy").touch()
         (folder / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": 1, "dim": 8, "similarity": "cosine", "num_queries": {}}
 
-    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)
+    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=write_export)
     commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=lambda folder: TRAIN_FIELDS)
     champion = open_champion(run)
     assert champion is not None
@@ -74,17 +74,20 @@ def open_champion(run: PreparedRun) -> Champion | None:
 
 
 def spec_with(run: PreparedRun, *, tables: dict[str, TableConfig] | None = None, **settings: Any) -> ModelSpec:
-    """Return the spec of the same model with other settings."""
+    """Return the spec of the model of `run` with other settings."""
     config = TwoTowerConfig.model_validate(run.spec.config.model_dump() | settings)
     return ModelSpec.of(config, dataset=Dataset(run.interactions, features=run.features), tables=tables)
 
 
-def check_compatible(run: PreparedRun, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
+def check_compatible(
+    run: PreparedRun, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = DEFAULT_OPTIMIZER
+) -> None:
+    """Raise InputError if a warm start of `spec` from the champion is impossible."""
     spec = with_optimizer(spec, optimizer)
     require_compatible(spec, champion=champion, dataset=Dataset(run.interactions, features=run.features))
 
 
-def test_an_equal_model_is_compatible_also_with_other_training_settings(run: PreparedRun, champion: Champion) -> None:
+def test_the_same_model_is_compatible_even_with_other_settings_of_the_training(run: PreparedRun, champion: Champion) -> None:
     check_compatible(run, champion, run.spec)
     history = run.spec.config.history.model_dump() | {"length": 9, "item_dropout": 0.5}
     check_compatible(run, champion, spec_with(run, history=history, temperature=0.5, learn_temperature=True))
@@ -105,7 +108,7 @@ def test_an_equal_model_is_compatible_also_with_other_training_settings(run: Pre
         ({"tables": {"user": TableConfig(dim=12)}}, "the width of tables.user is 12 in this run, but 8 in the champion"),
     ],
 )
-def test_another_architecture_is_rejected_with_the_setting_and_both_values(
+def test_another_architecture_is_rejected_and_the_error_names_the_setting_and_both_values(
     run: PreparedRun, champion: Champion, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=f"{message}.*{ADVICE}"):
@@ -139,26 +142,23 @@ def hashed_feature(definition: str) -> IngestedFeature:
 
 
 def with_hashed_features(run: PreparedRun, **definitions: str) -> FeaturesManifest:
-    """Return the features of `run` and hashed ones in addition. definitions: definition of each hashed feature by its name."""
+    """Return the features of `run`, preceded by a hashed item feature for each name in `definitions`."""
     hashed_features = {f"item.{name}": hashed_feature(definition) for name, definition in definitions.items()}
     return run.features.model_copy(update={"features": hashed_features | run.features.features})
 
 
 def test_a_hashed_feature_with_another_definition_is_rejected(run: PreparedRun, champion: Champion) -> None:
     old_features, new_features = with_hashed_features(run, colour="hash 4"), with_hashed_features(run, colour="hash 8")
-    specs = [
-        ModelSpec.of(
-            run.spec.config,
-            dataset=Dataset(run.interactions, features=features),
-        )
+    old_spec, new_spec = (
+        ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=features))
         for features in (old_features, new_features)
-    ]
-    old_champion = replace(champion, spec=specs[0], features=old_features, export=champion.export)
+    )
+    old_champion = replace(champion, spec=old_spec, features=old_features)
     with pytest.raises(
         InputError, match=r"definition of feature item.colour is hash 8 in this run, but hash 4 in the champion"
     ):
         require_compatible(
-            with_optimizer(specs[1], TableOptimizer(kind="sgd")),
+            with_optimizer(new_spec, TableOptimizer(kind="sgd")),
             champion=old_champion,
             dataset=Dataset(run.interactions, features=new_features),
         )
@@ -173,7 +173,7 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
         dataset=Dataset(run.interactions, features=run.features),
         tables={"item.brand": tables["item.brand"]},
     )
-    new_features = with_hashed_features(run, colour="hash 4")  # the new feature comes before the brand
+    new_features = with_hashed_features(run, colour="hash 4")  # it comes before the brand, which becomes projection 2
     spec = ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=new_features), tables=tables)
     old_champion = replace(champion, spec=old_spec)
     require_compatible(spec, champion=old_champion, dataset=Dataset(run.interactions, features=new_features))
@@ -190,17 +190,14 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
 
 def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(run: PreparedRun, champion: Champion) -> None:
     layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 24)}
-    assert set(champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)) == set(
-        layer_by_name
-    )  # an export of version 0.1
+    carried_layers = champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)
+    assert set(carried_layers) == set(layer_by_name)  # as with an export of version 0.1
     layer_by_name["query.pooling.start"] = torch.rand(8)
-    assert (
-        champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)["query.pooling.start"]
-        is layer_by_name["query.pooling.start"]
-    )
+    carried_layers = champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)
+    assert carried_layers["query.pooling.start"] is layer_by_name["query.pooling.start"]
 
 
-def test_the_weight_of_the_popularity_starts_from_0_if_the_champion_has_none(run: PreparedRun, champion: Champion) -> None:
+def test_the_weight_of_the_popularity_is_carried_over_only_if_the_champion_has_it(run: PreparedRun, champion: Champion) -> None:
     config = TwoTowerConfig.model_validate(run.spec.config.model_dump() | {"popularity": {"kind": "learned"}})
     spec = run.spec.model_copy(update={"config": config})
     dataset = Dataset(run.interactions, features=run.features)
@@ -208,8 +205,8 @@ def test_the_weight_of_the_popularity_starts_from_0_if_the_champion_has_none(run
     layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 24)}
     assert set(champion_layers(spec, champion=champion, champion_tensors=layer_by_name)) == set(layer_by_name)
     layer_by_name["query.popularity.weight"] = torch.rand(1)
-    carried = champion_layers(spec, champion=champion, champion_tensors=layer_by_name)
-    assert carried["query.popularity.weight"] is layer_by_name["query.popularity.weight"]
+    carried_layers = champion_layers(spec, champion=champion, champion_tensors=layer_by_name)
+    assert carried_layers["query.popularity.weight"] is layer_by_name["query.popularity.weight"]
 
 
 def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun, champion: Champion) -> None:
@@ -218,18 +215,20 @@ def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun,
         champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)
 
 
+def plan_without_file(folder: Path) -> PlanManifest:
+    """Return the manifest of a plan stage whose plan.json does not exist."""
+    plan = commit_stage(folder, PlanManifest, fingerprint="plan", build=lambda folder: {"world_size": 2, "device": "cpu"})
+    return plan.model_copy(update={"files": {"plan.json": None}})
+
+
 def test_the_stage_rejects_an_incompatible_champion_before_the_launch(
     run: PreparedRun, champion: Champion, tmp_path: Path
 ) -> None:
-    plan = commit_stage(
-        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda folder: {"world_size": 2, "device": "cpu"}
-    )
-    plan = plan.model_copy(update={"files": {"plan.json": None}})
     with pytest.raises(InputError, match=r"model.embedding_dim is 16 in this run"):
         train(
             TrainingSetup(spec_with(run, embedding_dim=16), TrainingConfig(), LossConfig()),
             dataset=Dataset(run.interactions, features=run.features),
-            plan=plan,
+            plan=plan_without_file(tmp_path / "plan"),
             folder=tmp_path / "train",
             on_progress=lambda line: None,
             champion=champion,
@@ -240,38 +239,38 @@ def test_the_stage_rejects_an_incompatible_champion_before_the_launch(
 def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_events(
     run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = commit_stage(
-        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda folder: {"world_size": 2, "device": "cpu"}
-    )
-    plan = plan.model_copy(update={"files": {"plan.json": None}})
     shorter_log = pq.read_table(run.folder / "data/log.parquet").filter(pc.field("t") < 7)
-    log = write_parquet(tmp_path / "log.parquet", **shorter_log.to_pydict())
-    interactions = ingest(tmp_path / "interactions", log, split={"kind": "leave_last_out"})
-    # The champion's layers do not fit this model. A warm start would be rejected for that reason, but a training from scratch
-    # gets as far as reading the plan, which does not exist.
+    log_path = write_parquet(tmp_path / "log.parquet", **shorter_log.to_pydict())
+    interactions = ingest(tmp_path / "interactions", log_path, split={"kind": "leave_last_out"})
+    # A warm start would be rejected, because the champion has another embedding_dim. A training from scratch gets as far as
+    # reading the plan, which does not exist.
     with caplog.at_level(logging.INFO, logger="recsys_core"), pytest.raises(FileNotFoundError, match=r"plan\.json"):
         train(
             TrainingSetup(spec_with(run, embedding_dim=16), TrainingConfig(), LossConfig()),
             dataset=Dataset(interactions, features=run.features),
-            plan=plan,
+            plan=plan_without_file(tmp_path / "plan"),
             folder=tmp_path / "train",
             on_progress=lambda line: None,
             champion=champion,
         )
-    (line,) = [line for line in caplog.messages if line.startswith("full training: ")]
-    assert "the champion (run first) was trained on 30 of the 60 validation and test events of this run" in line
+    (message,) = [message for message in caplog.messages if message.startswith("full training: ")]
+    assert "the champion (run first) was trained on 30 of the 60 validation and test events of this run" in message
 
 
-@pytest.mark.parametrize(("every", "is_warm"), [(7, True), (5, True), (4, False), (1, False)])
-def test_every_nth_run_trains_from_scratch(run: PreparedRun, champion: Champion, every: int, is_warm: bool) -> None:
+@pytest.mark.parametrize(("full_retrain_every", "is_warm"), [(7, True), (5, True), (4, False), (1, False)])
+def test_every_nth_run_trains_from_scratch(
+    run: PreparedRun, champion: Champion, full_retrain_every: int, is_warm: bool
+) -> None:
     assert champion.train.num_warm_starts == 3
-    config = WarmStartConfig(full_retrain_every=every)
+    config = WarmStartConfig(full_retrain_every=full_retrain_every)
     start, reason = choose_start(config, champion=champion, interactions=run.interactions)
     assert (start, reason is None) == ((champion, True) if is_warm else (None, False))
-    assert reason is None or f"run 4 since the last full training (training.warm_start.full_retrain_every is {every})" in reason
+    if reason is not None:
+        setting = f"training.warm_start.full_retrain_every is {full_retrain_every}"
+        assert f"run 4 since the last full training ({setting})" in reason
 
 
-def test_without_setting_or_champion_the_training_starts_from_scratch_without_a_message(
+def test_without_the_setting_or_a_champion_the_training_starts_from_scratch_without_a_message(
     run: PreparedRun, champion: Champion
 ) -> None:
     assert choose_start(None, champion=champion, interactions=run.interactions) == (None, None)
@@ -279,16 +278,16 @@ def test_without_setting_or_champion_the_training_starts_from_scratch_without_a_
 
 
 def test_a_champion_with_a_missing_or_damaged_stage_is_not_opened(run: PreparedRun, champion: Champion) -> None:
-    model = champion.export.path("model.json")
-    content = model.read_text()
-    model.write_text(content + " ")
+    model_path = champion.export.path("model.json")
+    content = model_path.read_text()
+    model_path.write_text(content + " ")
     assert open_champion(run) is None
-    model.write_text(content)
+    model_path.write_text(content)
     assert open_champion(run) is not None
-    events = run.interactions.path("event_item.npy")
-    events.rename(events.with_suffix(".moved"))
+    events_path = run.interactions.path("event_item.npy")
+    events_path.rename(events_path.with_suffix(".moved"))
     assert open_champion(run) is None
-    events.with_suffix(".moved").rename(events)
+    events_path.with_suffix(".moved").rename(events_path)
     (run.folder / "features").rename(run.folder / "elsewhere")
     assert open_champion(run) is None
     (run.folder / "elsewhere").rename(run.folder / "features")

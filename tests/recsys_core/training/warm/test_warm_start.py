@@ -1,4 +1,4 @@
-"""A warm start on two gloo ranks: rows, accumulators and layers of one run in the model of the next."""
+"""A warm start on two gloo ranks: rows, accumulators and layers of one run are carried over to the next run."""
 
 import logging
 from dataclasses import replace
@@ -34,18 +34,17 @@ from recsys_core.training.optimizers import accumulator_shards, make_optimizer
 from recsys_core.training.sharded_model import initial_model
 from recsys_core.training.warm.starting_model import Champion, match_rows_by_value
 from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights, prepare_warm_start
-from tests.gloo import run_ranks
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.consecutive_runs import (
     NUM_RANKS,
     PreparedRun,
     prepare_run,
-    process,
     train_and_export,
     train_champion,
     train_job,
 )
 
-VOCABULARIES = {"item": ("items.parquet", "id"), "user": ("users.parquet", "id")}
+VOCABULARY_FILES = {"item": "items.parquet", "user": "users.parquet"}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def champion(first_run: PreparedRun) -> Champion:
     return train_champion(first_run)
 
 
-def prepare(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
+def prepare_start(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
     return prepare_warm_start(
         champion,
         spec=run.spec,
@@ -67,36 +66,40 @@ def prepare(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
     )
 
 
-def values(run: PreparedRun, table: str) -> list[str | None]:
-    """Return the id or feature value of each row of `table`."""
-    if table in VOCABULARIES:
-        file, column = VOCABULARIES[table]
-        ids: list[str | None] = pq.read_table(run.interactions.path(file))[column].to_pylist()
+def row_values(run: PreparedRun, table: str) -> list[str | None]:
+    """Return the id or the feature value of each row of `table`."""
+    if table in VOCABULARY_FILES:
+        ids: list[str | None] = pq.read_table(run.interactions.path(VOCABULARY_FILES[table]))["id"].to_pylist()
         return ids
     return pq.read_table(run.features.path(f"{table}.vocabulary.parquet"))["value"].to_pylist()
 
 
 def untrained_model(job: TrainJob, *, rank: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Return model and optimizer as the training loop makes them, before the champion is loaded."""
+    """Return the model and the optimizer as the training loop creates them, before it loads the champion."""
     dataset = job.open_dataset()
     store = EventStore.open(dataset.interactions)
-    model = initial_model(job, store=store, dataset=dataset, process=process(rank))
+    model = initial_model(job, store=store, dataset=dataset, process=cpu_process(rank))
     return model, make_optimizer(model, spec=job.spec, config=job.training)
 
 
-def check_start(rank: int, job: TrainJob, expected: Path) -> None:
-    """Compare the tables with <table>.npy and state_<table>.npy in `expected`; NaN: the row starts as in a full training."""
+def check_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
+    """Compare the initial tables and accumulators with <table>.npy and state_<table>.npy in `expected_folder`.
+
+    A row of NaN means that the row starts as in a full training.
+    """
     assert job.warm_start is not None
     model, optimizer = untrained_model(job, rank=rank)
-    before = {
+    untrained_shards = {
         name: [shard.weight_RD.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
     }
     load_champion_weights(model, warm_start=job.warm_start)
     load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm_start)
     for name in job.spec.tables:
-        expected_RD, accumulator_R = (torch.from_numpy(np.load(expected / f"{kind}{name}.npy")) for kind in ("", "state_"))
+        expected_RD, accumulator_R = (
+            torch.from_numpy(np.load(expected_folder / f"{prefix}{name}.npy")) for prefix in ("", "state_")
+        )
         shards = table_shards(model.state_dict(), table=name)
-        for shard, old_RC in zip(shards, before[name], strict=True):
+        for shard, old_RC in zip(shards, untrained_shards[name], strict=True):
             expected_RC = expected_RD[shard.row : shard.row + len(old_RC)]
             torch.testing.assert_close(shard.weight_RD, torch.where(expected_RC.isnan(), old_RC, expected_RC), rtol=0, atol=0)
         (shard,) = accumulator_shards(optimizer, spec=job.spec, table=name)
@@ -107,73 +110,73 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
         torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("continued", [True, False], ids=["continued vocabulary", "new vocabulary"])
+@pytest.mark.parametrize("is_continued", [True, False], ids=["continued vocabulary", "new vocabulary"])
 def test_rows_accumulators_and_layers_are_carried_over_by_id(
-    first_run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture, continued: bool
+    first_run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_continued: bool
 ) -> None:
-    second_run = prepare_run(tmp_path / "second", 2, after=first_run if continued else None)
-    assert (second_run.interactions.lineage == first_run.interactions.lineage) == continued
+    second_run = prepare_run(tmp_path / "second", 2, previous=first_run if is_continued else None)
+    assert (second_run.interactions.lineage == first_run.interactions.lineage) == is_continued
     with caplog.at_level(logging.INFO, logger="recsys_core"):
-        warm = prepare(champion, second_run, tmp_path / "warm")
+        warm_start = prepare_start(champion, second_run, tmp_path / "warm")
     log_text = "\n".join(caplog.messages)
     for table in second_run.spec.tables:
-        champion_row = {value: row for row, value in enumerate(values(first_run, table))}
-        rows = [champion_row.get(value) for value in values(second_run, table)]
-        moved = [row for row, old in enumerate(rows) if old is not None and old != row]
-        assert bool(moved) != continued
-        for kind in ("table_", "state_"):
-            old = np.load(champion.export.path(f"{kind}{table}.npy"))
-            new = np.full((len(rows), *old.shape[1:]), np.nan, np.float32)
-            for row, source in enumerate(rows):
-                if source is not None:
-                    new[row] = old[source]
-            np.save(tmp_path / f"{kind.replace('table_', '')}{table}.npy", new)
-        num_carried = sum(row is not None for row in rows)
-        assert f"warm start from run first: table {table}: {num_carried} of {len(rows)} rows from the champion" in log_text
+        champion_row_by_value = {value: row for row, value in enumerate(row_values(first_run, table))}
+        champion_rows = [champion_row_by_value.get(value) for value in row_values(second_run, table)]
+        has_other_rows = any(old_row not in (None, row) for row, old_row in enumerate(champion_rows))
+        assert has_other_rows != is_continued
+        for prefix, expected_prefix in (("table_", ""), ("state_", "state_")):
+            champion_array = np.load(champion.export.path(f"{prefix}{table}.npy"))
+            expected = np.full((len(champion_rows), *champion_array.shape[1:]), np.nan, np.float32)
+            for row, old_row in enumerate(champion_rows):
+                if old_row is not None:
+                    expected[row] = champion_array[old_row]
+            np.save(tmp_path / f"{expected_prefix}{table}.npy", expected)
+        num_carried, num_rows = sum(old_row is not None for old_row in champion_rows), len(champion_rows)
+        assert f"warm start from run first: table {table}: {num_carried} of {num_rows} rows from the champion" in log_text
     assert np.load(champion.export.path("state_item.npy")).max() > 0
-    new_items = [value for value in values(second_run, "item") if value not in values(first_run, "item")]
-    num_with_vector = sum(int(str(value)[1:]) % 3 == 0 for value in new_items)
+    new_items = [item for item in row_values(second_run, "item") if item not in row_values(first_run, "item")]
+    num_with_vector = sum(int(str(item)[1:]) % 3 == 0 for item in new_items)
     assert 0 < num_with_vector < len(new_items)
     num_random = len(new_items) - num_with_vector
     assert f"{len(new_items)} new ({num_with_vector} from their vector, {num_random} random)" in log_text
-    job = train_job(second_run).model_copy(update={"warm_start": warm})
+    job = train_job(second_run).model_copy(update={"warm_start": warm_start})
     run_ranks(check_start, world_size=NUM_RANKS, arguments=(job, tmp_path))
 
 
-def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArray[np.float32]) -> None:
+def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_VD: NDArray[np.float32]) -> None:
+    """Assert that the `rows` of the item table are the vectors, scaled to the norm of a random row."""
     assert job.warm_start is not None
     model, _ = untrained_model(job, rank=rank)
     load_champion_weights(model, warm_start=job.warm_start)
     for shard in table_shards(model.state_dict(), table="item"):
-        for row, vector_D in zip(rows, torch.from_numpy(vector_ND), strict=True):
+        for row, vector_D in zip(rows, torch.from_numpy(vector_VD), strict=True):
             if shard.row <= row < shard.row + len(shard.weight_RD):
                 expected_D = vector_D * random_norm(0.02, len(vector_D)) / vector_D.norm()
                 torch.testing.assert_close(shard.weight_RD[row - shard.row], expected_D)
 
 
 def test_a_new_item_starts_with_its_pretrained_vector(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
-    second_run = prepare_run(tmp_path / "second", 2, after=first_run)
+    second_run = prepare_run(tmp_path / "second", 2, previous=first_run)
     vector_row = np.load(second_run.interactions.path("vector_row.npy"))
     rows = [row for row in range(first_run.spec.num_items, second_run.spec.num_items) if vector_row[row] >= 0]
     vectors = np.load(second_run.embeddings.vectors_path("item"))[vector_row[rows]]
-    job = train_job(second_run).model_copy(update={"warm_start": prepare(champion, second_run, tmp_path / "warm")})
+    job = train_job(second_run).model_copy(update={"warm_start": prepare_start(champion, second_run, tmp_path / "warm")})
     run_ranks(check_new_items, world_size=NUM_RANKS, arguments=(job, rows, vectors))
 
 
 def check_item_rows(rank: int, job: TrainJob, expected_RD: NDArray[np.float32]) -> None:
-    """Compare the rows of the item table with expected ones; NaN: any value."""
+    """Compare the item table with the expected rows. A row of NaN means any value."""
     model, _ = untrained_model(job, rank=rank)
     if job.warm_start is not None:
         load_champion_weights(model, warm_start=job.warm_start)
     for shard in table_shards(model.state_dict(), table="item"):
-        rows_RD = torch.from_numpy(expected_RD[shard.row : shard.row + len(shard.weight_RD)])
-        torch.testing.assert_close(
-            shard.weight_RD, torch.where(rows_RD.isnan(), shard.weight_RD, rows_RD), atol=1e-6, rtol=1e-4
-        )
+        shard_RD = torch.from_numpy(expected_RD[shard.row : shard.row + len(shard.weight_RD)])
+        expected_or_any_RD = torch.where(shard_RD.isnan(), shard.weight_RD, shard_RD)
+        torch.testing.assert_close(shard.weight_RD, expected_or_any_RD, atol=1e-6, rtol=1e-4)
 
 
 def with_log_vectors(run: PreparedRun, folder: Path, tables: dict[str, TableConfig] | None = None) -> tuple[Dataset, TrainJob]:
-    """Return the dataset and the job of `run` with vectors from the log instead of those from files."""
+    """Return the dataset and the job of `run` with vectors from the log instead of vectors from files."""
     config = SpectralVectorsConfig(dim=run.spec.tables["item"].dim)
     log_vectors = embed_log(config, interactions=run.interactions, folder=folder)
     dataset = Dataset(run.interactions, features=run.features, log_vectors=log_vectors)
@@ -183,7 +186,7 @@ def with_log_vectors(run: PreparedRun, folder: Path, tables: dict[str, TableConf
 
 
 def scaled_vectors(vector_VD: NDArray[np.float32], dataset: Dataset) -> NDArray[np.float32]:
-    """Return a row per item: its vector at the length of a random row, NaN without a vector."""
+    """Return a row per item: its vector, scaled to the norm of a random row, or NaN if it has no vector."""
     assert dataset.log_vectors is not None
     vector_row_I = np.load(dataset.log_vectors.vector_row_path)
     expected_ID = np.full((len(vector_row_I), vector_VD.shape[1]), np.nan, np.float32)
@@ -198,7 +201,7 @@ def test_items_start_with_their_vectors_from_the_log(first_run: PreparedRun, tmp
     dataset, job = with_log_vectors(first_run, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
     assert dataset.log_vectors is not None
     expected_ID = scaled_vectors(np.load(dataset.log_vectors.vectors_path), dataset)
-    assert 0 < np.isnan(expected_ID[:, 0]).sum() < len(expected_ID)  # an item with a file vector alone has no event
+    assert 0 < np.isnan(expected_ID[:, 0]).sum() < len(expected_ID)  # items without events have no vector from the log
     run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job, expected_ID))
 
 
@@ -206,42 +209,46 @@ def test_items_start_with_their_vectors_from_the_log(first_run: PreparedRun, tmp
 def test_vectors_from_the_log_are_rotated_onto_the_champion(
     first_run: PreparedRun, champion: Champion, tmp_path: Path, transfer: Transfer
 ) -> None:
-    second_run = prepare_run(tmp_path / "second", 2, after=first_run)
+    second_run = prepare_run(tmp_path / "second", 2, previous=first_run)
     dataset, job = with_log_vectors(second_run, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
     assert dataset.log_vectors is not None
-    warm = prepare_warm_start(champion, spec=job.spec, dataset=dataset, folder=tmp_path / "warm")
+    warm_start = prepare_warm_start(champion, spec=job.spec, dataset=dataset, folder=tmp_path / "warm")
     vector_VD, rotated_VD = np.load(dataset.log_vectors.vectors_path), np.load(tmp_path / "warm" / LOG_VECTORS_FILE)
     np.testing.assert_allclose(rotated_VD @ rotated_VD.T, vector_VD @ vector_VD.T, atol=1e-5)
     expected_ID = scaled_vectors(rotated_VD, dataset)
     champion_ID = np.load(champion.export.path("table_item.npy"))
-    num_carried = len(champion_ID)  # a continued vocabulary
-    similarity = [
-        np.nansum(_scaled[:num_carried] * champion_ID) for _scaled in (expected_ID, scaled_vectors(vector_VD, dataset))
-    ]
-    assert similarity[0] > similarity[1]
+    num_carried = len(champion_ID)  # the vocabulary is continued, so the first rows are the champion's items
+    rotated_similarity, similarity = (
+        np.nansum(item_vector_ID[:num_carried] * champion_ID)
+        for item_vector_ID in (expected_ID, scaled_vectors(vector_VD, dataset))
+    )
+    assert rotated_similarity > similarity
     if transfer == "full":
         expected_ID[:num_carried] = champion_ID
-    run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job.model_copy(update={"warm_start": warm}), expected_ID))
+    run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job.model_copy(update={"warm_start": warm_start}), expected_ID))
 
 
-def step(
-    job: TrainJob, *, rank: int, checkpoint: Path | None, accumulators: bool = True
+def train_step(
+    job: TrainJob, *, rank: int, checkpoint: Path | None, loads_accumulators: bool = True
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Train one step from `checkpoint`, or from the champion if it is None; return rows and accumulators of the item table."""
+    """Train one step from `checkpoint`, or from the champion if this is None. Return the shards of the item table.
+
+    A shard is a pair: its rows, and the accumulators of these rows.
+    """
     model, optimizer = untrained_model(job, rank=rank)
     if checkpoint is not None:
         restore(model, optimizer, checkpoint=checkpoint)
     else:
         assert job.warm_start is not None
         load_champion_weights(model, warm_start=job.warm_start)
-        if accumulators:
+        if loads_accumulators:
             load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm_start)
     interactions = require_manifest(job.interactions_folder, InteractionsManifest)
     assert job.features_folder is not None
     assembler = Assembler(
         user_batch_key=UNPOOLED, features=FeatureStore.open(require_manifest(job.features_folder, FeaturesManifest))
     )
-    loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=process(rank))
+    loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=cpu_process(rank))
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     pipeline.progress(iter([loader.batch(7, 0)]))
     return [
@@ -254,26 +261,29 @@ def step(
     ]
 
 
-def check_next_step(rank: int, job: TrainJob, folder: Path) -> None:
+def compare_next_steps(rank: int, job: TrainJob, folder: Path) -> None:
     train_and_export(rank, job, folder)
     (checkpoint,) = (job.work_folder / CHECKPOINTS_FOLDER).glob("step-*[0-9]")
-    warm = job.model_copy(update={"warm_start": WarmStart(run_id="first", export_folder=folder, prepared_folder=folder)})
-    uninterrupted, carried = step(job, rank=rank, checkpoint=checkpoint), step(warm, rank=rank, checkpoint=None)
-    for (weight_RC, values_RC), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
-        torch.testing.assert_close(warm_RC, weight_RC, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(warm_RS, values_RC, rtol=1e-5, atol=1e-9)
-    without_accumulators = step(warm, rank=rank, checkpoint=None, accumulators=False)
+    warm_start = WarmStart(run_id="first", export_folder=folder, prepared_folder=folder)
+    warm_job = job.model_copy(update={"warm_start": warm_start})
+    continued_shards = train_step(job, rank=rank, checkpoint=checkpoint)
+    warm_shards = train_step(warm_job, rank=rank, checkpoint=None)
+    for (expected_rows, expected_accumulators), (rows, accumulators) in zip(continued_shards, warm_shards, strict=True):
+        torch.testing.assert_close(rows, expected_rows, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(accumulators, expected_accumulators, rtol=1e-5, atol=1e-9)
+    shards_without_accumulators = train_step(warm_job, rank=rank, checkpoint=None, loads_accumulators=False)
     assert any(
-        (weight - other).abs().max() > 1e-3 for (weight, _), (other, _) in zip(uninterrupted, without_accumulators, strict=True)
+        (other_rows - expected_rows).abs().max() > 1e-3
+        for (expected_rows, _), (other_rows, _) in zip(continued_shards, shards_without_accumulators, strict=True)
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "dim"),
+    ("sharding_type", "optimizer", "dim"),
     [("row_wise", "rowwise_adagrad", 8), ("data_parallel", "rowwise_adagrad", 8), ("column_wise", "adagrad", 256)],
 )
 def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
-    tmp_path: Path, kind: str, optimizer: str, dim: int
+    tmp_path: Path, sharding_type: str, optimizer: str, dim: int
 ) -> None:
     run = prepare_run(tmp_path / "run", 1, dim=dim, tables={"user": TableConfig(), "item": TableConfig()})
     training = TrainingConfig.model_validate(
@@ -283,16 +293,20 @@ def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
     folder.mkdir()
     for name, table in run.spec.tables.items():
         np.save(folder / f"rows_{name}.npy", np.arange(table.num_rows))
-    run_ranks(check_next_step, world_size=NUM_RANKS, arguments=(train_job(run, kind=kind, training=training), folder))
+    job = train_job(run, sharding_type=sharding_type, training=training)
+    run_ranks(compare_next_steps, world_size=NUM_RANKS, arguments=(job, folder))
 
 
 @given(
     values=st.lists(st.text(max_size=2) | st.none(), unique=True),
-    before=st.lists(st.text(max_size=2) | st.none(), unique=True),
+    champion_values=st.lists(st.text(max_size=2) | st.none(), unique=True),
 )
-def test_each_value_gets_its_row_in_the_other_vocabulary(values: list[str | None], before: list[str | None]) -> None:
-    rows = match_rows_by_value(*(pa.chunked_array([pa.array(column, pa.string())]) for column in (values, before)))
-    assert rows.tolist() == [before.index(value) if value in before else -1 for value in values]
+def test_each_value_gets_its_row_in_the_vocabulary_of_the_champion(
+    values: list[str | None], champion_values: list[str | None]
+) -> None:
+    columns = [pa.chunked_array([pa.array(column, pa.string())]) for column in (values, champion_values)]
+    rows = match_rows_by_value(*columns)
+    assert rows.tolist() == [champion_values.index(value) if value in champion_values else -1 for value in values]
 
 
 def test_integer_ids_match_equal_strings() -> None:
@@ -301,9 +315,10 @@ def test_integer_ids_match_equal_strings() -> None:
 
 
 def test_frozen_rows_are_never_carried_over(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
-    residual = prepare_run(tmp_path / "residual", 2, after=first_run, tables={"item": TableConfig(transfer="residual")})
-    warm = prepare(champion, residual, tmp_path / "warm")
-    assert set(warm.row_path_by_table()) == {"user", "item.brand"}
-    was_frozen = replace(champion, spec=residual.spec)
-    full = prepare_run(tmp_path / "full", 2, after=first_run)
-    assert set(prepare(was_frozen, full, tmp_path / "other").row_path_by_table()) == {"user", "item.brand"}
+    frozen_run = prepare_run(tmp_path / "frozen", 2, previous=first_run, tables={"item": TableConfig(transfer="residual")})
+    warm_start = prepare_start(champion, frozen_run, tmp_path / "to frozen")
+    assert set(warm_start.row_path_by_table()) == {"user", "item.brand"}
+    frozen_champion = replace(champion, spec=frozen_run.spec)
+    full_run = prepare_run(tmp_path / "full", 2, previous=first_run)
+    warm_start = prepare_start(frozen_champion, full_run, tmp_path / "from frozen")
+    assert set(warm_start.row_path_by_table()) == {"user", "item.brand"}

@@ -7,7 +7,7 @@ from recsys_core.training.warm.warm_start import aligned_vectors
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rotation_of_the_champions_rows_is_undone_also_for_new_items(seed: int) -> None:
+def test_vectors_that_are_rotated_rows_of_the_champion_are_rotated_back_with_the_vectors_of_new_items(seed: int) -> None:
     random = np.random.default_rng(seed)
     true_ID = random.normal(size=(30, 5)).astype(np.float32)
     rotation = np.linalg.qr(random.normal(size=(5, 5)))[0].astype(np.float32)
@@ -16,13 +16,13 @@ def test_a_rotation_of_the_champions_rows_is_undone_also_for_new_items(seed: int
     vector_VD[vector_row_I[:25]] = true_ID[:25] @ rotation
     champion_row_I = np.where(np.arange(30) < 20, np.arange(30)[::-1], -1)  # items 20 and later are new
     champion_RD = np.zeros((30, 5), np.float32)
-    champion_RD[champion_row_I[:20]] = 7 * true_ID[:20]  # the rows may have other lengths
+    champion_RD[champion_row_I[:20]] = 7 * true_ID[:20]  # the rows may have other norms
     aligned_VD = aligned_vectors(vector_VD, vector_row_I=vector_row_I, champion_row_I=champion_row_I, champion_RD=champion_RD)
     np.testing.assert_allclose(aligned_VD[vector_row_I[:25]], true_ID[:25], atol=1e-4)
 
 
 def test_without_a_common_item_the_vectors_keep_their_inner_products() -> None:
     vector_VD = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    rows, none = np.arange(4), np.full(4, -1)
-    aligned_VD = aligned_vectors(vector_VD, vector_row_I=rows, champion_row_I=none, champion_RD=vector_VD)
+    all_new = np.full(4, -1)
+    aligned_VD = aligned_vectors(vector_VD, vector_row_I=np.arange(4), champion_row_I=all_new, champion_RD=vector_VD)
     np.testing.assert_allclose(aligned_VD @ aligned_VD.T, vector_VD @ vector_VD.T, atol=1e-5)

@@ -16,7 +16,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError, first_line
 from recsys_core.parent_process import die_with_parent
 from tasks.progress.reporting import StageLog
-from tasks.registry.loading import version_with_alias
+from tasks.registry.loading import version_number_with_alias
 
 LOG = logging.getLogger("nightjar")
 
@@ -38,7 +38,7 @@ def _write_recommendations(config: PipelineConfig) -> str | None:
     from tasks.delivery.recommendations import version_in  # imports torch and FAISS
 
     try:
-        champion = version_with_alias(config.workspace.absolute(), model_name=config.registry.model_name)
+        champion = version_number_with_alias(config.workspace.absolute(), model_name=config.registry.model_name)
         if champion is None or champion == version_in(folder):
             return None
         step = StageLog("recommend")

@@ -101,7 +101,11 @@ def refit(config: PipelineConfig, context: StageContext) -> list[str]:
         return []
     setup = config.training_setup(context.dataset)
     try:
-        return [stages.refit.refit(context, setup, package=config.package, index=config.index, registry=config.registry)]
+        return [
+            stages.refit.refit(
+                context, setup, package_config=config.package, index_config=config.index, registry_config=config.registry
+            )
+        ]
     except Exception as error:  # any error of a library; the promoted version stays champion
         reason = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {first_line(error)}"
         problem = f"there is no refit: {reason}; resume the run to repeat it"

@@ -9,13 +9,13 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError
 
 if TYPE_CHECKING:
-    from tasks.delivery.push import Pushed
+    from tasks.delivery.push import PushResult
 
 LOG = logging.getLogger("nightjar")
 LOCK_NAME = "push.lock"
 
 
-def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[list["Pushed"], list[str]]:
+def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[list["PushResult"], list[str]]:
     """Push a version to each store of the config. Return the results, and one sentence for each store that failed.
 
     A second push in the same workspace waits for the first.

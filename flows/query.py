@@ -11,7 +11,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, shown
 from recsys_core.serving.requests import respond
-from tasks.registry.loading import LoadedVersion, load_version, newest_version
+from tasks.registry.loading import LoadedVersion, load_version, newest_version_number
 
 if TYPE_CHECKING:
     from recsys_core.serving.retriever import Retriever
@@ -127,7 +127,7 @@ def compare_versions(
 
     model_name = config.registry.model_name
     if version is None:
-        version = newest_version(config.workspace, model_name)
+        version = newest_version_number(config.workspace, model_name)
     before, after = (load_version(config.workspace, model_name=model_name, version=name) for name in (other, version))
     return before.version, after.version, overlap(before.retriever, after.retriever, num_users=num_users, k=k)
 

@@ -41,7 +41,9 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     refreshed = refresh_champion(config.refresh, config.inputs, registry, workspace=workspace, pipeline=config.name)
     if refreshed is None:
         return Completed(name="Unchanged", message="no item has changed, so no version is registered")
-    version_text = f"{model_name} version {refreshed.version}, refreshed from version {refreshed.parent} ({refreshed.text})"
+    version_text = (
+        f"{model_name} version {refreshed.version}, refreshed from version {refreshed.parent} ({refreshed.changes_text})"
+    )
     if refreshed.problems:
         error = StageError(f"{version_text}, does not become champion: {'; '.join(refreshed.problems)}")
         return Failed(name="Refused", message=str(error), data=error)

@@ -89,7 +89,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
         LOG.info("%-20s %s, %d of %d trials done", "study", run.folder, len(result.trials), tuning.trials)
         while len(result.trials) < tuning.trials and time.monotonic() <= deadline:
             try:
-                trial_number = _run_next_trial(config, study, dataset, result, starts=starts, deadline=deadline)
+                trial_number = _run_next_trial(config, study, dataset, result, starts=starts, deadline_s=deadline)
             except BudgetSpent:
                 LOG.info("%-20s the time is over; the same command continues the last trial", "study")
                 break
@@ -99,7 +99,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
             log_trial(context, trial, metric=metric)
             _write_reports(config, study, result)
         report_files = [path for path in (run.config_file, result.best_file, result.history_file) if path.is_file()]
-        log_study(context, best_trial=result.best_trial, metric=metric, files=report_files)
+        log_study(context, best_trial=result.best_trial, metric=metric, paths=report_files)
     return result
 
 
@@ -165,7 +165,7 @@ def _run_next_trial(
         partial(train, setup, dataset=dataset, plan=plan, folder=folder / "train"),
         metric=result.metric,
         startup_trials=config.tuning.startup_trials,
-        deadline=deadline,
+        deadline_s=deadline,
         folder=folder,
         label=f"trial {trial.number + 1}/{config.tuning.trials}{best_value_text}",
     )

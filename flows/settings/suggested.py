@@ -8,7 +8,7 @@ from flows.settings.config_file import setting_value, with_settings
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from tasks.tuning.config import RangeConfig
-from tasks.tuning.suggestions import SEARCHED, Suggestion
+from tasks.tuning.suggestions import SEARCHED_RANGES, Suggestion
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> d
     A value that contradicts another setting of the config is left out, and so is a setting without a second value.
     """
     with_search = {item.setting: item for item in suggested if item.search is not None}
-    for setting, search in SEARCHED.items():
+    for setting, search in SEARCHED_RANGES.items():
         unchanged = Suggestion(setting=setting, value=setting_value(config, setting), reason="", search=search)
         with_search.setdefault(setting, unchanged)
     ranges: dict[str, RangeConfig] = {}

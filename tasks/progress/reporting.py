@@ -14,11 +14,11 @@ LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)
 logging.getLogger("recsys_core").setLevel(logging.INFO)
 PROGRESS_LOG = logging.getLogger("nightjar.steps")
-"""Progress of the run as DEBUG records: `stage`, and for a progress bar `done`, `total` and `note`."""
+"""Logger of the progress: DEBUG records with the attribute `stage`, and for a progress bar with `done`, `total` and `note`."""
 
 
 class StageLog:
-    """The log lines of a running stage, or of a step after the stages. The constructor reports the start."""
+    """Log of a running stage, or of a step after the stages. The constructor logs the start."""
 
     def __init__(self, stage: str) -> None:
         self.stage = stage

@@ -1,4 +1,4 @@
-"""MLflow model of the retriever, logged as code ("models from code") instead of a pickle. It maps user ids to item ids."""
+"""MLflow model that recommends items with the retriever, logged as code ("models from code") instead of a pickle."""
 
 import functools
 from pathlib import Path
@@ -54,7 +54,7 @@ class NightjarModel(PythonModel):
 
 
 def _values(column: pd.Series) -> list[Any]:
-    """Return the values of a column. pandas stores null as NaN in a column of numbers, and as NA or NaT in others."""
+    """Return the values of a column, with None for null. pandas stores null as NaN in a column of numbers, or as NA or NaT."""
     is_missing = column.isna() if column.dtype != object else pd.Series(False, column.index)
     return column.astype(object).mask(is_missing, None).tolist()
 

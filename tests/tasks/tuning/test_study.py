@@ -71,7 +71,7 @@ def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_co
         trial, folder = start_trial(study, CONFIG), tmp_path / "trial"
         (folder / "train.work").mkdir(parents=True, exist_ok=True)
         (folder / "train.work" / "weights").touch()
-        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline=deadline, folder=folder, label="1")
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline_s=deadline, folder=folder, label="1")
         return trial.number
 
     assert run(deadline=0) == 0 and epochs == [1, 2, 3]  # the first trial ends, so that there is a result

@@ -79,7 +79,7 @@ def rollback(
 
 
 def _change_champion(config: PipelineConfig, reason: str, change: Callable[[ManualDecision], str], *, state_name: str) -> State:
-    """Return the end state of a flow run that executes `change`. An event in Prefect announces each moved alias."""
+    """Call `change` to move the alias, deliver the new champion, and return the end state of the flow run."""
     die_with_parent()  # has an effect only under `nightjar up`
     name_flow_run(config.name, str(runtime.flow_run.flow_name), reason=reason)
     publishers = publishers_of(runtime.flow_run.id, config.name, run_reason=reason, run_id=None)

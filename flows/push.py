@@ -41,19 +41,18 @@ def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[
 
 
 def push_champion(config: PipelineConfig) -> str | None:
-    """Push the champion, if there is one, to each store of the config. Return why a store did not get it; None if all did.
+    """Push the champion to each store of the config. Return why a store did not get the champion; None without an error.
 
-    A store that has the champion already is only checked, so a push that failed is repeated after the next run. The champion
-    stays in any case.
+    A store that already has the champion is only checked. A failed push is repeated after the next run.
     """
     if not config.delivery.stores:
         return None
     try:
-        pushed, alarms = push_version(config)
+        results, alarms = push_version(config)
     except Exception as error:  # any error of a library
-        text = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}"
-        pushed, alarms = [], [f"the champion was not pushed: {text}"]
-    for result in pushed:
+        problem = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}"
+        results, alarms = [], [f"the champion was not pushed: {problem}"]
+    for result in results:
         LOG.info("%s", result)
     for alarm in alarms:
         LOG.warning("%s", alarm)

@@ -60,16 +60,16 @@ def recommend(
     Args:
         user: id of a user.
         history: item ids, oldest first. They replace the stored history of the user.
-        item: id of an item, to which the returned items are similar; without user and history.
+        item: id of an item. The returned items are similar to this item. It excludes `user` and `history`.
 
     Raises:
-        InputError: an id is invalid, the item is unknown, or there is nothing to recommend from.
+        InputError: an id is invalid, the item is unknown, or the arguments are not a user, a history, both, or an item.
     """
     if (item is None) == (user is None and history is None):
         raise InputError("pass --user, --history or both; or --item alone")
     retriever, model_name, version = _load(config, model_uri)
-    columns: dict[str, Any] = {"item_id": item, "user_id": user, "history": None if history is None else list(history)}
-    inputs = {name: [value] for name, value in columns.items() if value is not None}
+    request: dict[str, Any] = {"item_id": item, "user_id": user, "history": None if history is None else list(history)}
+    inputs = {name: [value] for name, value in request.items() if value is not None}
     (prediction,) = respond(retriever, {"inputs": inputs, "params": {"k": k}})
     if prediction.error is not None:
         option = "--item" if item is not None else "--history" if prediction.error.startswith("history") else "--user"
@@ -117,11 +117,11 @@ def recommend_many(config: PipelineConfig, *, folder: Path, model_uri: str | Non
 def compare_versions(
     config: PipelineConfig, *, version: str | None, other: str, num_users: int, k: int
 ) -> "tuple[str, str, VersionOverlap]":
-    """Return the numbers of two versions, and how much their recommendations differ.
+    """Return the number of the other version, the number of the version, and the difference of their recommendations.
 
     Args:
-        version: number or alias; None for the newest version.
-        other: number or alias of the version that it is compared with.
+        version: number or alias of the version; None for the newest version.
+        other: number or alias of the other version.
     """
     from tasks.registry.version_overlap import overlap  # imports torch and FAISS
 

@@ -70,7 +70,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
     validation, workspace, tuning = config.training.validation, config.workspace.absolute(), config.tuning or TuningConfig()
     assert validation is not None
     metric = f"{validation.metric}@{validation.k}"
-    deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
+    deadline_s = time.monotonic() + (tuning.timeout_s or float("inf"))
     name_flow_run(config.name, "tune")
     data_run = Run("data", workspace=workspace, parent=TUNING_FOLDER_NAME)
     with data_run.lock():
@@ -80,22 +80,24 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
                 "tuning compares trials on the validation split, but the split holds no event; set interactions.split, e.g. "
                 "{kind: time, validation_days: 1}"
             )
-        config, starts = with_search_space(config, dataset)
+        config, first_settings = with_search_space(config, dataset)
         run = Run(_study_name(config, dataset), workspace=workspace, parent=TUNING_FOLDER_NAME)
         context = StageContext(run, experiment=config.registry.experiment)
         study = open_study(tuning, folder=run.folder)
         dump_config(config, run.config_file)
         result = StudyResult(run.folder, metric, finished_trials(study))
         LOG.info("%-20s %s, %d of %d trials done", "study", run.folder, len(result.trials), tuning.trials)
-        while len(result.trials) < tuning.trials and time.monotonic() <= deadline:
+        while len(result.trials) < tuning.trials and time.monotonic() <= deadline_s:
             try:
-                trial_number = _run_next_trial(config, study, dataset, result, starts=starts, deadline_s=deadline)
+                trial_number = _run_next_trial(
+                    config, study, dataset, result, first_settings=first_settings, deadline_s=deadline_s
+                )
             except BudgetSpent:
                 LOG.info("%-20s the time is over; the same command continues the last trial", "study")
                 break
             result = StudyResult(run.folder, metric, finished_trials(study))
             trial = next(trial for trial in result.trials if trial.number == trial_number)
-            _log_line(trial, metric=metric)
+            _log_trial_line(trial, metric=metric)
             log_trial(context, trial, metric=metric)
             _write_reports(config, study, result)
         report_files = [path for path in (run.config_file, result.best_file, result.history_file) if path.is_file()]
@@ -104,9 +106,10 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
 
 
 def with_search_space(config: PipelineConfig, dataset: Dataset) -> tuple[PipelineConfig, list[dict[str, Any]]]:
-    """Return the config with the ranges of the search, and the settings of its first trials.
+    """Return the config with the ranges of the search, and the settings of the first trials.
 
-    Ranges of the file are kept; the sampler then chooses the first trials, too. Otherwise the ranges fit the data.
+    If the file has ranges, they are used, and the sampler also chooses the first trials. Otherwise the ranges are chosen to fit
+    the data.
     """
     tuning = config.tuning or TuningConfig()
     if tuning.ranges:
@@ -118,7 +121,7 @@ def with_search_space(config: PipelineConfig, dataset: Dataset) -> tuple[Pipelin
 
 
 def _study_name(config: PipelineConfig, dataset: Dataset) -> str:
-    """Return a name of the data and of the settings that affect the results of trials. Other settings may change in a study."""
+    """Return a name with a hash of the data and of all settings that affect the results of trials."""
     assert config.tuning is not None
     fingerprint = fingerprint_of(
         "tune",
@@ -142,15 +145,15 @@ def _run_next_trial(
     dataset: Dataset,
     result: StudyResult,
     *,
-    starts: Sequence[Mapping[str, Any]],
-    deadline: float,
+    first_settings: Sequence[Mapping[str, Any]],
+    deadline_s: float,
 ) -> int:
     """Plan and train with the settings of the next trial; return its number.
 
-    A trial whose settings contradict each other fails without training. Raise BudgetSpent if the deadline has passed.
+    A trial whose settings contradict each other fails without training. Raise BudgetSpent if the deadline_s has passed.
     """
     assert config.tuning is not None
-    trial = start_trial(study, config.tuning, first_trials=starts)
+    trial = start_trial(study, config.tuning, first_settings=first_settings)
     folder = result.folder / f"trial-{trial.number}"
     try:
         setup = with_settings(config, trial.user_attrs["settings"]).training_setup(dataset)
@@ -165,14 +168,14 @@ def _run_next_trial(
         partial(train, setup, dataset=dataset, plan=plan, folder=folder / "train"),
         metric=result.metric,
         startup_trials=config.tuning.startup_trials,
-        deadline_s=deadline,
+        deadline_s=deadline_s,
         folder=folder,
         label=f"trial {trial.number + 1}/{config.tuning.trials}{best_value_text}",
     )
     return trial.number
 
 
-def _log_line(trial: FinishedTrial, *, metric: str) -> None:
+def _log_trial_line(trial: FinishedTrial, *, metric: str) -> None:
     metric_text = "" if trial.value is None else f"{metric} {trial.value:.4f}, "
     settings_text = ", ".join(f"{key} {format_setting_value(value)}" for key, value in trial.settings.items())
     reason_text = f" ({trial.reason.splitlines()[0]})" if trial.reason else ""

@@ -46,7 +46,7 @@ class ConfigOptions:
         return LoadedConfig.read(self.path, self.overrides)
 
     def prepare(self) -> "LoadedConfig":
-        """Return the config, and set the environment variables for Prefect and MLflow. Call before they are imported."""
+        """Return the config, and set the environment variables for Prefect and MLflow, which may not be imported before."""
         loaded = self.read()
         environment.prepare_environment(loaded.config.workspace)
         return loaded
@@ -55,7 +55,7 @@ class ConfigOptions:
 def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> Callable[..., None]:
     """Return a command with the argument FILE and the option --set, which `command` receives as ConfigOptions.
 
-    With `prints_json`, it also has the option --json.
+    With `prints_json`, the returned command also has the option --json.
     """
 
     def command_with_config(
@@ -64,8 +64,8 @@ def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> 
         command(ConfigOptions(config_path, tuple(overrides or ()), as_json), **options)
 
     *config_parameters, json_parameter, _ = signature(command_with_config).parameters.values()
-    _, *own_parameters = signature(command).parameters.values()
-    keyword_parameters = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own_parameters]
+    _, *command_parameters = signature(command).parameters.values()
+    keyword_parameters = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in command_parameters]
     # Typer reads the options from these attributes.
     parameters = [*config_parameters, *keyword_parameters, *[json_parameter.replace(kind=Parameter.KEYWORD_ONLY)] * prints_json]
     command_with_config.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ def write_history_page(
     """Replace <workspace>/index.html and return its path.
 
     Args:
-        find_champion: function that returns the current champion's version. Its argument is the list of runs on the page.
+        find_champion: gets the runs on the page, and returns the version of the current champion.
     """
     past_runs = run_history(config.workspace, max_runs=MAX_RUNS)
     page_path = config.workspace.absolute() / PAGE_FILE_NAME
@@ -144,7 +144,7 @@ def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | N
 
 
 def _points(values: Iterable[float | None]) -> list[tuple[int, float]]:
-    """Return (position, value) of each value that exists."""
+    """Return (position, value) of each value that is not None."""
     return [(position, value) for position, value in enumerate(values) if value is not None]
 
 

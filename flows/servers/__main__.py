@@ -1,8 +1,8 @@
 """Process of a server: `python -m flows.servers FD APPLICATION [LIBRARY...]`.
 
 FD is a listening socket, and APPLICATION is a module with the function `create_app`. The process imports the libraries while
-the command reads the config. It imports the application after it has received its environment variables on stdin, because
-Prefect and MLflow read them at import.
+the command that started it reads the config. The process imports the application after it has received its environment
+variables on stdin, because Prefect and MLflow read the variables when they are imported.
 """
 
 import json
@@ -17,7 +17,7 @@ from recsys_core.imports import fast_imports
 from recsys_core.parent_process import die_with_parent
 
 REQUEST_GRACE_S = 2
-"""Time in which open requests may end after the server is stopped, in seconds. A page in a browser keeps a connection open."""
+"""Time for open requests when the server is stopped. It is short, because a page in a browser keeps a connection open."""
 
 
 def main() -> None:

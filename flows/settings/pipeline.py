@@ -111,7 +111,7 @@ class PipelineConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _follow_the_rules(self) -> Self:
+    def _check_rules(self) -> Self:
         check_rules(self)
         return self
 
@@ -133,7 +133,7 @@ class PipelineConfig(Settings):
 
     @property
     def inputs(self) -> InputConfig:
-        """The settings of the three ingest stages."""
+        """The settings of the stages that read the input."""
         return InputConfig(self.interactions_with_context, self.embeddings, self.features, self.allowed_data_root)
 
     def training_setup(self, dataset: "Dataset") -> "TrainingSetup":
@@ -167,9 +167,10 @@ class PipelineConfig(Settings):
 
 
 def _with_absolute_paths(settings: SettingsT, base_folder: Path, *, has_tables: bool = False) -> SettingsT:
-    """Resolve the folders and the settings `paths`, `test_paths` and so on, also in the groups inside `settings`.
+    """Resolve the folders, and the settings whose names end in `paths`, in `settings` and in the groups inside `settings`.
 
-    has_tables: whether a path without a / is the name of a table.
+    Args:
+        has_tables: whether a path without a / is the name of a table.
     """
     has_tables = has_tables or (isinstance(settings, InteractionsConfig) and settings.format != "parquet")
     changes: dict[str, Any] = {}

@@ -88,10 +88,10 @@ def serve(
     *,
     model_name: str,
     alias: str = "champion",
-    stop: threading.Event,
+    stop_event: threading.Event,
     on_ready: Callable[[str, str], None] = lambda url, version: None,
 ) -> None:
-    """Serve the version that has `alias` until `stop` is set.
+    """Serve the version that has `alias` until `stop_event` is set.
 
     Args:
         workspace: workspace of the pipeline, whose MLflow is used unless MLFLOW_TRACKING_URI is set.
@@ -108,9 +108,9 @@ def serve(
         (folder / METRICS_FOLDER).mkdir()
         (folder / CONFIG_NAME).write_text(config.model_dump_json())
         champion = RegistryChampion(workspace, model_name=model_name, alias=alias, folder=folder / "versions")
-        poll_future = _in_thread(champion.poll)  # so that `stop` ends the function during a long download
+        poll_future = _in_thread(champion.poll)  # so that `stop_event` ends the function during a long download
         while not poll_future.done():
-            if stop.wait(CHECK_INTERVAL_S):
+            if stop_event.wait(CHECK_INTERVAL_S):
                 return
         served = poll_future.result()
         served.write(folder / RELEASE_NAME)
@@ -118,11 +118,11 @@ def serve(
             _Worker(index, folder=folder, listener=listener, num_threads=config.threads) for index in range(config.num_workers)
         ]
         try:
-            if not _wait_until_ready(workers, stop=stop):
+            if not _wait_until_ready(workers, stop_event=stop_event):
                 return
             host, port = listener.getsockname()[:2]
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.release.version)
-            _follow(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop=stop)
+            _follow(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop_event=stop_event)
         finally:
             listener.close()  # refuses new connections, which would wait for a process that ends
             _end(workers, timeout_s=config.shutdown_timeout_s + 5.0)
@@ -141,10 +141,10 @@ def _listener(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def _wait_until_ready(workers: list[_Worker], *, stop: threading.Event) -> bool:
-    """Return True when each worker serves a version, and False if `stop` is set before."""
+def _wait_until_ready(workers: list[_Worker], *, stop_event: threading.Event) -> bool:
+    """Return True when each worker serves a version, and False if `stop_event` is set before."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not stop.wait(CHECK_INTERVAL_S):
+    while not stop_event.wait(CHECK_INTERVAL_S):
         states = [worker.state for worker in workers]
         for worker, state in zip(workers, states, strict=True):
             if worker.process.poll() is not None:
@@ -164,9 +164,9 @@ def _follow(
     workers: list[_Worker],
     *,
     release_path: Path,
-    stop: threading.Event,
+    stop_event: threading.Event,
 ) -> None:
-    """Write the version to serve whenever it changes, and restart workers that die, until `stop` is set.
+    """Write the version to serve whenever it changes, and restart workers that die, until `stop_event` is set.
 
     If a worker cannot serve a new version, all workers return to the former version. The registry is polled in a thread,
     because it may not answer for a while.
@@ -176,7 +176,7 @@ def _follow(
     """
     poll_future: Future[Champion] | None = None
     next_poll_s = time.monotonic()
-    while not stop.wait(CHECK_INTERVAL_S):
+    while not stop_event.wait(CHECK_INTERVAL_S):
         problem = _problem_with(served.release.version, workers)
         if poll_future is None and problem is None and all(_serves(worker, served.release.version) for worker in workers):
             champion.accept()

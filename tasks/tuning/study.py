@@ -100,19 +100,19 @@ def finished_trials(study: optuna.Study) -> list[FinishedTrial]:
     return sorted(trials, key=lambda trial: (endings.index(trial.ending), -(trial.value or 0.0), trial.number))
 
 
-def start_trial(study: optuna.Study, config: TuningConfig, *, first_trials: Sequence[Mapping[str, Any]] = ()) -> optuna.Trial:
+def start_trial(study: optuna.Study, config: TuningConfig, *, first_settings: Sequence[Mapping[str, Any]] = ()) -> optuna.Trial:
     """Resume the interrupted trial, or start a new trial. The user attribute `settings` of the trial has its settings.
 
     Args:
-        first_trials: settings of the first trials, in order. The sampler chooses the settings of later trials.
+        first_settings: settings of the first trials, in order. The sampler chooses the settings of later trials.
     """
     interrupted_trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     trial_number = interrupted_trials[0].number if interrupted_trials else len(study.get_trials(deepcopy=False))
     sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=trial_seed(config.seed, trial=trial_number))
-    if trial_number < len(first_trials):
+    if trial_number < len(first_settings):
         fixed_values = {
             name: value if config.ranges[name].choices is None else label_of(value)
-            for name, value in first_trials[trial_number].items()
+            for name, value in first_settings[trial_number].items()
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the class is marked as experimental

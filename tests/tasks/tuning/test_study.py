@@ -48,8 +48,8 @@ def test_the_first_trials_have_the_given_settings_and_later_ones_are_drawn(tmp_p
     first_settings = [{"layers": None, "rate": 0.05, "length": 12}, {"layers": [64, 32], "rate": 0.1, "length": 20}]
     study = open_study(CONFIG, folder=tmp_path / "study")
     for number in range(4):
-        start_trial(study, CONFIG, first_trials=first_settings)  # and is interrupted
-        trial = start_trial(study, CONFIG, first_trials=first_settings)
+        start_trial(study, CONFIG, first_settings=first_settings)  # and is interrupted
+        trial = start_trial(study, CONFIG, first_settings=first_settings)
         study.tell(trial, number / 10)
     settings = [trial.settings for trial in sorted(finished_trials(study), key=lambda trial: trial.number)]
     assert settings[:2] == first_settings

@@ -150,7 +150,7 @@ def _run_next_trial(
 ) -> int:
     """Plan and train with the settings of the next trial; return its number.
 
-    A trial whose settings contradict each other fails without training. Raise BudgetSpent if the deadline_s has passed.
+    A trial whose settings contradict each other fails without training. Raise BudgetSpent if the deadline has passed.
     """
     assert config.tuning is not None
     trial = start_trial(study, config.tuning, first_settings=first_settings)

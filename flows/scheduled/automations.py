@@ -77,8 +77,8 @@ def require_alert_block(client: SyncPrefectClient) -> BlockDocument:
 
 def automation_of(path: Path, config: PipelineConfig, *, deployment_id: UUID, block: BlockDocument) -> AutomationCore:
     """Return the automation in the file `path`, with its name, trigger and actions set for the pipeline of `config`."""
-    fields: dict[str, Any] = YAML(typ="safe", pure=True).load(path)
-    trigger: dict[str, Any] = fields["trigger"]
+    automation_fields: dict[str, Any] = YAML(typ="safe", pure=True).load(path)
+    trigger: dict[str, Any] = automation_fields["trigger"]
     if "match_related" in trigger:
         trigger["match_related"] = {
             "prefect.resource.role": "deployment",
@@ -89,10 +89,13 @@ def automation_of(path: Path, config: PipelineConfig, *, deployment_id: UUID, bl
     deadline_minutes = config.schedule.deadline_minutes
     if path.stem == _OVERRAN_STEM and deadline_minutes is not None:
         trigger["within"] = timedelta(minutes=deadline_minutes).total_seconds()
-    fields["name"] = f"{config.name}: {fields['name']}"
-    fields["tags"] = ["nightjar", f"pipeline:{config.name}"]
-    fields["actions"] = [_alert_action(action["payload"], subject=fields["name"], block=block) for action in fields["actions"]]
-    return AutomationCore.model_validate(fields)
+    automation_fields["name"] = f"{config.name}: {automation_fields['name']}"
+    automation_fields["tags"] = ["nightjar", f"pipeline:{config.name}"]
+    automation_fields["actions"] = [
+        _alert_action(action["payload"], subject=automation_fields["name"], block=block)
+        for action in automation_fields["actions"]
+    ]
+    return AutomationCore.model_validate(automation_fields)
 
 
 def _alert_action(payload: str, *, subject: str, block: BlockDocument) -> dict[str, Any]:

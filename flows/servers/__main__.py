@@ -23,7 +23,7 @@ REQUEST_GRACE_S = 2
 def main() -> None:
     """Serve the application on the socket until SIGTERM, or until the parent process ends."""
     die_with_parent()
-    fd, application, *libraries = sys.argv[1:]
+    socket_fd, application, *libraries = sys.argv[1:]
     with fast_imports():
         for library in libraries:
             import_module(library)
@@ -31,7 +31,7 @@ def main() -> None:
             return
         app = import_module(application).create_app()
     config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=REQUEST_GRACE_S)
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(fd))])
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(socket_fd))])
 
 
 def receive_start_message() -> bool:

@@ -62,8 +62,8 @@ class ServerProcess:
         except OSError as error:
             problem = f"port {port} on {HOST}: {os.strerror(error.errno or 0)}"
             raise InputError(f"{problem}; set {port_option} to a free port") from None
-        fd = str(self._listening_socket.fileno())
-        self._command = [sys.executable, "-m", "flows.servers", fd, application, *libraries]
+        socket_fd = str(self._listening_socket.fileno())
+        self._command = [sys.executable, "-m", "flows.servers", socket_fd, application, *libraries]
         self._environment: dict[str, str] = {}
         self._log_file = Path()
         self._log_start_byte = 0

@@ -25,12 +25,12 @@ class SuggestedConfig:
     problem_by_setting: dict[str, str]
 
     @classmethod
-    def of(cls, config: PipelineConfig, suggested: Iterable[Suggestion]) -> "SuggestedConfig":
+    def of(cls, config: PipelineConfig, suggestions: Iterable[Suggestion]) -> "SuggestedConfig":
         """Return `config` with the suggestions, which are applied one after the other."""
         changes: dict[str, Any] = {}
         problem_by_setting: dict[str, str] = {}
         current_config = config
-        for suggestion in suggested:
+        for suggestion in suggestions:
             try:
                 config_with_suggestion = with_settings(current_config, {suggestion.setting: suggestion.value})
             except InputError as error:
@@ -42,12 +42,12 @@ class SuggestedConfig:
         return cls(current_config.model_copy(update={"tuning": config.tuning}), changes, problem_by_setting)
 
 
-def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> dict[str, RangeConfig]:
+def default_ranges(config: PipelineConfig, suggestions: Iterable[Suggestion]) -> dict[str, RangeConfig]:
     """Return the ranges of the search by setting. Each range contains the value of the config and the suggested value.
 
     A value that contradicts another setting of the config is left out, and so is a setting without a second value.
     """
-    suggestion_by_setting = {suggestion.setting: suggestion for suggestion in suggested if suggestion.search is not None}
+    suggestion_by_setting = {suggestion.setting: suggestion for suggestion in suggestions if suggestion.search is not None}
     for setting, searched_range in SEARCHED_RANGES.items():
         current_value = setting_value(config, setting)
         without_change = Suggestion(setting=setting, value=current_value, reason="", search=searched_range)
@@ -67,7 +67,7 @@ def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> d
 
 
 def first_trials(
-    config: PipelineConfig, suggested: Iterable[Suggestion], ranges: dict[str, RangeConfig]
+    config: PipelineConfig, suggestions: Iterable[Suggestion], ranges: dict[str, RangeConfig]
 ) -> list[dict[str, Any]]:
     """Return the settings of the first trials: the values of the config, then the suggested values.
 
@@ -75,7 +75,7 @@ def first_trials(
     """
     current_values = {setting: setting_value(config, setting) for setting in ranges}
     proposed_values = current_values | {
-        suggestion.setting: suggestion.value for suggestion in suggested if suggestion.setting in ranges
+        suggestion.setting: suggestion.value for suggestion in suggestions if suggestion.setting in ranges
     }
     for setting, value_range in ranges.items():
         if value_range.choices and proposed_values[setting] not in value_range.choices:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ALIASES_TABLE = "nightjar_aliases"
 _TABLES_PER_PAGE = 1_000
 _MAX_ALIAS_TABLE_AGE = timedelta(days=7)
-"""Age from which older states of the table ALIASES_TABLE are deleted."""
+"""Age above which earlier states of the table ALIASES_TABLE are deleted."""
 
 
 class LanceDbSettings(StoreSettings):

@@ -252,10 +252,8 @@ def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion 
         if refitted_version is None:
             reason += ", which is not in the registry any more"
         else:
-            compared_version, compared_metrics = (
-                refitted_version,
-                gate.tester.measure(refitted_version, control_version=gate.version),
-            )
+            compared_metrics = gate.tester.measure(refitted_version, control_version=gate.version)
+            compared_version = refitted_version
     except UnusableVersionError as error:
         reason += f", which does not load ({error})"
     decision = _compare_with_version(gate, new_metrics, compared_version, compared_metrics, role="champion")
@@ -313,8 +311,8 @@ def _verdict_with_reasons(
     """Return the verdict and its reasons, with sentences about comparisons that have too few users.
 
     Args:
-        has_other_version: whether the first comparison is with another version. It is then the only reason of a promotion,
-            followed by a sentence if its users are too few for the margin.
+        has_other_version: whether the first comparison is with another version. If so, a promotion has the reason of this
+            comparison, and a sentence about the margin if the margin is too small for the number of users.
     """
     verdict, reasons = decide(evidence)
     match verdict:

@@ -68,7 +68,7 @@ class MetricRelay:
         return self
 
     def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._status = RunStatus.to_string(RunStatus.FINISHED if error_type is None else RunStatus.FAILED)
         self._close_event.set()

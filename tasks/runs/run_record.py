@@ -119,8 +119,8 @@ class RunRecord(Frozen):
     def read(cls, run: Run) -> "RunRecord | None":
         """Return the record of `run`; None if the record does not exist or is damaged.
 
-        If the state is Running but the run is not locked, the process was killed, and the state becomes Interrupted. In both
-        cases, the figures describe the stages that are complete now.
+        If the state is Running but the run is not locked, the process was killed, and the state becomes Interrupted. The
+        figures of a record without an end describe the stages that are complete now.
         """
         try:
             record = cls.model_validate_json((run.folder / RECORD_FILE_NAME).read_bytes())

@@ -76,7 +76,7 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
 
 @stage(LogVectorsManifest)
 def embed_log(context: StageContext, config: InputConfig) -> tuple[LogVectorsManifest | None, str]:
-    """Compute item vectors from the training events, without a training."""
+    """Compute item vectors from the training events in closed form."""
     if config.log_vectors is None:
         return None, "no vectors from the log"
     interactions = context.results[InteractionsManifest]

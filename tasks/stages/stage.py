@@ -40,8 +40,8 @@ class Stage(Generic[P, ManifestT]):
 
     def __call__(self, context: StageContext, *args: P.args, **kwargs: P.kwargs) -> ManifestT | None:
         """Run the stage; raise StoppedEarly if `context.until` names it."""
-        as_task = task(name=self.manifest_type.stage, cache_policy=NO_CACHE)
-        run = self.run if FlowRunContext.get() is None else as_task(self.run)
+        task_decorator = task(name=self.manifest_type.stage, cache_policy=NO_CACHE)
+        run = self.run if FlowRunContext.get() is None else task_decorator(self.run)
         manifest = run(context, *args, **kwargs)
         # The exception is raised outside of the task, because Prefect would mark the task as failed.
         if context.until == self.manifest_type.stage:

@@ -16,7 +16,7 @@ from recsys_core.ingest.log.split_config import FileSplit, Split
 from recsys_core.manifests import Dataset
 from tasks.tuning.config import RangeConfig
 
-MIN_DENSITY_OF_DENSE_LOG = 0.01
+DENSE_LOG_SHARE = 0.01
 """Share of all (user, item) pairs in the log from which the log counts as dense."""
 STEPS_PER_EPOCH = 300
 """Number of steps per epoch that the suggested batch size aims at."""
@@ -116,7 +116,7 @@ class DataFacts(Frozen):
     @property
     def is_dense(self) -> bool:
         """Whether the log counts as dense."""
-        return self.density >= MIN_DENSITY_OF_DENSE_LOG
+        return self.density >= DENSE_LOG_SHARE
 
     @property
     def describes_items(self) -> bool:

@@ -60,7 +60,7 @@ def recommend(
     Args:
         user: id of a user.
         history: item ids, oldest first. They replace the stored history of the user.
-        item: id of an item. The returned items are similar to this item. It excludes `user` and `history`.
+        item: id of an item. The returned items are similar to this item. `user` and `history` must be None.
 
     Raises:
         InputError: an id is invalid, the item is unknown, or the arguments are not a user, a history, both, or an item.

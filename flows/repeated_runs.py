@@ -204,8 +204,8 @@ def plot_backtest(runs: Sequence[BacktestRun], *, metric: str, path: Path) -> Pa
     figure, panels = plots.new_panels(len(metrics), title="Metrics of each day's run", grid_axis="y", size=(8.0, 8.4))
     for axes, metric_name in zip(panels, metrics, strict=True):
         for label, (prefix, colour, style) in _STYLE_BY_RANKER.items():
-            values = [(position, run.metrics.get(f"{prefix}/{metric_name}")) for position, run in enumerate(runs)]
-            points = [(position, value) for position, value in values if value is not None]
+            key = f"{prefix}/{metric_name}"
+            points = [(position, run.metrics[key]) for position, run in enumerate(runs) if key in run.metrics]
             if points:
                 axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=label)
         axes.set_ylim(bottom=0)

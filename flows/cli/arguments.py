@@ -41,7 +41,7 @@ class ConfigOptions:
 
     def read(self) -> "LoadedConfig":
         """Return the config."""
-        from flows.settings.config_file import LoadedConfig  # the help texts need no pydantic
+        from flows.settings.config_file import LoadedConfig  # imports pydantic, which the help texts do not need
 
         return LoadedConfig.read(self.path, self.overrides)
 

@@ -54,9 +54,9 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
         written_path.write_text(config_yaml, encoding="utf-8")
     if as_json:
         suggestion_fields = [suggestion.model_dump(exclude={"search"}) for suggestion in suggested]
-        content = {"facts": facts.model_dump(), "suggestions": suggestion_fields, "changed": proposal.changes}
-        content["left_out"] = proposal.problem_by_setting
-        output.print_json(json.dumps(content))
+        summary = {"facts": facts.model_dump(), "suggestions": suggestion_fields, "changed": proposal.changes}
+        summary["left_out"] = proposal.problem_by_setting
+        output.print_json(json.dumps(summary))
         return
     output.print_labelled(
         {
@@ -178,10 +178,10 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
     folder = config.workspace.absolute() / "popularity-curve"
     folder.mkdir(parents=True, exist_ok=True)
     plot_path = plot_curve(points, path=folder / f"{results.run.run_id}.png")
-    content = json.dumps([point.model_dump() for point in points], indent=None if as_json else 2)
-    (json_path := plot_path.with_suffix(".json")).write_text(content + "\n", encoding="utf-8")
+    points_json = json.dumps([point.model_dump() for point in points], indent=None if as_json else 2)
+    (json_path := plot_path.with_suffix(".json")).write_text(points_json + "\n", encoding="utf-8")
     if as_json:
-        output.print_json(content)
+        output.print_json(points_json)
         return
     metric_names = list(points[0].metrics)
     rows = [
@@ -241,9 +241,9 @@ def tunable_config(loaded: LoadedConfig, *, num_trials: int | None, minutes: flo
             f"{loaded.path}: training.validation is null, so trials have no metric to be compared by; remove "
             "this setting to use the default ndcg@10"
         )
-    update: dict[str, object] = {} if num_trials is None else {"trials": num_trials}
-    update |= {} if minutes is None else {"timeout_s": 60 * minutes}
-    return loaded.config.model_copy(update={"tuning": tuning.model_copy(update=update)})
+    changes: dict[str, object] = {} if num_trials is None else {"trials": num_trials}
+    changes |= {} if minutes is None else {"timeout_s": 60 * minutes}
+    return loaded.config.model_copy(update={"tuning": tuning.model_copy(update=changes)})
 
 
 def print_study(study: "StudyResult", *, config_path: Path) -> None:
@@ -300,7 +300,7 @@ def print_backtest(config: PipelineConfig, runs: "list[BacktestRun]") -> None:
         ]
         for run in runs
     ]
-    titles = [
+    column_titles = [
         "log until",
         "ended as",
         "version",
@@ -312,7 +312,7 @@ def print_backtest(config: PipelineConfig, runs: "list[BacktestRun]") -> None:
         "champion before",
     ]
     output.stdout.print(f"\n[bold]{metric}[/] of each day's run")
-    output.print_table(titles, rows)
+    output.print_table(column_titles, rows)
     output.print_labelled(
         {"plot": str(folder / "backtest.png"), "metrics": str(folder / "backtest.json"), "page": str(folder / "index.html")}
     )

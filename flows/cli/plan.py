@@ -67,7 +67,9 @@ def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool)
 
 
 def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFile, Data]:
-    assert sizes.num_users is not None and sizes.num_items is not None and sizes.num_events is not None  # check_sizes
+    assert (
+        sizes.num_users is not None and sizes.num_items is not None and sizes.num_events is not None
+    )  # ensured by check_sizes
     data = data_of_sizes(config, num_users=sizes.num_users, num_items=sizes.num_items, num_events=sizes.num_events)
     return plan_for_sizes(config, data), data
 

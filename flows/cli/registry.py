@@ -196,8 +196,8 @@ def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users:
             ]
             for mover in overlap.movers
         ]
-        titles = [*(["title"] if has_titles else []), "item", f"users of version {before}", f"users of version {after}"]
-        output.print_table(titles, rows)
+        column_titles = [*(["title"] if has_titles else []), "item", f"users of version {before}", f"users of version {after}"]
+        output.print_table(column_titles, rows)
 
 
 def change_champion(

@@ -91,7 +91,7 @@ def one_sentence_errors(folder: Path) -> Iterator[None]:
     except NightjarError:
         raise
     except Exception as error:  # any error of a library
-        from httpx import HTTPError  # of Prefect's client; MLflow's client raises other types
+        from httpx import HTTPError  # the error of Prefect's client; MLflow's client raises other errors
 
         if isinstance(error, HTTPError) or str(error).startswith("Failed to reach API"):
             problem = f"Prefect at {os.environ.get('PREFECT_API_URL')} does not work: {type(error).__name__}: {error}"

@@ -208,7 +208,7 @@ def _planned_runs(loaded: LoadedConfig, *, log_file: Path) -> Iterator[subproces
         with suppress(subprocess.TimeoutExpired):
             runs_process.wait(RUNS_STOP_TIMEOUT_S)
         with suppress(ProcessLookupError):
-            os.killpg(runs_process.pid, signal.SIGKILL)  # the process and runs that did not end in time
+            os.killpg(runs_process.pid, signal.SIGKILL)  # ends the process, and the runs that did not end in time
         runs_process.wait()
 
 

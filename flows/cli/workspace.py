@@ -131,8 +131,8 @@ def print_history(runs: "Sequence[PastRun]", *, metric_name: str) -> None:
             ]
         )
     count_titles = ["events", "users", "test users", "items"]
-    titles = ["run (UTC)", "ended as", "version", metric_name, "champion", *count_titles, "duration", "disk"]
-    output.print_table(titles, rows)
+    column_titles = ["run (UTC)", "ended as", "version", metric_name, "champion", *count_titles, "duration", "disk"]
+    output.print_table(column_titles, rows)
     runs_with_note = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
     if runs_with_note:
         output.stdout.print()

@@ -53,7 +53,7 @@ def ok(text: str) -> Finding:
 
 
 def problem(text: str) -> Finding:
-    """Return the finding of a check that failed. `text` names the place, the values and the fix. Its passwords are hidden."""
+    """Return the finding of a check that failed. `text` names the place, the values and the fix. Passwords are hidden."""
     return Finding("problem", redacted(text))
 
 
@@ -203,7 +203,7 @@ def _prefect_client() -> Iterator[SyncPrefectClient]:
 def _answers_without_credentials(url: str) -> bool:
     """Return whether the server accepts a request without credentials."""
     session = requests.Session()
-    session.trust_env = False  # no credentials of ~/.netrc, and no proxy
+    session.trust_env = False  # use neither credentials from ~/.netrc nor a proxy
     try:
         return session.get(url, timeout=REQUEST_TIMEOUT_S).ok
     except requests.RequestException:

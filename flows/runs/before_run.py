@@ -25,7 +25,7 @@ MAX_STARTS = 3
 Otherwise, a run that always fails would block all later runs.
 """
 IGNORED_STATES = ("StoppedEarly", "DryRun")
-"""End states of runs that a person started as an experiment. They are ignored in the search for an unfinished run."""
+"""End states of runs that a person started as an experiment. Such runs do not count as unfinished."""
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:

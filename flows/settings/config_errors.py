@@ -56,15 +56,15 @@ def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any, *, may_be_
     Args:
         may_be_missing: whether the last part of the location may be a key that is not in the file.
     """
-    names: list[str] = []
+    key_parts: list[str] = []
     group = raw_settings
     for index, location_part in enumerate(location):
         if _contains(group, location_part):
             group = group[location_part]
-            names.append(str(location_part))
+            key_parts.append(str(location_part))
         elif may_be_missing and index == len(location) - 1 and isinstance(location_part, str) and isinstance(group, dict):
-            names.append(location_part)  # a missing key
-    return ".".join(names)
+            key_parts.append(location_part)  # a missing key
+    return ".".join(key_parts)
 
 
 def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:

@@ -124,12 +124,12 @@ class PipelineConfig(Settings):
     @property
     def table_names(self) -> set[str]:
         """Names of all embedding tables of the model."""
-        names = {"item"} | ({"user"} if self.model.learn_user_embedding else set())
+        table_names = {"item"} | ({"user"} if self.model.learn_user_embedding else set())
         if "item" in self.tables and self.tables["item"].transfer == "residual":
-            names.add(OFFSET_TABLE)
+            table_names.add(OFFSET_TABLE)
         if self.features is not None:
-            names |= self.features.by_key.keys()
-        return names
+            table_names |= self.features.by_key.keys()
+        return table_names
 
     @property
     def inputs(self) -> InputConfig:

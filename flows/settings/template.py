@@ -185,7 +185,7 @@ def _as_yaml_list_element(lines: Iterator[str], *, depth: int) -> Iterator[str]:
 
 def _comment(field: FieldInfo) -> str:
     choices = _choices(field)
-    description = (field.description or "").replace("`", "")  # the code font of docs/config.md
+    description = (field.description or "").replace("`", "")  # backticks are only for docs/config.md
     return description + (f" ({' | '.join(choices)})" if choices else "")
 
 

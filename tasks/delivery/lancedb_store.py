@@ -55,14 +55,14 @@ class _LanceDb:
         self._database = lancedb.connect(str(settings.folder))
 
     def collections(self) -> list[str]:
-        names: list[str] = []
+        table_names: list[str] = []
         page_token = None
         while True:
             page = self._database.list_tables(page_token=page_token, limit=_TABLES_PER_PAGE)
-            names += page.tables
+            table_names += page.tables
             page_token = page.page_token
             if not page_token:
-                return [name for name in names if name != ALIASES_TABLE]
+                return [name for name in table_names if name != ALIASES_TABLE]
 
     def create(self, collection: str, schema: pa.Schema) -> None:
         self._database.create_table(collection, schema=schema)

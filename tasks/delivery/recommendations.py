@@ -141,7 +141,7 @@ def _replacement(folder: Path) -> Iterator[Path]:
     Raises InputError if `folder` has files that are not recommendations.
     """
     new_folder, old_folder = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("new", "old"))
-    _clean_up(folder, new_folder, old_folder)  # after a process that was killed
+    _clean_up(folder, new_folder, old_folder)  # in case an earlier process was killed
     _require_replaceable(folder)
     new_folder.mkdir(parents=True)
     try:
@@ -203,8 +203,8 @@ def _batch_rows(k: int) -> int:
 
 
 def _known_users(retriever: Retriever, *, batch_rows: int) -> Generator[_InputBatch]:
-    for rows in chunk_slices(len(retriever.user_ids), length=batch_rows):
-        user_rows = np.arange(rows.start, rows.stop)
+    for row_slice in chunk_slices(len(retriever.user_ids), length=batch_rows):
+        user_rows = np.arange(row_slice.start, row_slice.stop)
         yield _InputBatch({"user_id": _id_column(retriever.user_ids.ids(user_rows))}, "the users of the model")
 
 
@@ -213,10 +213,10 @@ def _recommend(retriever: Retriever, batch: _InputBatch, *, k: int, options: Sea
     if user_ids is not None:
         is_int64 = user_ids.type == pa.int64() and not user_ids.null_count
         user_ids = user_ids.to_numpy() if is_int64 else user_ids.to_pylist()
-    values = {name: column.to_pylist() for name, column in batch.columns.items() if name != "user_id"}
-    histories = values.pop("history", None)
+    values_by_column = {name: column.to_pylist() for name, column in batch.columns.items() if name != "user_id"}
+    histories = values_by_column.pop("history", None)
     try:
-        return retriever.recommend(user_ids, k, histories=histories, features=values or None, **options)
+        return retriever.recommend(user_ids, k, histories=histories, features=values_by_column or None, **options)
     except InputError as error:
         raise InputError(f"{batch.location}: {error}") from None
 

@@ -17,8 +17,8 @@ from tasks.registry.config import RegistryConfig
 
 def version_evidence(
     config: RegistryConfig,
-    new: ServedMetrics,
-    other: ServedMetrics,
+    new_metrics: ServedMetrics,
+    other_metrics: ServedMetrics,
     *,
     label: str,
     spent_drop: float,
@@ -38,31 +38,37 @@ def version_evidence(
     guardrail_metrics = [name for name in guardrails.metrics if name != metric]
     slice_names = [
         name
-        for name, users in new.users_by_slice.items()
+        for name, users in new_metrics.users_by_slice.items()
         if name in min_users_by_slice or (guardrails.slices and len(users.user_row_U))
     ]
     guardrail_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
     rule_by_slice = {name: guardrail_rule(min_users=min_users_by_slice.get(name)) for name in slice_names}
     # A slice with too few users cannot reject the version by chance, so it is not counted.
-    large_slices = [name for name in slice_names if len(new.users_by_slice[name].user_row_U) >= rule_by_slice[name].min_users]
+    large_slices = [
+        name for name in slice_names if len(new_metrics.users_by_slice[name].user_row_U) >= rule_by_slice[name].min_users
+    ]
     compare_guardrail = partial(_compare, baseline=label, num_guardrails=max(1, len(guardrail_metrics) + len(large_slices)))
-    evidence = [_compare(metric, rule, new.users, other.users, baseline=label)]
-    evidence += [compare_guardrail(name, guardrail_rule(), new.users, other.users) for name in guardrail_metrics]
+    evidence = [_compare(metric, rule, new_metrics.users, other_metrics.users, baseline=label)]
+    evidence += [
+        compare_guardrail(name, guardrail_rule(), new_metrics.users, other_metrics.users) for name in guardrail_metrics
+    ]
     evidence += [
         compare_guardrail(
             metric,
             rule_by_slice[name],
-            new.users_by_slice[name],
-            other.users_by_slice[name],
+            new_metrics.users_by_slice[name],
+            other_metrics.users_by_slice[name],
             subject=f"{metric} of {name}",
         )
         for name in slice_names
     ]
     if guardrails.max_coverage_drop < 1:
-        evidence.append(_compare_coverage(new, other, baseline=label, max_relative_drop=guardrails.max_coverage_drop))
+        evidence.append(
+            _compare_coverage(new_metrics, other_metrics, baseline=label, max_relative_drop=guardrails.max_coverage_drop)
+        )
     costs = (
-        ("CPU ms per user", new.cpu_ms_per_user, other.cpu_ms_per_user),
-        ("model size in MB", new.num_bytes / 1e6, other.num_bytes / 1e6),
+        ("CPU ms per user", new_metrics.cpu_ms_per_user, other_metrics.cpu_ms_per_user),
+        ("model size in MB", new_metrics.num_bytes / 1e6, other_metrics.num_bytes / 1e6),
     )
     return evidence + [
         _compare_costs(cost_name, new_cost, other_cost, baseline=label, max_increase=guardrails.max_cost_increase)
@@ -70,7 +76,9 @@ def version_evidence(
     ]
 
 
-def serving_evidence(config: RegistryConfig, new: ServedMetrics, exact_metrics: Mapping[str, UserMetrics]) -> list[Evidence]:
+def serving_evidence(
+    config: RegistryConfig, new_metrics: ServedMetrics, exact_metrics: Mapping[str, UserMetrics]
+) -> list[Evidence]:
     """Compare the packaged query tower with the trained one, and the index with an exact search.
 
     Args:
@@ -83,7 +91,7 @@ def serving_evidence(config: RegistryConfig, new: ServedMetrics, exact_metrics: 
     trained, packaged = exact_metrics[TRAINED], exact_metrics[PACKAGED]
     served_pairs = (
         ("with the packaged query tower", packaged, trained, "the trained one"),
-        ("with the index", new.users, packaged, "an exact search"),
+        ("with the index", new_metrics.users, packaged, "an exact search"),
     )
     ((recall_name, recall_U),) = exact_metrics[INDEX].value_U_by_metric.items()
     comparison = index_rule.compare(
@@ -107,12 +115,12 @@ def serving_evidence(config: RegistryConfig, new: ServedMetrics, exact_metrics: 
 
 
 def baseline_evidence(
-    config: RegistryConfig, new: ServedMetrics, metrics_by_baseline: Mapping[str, UserMetrics]
+    config: RegistryConfig, new_metrics: ServedMetrics, metrics_by_baseline: Mapping[str, UserMetrics]
 ) -> list[Evidence]:
     """Compare the new version with each baseline in `registry.baselines`, which it must beat."""
     rule = config.gate.for_baseline()
     return [
-        _compare(config.metric, rule, new.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))
+        _compare(config.metric, rule, new_metrics.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))
         for name in config.baselines
         if name in metrics_by_baseline
     ]
@@ -121,27 +129,30 @@ def baseline_evidence(
 def _compare(
     metric: str,
     rule: Rule,
-    new: UserMetrics,
-    other: UserMetrics,
+    new_metrics: UserMetrics,
+    other_metrics: UserMetrics,
     *,
     baseline: str,
     subject: str = "",
     num_guardrails: int = 0,
 ) -> Evidence:
-    """Apply the rule to the users that `new` and `other` share.
+    """Apply the rule to the users that `new_metrics` and `other_metrics` share.
 
     Args:
         num_guardrails: number of guardrails that are compared together; 0 for a main comparison.
     """
-    new_U, other_U = new.common_with(other).value_U_by_metric[metric], other.common_with(new).value_U_by_metric[metric]
+    new_U = new_metrics.common_with(other_metrics).value_U_by_metric[metric]
+    other_U = other_metrics.common_with(new_metrics).value_U_by_metric[metric]
     comparison = rule.compare(new_U, other_U, baseline=baseline, num_comparisons=max(1, num_guardrails))
     return Evidence(subject=subject or metric, baseline=baseline, is_guardrail=bool(num_guardrails), comparison=comparison)
 
 
-def _compare_coverage(new: ServedMetrics, other: ServedMetrics, *, baseline: str, max_relative_drop: float) -> Evidence:
+def _compare_coverage(
+    new_metrics: ServedMetrics, other_metrics: ServedMetrics, *, baseline: str, max_relative_drop: float
+) -> Evidence:
     rule = Margin(max_relative_drop=max_relative_drop)
-    comparison = rule.compare(np.array([new.coverage]), np.array([other.coverage]), baseline=baseline)
-    num_users = len(new.users.user_row_U)
+    comparison = rule.compare(np.array([new_metrics.coverage]), np.array([other_metrics.coverage]), baseline=baseline)
+    num_users = len(new_metrics.users.user_row_U)
     comparison = comparison.model_copy(update={"num_users": num_users, "num_better_users": 0, "num_worse_users": 0})
     return Evidence(subject=f"coverage@{K}", baseline=baseline, is_guardrail=True, comparison=comparison)
 

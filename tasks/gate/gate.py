@@ -176,7 +176,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
     if not decision.is_promoted:
         registry.move_challenger(version, reason=reason)
     elif "challenger" in registry.version(version.version).aliases:
-        # The run was resumed with another `promote`: before, it made this version challenger, and now champion.
+        # An earlier start of the run, with another `promote`, made this version challenger. Now the version is champion.
         registry.move_challenger(None, reason=reason)
     if decision.alarm is not None:
         LOG.error("%s: %s", version.name, decision.alarm)
@@ -274,32 +274,34 @@ def _compare_with_former_champion(gate: _Gate, new_metrics: ServedMetrics) -> De
 
 
 def _compare_with_version(
-    gate: _Gate, new: ServedMetrics, version: ModelVersion, other: ServedMetrics, *, role: str
+    gate: _Gate, new_metrics: ServedMetrics, other_version: ModelVersion, other_metrics: ServedMetrics, *, role: str
 ) -> Decision:
     """Compare with another version. The keys of the other version's metrics begin with `role`."""
-    spent_drop = float(version.tags.get(SPENT_DROP_TAG, 0))
+    spent_drop = float(other_version.tags.get(SPENT_DROP_TAG, 0))
     evidence = version_evidence(
         gate.config,
-        new,
-        other,
-        label=f"version {version.version}",
+        new_metrics,
+        other_metrics,
+        label=f"version {other_version.version}",
         spent_drop=spent_drop,
         min_users_by_slice=gate.tester.sample.min_users_by_slice,
     )
-    popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
-    evidence += baseline_evidence(gate.config, new, popularity) + serving_evidence(gate.config, new, gate.exact_metrics)
+    popularity_metrics = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
+    evidence += baseline_evidence(gate.config, new_metrics, popularity_metrics)
+    evidence += serving_evidence(gate.config, new_metrics, gate.exact_metrics)
     verdict, reasons = _verdict_with_reasons(gate, evidence, has_other_version=True)
-    if other.num_unknown:
+    if other_metrics.num_unknown:
         reasons = (
             *reasons,
-            f"version {version.version} was trained on another catalogue: {other.num_unknown:,} of {other.num_recommended:,} "
-            "recommendations are items that this run does not have, and are left out of its lists",
+            f"version {other_version.version} was trained on another catalogue: {other_metrics.num_unknown:,} of "
+            f"{other_metrics.num_recommended:,} recommendations are items that this run does not have, and are left out of its "
+            "lists",
         )
     total_drop = spent_drop - (evidence[0].comparison.relative_difference or 0.0)
     return Decision(
         verdict,
         reasons,
-        new.users.means("served") | other.users.means(role) | mean_metrics(gate.exact_metrics),
+        new_metrics.users.means("served") | other_metrics.users.means(role) | mean_metrics(gate.exact_metrics),
         tuple(evidence),
         spent_drop=max(0.0, total_drop),
     )
@@ -331,10 +333,10 @@ def _verdict_with_reasons(
             return verdict, reasons
 
 
-def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) -> Decision:
+def _compare_with_baselines(gate: _Gate, new_metrics: ServedMetrics, *, situation: str) -> Decision:
     """Compare with the baselines of the config. Without a champion, the new version must beat each baseline."""
-    evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
-    evidence += serving_evidence(gate.config, new, gate.exact_metrics)
+    evidence = baseline_evidence(gate.config, new_metrics, gate.baseline_metrics)
+    evidence += serving_evidence(gate.config, new_metrics, gate.exact_metrics)
     verdict, reasons = _verdict_with_reasons(gate, evidence, has_other_version=False)
     reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
-    return Decision(verdict, reasons, new.users.means("served") | mean_metrics(gate.exact_metrics), tuple(evidence))
+    return Decision(verdict, reasons, new_metrics.users.means("served") | mean_metrics(gate.exact_metrics), tuple(evidence))

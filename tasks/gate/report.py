@@ -162,9 +162,9 @@ def _title_by_id(dataset: Dataset) -> dict[Id, str]:
     """Return the titles of the items; empty without a title column."""
     if dataset.features is None or ITEM_TITLES_FILE not in dataset.features.files:
         return {}
-    titles = pq.read_table(dataset.features.path(ITEM_TITLES_FILE))
+    title_table = pq.read_table(dataset.features.path(ITEM_TITLES_FILE))
     item_ids = pq.read_table(dataset.interactions.path(vocabulary_file("item")), columns=["id"])["id"]
-    return dict(zip(item_ids.take(titles["row"]).to_pylist(), titles["title"].to_pylist(), strict=True))
+    return dict(zip(item_ids.take(title_table["row"]).to_pylist(), title_table["title"].to_pylist(), strict=True))
 
 
 def _sample_users(folder: Path, *, version: str, title_by_id: Mapping[Id, str]) -> list[SampleUser]:

@@ -97,7 +97,7 @@ class ModelProcess:
 
     def _kill(self) -> None:
         """Kill the process and its fork, if they are still running."""
-        with suppress(BrokenPipeError), self._process:  # closes the pipes and waits
+        with suppress(BrokenPipeError), self._process:  # `with` closes the pipes and waits for the process
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -168,7 +168,7 @@ def _fetch(model_uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Pa
     """Call `fetch_model`; raise UnusableVersionError or NotFetchedError."""
     try:
         return fetch_model(model_uri, client=client, workspace=workspace)
-    except StageError as error:  # another model than the registered one
+    except StageError as error:  # the files are not the registered model
         raise UnusableVersionError(redacted(str(error))) from None
     except Exception as error:  # any error of MLflow, the artifact store or the network
         reason = f"{model_uri}: could not be downloaded: {type(error).__name__}: {error}"

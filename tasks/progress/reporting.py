@@ -33,7 +33,7 @@ class StageLog:
         """
         if manifest is None:
             duration_or_status = "(skipped)"
-        # An earlier process wrote the manifest.
+        # An earlier process completed the stage.
         elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < self._start_timestamp_s:
             duration_or_status = "(kept)"
         else:

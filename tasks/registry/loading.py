@@ -71,15 +71,17 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         TrackingServerError: MLflow does not work.
     """
     client = connect(workspace)
-    number = version if version.isdecimal() else version_number_with_alias(workspace, model_name=model_name, alias=version)
-    if number is None:
+    version_number = (
+        version if version.isdecimal() else version_number_with_alias(workspace, model_name=model_name, alias=version)
+    )
+    if version_number is None:
         raise InputError(
             f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
             "register a version with `nightjar run`"
         )
-    location = redacted(f"models:/{model_name}/{number}: cannot be loaded from {client.tracking_uri}")
+    location = redacted(f"models:/{model_name}/{version_number}: cannot be loaded from {client.tracking_uri}")
     try:
-        model = load_model(f"models:/{model_name}/{number}", client=client, workspace=workspace)
+        model = load_model(f"models:/{model_name}/{version_number}", client=client, workspace=workspace)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             raise InputError(f"{location}: {redacted(error.message)}") from None
@@ -88,7 +90,7 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         raise
     except Exception as error:  # any error of a damaged model
         raise StageError(f"{location}: {redacted(f'{type(error).__name__}: {error}')}") from None
-    return LoadedVersion(model.unwrap_python_model().retriever, model_name, number)
+    return LoadedVersion(model.unwrap_python_model().retriever, model_name, version_number)
 
 
 def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncModel:

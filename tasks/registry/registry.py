@@ -63,9 +63,9 @@ class Registry:
         """Return the version number by alias."""
         return self.call(version_number_by_alias, self.client, self.model_name) or {}
 
-    def version(self, number: object) -> ModelVersion:
+    def version(self, version_number: object) -> ModelVersion:
         """Return a version with its current tags and aliases."""
-        return self.call(self.client.get_model_version, self.model_name, str(number))
+        return self.call(self.client.get_model_version, self.model_name, str(version_number))
 
     def versions(self) -> list[ModelVersion]:
         """Return all versions."""

@@ -55,7 +55,7 @@ def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int) -> V
         (ids_before.tolist(), ids_after.tolist()) for ids_before, ids_after in zip(lists_before, lists_after, strict=True)
     ]
     # Two empty lists are equal: a user may have seen all items.
-    shares = [
+    overlap_shares = [
         len({*ids_before} & {*ids_after}) / max(len(ids_before), len(ids_after)) if ids_before or ids_after else 1.0
         for ids_before, ids_after in list_pairs
     ]
@@ -64,7 +64,7 @@ def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int) -> V
     return VersionOverlap(
         k=k,
         num_users=len(list_pairs),
-        mean_overlap=float(np.mean(shares)),
+        mean_overlap=float(np.mean(overlap_shares)),
         num_equal_lists=sum(ids_before == ids_after for ids_before, ids_after in list_pairs),
         movers=_movers(num_users_before, num_users_after, title_sources=(after, before)),
     )

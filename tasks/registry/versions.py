@@ -133,7 +133,10 @@ def _log_model(package: PackageManifest, *, client: MlflowClient, mlflow_run: Ml
             python_model=str(MODEL_CODE_FILE),
             code_paths=[str(Path(recsys_core.__file__).parent)],
             artifacts={"package": str(package.folder / "package")},
-            model_config={PACKAGE_SHA256_KEY: description_sha256(package), VERSION_KEY: ""},  # a version gets its number later
+            model_config={
+                PACKAGE_SHA256_KEY: description_sha256(package),
+                VERSION_KEY: "",
+            },  # the number of the version is not known yet
             pip_requirements=pinned_requirements(),
             signature=signature_for(description_of(package), item_id_type=_item_id_type(package)),
             input_example=_input_example(package),

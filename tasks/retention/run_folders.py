@@ -85,10 +85,11 @@ def _find_kept_stages(
 ) -> dict[str, frozenset[StageName]]:
     """Return the stages whose files must all be kept, by run id.
 
-    Four kinds of runs keep all stages: the newest `config.keep_full_runs` runs, locked runs, runs whose model version has an
-    alias, and runs whose model is the start of a training in one of the newest or locked runs. An older run keeps its
-    interactions, features or data report if a new run, or one of the newest or locked runs, reads them. Without these files, a
-    resumed run would repeat its stages, and a new run would build its vocabulary again.
+    All stages are kept of the newest `config.keep_full_runs` runs, of locked runs, of runs whose model version has an alias,
+    and of runs from whose model one of the newest or locked runs starts its training.
+
+    An older run keeps its interactions, features or data report if a new run, or one of the newest or locked runs, reads them.
+    Without these files, a resumed run would repeat its stages, and a new run would build its vocabulary again.
     """
     newest_or_locked_runs = [*runs[-config.keep_full_runs :], *(run for run in runs if run.is_locked())]
     starting_run_ids = filter(None, (_starting_run_id(run.folder) for run in newest_or_locked_runs))

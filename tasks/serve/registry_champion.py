@@ -42,7 +42,7 @@ class RegistryChampion:
             TrackingServerError, StageError, InputError: at the first call, when there is no current version.
         """
         try:
-            number = self._champion_number()
+            version_number = self._champion_number()
         except Exception as error:  # any error of the registry, or of the disk with its database
             if self._champion is None:
                 raise
@@ -54,7 +54,7 @@ class RegistryChampion:
             return self._champion
         if self._champion is not None and self._champion.registry_problem is not None:
             LOG.info("the registry answers again")
-        self._champion = self._champion_for(number)
+        self._champion = self._champion_for(version_number)
         return self._champion
 
     def accept(self) -> None:
@@ -81,21 +81,25 @@ class RegistryChampion:
         number_by_alias = call_with_deadline(lambda: version_number_by_alias(client, self._model_name), uri=client.tracking_uri)
         return (number_by_alias or {}).get(self._alias)
 
-    def _champion_for(self, number: str | None) -> Champion:
+    def _champion_for(self, version_number: str | None) -> Champion:
         """Return the version to serve after the registry has answered.
 
         Args:
-            number: version with the alias; None if no version has the alias.
+            version_number: number of the version with the alias; None if no version has the alias.
         """
         now = time.time()
         current_champion = self._champion
-        if current_champion is not None and number == current_champion.release.version:
+        if current_champion is not None and version_number == current_champion.release.version:
             self._refused_version = None
             return Champion(release=current_champion.release, registry_answered_at=now)
-        if current_champion is not None and number == self._refused_version and time.monotonic() < self._refused_until_s:
+        if (
+            current_champion is not None
+            and version_number == self._refused_version
+            and time.monotonic() < self._refused_until_s
+        ):
             return Champion(release=current_champion.release, problem=current_champion.problem, registry_answered_at=now)
         try:
-            release = self._release_of(number)
+            release = self._release_of(version_number)
             # While there is a former release, not all processes serve the current release yet, so it cannot become the former.
             if current_champion is not None and self._former_release is None:
                 self._former_release = current_champion.release
@@ -110,25 +114,25 @@ class RegistryChampion:
                 LOG.error("%s; version %s is still served", problem, current_champion.release.version)
             return Champion(release=current_champion.release, problem=problem, registry_answered_at=now)
 
-    def _release_of(self, number: str | None) -> Release:
+    def _release_of(self, version_number: str | None) -> Release:
         """Return the release of a version. The package is downloaded at the first call."""
-        if number is None:
+        if version_number is None:
             raise StageError(
                 f"the registered model {self._model_name!r} has no version with the alias {self._alias}; register one with "
                 "`nightjar run`, or choose one with `nightjar promote`"
             )
-        if number not in self._release_by_version:
-            download_folder = self._folder / number
+        if version_number not in self._release_by_version:
+            download_folder = self._folder / version_number
             try:
-                self._release_by_version[number] = self._download_release(number, download_folder)
+                self._release_by_version[version_number] = self._download_release(version_number, download_folder)
             except Exception:
                 shutil.rmtree(download_folder, ignore_errors=True)
                 raise
-        return self._release_by_version[number]
+        return self._release_by_version[version_number]
 
-    def _download_release(self, number: str, download_folder: Path) -> Release:
+    def _download_release(self, version_number: str, download_folder: Path) -> Release:
         client = connect(self._workspace)
-        uri = f"models:/{self._model_name}/{number}"
+        uri = f"models:/{self._model_name}/{version_number}"
         download_folder.mkdir(parents=True, exist_ok=True)
         try:
             folder, model_config = call_with_deadline(
@@ -138,8 +142,8 @@ class RegistryChampion:
             )
             verify_users(folder / "artifacts" / "package")  # all users, because a process verifies only the users that it reads
         except NightjarError as error:
-            raise type(error)(f"version {number} cannot be fetched: {error}") from None
-        return Release(version=number, folder=folder / "artifacts" / "package", sha256=model_config[PACKAGE_SHA256_KEY])
+            raise type(error)(f"version {version_number} cannot be fetched: {error}") from None
+        return Release(version=version_number, folder=folder / "artifacts" / "package", sha256=model_config[PACKAGE_SHA256_KEY])
 
     def _remove_other_versions(self, release: Release) -> None:
         """Remove the copies of versions other than the current and the former version. A file that is mapped stays readable."""

@@ -68,7 +68,7 @@ class _Worker:
         if self.num_restarts >= MAX_RESTARTS:
             raise StageError(f"worker {self._index} ended {MAX_RESTARTS + 1} times, the last time with status {exit_status}")
         LOG.error("worker %d ended with status %s; it is started again", self._index, exit_status)
-        mark_process_dead(self.process.pid, str(self._folder / METRICS_FOLDER))  # removes its gauges
+        mark_process_dead(self.process.pid, str(self._folder / METRICS_FOLDER))  # removes the gauges of the dead process
         self.num_restarts += 1
         self.process = self._start()
 
@@ -101,7 +101,7 @@ def serve(
         InputError: the address cannot be used, or the token is invalid.
         StageError, TrackingServerError: there is no champion that loads, or the registry does not answer.
     """
-    token_from_environment()  # raises InputError
+    token_from_environment()  # raises InputError for an invalid token
     temporary_folder = TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True)
     with _listener(config) as listener, temporary_folder as folder_name:
         folder = Path(folder_name)

@@ -35,7 +35,7 @@ def register(
 ) -> tuple[RegistrationManifest | None, str]:
     """Log the results of the run to MLflow, register the package as a model version, and compare the version with the champion.
 
-    A dry run only logs the results. Its manifest is None.
+    A dry run only logs the results, and returns no manifest.
 
     Args:
         feature_slices: slices by features, on which the version is compared with the champion too.

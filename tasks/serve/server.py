@@ -103,12 +103,12 @@ def serve(
     """
     token_from_environment()  # raises InputError for an invalid token
     temporary_folder = TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True)
-    with _listener(config) as listener, temporary_folder as folder_name:
+    with _open_listener(config) as listener, temporary_folder as folder_name:
         folder = Path(folder_name)
         (folder / METRICS_FOLDER).mkdir()
         (folder / CONFIG_NAME).write_text(config.model_dump_json())
         champion = RegistryChampion(workspace, model_name=model_name, alias=alias, folder=folder / "versions")
-        poll_future = _in_thread(champion.poll)  # so that `stop_event` ends the function during a long download
+        poll_future = _start_in_thread(champion.poll)  # so that `stop_event` ends the function during a long download
         while not poll_future.done():
             if stop_event.wait(CHECK_INTERVAL_S):
                 return
@@ -122,13 +122,13 @@ def serve(
                 return
             host, port = listener.getsockname()[:2]
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.release.version)
-            _follow(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop_event=stop_event)
+            _follow_champion(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop_event=stop_event)
         finally:
             listener.close()  # refuses new connections, which would wait for a process that ends
             _end(workers, timeout_s=config.shutdown_timeout_s + 5.0)
 
 
-def _listener(config: ServeConfig) -> socket.socket:
+def _open_listener(config: ServeConfig) -> socket.socket:
     """Return the listening socket that all workers share."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
@@ -157,7 +157,7 @@ def _wait_until_ready(workers: list[_Worker], *, stop_event: threading.Event) ->
     return False
 
 
-def _follow(
+def _follow_champion(
     config: ServeConfig,
     champion: RegistryChampion,
     served: Champion,
@@ -188,7 +188,7 @@ def _follow(
             for worker in workers:
                 worker.restart_if_dead()
         if poll_future is None and time.monotonic() >= next_poll_s:
-            poll_future = _in_thread(champion.poll)
+            poll_future = _start_in_thread(champion.poll)
         if poll_future is not None and poll_future.done():
             served = poll_future.result()
             _write(served, release_path)
@@ -213,7 +213,7 @@ def _problem_with(version: str, workers: list[_Worker]) -> str | None:
     return next((problem for worker in workers if (problem := worker.problem_with(version)) is not None), None)
 
 
-def _in_thread(call: Callable[[], Champion]) -> Future[Champion]:
+def _start_in_thread(call: Callable[[], Champion]) -> Future[Champion]:
     """Run a call in a thread. The process can end before the thread."""
     future: Future[Champion] = Future()
 

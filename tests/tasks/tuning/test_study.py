@@ -127,7 +127,7 @@ def test_a_trial_ends_after_1_2_or_4_epochs_unless_it_is_in_the_better_half(tmp_
 
         trial = start_trial(study, CONFIG)
         folder = tmp_path / f"{trial.number}"
-        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline=inf, folder=folder, label="1")
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline_s=inf, folder=folder, label="1")
         (finished,) = [result for result in finished_trials(study) if result.number == trial.number]
         return finished.ending, len(finished.epochs)
 
@@ -154,6 +154,6 @@ def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, linked: st
     (folder / linked).symlink_to(archive)
     study = open_study(CONFIG, folder=tmp_path / "study")
     trial = start_trial(study, CONFIG)
-    run_trial.fn(study, trial, failing_training, metric="ndcg@10", startup_trials=3, deadline=inf, folder=folder, label="1")
+    run_trial.fn(study, trial, failing_training, metric="ndcg@10", startup_trials=3, deadline_s=inf, folder=folder, label="1")
     assert [(trial.ending, trial.reason) for trial in finished_trials(study)] == [("failed", "rank 0 failed")]
     assert all((archive / name).is_file() for name in names)

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.nightly import NIGHTJAR
 from benchmarks.quality import speed
 from benchmarks.quality.experiment import Settings, merge_settings
-from flows.cli.plan import ESTIMATE_NAME, ESTIMATE_TITLES, estimate_rows
+from flows.cli.plan import ESTIMATE_FILE_NAME, ESTIMATE_TITLES, estimate_rows
 from flows.settings.template import write_demo
 from recsys_core.estimates.constants import CONSTANTS_PATH, Constant, ConstantsFile, packaged_constants
 from recsys_core.estimates.model_stages import FLOPS_PER_SCORE_VALUE
@@ -89,7 +89,7 @@ def execute_run(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
     output = nightjar("run", *arguments, "--until", "build_index", "--json")
     (run_folder,) = (path for path in (folder / "runs").iterdir() if path.is_dir())
     nightjar("plan", *arguments)
-    estimate = RunEstimate.model_validate_json((folder / "plan" / ESTIMATE_NAME).read_bytes())
+    estimate = RunEstimate.model_validate_json((folder / "plan" / ESTIMATE_FILE_NAME).read_bytes())
     return {
         "seconds": {stage: round(result["seconds"], 2) for stage, result in json.loads(output)["stages"].items()},
         "bytes": {path.name: folder_bytes(path) for path in sorted(run_folder.iterdir()) if path.is_dir()},
@@ -256,7 +256,7 @@ def ten_billion_events() -> str:
     """Return the section of docs/scale.md: the command, and the table that it prints."""
     with tempfile.TemporaryDirectory() as workspace:
         nightjar(*COMMAND.split(), "--set", f"workspace={workspace}")
-        estimate = RunEstimate.model_validate_json((Path(workspace) / "plan" / ESTIMATE_NAME).read_bytes())
+        estimate = RunEstimate.model_validate_json((Path(workspace) / "plan" / ESTIMATE_FILE_NAME).read_bytes())
     table = [ESTIMATE_TITLES, ("---", "---", "---:", "---:", "---:", "---"), *estimate_rows(estimate)]
     lines = [f"    nightjar {COMMAND}", "", *(f"| {' | '.join(row)} |" for row in table)]
     return "\n".join([*lines, "", f"The machines cost about {estimate.dollars:,.0f} dollars."])

@@ -17,7 +17,7 @@ from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.parent_process import die_with_parent
 from tasks.delivery.publishers import publishers_of
-from tasks.gate.by_hand import Decision, promote_version, roll_back
+from tasks.gate.by_hand import ManualDecision, promote_version, roll_back
 from tasks.runs.context import MAX_REASON_CHARACTERS, StageContext
 
 LOG = logging.getLogger("nightjar")
@@ -78,12 +78,12 @@ def rollback(
     )
 
 
-def _change_champion(config: PipelineConfig, reason: str, change: Callable[[Decision], str], *, state_name: str) -> State:
-    """Return the end state of a flow run that executes `change`. An event in Prefect announces each moved alias."""
+def _change_champion(config: PipelineConfig, reason: str, change: Callable[[ManualDecision], str], *, state_name: str) -> State:
+    """Call `change` to move the alias, deliver the new champion, and return the end state of the flow run."""
     die_with_parent()  # has an effect only under `nightjar up`
     name_flow_run(config.name, str(runtime.flow_run.flow_name), reason=reason)
     publishers = publishers_of(runtime.flow_run.id, config.name, run_reason=reason, run_id=None)
-    message = change(Decision(config.registry, config.workspace.absolute(), reason, publishers))
+    message = change(ManualDecision(config.registry, config.workspace.absolute(), reason, publishers))
     message = "; ".join((message, *deliver(config)))
     try:
         for past_run in run_history(config.workspace, max_runs=1):

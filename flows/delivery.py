@@ -16,7 +16,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError, first_line
 from recsys_core.parent_process import die_with_parent
 from tasks.progress.reporting import StageLog
-from tasks.registry.loading import version_with_alias
+from tasks.registry.loading import version_number_with_alias
 
 LOG = logging.getLogger("nightjar")
 
@@ -24,31 +24,31 @@ LOG = logging.getLogger("nightjar")
 def deliver(config: PipelineConfig) -> list[str]:
     """Deliver the champion to each receiver in `delivery` that has another version. Return the errors, which are also logged.
 
-    A receiver also has another version if an earlier delivery failed.
+    A failed delivery is therefore repeated after the next run.
     """
     problems = [_write_recommendations(config), push_champion(config)]
     return [problem for problem in problems if problem is not None]
 
 
 def _write_recommendations(config: PipelineConfig) -> str | None:
-    """Write the recommendations for many users unless the champion has written them; return the error as one sentence."""
+    """Write the recommendations for many users, unless the champion has already written them; return the error, if any."""
     folder = config.delivery.recommendations.folder
     if folder is None:
         return None
     from tasks.delivery.recommendations import version_in  # imports torch and FAISS
 
     try:
-        champion = version_with_alias(config.workspace.absolute(), model_name=config.registry.model_name)
+        champion = version_number_with_alias(config.workspace.absolute(), model_name=config.registry.model_name)
         if champion is None or champion == version_in(folder):
             return None
-        step = StageLog("recommend")
+        log = StageLog("recommend")
         summary = recommend_many(config, folder=folder)
     except Exception as error:  # any error of a library
         reason = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {first_line(error)}"
         problem = f"the recommendations in {folder} are not those of the champion: {reason}; repeat nightjar recommend"
         LOG.error(problem)
         return problem
-    step.finish_step(summary.text)
+    log.finish_step(summary.text)
     return None
 
 

@@ -20,7 +20,7 @@ from recsys_core.errors import NightjarError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 4.0
-"""Time for the main thread to end. The process must end within 10 s, so UNWIND_S and REPORT_S together are less."""
+"""Time for the main thread to end. UNWIND_S + REPORT_S is less than 10 s, the time within which the process must end."""
 REPORT_S = 5.0
 """Time for the report to Prefect."""
 SHOW_CURSOR = "\x1b[?25h"
@@ -87,7 +87,7 @@ class Interruption:
             end_process(self.error)
 
     def end(self) -> None:
-        """Let the process continue after the body."""
+        """Record that the body has ended, so that `watch` does not end the process."""
         self._has_body_ended.set()
 
     def _report(self) -> None:
@@ -99,9 +99,9 @@ class Interruption:
 
 
 def _hide_signal(unraisable: Any) -> None:
-    """Hide the message of Python about a signal's exception in a finalizer: an _Unwind, or Prefect's TerminationSignal.
+    """Hide Python's message about an exception in a finalizer if a signal raised it: _Unwind or Prefect's TerminationSignal.
 
-    A finalizer cannot raise, so the main thread continues, and the watching thread ends the process.
+    A finalizer cannot raise. The main thread therefore continues, and the watching thread ends the process.
     """
     if issubclass(unraisable.exc_type, Exception):
         sys.__unraisablehook__(unraisable)
@@ -118,7 +118,7 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
     signal_socket, wakeup_socket = socket.socketpair()
     wakeup_socket.setblocking(False)
     watcher = threading.Thread(target=interruption.watch, args=(signal_socket,), daemon=True)
-    with ExitStack() as cleanup:  # in reverse order
+    with ExitStack() as cleanup:  # the callbacks run in reverse order
         cleanup.callback(signal_socket.close)
         watcher.start()
         cleanup.callback(watcher.join)

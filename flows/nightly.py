@@ -28,10 +28,10 @@ from tasks.stages.stage import StoppedEarly
 
 @flow(name="nightly-retrain", validate_parameters=True)
 def nightly_retrain(
-    config: SkipJsonSchema[PipelineConfig],  # no deployment of this flow needs its schema, which takes .15 s to build
+    config: SkipJsonSchema[PipelineConfig],  # no deployment needs the schema of the config, which takes 0.15 s to build
     run_id: str | None = None,
     until: StageName | None = None,
-    options: RunOptions = RunOptions(),  # noqa: B008  it is frozen
+    options: RunOptions = RunOptions(),  # noqa: B008  the default is frozen
 ) -> State:
     """Retrain the retriever from the newest data and register the result.
 
@@ -82,7 +82,7 @@ def nightly_retrain(
 
 
 def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManifest | None:
-    """Run the stages in order. A stage is skipped if the run already has its complete result. A dry run returns None."""
+    """Run the stages in order, except stages that are already complete. Return the registration, or None for a dry run."""
     dataset = stages.data_stages.ingest(context, config.inputs)
     stages.data_report.check_data(context, config.data_report, split=config.interactions.split)
     setup = config.training_setup(dataset)
@@ -96,12 +96,19 @@ def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManife
 
 
 def refit(config: PipelineConfig, context: StageContext) -> list[str]:
-    """Refit the run's version if it was promoted and `training.refit` is set; return the result or the error in a sentence."""
+    """Refit the run's version if it was promoted and `training.refit` is set.
+
+    Return one sentence with the result or the error; return an empty list if there is nothing to refit.
+    """
     if not config.training.refit or not context.results[RegistrationManifest].promoted:
         return []
     setup = config.training_setup(context.dataset)
     try:
-        return [stages.refit.refit(context, setup, package=config.package, index=config.index, registry=config.registry)]
+        return [
+            stages.refit.refit(
+                context, setup, package_config=config.package, index_config=config.index, registry_config=config.registry
+            )
+        ]
     except Exception as error:  # any error of a library; the promoted version stays champion
         reason = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {first_line(error)}"
         problem = f"there is no refit: {reason}; resume the run to repeat it"
@@ -112,7 +119,9 @@ def refit(config: PipelineConfig, context: StageContext) -> list[str]:
 def end_state(registration: RegistrationManifest | None, *, run: Run, notes: Sequence[str]) -> State:
     """Return the end state of a flow run that ran all stages.
 
-    registration: None after a dry run. notes: results and errors of what follows a registration.
+    Args:
+        registration: the registered version; None after a dry run.
+        notes: results and errors of the refit and of the delivery.
     """
     if registration is None:
         return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")

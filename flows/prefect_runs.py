@@ -64,7 +64,7 @@ def _check_server_version(server_version: str, *, shown_url: str) -> None:
 
 
 def titled_field(title: str) -> Any:
-    """Return a field with a title for the form. The form describes the field with the text in the flow's docstring."""
+    """Return a field with a title for the form. The form takes the description of the field from the flow's docstring."""
     return Field(json_schema_extra={"title": title})
 
 
@@ -94,7 +94,7 @@ def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig
 
 
 def fail_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Set a flow run with unknown parameters to Failed. Prefect calls this hook when it refuses to start the run."""
+    """Set a flow run with unknown parameters to Failed. Prefect calls this hook when it does not start the run."""
     unknown_names = sorted(flow_run.parameters.keys() - flow.parameters.properties.keys())
     if unknown_names:
         message = (

@@ -9,13 +9,13 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError
 
 if TYPE_CHECKING:
-    from tasks.delivery.push import Pushed
+    from tasks.delivery.push import PushResult
 
 LOG = logging.getLogger("nightjar")
 LOCK_NAME = "push.lock"
 
 
-def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[list["Pushed"], list[str]]:
+def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[list["PushResult"], list[str]]:
     """Push a version to each store of the config. Return the results, and one sentence for each store that failed.
 
     A second push in the same workspace waits for the first.
@@ -41,19 +41,18 @@ def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[
 
 
 def push_champion(config: PipelineConfig) -> str | None:
-    """Push the champion, if there is one, to each store of the config. Return why a store did not get it; None if all did.
+    """Push the champion to each store of the config. Return why a store did not get the champion; None without an error.
 
-    A store that has the champion already is only checked, so a push that failed is repeated after the next run. The champion
-    stays in any case.
+    A store that already has the champion is only checked. A failed push is repeated after the next run.
     """
     if not config.delivery.stores:
         return None
     try:
-        pushed, alarms = push_version(config)
+        results, alarms = push_version(config)
     except Exception as error:  # any error of a library
-        text = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}"
-        pushed, alarms = [], [f"the champion was not pushed: {text}"]
-    for result in pushed:
+        problem = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}"
+        results, alarms = [], [f"the champion was not pushed: {problem}"]
+    for result in results:
         LOG.info("%s", result)
     for alarm in alarms:
         LOG.warning("%s", alarm)

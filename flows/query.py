@@ -11,7 +11,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, shown
 from recsys_core.serving.requests import respond
-from tasks.registry.loading import LoadedVersion, load_version, newest_version
+from tasks.registry.loading import LoadedVersion, load_version, newest_version_number
 
 if TYPE_CHECKING:
     from recsys_core.serving.retriever import Retriever
@@ -60,16 +60,16 @@ def recommend(
     Args:
         user: id of a user.
         history: item ids, oldest first. They replace the stored history of the user.
-        item: id of an item, to which the returned items are similar; without user and history.
+        item: id of an item. The returned items are similar to this item. `user` and `history` must be None.
 
     Raises:
-        InputError: an id is invalid, the item is unknown, or there is nothing to recommend from.
+        InputError: an id is invalid, the item is unknown, or the arguments are not a user, a history, both, or an item.
     """
     if (item is None) == (user is None and history is None):
         raise InputError("pass --user, --history or both; or --item alone")
     retriever, model_name, version = _load(config, model_uri)
-    columns: dict[str, Any] = {"item_id": item, "user_id": user, "history": None if history is None else list(history)}
-    inputs = {name: [value] for name, value in columns.items() if value is not None}
+    request: dict[str, Any] = {"item_id": item, "user_id": user, "history": None if history is None else list(history)}
+    inputs = {name: [value] for name, value in request.items() if value is not None}
     (prediction,) = respond(retriever, {"inputs": inputs, "params": {"k": k}})
     if prediction.error is not None:
         option = "--item" if item is not None else "--history" if prediction.error.startswith("history") else "--user"
@@ -117,17 +117,17 @@ def recommend_many(config: PipelineConfig, *, folder: Path, model_uri: str | Non
 def compare_versions(
     config: PipelineConfig, *, version: str | None, other: str, num_users: int, k: int
 ) -> "tuple[str, str, VersionOverlap]":
-    """Return the numbers of two versions, and how much their recommendations differ.
+    """Return the number of the other version, the number of the version, and the difference of their recommendations.
 
     Args:
-        version: number or alias; None for the newest version.
-        other: number or alias of the version that it is compared with.
+        version: number or alias of the version; None for the newest version.
+        other: number or alias of the other version.
     """
     from tasks.registry.version_overlap import overlap  # imports torch and FAISS
 
     model_name = config.registry.model_name
     if version is None:
-        version = newest_version(config.workspace, model_name)
+        version = newest_version_number(config.workspace, model_name)
     before, after = (load_version(config.workspace, model_name=model_name, version=name) for name in (other, version))
     return before.version, after.version, overlap(before.retriever, after.retriever, num_users=num_users, k=k)
 

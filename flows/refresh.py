@@ -13,7 +13,7 @@ from tasks.delivery.publishers import publishers_of
 
 @flow(name="refresh", validate_parameters=True, on_crashed=[fail_unknown_parameters])
 def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
-    """Add the items that are new in the vectors and in the table of items to the champion, and remove those that are gone.
+    """Add the new items of the vector files and of the item table to the champion, and remove items that are no longer there.
 
     The new version has the model of the champion. It becomes champion if it passes the checks, and is then delivered like the
     champion of a run.
@@ -26,7 +26,7 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
         The end state: Promoted, Unchanged if no item has changed, or Refused, which is a failure, if a check failed.
 
     Raises:
-        InputError: there is no champion, the config or the tables are invalid, or they do not fit its model.
+        InputError: there is no champion, the config or the tables are invalid, or the tables do not fit the champion's model.
         StageError: the champion does not load, or its package has another format.
     """
     from tasks.refresh.refreshed_version import refresh_champion  # imports torch, FAISS and DuckDB
@@ -41,11 +41,14 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     refreshed = refresh_champion(config.refresh, config.inputs, registry, workspace=workspace, pipeline=config.name)
     if refreshed is None:
         return Completed(name="Unchanged", message="no item has changed, so no version is registered")
-    version_text = f"{model_name} version {refreshed.version}, refreshed from version {refreshed.parent} ({refreshed.text})"
+    version_text = (
+        f"{model_name} version {refreshed.version}, refreshed from version {refreshed.parent} ({refreshed.changes_text})"
+    )
     if refreshed.problems:
         error = StageError(f"{version_text}, does not become champion: {'; '.join(refreshed.problems)}")
         return Failed(name="Refused", message=str(error), data=error)
-    problems = deliver(config)
+    delivery_problems = deliver(config)
     return Completed(
-        name="Promoted", message="; ".join([f"{version_text}, is champion; changed vectors: {refreshed.delta_uri}", *problems])
+        name="Promoted",
+        message="; ".join([f"{version_text}, is champion; changed vectors: {refreshed.delta_uri}", *delivery_problems]),
     )

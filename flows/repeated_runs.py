@@ -30,14 +30,14 @@ from tasks.runs.workspace import Workspace
 from tasks.stages.data_stages import ingest
 
 BACKTEST_NAME, GATE_NOISE_NAME = "backtest", "gate-noise"
-"""Names of the commands and of their folders in the workspace. The files with the results have the same stem."""
+"""Names of the commands, of their folders in the workspace, and of the files with the results, without the suffix."""
 
 
 class BacktestRun(Frozen):
     """One run of the backtest, which reads the log up to the end of a day.
 
     Attributes:
-        until: end of the time span that the run reads.
+        until: time up to which the run reads the log.
         state: end state of the run, such as Promoted.
         metrics: metrics of the evaluation, and of the served recommendations of the new version and the champion.
     """
@@ -51,7 +51,7 @@ class BacktestRun(Frozen):
 
 
 class GateNoise(Frozen):
-    """Spread of the metric of the gate between trainings that differ in the seed alone.
+    """Spread of the gate's metric between trainings that differ only in the seed.
 
     Attributes:
         value_by_seed: metric on the test split, by seed of the training.
@@ -83,7 +83,7 @@ class GateNoise(Frozen):
 def backtest(config: PipelineConfig, num_days: int) -> list[BacktestRun]:
     """Run the pipeline once for each of the last days of the log, with the events up to the end of that day.
 
-    Each run continues from the versions of the runs before it, as in production. All runs read today's vectors and features.
+    Each run continues from the versions of the earlier runs, as in production. All runs read the current vectors and features.
 
     Raises:
         InputError: the log has no event times.
@@ -91,7 +91,7 @@ def backtest(config: PipelineConfig, num_days: int) -> list[BacktestRun]:
     if config.interactions.timestamp_column is None:
         raise InputError("a backtest needs event times; set interactions.timestamp_column")
     name_flow_run(config.name, f"backtest of {num_days} days")
-    with _own_workspace(config, BACKTEST_NAME) as folder:
+    with _locked_workspace(config, BACKTEST_NAME) as folder:
         interactions = ingest(StageContext(Run("data", workspace=folder)), config.inputs).interactions
         assert interactions.last_time is not None
         last_time = datetime.fromisoformat(interactions.last_time) + timedelta(seconds=1)
@@ -102,10 +102,10 @@ def backtest(config: PipelineConfig, num_days: int) -> list[BacktestRun]:
             }
         )
         runs: list[BacktestRun] = []
-        for age in reversed(range(num_days)):
-            until = last_time - timedelta(days=age)
-            filters = config.interactions.filter.model_copy(update={"until": until.astimezone(UTC).replace(tzinfo=None)})
-            interactions_until = config.interactions.model_copy(update={"filter": filters})
+        for num_days_ago in reversed(range(num_days)):
+            until = last_time - timedelta(days=num_days_ago)
+            log_filter = config.interactions.filter.model_copy(update={"until": until.astimezone(UTC).replace(tzinfo=None)})
+            interactions_until = config.interactions.model_copy(update={"filter": log_filter})
             day_config = config.model_copy(update={"registry": registry, "interactions": interactions_until})
             record, metrics = _repeat_run(day_config, f"{until:%Y%m%d-%H%M%S}-until", folder=folder)
             runs.append(
@@ -131,31 +131,33 @@ def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
         StageError: a training did not reach its evaluation.
     """
     name_flow_run(config.name, f"with {num_seeds} seeds")
-    metric, values = config.registry.metric, dict[int, float]()
+    metric, value_by_seed = config.registry.metric, dict[int, float]()
     metric_name, _, k = metric.partition("@")
     only_metric = {"metrics": (metric_name,), "ks": (int(k),), "baselines": (), "slices": ()}
     evaluation = config.evaluation.model_copy(update=only_metric)
-    with _own_workspace(config, GATE_NOISE_NAME) as folder:
+    with _locked_workspace(config, GATE_NOISE_NAME) as folder:
         for seed in range(config.training.seed, config.training.seed + num_seeds):
             training = config.training.model_copy(update={"seed": seed, "warm_start": None})
             registry = config.registry.model_copy(
-                update={"guardrails": config.registry.guardrails.model_copy(update={"features": ()})}  # they need slices
+                update={
+                    "guardrails": config.registry.guardrails.model_copy(update={"features": ()})
+                }  # guardrails on features need slices
             )
             seed_config = config.model_copy(update={"training": training, "evaluation": evaluation, "registry": registry})
             record, metrics = _repeat_run(seed_config, f"seed-{seed}", folder=folder, until="evaluate")
             if f"test/{metric}" not in metrics:
                 raise StageError(f"the training with seed {seed} ended as {record.state}: {record.message}")
-            values[seed] = metrics[f"test/{metric}"]
-        noise = GateNoise(metric=metric, value_by_seed=values)
+            value_by_seed[seed] = metrics[f"test/{metric}"]
+        noise = GateNoise(metric=metric, value_by_seed=value_by_seed)
         _write_json(folder / f"{GATE_NOISE_NAME}.json", noise.model_dump(mode="json"))
     return noise
 
 
 @contextmanager
-def _own_workspace(config: PipelineConfig, folder_name: str) -> Iterator[Path]:
+def _locked_workspace(config: PipelineConfig, folder_name: str) -> Iterator[Path]:
     """Lock and yield `<workspace>/<folder_name>`, the workspace of a flow.
 
-    The lock is on its folder `data`, so that only one process executes the flow.
+    The lock is on the folder `data` in this workspace, so that only one process executes the flow.
     """
     with Run("data", workspace=config.workspace.absolute(), parent=folder_name).lock():
         yield config.workspace.absolute() / folder_name
@@ -182,7 +184,7 @@ def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-_RANKERS = {
+_STYLE_BY_RANKER = {
     "model": ("test", plots.BLUE, "-"),
     "served": ("served", plots.ORANGE, "-"),
     "champion before": ("champion", plots.INK, "--"),
@@ -200,14 +202,14 @@ def plot_backtest(runs: Sequence[BacktestRun], *, metric: str, path: Path) -> Pa
     """Write a PNG with one panel for each served metric over the runs, the config's metric first. Return `path`."""
     metrics = (metric, *(name for name in SERVED_METRICS if name != metric))
     figure, panels = plots.new_panels(len(metrics), title="Metrics of each day's run", grid_axis="y", size=(8.0, 8.4))
-    for axes, name in zip(panels, metrics, strict=True):
-        for label, (prefix, colour, style) in _RANKERS.items():
-            values = [(position, run.metrics.get(f"{prefix}/{name}")) for position, run in enumerate(runs)]
-            points = [(position, value) for position, value in values if value is not None]
+    for axes, metric_name in zip(panels, metrics, strict=True):
+        for label, (prefix, colour, style) in _STYLE_BY_RANKER.items():
+            key = f"{prefix}/{metric_name}"
+            points = [(position, run.metrics[key]) for position, run in enumerate(runs) if key in run.metrics]
             if points:
                 axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=label)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel(name)
+        axes.set_ylabel(metric_name)
     panels[-1].set_xticks(range(len(runs)), [f"{run.until:%m-%d}\n{run.state}" for run in runs], fontsize=7)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8, labelcolor=plots.INK)

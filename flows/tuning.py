@@ -70,7 +70,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
     validation, workspace, tuning = config.training.validation, config.workspace.absolute(), config.tuning or TuningConfig()
     assert validation is not None
     metric = f"{validation.metric}@{validation.k}"
-    deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
+    deadline_s = time.monotonic() + (tuning.timeout_s or float("inf"))
     name_flow_run(config.name, "tune")
     data_run = Run("data", workspace=workspace, parent=TUNING_FOLDER_NAME)
     with data_run.lock():
@@ -80,33 +80,36 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
                 "tuning compares trials on the validation split, but the split holds no event; set interactions.split, e.g. "
                 "{kind: time, validation_days: 1}"
             )
-        config, starts = with_search_space(config, dataset)
+        config, first_settings = with_search_space(config, dataset)
         run = Run(_study_name(config, dataset), workspace=workspace, parent=TUNING_FOLDER_NAME)
         context = StageContext(run, experiment=config.registry.experiment)
         study = open_study(tuning, folder=run.folder)
         dump_config(config, run.config_file)
-        result = StudyResult(run.folder, metric, finished_trials(study))
-        LOG.info("%-20s %s, %d of %d trials done", "study", run.folder, len(result.trials), tuning.trials)
-        while len(result.trials) < tuning.trials and time.monotonic() <= deadline:
+        study_result = StudyResult(run.folder, metric, finished_trials(study))
+        LOG.info("%-20s %s, %d of %d trials done", "study", run.folder, len(study_result.trials), tuning.trials)
+        while len(study_result.trials) < tuning.trials and time.monotonic() <= deadline_s:
             try:
-                trial_number = _run_next_trial(config, study, dataset, result, starts=starts, deadline=deadline)
+                trial_number = _run_next_trial(
+                    config, study, dataset, study_result, first_settings=first_settings, deadline_s=deadline_s
+                )
             except BudgetSpent:
                 LOG.info("%-20s the time is over; the same command continues the last trial", "study")
                 break
-            result = StudyResult(run.folder, metric, finished_trials(study))
-            trial = next(trial for trial in result.trials if trial.number == trial_number)
-            _log_line(trial, metric=metric)
+            study_result = StudyResult(run.folder, metric, finished_trials(study))
+            trial = next(trial for trial in study_result.trials if trial.number == trial_number)
+            _log_trial_line(trial, metric=metric)
             log_trial(context, trial, metric=metric)
-            _write_reports(config, study, result)
-        report_files = [path for path in (run.config_file, result.best_file, result.history_file) if path.is_file()]
-        log_study(context, best_trial=result.best_trial, metric=metric, files=report_files)
-    return result
+            _write_reports(config, study, study_result)
+        report_files = [path for path in (run.config_file, study_result.best_file, study_result.history_file) if path.is_file()]
+        log_study(context, best_trial=study_result.best_trial, metric=metric, paths=report_files)
+    return study_result
 
 
 def with_search_space(config: PipelineConfig, dataset: Dataset) -> tuple[PipelineConfig, list[dict[str, Any]]]:
-    """Return the config with the ranges of the search, and the settings of its first trials.
+    """Return the config with the ranges of the search, and the settings of the first trials.
 
-    Ranges of the file are kept; the sampler then chooses the first trials, too. Otherwise the ranges fit the data.
+    If the file has ranges, they are used, and the sampler also chooses the first trials. Otherwise the ranges are chosen to fit
+    the data.
     """
     tuning = config.tuning or TuningConfig()
     if tuning.ranges:
@@ -118,7 +121,7 @@ def with_search_space(config: PipelineConfig, dataset: Dataset) -> tuple[Pipelin
 
 
 def _study_name(config: PipelineConfig, dataset: Dataset) -> str:
-    """Return a name of the data and of the settings that affect the results of trials. Other settings may change in a study."""
+    """Return a name with a hash of the data and of all settings that affect the results of trials."""
     assert config.tuning is not None
     fingerprint = fingerprint_of(
         "tune",
@@ -140,39 +143,39 @@ def _run_next_trial(
     config: PipelineConfig,
     study: optuna.Study,
     dataset: Dataset,
-    result: StudyResult,
+    study_result: StudyResult,
     *,
-    starts: Sequence[Mapping[str, Any]],
-    deadline: float,
+    first_settings: Sequence[Mapping[str, Any]],
+    deadline_s: float,
 ) -> int:
     """Plan and train with the settings of the next trial; return its number.
 
     A trial whose settings contradict each other fails without training. Raise BudgetSpent if the deadline has passed.
     """
     assert config.tuning is not None
-    trial = start_trial(study, config.tuning, first_trials=starts)
-    folder = result.folder / f"trial-{trial.number}"
+    trial = start_trial(study, config.tuning, first_settings=first_settings)
+    folder = study_result.folder / f"trial-{trial.number}"
     try:
         setup = with_settings(config, trial.user_attrs["settings"]).training_setup(dataset)
         plan = setup.plan(dataset, folder=folder / "plan")
     except InputError as error:
         fail_trial(study, trial, reason=str(error))
         return trial.number
-    best_value_text = "" if result.best_trial is None else f", best {result.best_trial.value:.4f}"
+    best_value_text = "" if study_result.best_trial is None else f", best {study_result.best_trial.value:.4f}"
     run_trial(
         study,
         trial,
         partial(train, setup, dataset=dataset, plan=plan, folder=folder / "train"),
-        metric=result.metric,
+        metric=study_result.metric,
         startup_trials=config.tuning.startup_trials,
-        deadline=deadline,
+        deadline_s=deadline_s,
         folder=folder,
         label=f"trial {trial.number + 1}/{config.tuning.trials}{best_value_text}",
     )
     return trial.number
 
 
-def _log_line(trial: FinishedTrial, *, metric: str) -> None:
+def _log_trial_line(trial: FinishedTrial, *, metric: str) -> None:
     metric_text = "" if trial.value is None else f"{metric} {trial.value:.4f}, "
     settings_text = ", ".join(f"{key} {format_setting_value(value)}" for key, value in trial.settings.items())
     reason_text = f" ({trial.reason.splitlines()[0]})" if trial.reason else ""
@@ -181,11 +184,11 @@ def _log_line(trial: FinishedTrial, *, metric: str) -> None:
     LOG.info("%-20s %-70s %s", *line_parts, extra={"stage_line": line_parts})
 
 
-def _write_reports(config: PipelineConfig, study: optuna.Study, result: StudyResult) -> None:
+def _write_reports(config: PipelineConfig, study: optuna.Study, study_result: StudyResult) -> None:
     """Write history.png and best.yaml to the study's folder."""
-    plot_history(study, metric=f"{result.metric} on the validation split", path=result.history_file)
-    best_trial = result.best_trial
+    plot_history(study, metric=f"{study_result.metric} on the validation split", path=study_result.history_file)
+    best_trial = study_result.best_trial
     if best_trial is not None:
-        value_text = f"{result.metric} {best_trial.value:.4f} on the validation split"
-        header = f"# trial {best_trial.number} of study {result.folder.name}: {value_text}\n"
-        result.best_file.write_text(header + settings_as_yaml(config, best_trial.settings), encoding="utf-8")
+        value_text = f"{study_result.metric} {best_trial.value:.4f} on the validation split"
+        header = f"# trial {best_trial.number} of study {study_result.folder.name}: {value_text}\n"
+        study_result.best_file.write_text(header + settings_as_yaml(config, best_trial.settings), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Prefect tasks: one module per stage, the MLflow registry, and hyperparameter tuning."""
+"""Tasks of the flows: the stages of a run, the MLflow registry, the delivery of a new champion, and hyperparameter tuning."""
 
 import os
 
@@ -17,9 +17,9 @@ ENVIRONMENT = {
 }
 """Environment variables that Prefect and MLflow read when they are imported.
 
-The variables turn off usage reports and pickled models, and send the log of nightjar to Prefect. They double the time for which
-a request to Prefect is retried to two minutes (2 + 4 + ... + 64 s). They shorten the deadline of requests to MLflow, whose
-defaults are 120 s and 7 retries. MLflow prints neither progress bars nor its address, which may contain a password.
+The variables turn off usage reports and pickled models, and send the log of nightjar to Prefect. A request to Prefect is
+retried for two minutes (2 + 4 + ... + 64 s), twice as long as by default. A request to MLflow has a shorter deadline and fewer
+retries than by default (120 s and 7). MLflow prints neither progress bars nor its address, which may contain a password.
 """
 
 for _name, _value in ENVIRONMENT.items():

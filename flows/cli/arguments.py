@@ -41,12 +41,12 @@ class ConfigOptions:
 
     def read(self) -> "LoadedConfig":
         """Return the config."""
-        from flows.settings.config_file import LoadedConfig  # the help texts need no pydantic
+        from flows.settings.config_file import LoadedConfig  # imports pydantic, which the help texts do not need
 
         return LoadedConfig.read(self.path, self.overrides)
 
     def prepare(self) -> "LoadedConfig":
-        """Return the config, and set the environment variables for Prefect and MLflow. Call before they are imported."""
+        """Return the config, and set the environment variables for Prefect and MLflow, which may not be imported before."""
         loaded = self.read()
         environment.prepare_environment(loaded.config.workspace)
         return loaded
@@ -68,7 +68,7 @@ class InputOptions:
 def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> Callable[..., None]:
     """Return a command with the argument FILE and the option --set, which `command` receives as ConfigOptions.
 
-    With `prints_json`, it also has the option --json.
+    With `prints_json`, the returned command also has the option --json.
     """
 
     def command_with_config(
@@ -77,9 +77,9 @@ def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> 
         command(ConfigOptions(config_path, tuple(overrides or ()), as_json), **options)
 
     *config_parameters, json_parameter, _ = signature(command_with_config).parameters.values()
-    _, *own_parameters = signature(command).parameters.values()
+    _, *command_parameters = signature(command).parameters.values()
     return _as_command(
-        command_with_config, config_parameters + own_parameters + [json_parameter] * prints_json, help_from=command
+        command_with_config, config_parameters + command_parameters + [json_parameter] * prints_json, help_from=command
     )
 
 
@@ -93,8 +93,10 @@ def takes_inputs(command: Callable[..., None]) -> Callable[..., None]:
         inputs = {field.name: options.pop(field.name) for field in fields(InputOptions)}
         command(InputOptions(**inputs), **options)
 
-    _, *own_parameters = signature(command).parameters.values()
-    return _as_command(command_with_inputs, [*signature(InputOptions).parameters.values(), *own_parameters], help_from=command)
+    _, *command_parameters = signature(command).parameters.values()
+    return _as_command(
+        command_with_inputs, [*signature(InputOptions).parameters.values(), *command_parameters], help_from=command
+    )
 
 
 def _as_command(

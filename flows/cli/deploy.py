@@ -9,7 +9,7 @@ from flows.settings.config_file import LoadedConfig
 
 
 def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_automations: bool = False, dry_run: bool) -> None:
-    """Print how the deployments change and, without `dry_run`, change them.
+    """Print the changes of the deployments, and apply the changes unless `dry_run` is set.
 
     Args:
         with_automations: also create or update the automations that send alerts.
@@ -26,14 +26,14 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
         new_deployments = deployments.deployments_of(
             loaded, work_pool_name=work_pool_name, paused_flows=deployments.paused_flows(client, config)
         )
-        facts: dict[str, str] = {}
+        text_by_label: dict[str, str] = {}
         rows: list[list[str]] = []
         for deployment in new_deployments:
             current_deployment = deployments.read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             changes = deployments.changed_settings(current_deployment, deployment)
             rows += [[str(deployment.flow_name), *change] for change in changes]
-            verb = "created" if current_deployment is None else "updated" if changes else "unchanged"
-            facts[deployment.full_name] = f"would be {verb}" if dry_run else verb
+            outcome = "created" if current_deployment is None else "updated" if changes else "unchanged"
+            text_by_label[deployment.full_name] = f"would be {outcome}" if dry_run else outcome
         if rows:
             output.print_table(["deployment", "setting", "current", "new"], rows)
         if not dry_run:
@@ -41,11 +41,11 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
             if with_automations:
                 automation_names = automations.create_automations(client, config, deployment_id=deployment_id)
     next_start = config.schedule.next_start(datetime.now(UTC))
-    facts |= {
+    text_by_label |= {
         "next start": "by hand only; set schedule.cron or --cron" if next_start is None else f"{next_start:%Y-%m-%d %H:%M %Z}",
         "worker": f"prefect worker start --pool {work_pool_name}",
         "start by hand": f"prefect deployment run {new_deployments[0].full_name}",
     }
     if with_automations:
-        facts["automations"] = ", ".join(automation_names) or "would be created or updated"
-    output.print_facts(facts)
+        text_by_label["automations"] = ", ".join(automation_names) or "would be created or updated"
+    output.print_labelled(text_by_label)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -> None:
     """Ingest the data and print the settings that fit it. The data is kept in <workspace>/tuning, for `nightjar tune`.
 
-    written_path: new config file with the suggested settings; None for no file.
+    Args:
+        written_path: path of a new config file with the suggested settings; None for no file.
     """
     from tasks.stages.data_stages import ingest  # imports Prefect, for which the commands prepare the environment
 
@@ -43,18 +44,21 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
         facts = DataFacts.of(ingest(StageContext(run), config.inputs), config.interactions.split)
     suggested = suggestions(facts)
     proposal = SuggestedConfig.of(config, suggested)
-    changed = proposal.changed
     if written_path is not None:
-        reasons = {item.setting: f"suggested: {item.reason}" for item in suggested if item.setting in changed}
-        text = to_commented_yaml(proposal.config, notes=reasons, every_setting=False)
-        written_path.write_text(text, encoding="utf-8")
+        reasons = {
+            suggestion.setting: f"suggested: {suggestion.reason}"
+            for suggestion in suggested
+            if suggestion.setting in proposal.changes
+        }
+        config_yaml = to_commented_yaml(proposal.config, notes=reasons, every_setting=False)
+        written_path.write_text(config_yaml, encoding="utf-8")
     if as_json:
-        described = [item.model_dump(exclude={"search"}) for item in suggested]
-        content = {"facts": facts.model_dump(), "suggestions": described, "changed": changed}
-        content["left_out"] = proposal.problem_by_setting
-        output.print_json(json.dumps(content))
+        suggestion_fields = [suggestion.model_dump(exclude={"search"}) for suggestion in suggested]
+        summary = {"facts": facts.model_dump(), "suggestions": suggestion_fields, "changed": proposal.changes}
+        summary["left_out"] = proposal.problem_by_setting
+        output.print_json(json.dumps(summary))
         return
-    output.print_facts(
+    output.print_labelled(
         {
             "data": f"{facts.num_train_events:,} training events, {facts.num_users:,} users, {facts.num_items:,} items",
             "density": f"{100 * facts.density:.2g} % of all pairs",
@@ -63,28 +67,32 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
         }
     )
     output.stdout.print()
-    rows = [_suggestion_row(config, item, proposal) for item in suggested]
+    rows = [_suggestion_row(config, suggestion, proposal) for suggestion in suggested]
     output.print_table(["setting", "now", "suggested", "why"], rows, left_columns=(0, 3))
-    if not changed:
+    if not proposal.changes:
         output.print_line("\nThe file has all suggested settings.")
         return
     output.stdout.print("\n[bold]The changes[/], for your file")
-    output.print_line(settings_as_yaml(config, changed))
+    output.print_line(settings_as_yaml(config, proposal.changes))
     if written_path is not None:
-        command_end = str(written_path)
+        command_arguments = str(written_path)
         output.print_line(f"wrote {written_path}")
     else:
-        command_end = f"{loaded.path} {as_overrides(changed)}"
-    output.print_facts({"run": f"nightjar run {command_end}", "tune": f"nightjar tune {command_end} --minutes 60"})
+        command_arguments = f"{loaded.path} {as_overrides(proposal.changes)}"
+    output.print_labelled(
+        {"run": f"nightjar run {command_arguments}", "tune": f"nightjar tune {command_arguments} --minutes 60"}
+    )
 
 
-def _suggestion_row(config: PipelineConfig, item: Suggestion, proposal: SuggestedConfig) -> list[str]:
-    """Return the cells of a suggestion. A star marks a change of the file."""
-    problem = proposal.problem_by_setting.get(item.setting)
-    reason = item.reason if problem is None else f"{item.reason}; left out, because it contradicts the file: {problem}"
-    mark = " *" if item.setting in proposal.changed else ""
-    now = format_setting_value(setting_value(config, item.setting))
-    return [item.setting, now, f"{format_setting_value(item.value)}{mark}", reason]
+def _suggestion_row(config: PipelineConfig, suggestion: Suggestion, proposal: SuggestedConfig) -> list[str]:
+    """Return the cells of a suggestion. A star marks a suggestion that changes the config."""
+    problem = proposal.problem_by_setting.get(suggestion.setting)
+    reason = (
+        suggestion.reason if problem is None else f"{suggestion.reason}; left out, because it contradicts the file: {problem}"
+    )
+    mark = " *" if suggestion.setting in proposal.changes else ""
+    current_value = format_setting_value(setting_value(config, suggestion.setting))
+    return [suggestion.setting, current_value, f"{format_setting_value(suggestion.value)}{mark}", reason]
 
 
 def tune(
@@ -103,10 +111,10 @@ def tune(
     """
     loaded = options.read()
     config = tunable_config(loaded, num_trials=num_trials, minutes=minutes)
-    trial_words = [] if num_trials is None else ["--trials", str(num_trials)]
-    trial_words += [] if minutes is None else ["--minutes", f"{minutes:g}"]
+    option_words = [] if num_trials is None else ["--trials", str(num_trials)]
+    option_words += [] if minutes is None else ["--minutes", f"{minutes:g}"]
     study: StudyResult = _run_flow(
-        "flows.tuning:tune_settings", loaded, server, [config], folder_name="tuning", command_words=["tune", *trial_words]
+        "flows.tuning:tune_settings", loaded, server, [config], folder_name="tuning", command_words=["tune", *option_words]
     )
     if study.best_trial is None:
         last_failure_text = f"; trial {study.trials[-1].number} failed: {study.trials[-1].reason}" if study.trials else ""
@@ -148,7 +156,7 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
     """Print the metrics of the validation users with several weights of item popularity, and plot them.
 
     Args:
-        run_id: run whose vectors are ranked; None for the newest one.
+        run_id: run whose vectors are ranked; None for the newest run.
         weights: numbers, separated by commas; None for weights that fit the scores.
     """
     from flows.runs.results import open_run
@@ -170,26 +178,26 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
     folder = config.workspace.absolute() / "popularity-curve"
     folder.mkdir(parents=True, exist_ok=True)
     plot_path = plot_curve(points, path=folder / f"{results.run.run_id}.png")
-    content = json.dumps([point.model_dump() for point in points], indent=None if as_json else 2)
-    (json_path := plot_path.with_suffix(".json")).write_text(content + "\n", encoding="utf-8")
+    points_json = json.dumps([point.model_dump() for point in points], indent=None if as_json else 2)
+    (json_path := plot_path.with_suffix(".json")).write_text(points_json + "\n", encoding="utf-8")
     if as_json:
-        output.print_json(content)
+        output.print_json(points_json)
         return
-    names = list(points[0].metrics)
+    metric_names = list(points[0].metrics)
     rows = [
         [
             f"{point.weight:.4g}{' (this run)' if point.is_served else ''}",
-            *(format_metric(point.metrics.get(name)) for name in names),
+            *(format_metric(point.metrics.get(name)) for name in metric_names),
         ]
         for point in points
     ]
     output.stdout.print(f"\n[bold]Weights of item popularity[/], validation users of run {results.run.run_id}")
-    output.print_table(["weight", *names], rows)
-    output.print_facts({"plot": str(plot_path), "metrics": str(json_path)})
+    output.print_table(["weight", *metric_names], rows)
+    output.print_labelled({"plot": str(plot_path), "metrics": str(json_path)})
 
 
 def _parse_weights(weights: str | None) -> list[float]:
-    """Return the numbers of a list.
+    """Return the numbers in a text that separates them by commas.
 
     >>> _parse_weights("-0.1, 0,0.25")
     [-0.1, 0.0, 0.25]
@@ -197,7 +205,7 @@ def _parse_weights(weights: str | None) -> list[float]:
     try:
         values = [float(weight) for weight in (weights or "").split(",") if weight.strip()]
     except ValueError:
-        raise InputError(f"--weights {weights} is no list of numbers; write, for example, --weights=-0.1,0,0.1") from None
+        raise InputError(f"--weights {weights} is not a list of numbers; write, for example, --weights=-0.1,0,0.1") from None
     if not all(math.isfinite(value) for value in values):
         raise InputError(f"--weights {weights} has a number that is not finite; write, for example, --weights=-0.1,0,0.1")
     return values
@@ -226,16 +234,16 @@ def _run_flow(
 
 
 def tunable_config(loaded: LoadedConfig, *, num_trials: int | None, minutes: float | None = None) -> PipelineConfig:
-    """Return the config with the size of the search; raise InputError unless it has a metric to compare trials by."""
+    """Return the config with the size of the search; raise InputError if there is no metric by which trials are compared."""
     tuning = loaded.config.tuning or TuningConfig()
     if loaded.config.training.validation is None:
         raise InputError(
             f"{loaded.path}: training.validation is null, so trials have no metric to be compared by; remove "
             "this setting to use the default ndcg@10"
         )
-    update: dict[str, object] = {} if num_trials is None else {"trials": num_trials}
-    update |= {} if minutes is None else {"timeout_s": 60 * minutes}
-    return loaded.config.model_copy(update={"tuning": tuning.model_copy(update=update)})
+    changes: dict[str, object] = {} if num_trials is None else {"trials": num_trials}
+    changes |= {} if minutes is None else {"timeout_s": 60 * minutes}
+    return loaded.config.model_copy(update={"tuning": tuning.model_copy(update=changes)})
 
 
 def print_study(study: "StudyResult", *, config_path: Path) -> None:
@@ -260,7 +268,7 @@ def print_study(study: "StudyResult", *, config_path: Path) -> None:
     output.print_table(["trial", study.metric, "epochs", "seconds", *best_trial.settings, "ended"], rows)
     output.stdout.print("\n[bold]The best settings[/], for your file")
     output.print_line(study.best_file.read_text(encoding="utf-8"))
-    output.print_facts(
+    output.print_labelled(
         {
             "saved": str(study.best_file),
             "plot": str(study.history_file),
@@ -292,7 +300,7 @@ def print_backtest(config: PipelineConfig, runs: "list[BacktestRun]") -> None:
         ]
         for run in runs
     ]
-    titles = [
+    column_titles = [
         "log until",
         "ended as",
         "version",
@@ -304,22 +312,23 @@ def print_backtest(config: PipelineConfig, runs: "list[BacktestRun]") -> None:
         "champion before",
     ]
     output.stdout.print(f"\n[bold]{metric}[/] of each day's run")
-    output.print_table(titles, rows)
-    output.print_facts(
+    output.print_table(column_titles, rows)
+    output.print_labelled(
         {"plot": str(folder / "backtest.png"), "metrics": str(folder / "backtest.json"), "page": str(folder / "index.html")}
     )
 
 
 def print_gate_noise(config: PipelineConfig, noise: "GateNoise") -> None:
-    """Print a row per seed, and what the spread means for the margin of the gate."""
+    """Print a row per seed, and the probability that the margin of the gate is exceeded by chance."""
     margin = config.registry.gate.max_relative_drop
-    chance = f"{100 * noise.chance_of_drop(margin):.1f} %"
+    chance_text = f"{100 * noise.chance_of_drop(margin):.1f} %"
     rows = [[str(seed), format_metric(value)] for seed, value in noise.value_by_seed.items()]
     output.print_table(["training.seed", noise.metric], rows)
-    facts = {
-        "mean": format_metric(noise.mean),
-        "spread": f"{100 * noise.relative_sd:.1f} % of the mean (standard deviation between seeds)",
-        "margin": f"{100 * margin:g} %; a training that differs only in its seed is worse by more than this margin in {chance} "
-        "of the runs",
-    }
-    output.print_facts(facts)
+    output.print_labelled(
+        {
+            "mean": format_metric(noise.mean),
+            "spread": f"{100 * noise.relative_sd:.1f} % of the mean (standard deviation between seeds)",
+            "margin": f"{100 * margin:g} %; a training that differs only in its seed is worse by more than this margin in "
+            f"{chance_text} of the runs",
+        }
+    )

@@ -54,7 +54,7 @@ def compare(
     users: Annotated[int, typer.Option(min=1, help="number of users whose recommendations are compared")] = 1_000,
     k: Annotated[int, typer.Option("-k", min=1, help="number of items per user")] = 20,
 ) -> None:
-    """Compare two versions: served metrics, overlap of their recommendations, and the items that move most."""
+    """Compare two versions: served metrics, overlap of recommendations, and items that many more or fewer users get."""
     cli.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=options.as_json)
 
 
@@ -98,7 +98,7 @@ def push(
     options: ConfigOptions,
     version: Annotated[int | None, typer.Option(min=1, help="number of the version; by default the champion")] = None,
 ) -> None:
-    """Load the items of a version into the vector stores of `delivery`, and let their aliases name it."""
+    """Load the items of a version into the vector stores of `delivery`, and switch their aliases to this version."""
     config = options.prepare().config
     cli.registry.push(config, version=version)
 
@@ -120,7 +120,7 @@ def deploy(
 ) -> None:
     """Create or update the deployments of the pipeline in the Prefect server of PREFECT_API_URL."""
     loaded = options.with_settings({"schedule.cron": cron, "schedule.timezone": timezone}).read()
-    # Runs read the schedule from the deployment, so these overrides are not in the form.
+    # The schedule is a setting of the deployment, so the overrides of the schedule are not in the form of a run.
     loaded = replace(loaded, overrides=options.overrides)
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
@@ -136,7 +136,7 @@ def deploy(
 @takes_config
 def clean(
     options: ConfigOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the removals without removing anything")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files and versions, but do not remove them")] = False,
 ) -> None:
     """Remove files of old runs and old model versions that `retention` does not keep. Each run does the same at its end."""
     config = options.prepare().config

@@ -1,4 +1,4 @@
-"""Terminal output: a line per stage, a progress bar, tables, and pairs of a name and a value."""
+"""Terminal output: a line per stage, a progress bar, tables, and texts with labels."""
 
 import logging
 import sys
@@ -21,8 +21,8 @@ stderr = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty()
 """Progress, warnings and errors, on stderr."""
 stdout = Console(highlight=False, width=None if sys.stdout.isatty() else UNFOLDED_WIDTH)
 """The result of the command, on stdout."""
-_STAGE_WIDTH, _DURATION_WIDTH, _MIN_FACTS_WIDTH, _MAX_FACTS_WIDTH = 19, 9, 20, 90
-"""Widths of the columns of a stage line. The remaining width of the terminal is for the facts."""
+_STAGE_WIDTH, _DURATION_WIDTH, _MIN_SUMMARY_WIDTH, _MAX_SUMMARY_WIDTH = 19, 9, 20, 90
+"""Widths of the columns of a stage line. The remaining width of the terminal is for the summary."""
 
 
 def printable_lines(text: str) -> str:
@@ -31,7 +31,7 @@ def printable_lines(text: str) -> str:
 
 
 class _StageLines(logging.Handler):
-    """Prints the log records of tasks.progress.reporting: a line for a finished stage, a bar for the running one."""
+    """Prints the log records of tasks.progress.reporting: a line for a finished stage, and a bar for the running stage."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.DEBUG)
@@ -75,21 +75,21 @@ def fold(text: str, *, width: int) -> str:
     return "\n".join(chain.from_iterable(lines))
 
 
-def stage_line(stage: str, facts: str, duration: str, *, width: int) -> str:
-    """Format the line of a finished stage. In a narrow terminal the last facts are left out; Prefect's log has all of them.
+def stage_line(stage: str, summary: str, duration: str, *, width: int) -> str:
+    """Format the line of a finished stage. In a narrow terminal, the summary is shortened; Prefect's log has all of it.
 
     >>> print(stage_line("train", "1,000 steps, loss 0.5000, stopped early after epoch 3 of 10", "1.5 s", width=66))
     train               1,000 steps, loss 0.5000                 1.5 s
     """
     if width >= UNFOLDED_WIDTH:
-        facts_width = max(_MAX_FACTS_WIDTH, len(facts))
+        summary_width = max(_MAX_SUMMARY_WIDTH, len(summary))
     else:
-        facts_width = min(_MAX_FACTS_WIDTH, max(_MIN_FACTS_WIDTH, width - _STAGE_WIDTH - _DURATION_WIDTH - 2))
-    while len(facts) > facts_width and ", " in facts:
-        facts = facts.rpartition(", ")[0]
-    if len(facts) > facts_width:
-        facts = facts[: facts_width - 1] + "…"
-    return f"{stage:<{_STAGE_WIDTH}} {facts:<{facts_width}} {duration:>{_DURATION_WIDTH}}"
+        summary_width = min(_MAX_SUMMARY_WIDTH, max(_MIN_SUMMARY_WIDTH, width - _STAGE_WIDTH - _DURATION_WIDTH - 2))
+    while len(summary) > summary_width and ", " in summary:
+        summary = summary.rpartition(", ")[0]
+    if len(summary) > summary_width:
+        summary = summary[: summary_width - 1] + "…"
+    return f"{stage:<{_STAGE_WIDTH}} {summary:<{summary_width}} {duration:>{_DURATION_WIDTH}}"
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def stage_lines() -> Iterator[None]:
         TimeRemainingColumn(),
         console=stderr,
         transient=True,
-        disable=not stderr.is_terminal,  # it would leave an empty line in a file
+        disable=not stderr.is_terminal,  # a bar would leave an empty line in a file
     )
     with progress:
         handler = _StageLines(progress)
@@ -120,7 +120,7 @@ def stage_lines() -> Iterator[None]:
 
 @contextmanager
 def log_lines() -> Iterator[None]:
-    """Print the log of the library on stderr, for work before a run such as the check of many files."""
+    """Print the log of recsys_core on stderr, for work before a run such as the check of many files."""
     handler, logger = logging.StreamHandler(), logging.getLogger("recsys_core")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -135,7 +135,8 @@ def print_table(
 ) -> None:
     """Print a table without borders. Control characters are escaped.
 
-    left_columns: indices of the columns that are aligned left; the others are aligned right.
+    Args:
+        left_columns: indices of the columns that are aligned left. All other columns are aligned right.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, title in enumerate(column_titles):
@@ -145,16 +146,16 @@ def print_table(
     stdout.print(table)
 
 
-def print_facts(facts: Mapping[str, str], *, labels: Mapping[str, str] | None = None) -> None:
-    """Print names and values in two columns.
+def print_labelled(text_by_label: Mapping[str, str], *, status_by_label: Mapping[str, str] | None = None) -> None:
+    """Print labels and texts in two columns.
 
     Args:
-        labels: text with markup before a value, by name.
+        status_by_label: a status before each text, with markup.
     """
-    name_width = max(len(fact_name) for fact_name in facts)
-    for fact_name, fact_text in facts.items():
-        label = f"  {labels[fact_name]}" if labels else ""
-        stdout.print(f"[dim]{fact_name.ljust(name_width)}[/]{label}  {escape(printable_lines(fact_text))}", soft_wrap=True)
+    label_width = max(len(label) for label in text_by_label)
+    for label, text in text_by_label.items():
+        status = f"  {status_by_label[label]}" if status_by_label else ""
+        stdout.print(f"[dim]{label.ljust(label_width)}[/]{status}  {escape(printable_lines(text))}", soft_wrap=True)
 
 
 def print_line(text: str, *, style: str = "", console: Console | None = None) -> None:
@@ -163,5 +164,5 @@ def print_line(text: str, *, style: str = "", console: Console | None = None) ->
 
 
 def print_json(text: str) -> None:
-    """Print the line of the option --json."""
+    """Print the JSON object of the option --json."""
     sys.stdout.write(text + "\n")

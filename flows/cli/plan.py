@@ -21,13 +21,13 @@ from tasks.runs.run import Run
 from tasks.stages.data_stages import ingest
 
 MAX_RANK_LINES = 16
-ESTIMATE_NAME = "estimate.json"
+ESTIMATE_FILE_NAME = "estimate.json"
 ESTIMATE_TITLES = ("stage", "runs on", "memory", "disk", "time", "measured")
 
 
 @dataclass(frozen=True)
 class PlannedSizes:
-    """Sizes of future data and of the hosts. None means the size in the config, or the cores of this machine."""
+    """Sizes of data and hosts that do not exist yet. None means the size of the config's data, or the cores of this machine."""
 
     num_users: int | None = None
     num_items: int | None = None
@@ -38,7 +38,7 @@ class PlannedSizes:
 def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool) -> None:
     """Plan the sharding and estimate a run, for the data of the config or for other sizes; write and print both.
 
-    Without sizes, the data are ingested first. The files are kept in <workspace>/plan.
+    Without sizes, the data are ingested first. The ingested data, the plan and the estimate are kept in <workspace>/plan.
     """
     check_sizes(sizes.num_users, sizes.num_items, sizes.num_events)
     run = Run("plan", workspace=config.workspace.absolute(), parent="")
@@ -54,7 +54,7 @@ def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool)
     estimate = estimate_run(workload_of(config, data, plan=plan, machines=machines))
     run.folder.mkdir(parents=True, exist_ok=True)
     paths = write_plan(plan, run.folder)
-    estimate_path = run.folder / ESTIMATE_NAME
+    estimate_path = run.folder / ESTIMATE_FILE_NAME
     estimate_path.write_text(estimate.model_dump_json(indent=2), encoding="utf-8")
     if as_json:
         output.print_json(plan.model_dump_json())
@@ -67,7 +67,9 @@ def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool)
 
 
 def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFile, Data]:
-    assert sizes.num_users is not None and sizes.num_items is not None and sizes.num_events is not None  # check_sizes
+    assert (
+        sizes.num_users is not None and sizes.num_items is not None and sizes.num_events is not None
+    )  # ensured by check_sizes
     data = data_of_sizes(config, num_users=sizes.num_users, num_items=sizes.num_items, num_events=sizes.num_events)
     return plan_for_sizes(config, data), data
 
@@ -79,7 +81,7 @@ def _plan_of_data(config: PipelineConfig, run: Run) -> tuple[PlanFile, Data]:
 
 
 def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
-    """Print the placement of each table, memory and time by rank."""
+    """Print the placement of each table, and the memory and time of each rank."""
     table_rows = [
         [
             table_name,
@@ -113,15 +115,15 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
 
 
 def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
-    """Print the sizes of a run, its stages, and what the columns mean."""
+    """Print the sizes of a run, the estimates of its stages, and the meaning of the columns."""
     data, machines = estimate.workload.data, estimate.workload.machines
-    gpus = f"{machines.ranks_per_host} GPUs and " if machines.device == "cuda" else ""
+    gpus_text = f"{machines.ranks_per_host} GPUs and " if machines.device == "cuda" else ""
     gpu_price, core_price = (packaged_constants()[name].value for name in ("gpu_hour_dollars", "core_hour_dollars"))
-    gpu_price_text = f" and {gpu_price:.2f} per GPU-hour" if gpus else ""
-    hosts = "1 host" if machines.num_hosts == 1 else f"{machines.num_hosts:,} hosts"
+    gpu_price_text = f" and {gpu_price:.2f} per GPU-hour" if gpus_text else ""
+    hosts_text = "1 host" if machines.num_hosts == 1 else f"{machines.num_hosts:,} hosts"
     print_folded(
-        f"first run on {data.num_users:,} users, {data.num_items:,} items and {data.num_events:,} events, with {hosts} of "
-        f"{gpus}{machines.cores_per_host} cores, and {machines.engine} for the ingest:"
+        f"first run on {data.num_users:,} users, {data.num_items:,} items and {data.num_events:,} events, with {hosts_text} of "
+        f"{gpus_text}{machines.cores_per_host} cores, and {machines.engine} for the ingest:"
     )
     output.stdout.print()
     output.print_table(ESTIMATE_TITLES, estimate_rows(estimate), left_columns=(0, 1, 5))
@@ -138,7 +140,7 @@ def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
 
 
 def estimate_rows(estimate: RunEstimate) -> list[list[str]]:
-    """Return a row for each stage and one for the whole run. The columns are ESTIMATE_TITLES."""
+    """Return a row for each stage and a row for the whole run. The columns are ESTIMATE_TITLES."""
     rows = [
         [
             stage.stage,

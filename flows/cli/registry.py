@@ -48,27 +48,29 @@ def query(
     if as_json:
         output.print_json(answer.model_dump_json())
         return
-    query = {"user": user, "history": history, "item": item}
-    subject = ", ".join(f"{name} {printable(value)}" for name, value in query.items() if value is not None)
+    value_by_option = {"user": user, "history": history, "item": item}
+    subject = ", ".join(f"{name} {printable(value)}" for name, value in value_by_option.items() if value is not None)
     output.print_line(f"{answer.model} version {answer.version}, {subject}")
-    has_titles = any(ranked.title is not None for ranked in answer.items)
+    has_titles = any(ranked_item.title is not None for ranked_item in answer.items)
     rows = [
-        [*([ranked.title or "-"] if has_titles else []), str(ranked.item_id), format_metric(ranked.score)]
-        for ranked in answer.items
+        [*([ranked_item.title or "-"] if has_titles else []), str(ranked_item.item_id), format_metric(ranked_item.score)]
+        for ranked_item in answer.items
     ]
     output.print_table([*(["title"] if has_titles else []), "item", "score"], rows)
 
 
 def _notes(answer: QueryAnswer, *, user: str | None) -> Iterator[str]:
-    """Yield what differs from the usual answer to a known user."""
+    """Yield a sentence about each difference from the usual answer to a known user."""
     if answer.fallback is not None:
-        items = "the most popular items" if answer.fallback == "popularity" else f"recommended from the {answer.fallback} alone"
+        items_text = (
+            "the most popular items" if answer.fallback == "popularity" else f"recommended from the {answer.fallback} alone"
+        )
         if user is None and answer.fallback == "popularity":
-            yield f"the history has no item of version {answer.version}: these are {items}"
+            yield f"the history has no item of version {answer.version}: these are {items_text}"
         elif user is not None and not answer.known_user:
-            yield f"user {printable(user)} is unknown to version {answer.version}: these are {items}"
+            yield f"user {printable(user)} is unknown to version {answer.version}: these are {items_text}"
         elif user is not None:
-            yield f"version {answer.version} has no history of user {printable(user)}: these are {items}"
+            yield f"version {answer.version} has no history of user {printable(user)}: these are {items_text}"
     if answer.num_unknown_items:
         yield f"{answer.num_unknown_items} items of the history are unknown to version {answer.version}"
 
@@ -85,29 +87,29 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
         output.print_json(json.dumps(summary._asdict()))
         return
     seconds = time.perf_counter() - start_s
-    rows_by_origin = {name: count for name, count in summary.num_rows_by_fallback.items() if count}
-    output.print_facts(
+    num_users_by_origin = {name: count for name, count in summary.num_rows_by_fallback.items() if count}
+    output.print_labelled(
         {
             "files": str(folder),
             "version": summary.version,
             "users": f"{summary.num_rows:,}, {summary.k} items each, {summary.num_rows / seconds:,.0f} users/s with the start",
             "columns read": ", ".join(summary.columns),
-            "items from": ", ".join(f"{name}: {count:,} users" for name, count in rows_by_origin.items()),
+            "items from": ", ".join(f"{name}: {count:,} users" for name, count in num_users_by_origin.items()),
         }
     )
 
 
 def serve(config: PipelineConfig, *, alias: str) -> None:
-    """Serve the version with an alias over HTTP until Ctrl-C or SIGTERM."""
+    """Serve the version that has `alias` over HTTP until Ctrl-C or SIGTERM."""
     from tasks.serve.server import serve as serve_champion
 
-    stop = threading.Event()
+    stop_event = threading.Event()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, lambda *_: stop.set())
+        signal.signal(signal_number, lambda *_: stop_event.set())
 
     def print_address(url: str, version: str) -> None:
         model_name = config.registry.model_name
-        output.print_facts(
+        output.print_labelled(
             {
                 "serving": f"{model_name} version {version}, in {config.serve.num_workers} processes",
                 "requests": f"{url}/recommend, {url}/similar",
@@ -123,7 +125,7 @@ def serve(config: PipelineConfig, *, alias: str) -> None:
             config.workspace,
             model_name=config.registry.model_name,
             alias=alias,
-            stop=stop,
+            stop_event=stop_event,
             on_ready=print_address,
         )
 
@@ -157,12 +159,12 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
 
 
 def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users: int, k: int, as_json: bool) -> None:
-    """Print the served metrics of two versions, the overlap of their recommendations, and the items that move most."""
+    """Print the served metrics of two versions, the overlap of their recommendations, and items with other numbers of users."""
     config = loaded.config
     before, after, overlap = compare_versions(config, version=version, other=other, num_users=num_users, k=k)
     client = connect(config.workspace)
-    releases = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
-    metrics_by_version: dict[str, Any] = {str(release["version"]): release["metrics"] for release in releases}
+    versions = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
+    metrics_by_version: dict[str, Any] = {str(version_row["version"]): version_row["metrics"] for version_row in versions}
     metrics_before, metrics_after = metrics_by_version[before], metrics_by_version[after]
     metric_pairs = {name: (metrics_before.get(name), metrics_after.get(name)) for name in {**metrics_before, **metrics_after}}
     metric_pairs = {name: values for name, values in metric_pairs.items() if name.startswith(("served/", "exact_", "index/"))}
@@ -194,8 +196,8 @@ def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users:
             ]
             for mover in overlap.movers
         ]
-        titles = [*(["title"] if has_titles else []), "item", f"users of version {before}", f"users of version {after}"]
-        output.print_table(titles, rows)
+        column_titles = [*(["title"] if has_titles else []), "item", f"users of version {before}", f"users of version {after}"]
+        output.print_table(column_titles, rows)
 
 
 def change_champion(
@@ -203,8 +205,8 @@ def change_champion(
 ) -> None:
     """Run the flow `command` and print its result.
 
-    If PREFECT_API_URL is set, that server records the flow run and its event. Otherwise the function of the flow runs without a
-    Prefect server, so an urgent rollback depends on fewer parts.
+    If PREFECT_API_URL is set, its server records the flow run and the event. Otherwise the function of the flow runs without a
+    Prefect server, so that an urgent rollback does not depend on Prefect.
     """
     start_s = time.perf_counter()
     with (
@@ -225,7 +227,7 @@ def change_champion(
             final_state = flow.fn(**flow_parameters)
         if final_state.is_failed():
             final_state.result()  # raises the error of the flow
-    output.print_facts(
+    output.print_labelled(
         {
             "result": str(final_state.message),
             "duration": f"{time.perf_counter() - start_s:,.1f} s",
@@ -241,8 +243,8 @@ def push(config: PipelineConfig, *, version: int | None) -> None:
         StageError: a store did not get the version.
     """
     with one_sentence_errors(config.workspace), output.stage_lines():
-        pushed, alarms = push_version(config, version="champion" if version is None else str(version))
-    for result in pushed:
+        results, alarms = push_version(config, version="champion" if version is None else str(version))
+    for result in results:
         output.print_line(str(result))
     if alarms:
         raise StageError("\n".join(alarms))

@@ -40,22 +40,26 @@ def run_pipeline(
     run_options: RunOptions,
     as_json: bool,
 ) -> None:
-    """Run the nightly flow to its end, or to the stage `until`, and print its results. `resume` is the id of a run."""
+    """Run the nightly flow to its end, or to the stage `until`, and print its results.
+
+    Args:
+        resume: id of the run to resume; None for a new run.
+    """
     last_stage = next((stage for stage in STAGES if stage == until), None)
     if until is not None and last_stage is None:
         raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
     loaded = options.read()
     prepare_input(loaded)
-    results, line = run_nightly(loaded, server, until=last_stage, resume=resume, options=run_options)
+    results, command_text = run_nightly(loaded, server, until=last_stage, resume=resume, options=run_options)
     if as_json:
         output.print_json(results.as_json())
     else:
-        print_results(results, config_path=loaded.path, command_line=line)
+        print_results(results, config_path=loaded.path, command_text=command_text)
 
 
 def prepare_input(loaded: LoadedConfig) -> None:
     """Check the input files, then set the environment for Prefect and MLflow. Raises InputError before anything is created."""
-    with output.log_lines():  # tens of thousands of files take minutes
+    with output.log_lines():  # the check of tens of thousands of files takes minutes
         check_inputs(loaded.config)
     prepare_environment(loaded.config.workspace)
 
@@ -69,8 +73,8 @@ def run_nightly(
     if resume is not None:
         check_resume(config, run)
     require_own_folder(run.folder)
-    line = command_line("run", loaded, _option_words(options))
-    command = FlowCommand(config, server, run, line, resume_option=f" --resume {run.run_id}")
+    command_text = command_line("run", loaded, _option_words(options))
+    command = FlowCommand(config, server, run, command_text, resume_option=f" --resume {run.run_id}")
     try:
         with flow_session(command, "flows.nightly:nightly_retrain") as nightly_retrain:
             nightly_retrain(config, run_id=run.run_id, until=until, options=options)
@@ -81,8 +85,8 @@ def run_nightly(
         if record is None or record.state in ("Failed", "Interrupted"):
             raise StageError(f"{error}; {command.how_to_resume()}") from None
         output.print_warning(f"{error}; the run ended as {record.state}, but Prefect did not receive this state")
-    # The run's folder may hold later stages from an earlier start of the run.
-    return RunResults.read(run, until="package" if options.dry_run and until in (None, "register") else until), line
+    # An earlier start of the run may have completed later stages, which are left out.
+    return RunResults.read(run, until="package" if options.dry_run and until in (None, "register") else until), command_text
 
 
 def _option_words(options: RunOptions) -> list[str]:
@@ -90,11 +94,11 @@ def _option_words(options: RunOptions) -> list[str]:
     return words + ["--promote", options.promote] * (options.promote != "by_gate") + ["--dry-run"] * options.dry_run
 
 
-def print_results(results: RunResults, *, config_path: Path, command_line: str) -> None:
+def print_results(results: RunResults, *, config_path: Path, command_text: str) -> None:
     """Print a table of metrics, and the paths and commands for the run's results.
 
     Args:
-        command_line: text of the command that resumes the run, without --resume.
+        command_text: command line that resumes the run, without --resume.
     """
     registration = results.registration
     evaluation = results.stages.get(EvaluationManifest)
@@ -103,44 +107,44 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
         table = metric_table(results.metrics, half_widths=evaluation.half_widths)
         print_metrics(table, served_metrics=registration.metrics if registration else {})
         output.stdout.print()
-    facts = {"run": str(results.run.folder)}
+    text_by_label = {"run": str(results.run.folder)}
     train = results.stages.get(TrainManifest)
     if train is not None and train.best_epoch is not None:
         metric_values = ", ".join(f"{metric_name} {value:.4f}" for metric_name, value in train.validation.items())
-        facts["best epoch"] = f"{train.best_epoch} of {train.num_epochs}, on the validation split: {metric_values}"
-    facts |= _chosen_settings(results)
+        text_by_label["best epoch"] = f"{train.best_epoch} of {train.num_epochs}, on the validation split: {metric_values}"
+    text_by_label |= _chosen_settings(results)
     data_report = results.stages.get(DataReportManifest)
     if data_report is not None:
-        facts["data"] = describe_held_out_users(data_report.metrics)
-        facts["data report"] = str(data_report.path("report.html"))
+        text_by_label["data"] = describe_held_out_users(data_report.metrics)
+        text_by_label["data report"] = str(data_report.path("report.html"))
     if registration is not None:
         version_name = f"{registration.model_name} version {registration.version}"
         alias = registration.alias if results.refit_version is None else "promoted"
-        facts["model"] = f"{version_name}, {alias}: {registration.reasons[0]}"
+        text_by_label["model"] = f"{version_name}, {alias}: {registration.reasons[0]}"
         if results.refit_version is not None:
-            facts["refit"] = f"version {results.refit_version}, trained on all events after the promotion"
+            text_by_label["refit"] = f"version {results.refit_version}, trained on all events after the promotion"
         if registration.alarm is not None:
-            facts["alarm"] = registration.alarm
-        facts["decision"] = str(results.run.folder / registration.pages["decision"])
-        facts["query"] = f"nightjar query {config_path} --user ID -k 10"
-        facts["browse"] = f"nightjar ui {config_path}"
+            text_by_label["alarm"] = registration.alarm
+        text_by_label["decision"] = str(results.run.folder / registration.pages["decision"])
+        text_by_label["query"] = f"nightjar query {config_path} --user ID -k 10"
+        text_by_label["browse"] = f"nightjar ui {config_path}"
     else:
-        facts["resume"] = f"{command_line} --resume {results.run.run_id}"
-    output.print_facts(facts)
+        text_by_label["resume"] = f"{command_text} --resume {results.run.run_id}"
+    output.print_labelled(text_by_label)
 
 
 def _chosen_settings(results: RunResults) -> dict[str, str]:
-    """Return the settings that the validation has chosen, and weights that the config gives; text by setting."""
+    """Return a text for each setting that the validation has chosen, and for each weight of the config, by setting."""
     train, export = results.stages.get(TrainManifest), results.stages.get(ExportManifest)
-    facts = {}
+    text_by_label = {}
     if train is not None and train.temperature_trials:
-        facts["temperature"] = (
+        text_by_label["temperature"] = (
             f"{train.temperature:g}, chosen after one epoch with each of {', '.join(train.temperature_trials)}"
         )
     for name, weight in ({} if export is None else export.weight_by_term).items():
         advice = "" if weight else f", so it changes no score; remove model.{name.replace(' ', '_')}"
-        facts[name] = f"weight {weight:g}{advice}"
-    return facts
+        text_by_label[name] = f"weight {weight:g}{advice}"
+    return text_by_label
 
 
 def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) -> None:
@@ -161,7 +165,7 @@ def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) ->
         for row_name, row_values in table.rows.items()
     ]
     for ranker in dict.fromkeys(row_name.partition("/")[0] for row_name in served_metrics):
-        # The page of the decision shows what serving costs. A refit may know the test events.
+        # The exact searches and the index are on the page of the decision. A refit may have been trained on the test events.
         if ranker in ("index", "refit") or ranker.startswith("exact_"):
             continue
         row_values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]

@@ -32,10 +32,10 @@ class FlowCommand:
 
     Attributes:
         server: the embedded Prefect server; None if PREFECT_API_URL names another server.
-        run: the run or, if the flow starts several runs, their folder. The traceback of an unexpected error is written to
-            error.log in its folder.
+        run: the run. If the flow starts several runs, their common folder as a Run. The traceback of an unexpected error is
+            written to error.log in this folder.
         line: the command line that starts the flow again.
-        resume_option: option that continues the run instead; empty if the same command continues.
+        resume_option: option with which `line` resumes the run; empty if `line` itself resumes it.
     """
 
     config: PipelineConfig
@@ -45,7 +45,7 @@ class FlowCommand:
     resume_option: str = ""
 
     def how_to_resume(self) -> str:
-        """Return the advice for a user whose run ended early."""
+        """Return a sentence with the command that resumes the run, or starts it again."""
         if self.resume_option and not self.run.config_file.is_file():
             return f"no stage had begun; start again with: {self.line}"
         return f"resume with: {self.line}{self.resume_option}"
@@ -63,7 +63,7 @@ def flow_session(command: FlowCommand, flow_path: str) -> Iterator[Any]:
 
     Raises:
         Interrupted: a signal ended the body.
-        NightjarError: the flow raised it.
+        NightjarError: the flow raised this error.
         PrefectServerError: the Prefect server does not work.
         StageError: the body raised any other exception.
     """
@@ -91,7 +91,7 @@ def one_sentence_errors(folder: Path) -> Iterator[None]:
     except NightjarError:
         raise
     except Exception as error:  # any error of a library
-        from httpx import HTTPError  # of Prefect's client; MLflow's client raises other types
+        from httpx import HTTPError  # the error of Prefect's client; MLflow's client raises other errors
 
         if isinstance(error, HTTPError) or str(error).startswith("Failed to reach API"):
             problem = f"Prefect at {os.environ.get('PREFECT_API_URL')} does not work: {type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
 
 RUNS_STOP_TIMEOUT_S = 5.5
-"""Seconds for the runs to end. The command must end within 10 s; the rest is for the servers."""
+"""Time for the runs to end. The command must end within 10 s, so the servers have the remaining time."""
 WATCH_INTERVAL_S = 0.5
 READY_MESSAGE = "ready"
 PASSWORD_FILE_NAME = "server-password"  # noqa: S105 a name
@@ -42,9 +42,9 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         if "log" not in text_by_label:  # this command has started no server
-            output.print_facts(text_by_label)
+            output.print_labelled(text_by_label)
             return
-        output.print_facts(text_by_label | {"stop": "Ctrl-C"})
+        output.print_labelled(text_by_label | {"stop": "Ctrl-C"})
         _watch(prefect_server, None, log_file=log_file)
 
 
@@ -68,13 +68,13 @@ def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
         text_by_label["next start"] = (
             f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "none is planned; start a run in Prefect, or set schedule.cron"
         )
-        output.print_facts(text_by_label | {"log": str(log_file), "stop": "Ctrl-C"})
+        output.print_labelled(text_by_label | {"log": str(log_file), "stop": "Ctrl-C"})
         _watch(prefect_server, runs_process, log_file=log_file)
 
 
 @contextmanager
 def _until_signal() -> Iterator[ExitStack]:
-    """Yield a stack of cleanups, which run at Ctrl-C or SIGTERM, at the end of the body, or after an error."""
+    """Yield a stack of cleanup functions. They are called at Ctrl-C or SIGTERM, at the end of the body, or after an error."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends SIGTERM, which ends the command like Ctrl-C
         signal.signal(signal_number, signal.default_int_handler)
     log_handler = logging.StreamHandler()
@@ -143,8 +143,8 @@ def _server_password(workspace: Path) -> tuple[str, str | None]:
     password and saves it in a file that only the user can read, so a browser stays signed in after a restart. The password is
     printed to a terminal only, because a service manager logs the output of a service.
     """
-    if given_credentials := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
-        return given_credentials, None
+    if user_credentials := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        return user_credentials, None
     password_path = workspace / PASSWORD_FILE_NAME
     if not password_path.is_file():
         with os.fdopen(os.open(password_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as password_file:
@@ -181,22 +181,22 @@ def _up_lock(workspace: Path) -> Iterator[None]:
 
 @contextmanager
 def _planned_runs(loaded: LoadedConfig, *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process that creates the deployment and starts its runs; end the process and its runs after the body."""
-    path = str(loaded.path.absolute())
-    read_end, write_end = os.pipe()
+    """Start the process that creates the deployments and starts their runs; end the process and the runs after the body."""
+    config_path = str(loaded.path.absolute())
+    read_fd, write_fd = os.pipe()
     with log_file.open("ab") as log_stream:
         runs_process = subprocess.Popen(
-            [sys.executable, "-m", "flows.scheduled.deployment_process", str(write_end), path, *loaded.overrides],
+            [sys.executable, "-m", "flows.scheduled.deployment_process", str(write_fd), config_path, *loaded.overrides],
             env=os.environ | parent_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log_stream,
             stderr=log_stream,
-            pass_fds=[write_end],
+            pass_fds=[write_fd],
             start_new_session=True,
         )
-    os.close(write_end)
+    os.close(write_fd)
     try:
-        with os.fdopen(read_end) as pipe:
+        with os.fdopen(read_fd) as pipe:
             message = pipe.read()
         if message != READY_MESSAGE:
             exit_code = runs_process.wait()
@@ -208,7 +208,7 @@ def _planned_runs(loaded: LoadedConfig, *, log_file: Path) -> Iterator[subproces
         with suppress(subprocess.TimeoutExpired):
             runs_process.wait(RUNS_STOP_TIMEOUT_S)
         with suppress(ProcessLookupError):
-            os.killpg(runs_process.pid, signal.SIGKILL)  # the process and runs that did not end in time
+            os.killpg(runs_process.pid, signal.SIGKILL)  # ends the process, and the runs that did not end in time
         runs_process.wait()
 
 

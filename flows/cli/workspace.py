@@ -28,7 +28,7 @@ STATE_COLOURS = {
     "DryRun": "",
     "StoppedEarly": "",
 }
-"""Colour by state; all other states are red."""
+"""Colour of each state. States that are not listed are red."""
 
 
 def init(config_path: Path, *, inputs: InputOptions, every_setting: bool) -> None:
@@ -59,23 +59,23 @@ def validate(loaded: LoadedConfig) -> None:
     from flows.runs.before_run import check_inputs  # imports DuckDB
 
     with output.log_lines():
-        facts = check_inputs(loaded.config)
-    output.print_facts(facts)
+        summary_by_input = check_inputs(loaded.config)
+    output.print_labelled(summary_by_input)
     output.print_line(f"{loaded.path}: OK. Run it with: nightjar run {loaded.path}")
 
 
 def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
-    """Print the results of all checks; exit with 1 if there is a problem.
+    """Print the results of all checks; exit with code 1 if there is a problem.
 
     Args:
-        options: config of the installation to check. None: only the libraries and the hardware.
-        folder: folder whose disk is checked without a config.
+        options: config of the installation to check. None: only the libraries and the hardware are checked.
+        folder: folder whose disk is checked if there is no config.
     """
     from recsys_core.preflight import check_environment  # imports NumPy
 
     config = None if options is None else options.read().config
-    facts, problems = check_environment(folder if config is None else config.workspace)
-    output.print_facts(facts)
+    text_by_label, problems = check_environment(folder if config is None else config.workspace)
+    output.print_labelled(text_by_label)
     for problem in problems:
         output.print_line(f"problem: {output.printable_lines(problem)}", style="red")
     num_problems = len(problems)
@@ -84,9 +84,9 @@ def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
 
         findings = examine(config)
         output.stdout.print()
-        output.print_facts(
+        output.print_labelled(
             {subject: finding.text for subject, finding in findings.items()},
-            labels={
+            status_by_label={
                 subject: f"[{FINDING_STYLES[finding.status]}]{finding.status:<8}[/]" for subject, finding in findings.items()
             },
         )
@@ -107,33 +107,33 @@ def show_history(loaded: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
         output.print_json(json.dumps([past_run.as_json(metric_name=metric_name) for past_run in runs]))
     elif runs:
         print_history(runs, metric_name=metric_name)
-        output.print_facts({"page": str(workspace / "index.html")})
+        output.print_labelled({"page": str(workspace / "index.html")})
     else:
         output.print_line(f"no run in {workspace} yet; start one with: nightjar run {loaded.path}")
 
 
 def print_history(runs: "Sequence[PastRun]", *, metric_name: str) -> None:
-    """Print one row per run, then the reasons of runs and the messages of runs that were not promoted."""
+    """Print one row per run, then a note for each run that has a reason or was not promoted."""
     from flows.runs.run_history import STATE_NAMES, format_count
 
     rows: list[list[str | Text]] = []
     for past_run in runs:
         record, figures = past_run.record, past_run.record.figures
-        scores = (past_run.new_version_metric(metric_name), past_run.champion_metric(metric_name))
+        metric_values = (past_run.new_version_metric(metric_name), past_run.champion_metric(metric_name))
         rows.append(
             [
                 past_run.run.run_id,
                 Text(STATE_NAMES[record.state], STATE_COLOURS.get(record.state, "red")),
                 figures.version or "-",
-                *map(format_metric, scores),
+                *map(format_metric, metric_values),
                 *map(format_count, (figures.events, figures.users, figures.test_users, figures.items)),
                 format_duration(record.seconds),
                 format_bytes(past_run.disk_bytes),
             ]
         )
     count_titles = ["events", "users", "test users", "items"]
-    titles = ["run (UTC)", "ended as", "version", metric_name, "champion", *count_titles, "duration", "disk"]
-    output.print_table(titles, rows)
+    column_titles = ["run (UTC)", "ended as", "version", metric_name, "champion", *count_titles, "duration", "disk"]
+    output.print_table(column_titles, rows)
     runs_with_note = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
     if runs_with_note:
         output.stdout.print()

@@ -40,21 +40,21 @@ def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float 
     """Run all checks at the same time and return their findings. A check that raises or takes too long is a problem."""
     finding_by_subject: dict[str, Finding] = {}
 
-    def run(subject: str, check: Callable[[], Finding]) -> None:
+    def run_check(subject: str, check: Callable[[], Finding]) -> None:
         try:
             finding_by_subject[subject] = check()
         except Exception as error:  # any error of a library
             finding_by_subject[subject] = problem(f"{type(error).__name__}: {first_line(error)}")
 
     # The threads are daemons, because the command may end before a check does.
-    threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
+    threads = [threading.Thread(target=run_check, args=subject_and_check, daemon=True) for subject_and_check in checks.items()]
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
-    late = problem(f"no result within {timeout_s:g} s; check the server or the disk that this line names")
-    return {subject: finding_by_subject.get(subject, late) for subject in checks}
+    timeout_finding = problem(f"no result within {timeout_s:g} s; check that the server answers, or that the disk is mounted")
+    return {subject: finding_by_subject.get(subject, timeout_finding) for subject in checks}
 
 
 def check_log_engine(config: PipelineConfig) -> Finding:
@@ -70,11 +70,11 @@ def check_log_engine(config: PipelineConfig) -> Finding:
 def check_disk(workspace: Path) -> Finding:
     """Compare the free space of the workspace's disk with the size of the previous run."""
     num_free_bytes = free_bytes(workspace)
-    run = Workspace(workspace).newest_run()
-    if run is None:
+    newest_run = Workspace(workspace).newest_run()
+    if newest_run is None:
         return ok(f"{format_gib(num_free_bytes)} free in {workspace}; no run yet")
-    run_bytes = used_bytes(run.folder)
-    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {run.run_id} takes {format_gib(run_bytes)}"
+    run_bytes = used_bytes(newest_run.folder)
+    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {newest_run.run_id} takes {format_gib(run_bytes)}"
     if num_free_bytes < DISK_RESERVE_FACTOR * run_bytes:
         return problem(
             f"{disk_text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"

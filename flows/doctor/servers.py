@@ -1,4 +1,4 @@
-"""Findings of `nightjar doctor FILE`, and its checks of the Prefect and MLflow servers and of the schedule, without retries."""
+"""Checks of the Prefect server, the MLflow server and the schedule for `nightjar doctor FILE`, without retries."""
 
 import os
 from collections.abc import Iterator
@@ -37,7 +37,6 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PREFECT_ERRORS = (httpx.HTTPError, ValueError)  # ValueError: the answer is not JSON
 _MLFLOW_SEARCH_PATH = "/api/2.0/mlflow/registered-models/search?max_results=1"
 
-
 Status = Literal["ok", "problem", "not used"]
 
 
@@ -49,12 +48,12 @@ class Finding(NamedTuple):
 
 
 def ok(text: str) -> Finding:
-    """Return the finding of a check without a problem."""
+    """Return the finding of a check that passed."""
     return Finding("ok", text)
 
 
 def problem(text: str) -> Finding:
-    """Return a problem. `text` names the place, the values and the fix; passwords in it are hidden."""
+    """Return the finding of a check that failed. `text` names the place, the values and the fix. Passwords are hidden."""
     return Finding("problem", redacted(text))
 
 
@@ -82,7 +81,10 @@ def check_prefect() -> Finding:
 
 
 def check_mlflow(config: PipelineConfig) -> Finding:
-    """Check that the server of MLFLOW_TRACKING_URI answers, has a password and a compatible version; or open the database."""
+    """Check that the server of MLFLOW_TRACKING_URI answers, has a password and a compatible version.
+
+    Without a server, check that the database can be opened.
+    """
     uri = tracking_uri(config.workspace)
     if not uri.startswith(("http://", "https://")):
         return _check_mlflow_database(uri)
@@ -189,11 +191,10 @@ def _check_next_run(client: SyncPrefectClient, deployment: DeploymentResponse, *
 @contextmanager
 def _prefect_client() -> Iterator[SyncPrefectClient]:
     """Yield a client of the server in PREFECT_API_URL with the credentials of the environment."""
-    environment = os.environ
     with SyncPrefectClient(
-        environment["PREFECT_API_URL"],
-        auth_string=environment.get("PREFECT_API_AUTH_STRING"),
-        api_key=environment.get("PREFECT_API_KEY"),
+        os.environ["PREFECT_API_URL"],
+        auth_string=os.environ.get("PREFECT_API_AUTH_STRING"),
+        api_key=os.environ.get("PREFECT_API_KEY"),
         httpx_settings={"timeout": REQUEST_TIMEOUT_S},
     ) as client:
         yield client
@@ -202,7 +203,7 @@ def _prefect_client() -> Iterator[SyncPrefectClient]:
 def _answers_without_credentials(url: str) -> bool:
     """Return whether the server accepts a request without credentials."""
     session = requests.Session()
-    session.trust_env = False  # no credentials of ~/.netrc, and no proxy
+    session.trust_env = False  # use neither credentials from ~/.netrc nor a proxy
     try:
         return session.get(url, timeout=REQUEST_TIMEOUT_S).ok
     except requests.RequestException:

@@ -20,8 +20,8 @@ def after_run(config: PipelineConfig, context: StageContext) -> None:
     """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
     A step that fails logs a warning. After an interruption, only the metrics are written, because the process must end at once.
-    The next run then writes the page and removes the files. A run that --until stops before `check_data` has no MLflow run.
-    After such a run, all steps that need MLflow are skipped, because the import of MLflow takes two seconds.
+    The next run then writes the page and removes the files. If `--until` stopped the run before `check_data`, there is no
+    MLflow run, and all steps that need MLflow are skipped, because the import of MLflow takes two seconds.
     """
     record = RunRecord.read(context.run)
     _call_or_warn("write the Prometheus metrics", partial(write_metrics_file, config))
@@ -40,7 +40,7 @@ def after_run(config: PipelineConfig, context: StageContext) -> None:
     _call_or_warn("write the page of the last runs", write_page)
     if has_mlflow:
         _call_or_warn("log the stages to MLflow", partial(mlflow_steps.log_end, context, record))
-    if has_mlflow is not None:
+    if has_mlflow is not None:  # None: MLflow does not answer
         _call_or_warn("remove files of old runs", partial(mlflow_steps.remove_old_files, config, context.run))
 
 

@@ -25,11 +25,11 @@ MAX_STARTS = 3
 Otherwise, a run that always fails would block all later runs.
 """
 IGNORED_STATES = ("StoppedEarly", "DryRun")
-"""End states of runs that a person starts to try something. A scheduled run ignores such a run."""
+"""End states of runs that a person started as an experiment. Such runs do not count as unfinished."""
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
-    """Check the footers and one row group of all inputs; return one line about each input. Raises InputError."""
+    """Check the footers and one row group of all inputs, or raise InputError. Return one line about each input, by its name."""
     require_writable(config.workspace)
     config.delivery.require_libraries()
     config.package.require_libraries()
@@ -39,7 +39,9 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     check_time_unit(config.interactions_with_context, log.sources_by_split["train"])
     num_rows = sum(source.record.num_rows for source in log.sources)
     sources_text = f"{len(log.sources)} {config.interactions.source_noun}"
-    facts = {"interactions": f"{num_rows:,} rows in {sources_text}, users {log.user_id_type}, items {log.item_id_type}"}
+    summary_by_input = {
+        "interactions": f"{num_rows:,} rows in {sources_text}, users {log.user_id_type}, items {log.item_id_type}"
+    }
     embeddings = open_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
     for vectors in embeddings:
         table = vectors.config.table
@@ -53,10 +55,14 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
         if dim is not None:
             check_width(dim, config.tables[table].dim if table in config.tables else None, table=table)
         width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
-        facts[vectors.setting] = f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
+        summary_by_input[vectors.setting] = (
+            f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
+        )
     log_vectors = config.inputs.log_vectors
     if log_vectors is not None:
-        facts["embeddings from the log"] = f"{log_vectors.method}, {log_vectors.dim} numbers for each item of a training event"
+        summary_by_input["embeddings from the log"] = (
+            f"{log_vectors.method}, {log_vectors.dim} numbers for each item of a training event"
+        )
     id_column_by_table = {
         "item": config.interactions_with_context.item_column,
         "user": config.interactions_with_context.user_column,
@@ -73,11 +79,11 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
         check_feature_vectors(
             feature_tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings}
         )
-        facts["features"] = ", ".join(
+        summary_by_input["features"] = ", ".join(
             f"{len(table.features)} of {'the context' if table.owner_kind == 'context' else f'{table.owner_kind}s'}"
             for table in feature_tables
         )
-    return facts
+    return summary_by_input
 
 
 def check_resume(config: PipelineConfig, run: Run) -> None:
@@ -103,7 +109,7 @@ def check_resume(config: PipelineConfig, run: Run) -> None:
 
 
 def choose_run_to_resume(config: PipelineConfig) -> str | None:
-    """Return the id of the unfinished run that a scheduled run resumes; None to start a new run. Log the choice."""
+    """Return the id of the unfinished run that a scheduled run resumes; None if it starts a new run. Log the choice."""
     run_and_record = find_unfinished_run(config.workspace, pipeline_name=config.name)
     if run_and_record is None:
         return None

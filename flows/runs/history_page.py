@@ -56,7 +56,7 @@ def write_history_page(
     """Replace <workspace>/index.html and return its path.
 
     Args:
-        find_champion: function that returns the current champion's version. Its argument is the list of runs on the page.
+        find_champion: gets the runs on the page, and returns the version of the current champion.
     """
     past_runs = run_history(config.workspace, max_runs=MAX_RUNS)
     page_path = config.workspace.absolute() / PAGE_FILE_NAME
@@ -144,20 +144,20 @@ def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | N
 
 
 def _points(values: Iterable[float | None]) -> list[tuple[int, float]]:
-    """Return (position, value) of each value that exists."""
+    """Return (position, value) of each value that is not None."""
     return [(position, value) for position, value in enumerate(values) if value is not None]
 
 
 def plot_data_sizes(past_runs: Sequence[PastRun]) -> Markup | None:
     """Plot events, users and items over the runs, each on its own scale."""
-    colour_by_figure = {"events": plots.BLUE, "users": plots.GREEN, "items": plots.ORANGE}
+    colour_by_count = {"events": plots.BLUE, "users": plots.GREEN, "items": plots.ORANGE}
     if all(past_run.record.figures.events is None for past_run in past_runs):
         return None
-    figure, panels = plots.new_panels(len(colour_by_figure), title="", grid_axis="y", size=_NARROW_SIZE_INCHES)
-    for axes, (name, colour) in zip(panels, colour_by_figure.items(), strict=True):
-        points = _points(getattr(past_run.record.figures, name) for past_run in past_runs)
+    figure, panels = plots.new_panels(len(colour_by_count), title="", grid_axis="y", size=_NARROW_SIZE_INCHES)
+    for axes, (count_name, colour) in zip(panels, colour_by_count.items(), strict=True):
+        points = _points(getattr(past_run.record.figures, count_name) for past_run in past_runs)
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=2.5)
-        axes.set_ylabel(name)
+        axes.set_ylabel(count_name)
         axes.yaxis.set_major_formatter(lambda value, _: format_count(round(value)))
         axes.locator_params(axis="y", nbins=4, integer=True)
     _label_runs(panels[-1], past_runs)
@@ -191,7 +191,8 @@ def plot_disk(past_runs: Sequence[PastRun]) -> Markup | None:
         return None
     largest_bytes = max(past_run.disk_bytes for past_run in past_runs)
     unit, unit_bytes = next(
-        (unit for unit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)) if largest_bytes >= unit[1]), ("KiB", 2**10)
+        ((unit, size) for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)) if largest_bytes >= size),
+        ("KiB", 2**10),
     )
     figure, axes = plots.new_figure(size=_NARROW_SIZE_INCHES, grid_axis="y")
     axes.bar(range(len(past_runs)), [past_run.disk_bytes / unit_bytes for past_run in past_runs], 0.8, color=plots.BLUE)

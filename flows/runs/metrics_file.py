@@ -12,7 +12,7 @@ from tasks.runs.run_record import RunState
 
 METRICS_FILE_NAME = "metrics.prom"
 _REGISTERING_STATES = ("Promoted", "NotPromoted", "NotEnoughData", "BrokenChampion")
-_Values = Mapping[tuple[str, ...], float | None]
+_ValueByLabels = Mapping[tuple[str, ...], float | None]
 
 
 def write_metrics_file(config: PipelineConfig) -> None:
@@ -24,40 +24,42 @@ def metrics_registry(config: PipelineConfig) -> CollectorRegistry:
     """Return a registry with the metrics of the newest run. A metric without a value, e.g. of a failed run, is left out."""
     registry = CollectorRegistry(auto_describe=False)
 
-    def add(name_suffix: str, description: str, value: float | _Values | None, *, labels: tuple[str, ...] = ()) -> None:
-        """Add a gauge with one value, or with a value by the values of `labels`."""
+    def add_gauge(
+        name_suffix: str, description: str, value: float | _ValueByLabels | None, *, labels: tuple[str, ...] = ()
+    ) -> None:
+        """Add a gauge with one value, or with one value for each combination of label values."""
         gauge = Gauge(f"nightjar_{name_suffix}", description, ("pipeline", *labels), registry=registry)
         for label_values, gauge_value in (value if isinstance(value, Mapping) else {(): value}).items():
             if gauge_value is not None:
                 gauge.labels(config.name, *label_values).set(gauge_value)
 
     past_runs = run_history(config.workspace)
-    add("workspace_bytes", "Space that the workspace takes on the disk.", used_bytes(config.workspace))
-    add("free_bytes", "Free space on the disk of the workspace.", free_bytes(config.workspace))
+    add_gauge("workspace_bytes", "Space that the workspace takes on the disk.", used_bytes(config.workspace))
+    add_gauge("free_bytes", "Free space on the disk of the workspace.", free_bytes(config.workspace))
     version = newest_promoted_version(past_runs)
     if version is not None and version.isdecimal():
-        add("champion_version", "Version of the newest promotion.", int(version))
+        add_gauge("champion_version", "Version of the newest promotion.", int(version))
     registration_ends = [past_run.record.ended for past_run in past_runs if past_run.record.state in _REGISTERING_STATES]
     if registration_ends and registration_ends[0] is not None:
         description = "End of the newest run that registered a version."
-        add("last_registration_timestamp_seconds", description, registration_ends[0].timestamp())
+        add_gauge("last_registration_timestamp_seconds", description, registration_ends[0].timestamp())
     if not past_runs:
         return registry
     record, figures = past_runs[0].record, past_runs[0].record.figures
-    add("run_start_timestamp_seconds", "Start of the newest run.", record.started.timestamp())
+    add_gauge("run_start_timestamp_seconds", "Start of the newest run.", record.started.timestamp())
     if record.ended is not None:
-        add("run_end_timestamp_seconds", "End of the newest run.", record.ended.timestamp())
-    states: _Values = {(state,): state == record.state for state in get_args(RunState)}
-    add("run_state", "1 for the state of the newest run, 0 for the other states.", states, labels=("state",))
-    durations: _Values = {(stage,): duration_s for stage, duration_s in figures.stage_seconds.items()}
-    add("stage_duration_seconds", "Duration of each stage of the newest run.", durations, labels=("stage",))
+        add_gauge("run_end_timestamp_seconds", "End of the newest run.", record.ended.timestamp())
+    is_state: _ValueByLabels = {(state,): state == record.state for state in get_args(RunState)}
+    add_gauge("run_state", "1 for the state of the newest run, 0 for the other states.", is_state, labels=("state",))
+    seconds_by_stage: _ValueByLabels = {(stage,): duration_s for stage, duration_s in figures.stage_seconds.items()}
+    add_gauge("stage_duration_seconds", "Duration of each stage of the newest run.", seconds_by_stage, labels=("stage",))
     metric_name = config.registry.metric
-    served: _Values = {
+    served_values: _ValueByLabels = {
         (metric_name, "new"): past_runs[0].new_version_metric(metric_name),
         (metric_name, "champion"): past_runs[0].champion_metric(metric_name),
     }
     description = "Value of registry.metric for the served recommendations of the new version and of the champion."
-    add("served_metric", description, served, labels=("metric", "model"))
+    add_gauge("served_metric", description, served_values, labels=("metric", "model"))
     for entities, count in (("events", figures.events), ("users", figures.users), ("items", figures.items)):
-        add(entities, f"Number of {entities} of the newest run.", count)
+        add_gauge(entities, f"Number of {entities} of the newest run.", count)
     return registry

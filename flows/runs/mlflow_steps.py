@@ -70,7 +70,7 @@ def log_end(context: StageContext, record: RunRecord) -> None:
 
 
 def remove_old_files(config: PipelineConfig, run: Run) -> None:
-    """Remove the files of runs and the model versions that retention does not keep."""
+    """Remove model versions and files of runs that retention does not keep."""
     removals = clean(run.workspace, config.retention, model_name=config.registry.model_name)
     if removals.run_removals or removals.versions:
         LOG.info(

@@ -32,7 +32,7 @@ class RunResults:
 
     Attributes:
         run: the run, with its folder.
-        stages: the manifests of the completed stages by type.
+        stages: the manifests of the completed stages, by type of the manifest.
     """
 
     run: Run
@@ -108,7 +108,7 @@ class RunResults:
             and {
                 "name": registration.model_name,
                 "version": registration.version,
-                "alias": registration.alias if refit_version is None else None,  # the refit has it
+                "alias": registration.alias if refit_version is None else None,  # the refit has the alias
             },
             "refit": refit_version and {"version": refit_version, "alias": "champion"},
             "alarm": registration and registration.alarm,

@@ -94,7 +94,7 @@ def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[P
 
 
 def newest_promoted_version(past_runs: Sequence[PastRun]) -> str | None:
-    """Return the version that was promoted by the newest promotion in `past_runs`; None without a promotion.
+    """Return the version of the newest promotion in `past_runs`; None without a promotion.
 
     The champion may be another version, because a rollback is not in the history.
     """

@@ -19,12 +19,12 @@ AUTOMATION_FOLDER = Path(__file__).resolve().parents[2] / "infra" / "automations
 BLOCK_NAME = "nightjar-alerts"
 """Name of the Prefect block that delivers the alerts: a webhook, or a notification such as an e-mail."""
 _OVERRAN_STEM = "overran"
-"""Stem of the name of the automation file whose trigger waits for schedule.deadline_minutes."""
+"""Name, without suffix, of the automation file whose trigger waits for `schedule.deadline_minutes`."""
 _MAX_BLOCKS_PER_REQUEST = 200
 
 
 def create_automations(client: SyncPrefectClient, config: PipelineConfig, *, deployment_id: UUID) -> list[str]:
-    """Create the automations of the pipeline, or update existing automations of the same names; return the names.
+    """Create the automations of the pipeline, or update existing automations with the same names; return the names.
 
     An automation that a person has paused stays paused.
 
@@ -47,7 +47,7 @@ def create_automations(client: SyncPrefectClient, config: PipelineConfig, *, dep
 
 
 def find_alert_block(client: SyncPrefectClient) -> BlockDocument | None:
-    """Return the block `nightjar-alerts`; None if there is none."""
+    """Return the block `nightjar-alerts`; None if it does not exist."""
     offset, block = 0, None
     while block is None and (
         blocks := client.read_block_documents(offset=offset, limit=_MAX_BLOCKS_PER_REQUEST, include_secrets=False)
@@ -58,7 +58,7 @@ def find_alert_block(client: SyncPrefectClient) -> BlockDocument | None:
 
 
 def require_alert_block(client: SyncPrefectClient) -> BlockDocument:
-    """Return the block `nightjar-alerts`; raise InputError if there is no such block, or if it cannot deliver alerts."""
+    """Return the block `nightjar-alerts`; raise InputError if it does not exist, or cannot deliver alerts."""
     block = find_alert_block(client)
     if block is None:
         raise InputError(
@@ -77,8 +77,8 @@ def require_alert_block(client: SyncPrefectClient) -> BlockDocument:
 
 def automation_of(path: Path, config: PipelineConfig, *, deployment_id: UUID, block: BlockDocument) -> AutomationCore:
     """Return the automation in the file `path`, with its name, trigger and actions set for the pipeline of `config`."""
-    fields: dict[str, Any] = YAML(typ="safe", pure=True).load(path)
-    trigger: dict[str, Any] = fields["trigger"]
+    automation_fields: dict[str, Any] = YAML(typ="safe", pure=True).load(path)
+    trigger: dict[str, Any] = automation_fields["trigger"]
     if "match_related" in trigger:
         trigger["match_related"] = {
             "prefect.resource.role": "deployment",
@@ -89,10 +89,13 @@ def automation_of(path: Path, config: PipelineConfig, *, deployment_id: UUID, bl
     deadline_minutes = config.schedule.deadline_minutes
     if path.stem == _OVERRAN_STEM and deadline_minutes is not None:
         trigger["within"] = timedelta(minutes=deadline_minutes).total_seconds()
-    fields["name"] = f"{config.name}: {fields['name']}"
-    fields["tags"] = ["nightjar", f"pipeline:{config.name}"]
-    fields["actions"] = [_alert_action(action["payload"], subject=fields["name"], block=block) for action in fields["actions"]]
-    return AutomationCore.model_validate(fields)
+    automation_fields["name"] = f"{config.name}: {automation_fields['name']}"
+    automation_fields["tags"] = ["nightjar", f"pipeline:{config.name}"]
+    automation_fields["actions"] = [
+        _alert_action(action["payload"], subject=automation_fields["name"], block=block)
+        for action in automation_fields["actions"]
+    ]
+    return AutomationCore.model_validate(automation_fields)
 
 
 def _alert_action(payload: str, *, subject: str, block: BlockDocument) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def _alert_action(payload: str, *, subject: str, block: BlockDocument) -> dict[s
 
 
 def _text_template(payload: str) -> str:
-    """Return the template of the field `text` of a JSON payload.
+    """Return the template of the field `text` in a JSON payload.
 
     >>> _text_template('{"text": {{ (flow_run.name ~ " failed") | tojson }}}')
     '{{ (flow_run.name ~ " failed") }}'

@@ -45,8 +45,9 @@ def tie_to_worker() -> None:
 def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
     """Start the process that reports the end of this process.
 
-    Returns: the reporter, and the file descriptor of a pipe to it. When this process ends, the kernel closes the pipe, and the
-    reporter starts its report.
+    Returns:
+        The reporter, and the file descriptor of a pipe to the reporter. When this process ends, the kernel closes the pipe, and
+        the reporter starts its report.
     """
     read_fd, write_fd = os.pipe()
     reporter = subprocess.Popen(

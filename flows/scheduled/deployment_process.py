@@ -47,8 +47,8 @@ class InterruptingRunner(Runner):
         for run_process in run_processes:
             run_process.terminate()
         # psutil.wait_procs would collect the exit status of the children, and asyncio would not get it.
-        deadline = time.monotonic() + INTERRUPT_GRACE_S
-        while any(run_process.is_running() for run_process in run_processes) and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + INTERRUPT_GRACE_S
+        while any(run_process.is_running() for run_process in run_processes) and time.monotonic() < deadline_s:
             await asyncio.sleep(END_POLL_INTERVAL_S)
         for run_process in run_processes:
             with suppress(psutil.NoSuchProcess):
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def prepare_deployments(loaded: LoadedConfig) -> tuple[RunnerDeployment, ...]:
-    """Return the deployments of a pipeline; end the runs that an earlier process left behind in Prefect."""
+    """Return the deployments of a pipeline; set the unfinished flow runs of an earlier process to Crashed."""
     config = loaded.config
     with prefect_client() as client:
         deployments = deployments_of(loaded, work_pool_name=None, paused_flows=paused_flows(client, config))

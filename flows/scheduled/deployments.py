@@ -36,14 +36,14 @@ def deployments_of(
 ) -> tuple[RunnerDeployment, ...]:
     """Return the deployments nightly-retrain, promote, rollback, recommend and refresh of a pipeline.
 
-    Only nightly-retrain has a limit of one run at a time, so a person can roll back while a run trains. It and refresh may have
-    a schedule.
+    Only nightly-retrain is limited to one run at a time, so a person can roll back while a run trains. Only nightly-retrain and
+    refresh may have a schedule.
 
     Args:
         loaded: config of the pipeline. Each run reads the file again when it starts. The overrides are the default of the
             field "Settings to override" in the forms.
         work_pool_name: work pool whose workers run the deployments. None: the process of `nightjar up` runs the deployments.
-        paused_flows: flows whose schedule a person has paused, so that it starts no runs.
+        paused_flows: names of the flows whose schedule a person has paused. These schedules stay paused.
     """
     config, schedule = loaded.config, loaded.config.schedule
     cron_by_flow = _cron_by_flow(config)
@@ -87,18 +87,18 @@ def _cron_by_flow(config: PipelineConfig) -> dict[str, str | None]:
 
 
 def paused_flows(client: SyncPrefectClient, config: PipelineConfig) -> set[str]:
-    """Return the flows whose schedule in `config` a person has paused."""
-    paused = set()
+    """Return the names of the flows whose schedule in `config` a person has paused."""
+    paused_names = set()
     for flow_name, cron in _cron_by_flow(config).items():
         deployment = read_deployment(client, config.name, flow_name=flow_name)
         prefect_schedules = [] if deployment is None else deployment.schedules
         if any(not entry.active and getattr(entry.schedule, "cron", None) == cron for entry in prefect_schedules):
-            paused.add(flow_name)
-    return paused
+            paused_names.add(flow_name)
+    return paused_names
 
 
 def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[list[str]]:
-    """Return [setting, current value, new value] for each setting that differs. Without a current deployment, all differ."""
+    """Return [setting, current value, new value] for each setting that differs; all settings without a current deployment."""
     current_settings = {} if current_deployment is None else _deployment_settings(current_deployment)
     return [
         [setting, current_settings.get(setting, "-"), new_value]

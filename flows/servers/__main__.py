@@ -1,8 +1,8 @@
 """Process of a server: `python -m flows.servers FD APPLICATION [LIBRARY...]`.
 
 FD is a listening socket, and APPLICATION is a module with the function `create_app`. The process imports the libraries while
-the command reads the config. It imports the application after it has received its environment variables on stdin, because
-Prefect and MLflow read them at import.
+the command that started it reads the config. The process imports the application after it has received its environment
+variables on stdin, because Prefect and MLflow read the variables when they are imported.
 """
 
 import json
@@ -17,13 +17,13 @@ from recsys_core.imports import fast_imports
 from recsys_core.parent_process import die_with_parent
 
 REQUEST_GRACE_S = 2
-"""Time in which open requests may end after the server is stopped, in seconds. A page in a browser keeps a connection open."""
+"""Time for open requests when the server is stopped. It is short, because a page in a browser keeps a connection open."""
 
 
 def main() -> None:
     """Serve the application on the socket until SIGTERM, or until the parent process ends."""
     die_with_parent()
-    fd, application, *libraries = sys.argv[1:]
+    socket_fd, application, *libraries = sys.argv[1:]
     with fast_imports():
         for library in libraries:
             import_module(library)
@@ -31,7 +31,7 @@ def main() -> None:
             return
         app = import_module(application).create_app()
     config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=REQUEST_GRACE_S)
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(fd))])
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(socket_fd))])
 
 
 def receive_start_message() -> bool:

@@ -41,7 +41,7 @@ class BasicAuthentication:
 def create_app() -> BasicAuthentication:
     """Return MLflow's pages and API behind the password of the server."""
     workspace = Path(os.environ[WORKSPACE_VARIABLE])
-    connect(workspace)  # creates the database; an error if the database has the schema of another version
+    connect(workspace)  # creates the database; raises an error if its schema is from another version of MLflow
     # `mlflow server` hands its options to the application in these variables.
     os.environ[constants.BACKEND_STORE_URI_ENV_VAR] = tracking_uri(workspace)
     os.environ[constants.ARTIFACT_ROOT_ENV_VAR] = "mlflow-artifacts:/"

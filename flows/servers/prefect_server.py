@@ -60,7 +60,7 @@ class PrefectServer(ServerProcess):
         for folder in (log_file.parent, Path(os.environ.get("PREFECT_HOME", log_file.parent))):
             require_free_space(folder, MIN_FREE_BYTES, subject=f"the {self._name} with its database")
         if password is None:
-            password = f"nightjar:{secrets.token_urlsafe(32)}"  # because other users of this host can connect to the port
+            password = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
         os.environ.update(PREFECT_API_URL=self.api_url, PREFECT_API_AUTH_STRING=password)
         # Empty for a server without UI. If the variable were not set, Prefect would derive a URL from PREFECT_API_URL.
         os.environ.setdefault("PREFECT_UI_URL", self.url if self._has_ui else "")
@@ -91,7 +91,7 @@ class PrefectServer(ServerProcess):
 
 @contextmanager
 def embedded_server() -> Iterator[PrefectServer | None]:
-    """Yield a server that is stopped after the body; None if PREFECT_API_URL is set, because then the user has a server."""
+    """Yield a server that is stopped after the body; None if PREFECT_API_URL names a server of the user."""
     if "PREFECT_API_URL" in os.environ:
         yield None
         return
@@ -112,7 +112,10 @@ def embedded_server() -> Iterator[PrefectServer | None]:
 def prefect_session(server: PrefectServer | None, flow_path: str, *, log_file: Path) -> Iterator[Any]:
     """Yield the flow at `flow_path` (module:name), once the server answers. After the body, send the queued log to Prefect.
 
-    The flow is imported while the server starts. `log_file` is for the output of the server.
+    The flow is imported while the server starts.
+
+    Args:
+        log_file: file for the output of the server.
     """
     if server is not None:
         server.start_prefect(log_file=log_file)

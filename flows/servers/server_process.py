@@ -36,11 +36,11 @@ LOG = logging.getLogger("nightjar")
 
 
 class ServerProcess:
-    """A server process (`flows/servers/__main__.py`). It imports its libraries at once, and serves after `start_serving`.
+    """A server process (`flows/servers/__main__.py`), which imports its libraries at once, and serves after `start_serving`.
 
     Args:
         application: module whose `create_app` returns the application.
-        libraries: modules that the process imports before it has its environment variables.
+        libraries: modules that the process imports before it gets its environment variables.
         health_path: path of the URL that answers when the server is ready.
         port: port of the server; 0: any free port.
         port_option: option of the command that sets the port, for the error if the port is in use.
@@ -62,8 +62,8 @@ class ServerProcess:
         except OSError as error:
             problem = f"port {port} on {HOST}: {os.strerror(error.errno or 0)}"
             raise InputError(f"{problem}; set {port_option} to a free port") from None
-        fd = str(self._listening_socket.fileno())
-        self._command = [sys.executable, "-m", "flows.servers", fd, application, *libraries]
+        socket_fd = str(self._listening_socket.fileno())
+        self._command = [sys.executable, "-m", "flows.servers", socket_fd, application, *libraries]
         self._environment: dict[str, str] = {}
         self._log_file = Path()
         self._log_start_byte = 0
@@ -83,7 +83,7 @@ class ServerProcess:
         return self._process.pid
 
     def start_serving(self, *, log_file: Path, environment: Mapping[str, str]) -> None:
-        """Make the server start to serve, with the variables of `environment`; its output goes to `log_file`."""
+        """Make the process serve, with the variables of `environment` and with its output in `log_file`."""
         self._log_file = log_file
         self._log_start_byte = log_file.stat().st_size if log_file.is_file() else 0
         self._environment = dict(environment)
@@ -92,8 +92,8 @@ class ServerProcess:
     def wait_until_ready(self) -> None:
         """Wait until the server answers, then supervise it. Raise StageError with its last log lines if it does not answer."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach the loopback address
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while self._process.poll() is None and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while self._process.poll() is None and time.monotonic() < deadline_s:
             try:
                 with opener.open(f"{self.url}{self._health_path}", timeout=2):
                     self._supervisor_thread = threading.Thread(target=self._supervise, daemon=True)
@@ -106,7 +106,7 @@ class ServerProcess:
         raise StageError(f"the {self._name} {problem}{self._last_log_lines()}")
 
     def stop(self) -> None:
-        """Stop the server, which first writes its state to the database, and start no other server."""
+        """Stop the server, which first writes its state to the database. No other server is started."""
         self._stop_event.set()
         self._process.terminate()
         try:

@@ -29,10 +29,11 @@ from recsys_core.parquet.sources import open_sources
 from recsys_core.units import DAY_S
 
 FILL_IN = "FILL IN"
-USER_NAMES = ("user", "u", "customer", "client", "visitor", "member", "account", "buyer", "reviewer", "session")
-ITEM_NAMES = ("item", "i", "product", "article", "movie", "film", "book", "track", "song", "video", "sku", "asin", "isbn")
-LABEL_NAMES = ("rating", "label", "score", "stars", "overall")
-TIME_NAME = re.compile(r"(time|stamp|date|(^|_)(ts|at))$", re.IGNORECASE)
+USER_WORDS = ("user", "u", "customer", "client", "visitor", "member", "account", "buyer", "reviewer", "session")
+ITEM_WORDS = ("item", "i", "product", "article", "movie", "film", "book", "track", "song", "video", "sku", "asin", "isbn")
+LABEL_WORDS = ("rating", "label", "score", "stars", "overall")
+"""Words in the names of user, item and label columns. A column with an earlier word is preferred."""
+TIME_NAME_PATTERN = re.compile(r"(time|stamp|date|(^|_)(ts|at))$", re.IGNORECASE)
 MAX_FEATURES = 20
 
 
@@ -84,7 +85,7 @@ def guess_config(config: PipelineConfig, inputs: InitInputs, *, config_folder: P
 
 
 class _Table:
-    """One input. Its columns are judged by their names and types, and by the first values of its first file."""
+    """One input, with the names and types of its columns, and the first values of its first file."""
 
     def __init__(self, section: str, path: str, config_folder: Path, notes: dict[str, str]) -> None:
         self.section, self.config_folder, self.notes = section, config_folder, notes
@@ -105,13 +106,13 @@ class _Table:
         return [column for column, column_type in self.type_by_column.items() if has_type(column_type)]
 
     def values(self, column: str) -> pa.Array:
-        """Return the first values of the column without nulls; no values for a partition key."""
+        """Return the first values of the column without nulls. Return an empty array for a partition key."""
         values = first_values(self.sources, column)
         column_type = self.type_by_column[column]
         return pa.array([], column_type) if values is None else values.cast(column_type).drop_null()
 
-    def use(self, setting: str, column: str | None, *, role: str) -> str:
-        """Note how `setting` was guessed and return `column`; return a placeholder if `column` is None."""
+    def column_or_placeholder(self, setting: str, column: str | None, *, role: str) -> str:
+        """Write a note for `setting`, and return `column`, or a placeholder if `column` is None."""
         if column is not None:
             self.notes[f"{self.section}.{setting}"] = f"guessed: column {shown(column)} is {self.type_by_column[column]}"
             return column
@@ -122,12 +123,12 @@ class _Table:
 
 
 def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig:
-    named_by_user = {
+    column_by_setting = {
         "user_column": inputs.user_column,
         "item_column": inputs.item_column,
         "timestamp_column": inputs.time_column,
     }
-    settings: dict[str, Any] = {setting: column for setting, column in named_by_user.items() if column is not None}
+    settings: dict[str, Any] = {setting: column for setting, column in column_by_setting.items() if column is not None}
     for setting, column in settings.items():
         require_column(table.sources[0], column, setting=f"interactions.{setting}")
     if "timestamp_column" not in settings:
@@ -136,7 +137,7 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
             settings["timestamp_column"] = None
             table.notes["interactions.timestamp_column"] = "guessed: no column has times, so the log has no order"
         else:
-            settings["timestamp_column"] = table.use("timestamp_column", time_column, role="times")
+            settings["timestamp_column"] = table.column_or_placeholder("timestamp_column", time_column, role="times")
             if time_column is None:
                 table.notes["interactions.timestamp_column"] += "; for a log without times, set order_column or use --test"
     if settings["timestamp_column"] in table.columns(pa.types.is_integer):
@@ -145,10 +146,10 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
         table.notes["interactions.timestamp_unit"] = f"guessed from {newest_time}, the newest time in the first rows of the log"
     settings |= _guess_label(table, settings.values())
 
-    for setting, names, role in (("user_column", USER_NAMES, "users"), ("item_column", ITEM_NAMES, "items")):
+    for setting, words, role in (("user_column", USER_WORDS, "users"), ("item_column", ITEM_WORDS, "items")):
         if setting not in settings:
             id_columns = [column for column in table.columns(_is_id) if column not in settings.values()]
-            settings[setting] = table.use(setting, _named_column(id_columns, names), role=role)
+            settings[setting] = table.column_or_placeholder(setting, _named_column(id_columns, words), role=role)
     if inputs.test is not None:
         test_table = _Table("interactions.split", inputs.test, table.config_folder, table.notes)
         settings["split"] = FileSplit(test_paths=(test_table.path_in_config,), validation_share=0.1)
@@ -156,15 +157,15 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
 
 
 def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]:
-    """Return the settings of a label column with at least two values; no settings if there is none."""
+    """Return the settings for a label column with at least two values; an empty dictionary if there is no such column."""
     number_columns = table.columns(lambda data_type: pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
-    column = _named_column([column for column in number_columns if column not in used_columns], LABEL_NAMES)
+    column = _named_column([column for column in number_columns if column not in used_columns], LABEL_WORDS)
     if column is None:
         return {}
     smallest, largest = pc.min_max(table.values(column)).as_py().values()
     if smallest == largest:
         return {}
-    table.use("label_column", column, role="labels")
+    table.column_or_placeholder("label_column", column, role="labels")
     table.notes["interactions.label_threshold"] = (
         f"guessed: the middle of {smallest:g} to {largest:g}; events below it are left out; "
         "delete label_column and label_threshold to keep all events"
@@ -183,7 +184,7 @@ def _guess_embeddings(table: _Table, item_column: str | None) -> EmbeddingsConfi
         table.notes["embeddings.dimension_prefix"] = f"guessed: the names of {num_columns} columns start with {shown(prefix)}"
     else:
         vector_column = vector_columns[0] if len(vector_columns) == 1 else None
-        settings["vector_column"] = table.use("vector_column", vector_column, role="vectors")
+        settings["vector_column"] = table.column_or_placeholder("vector_column", vector_column, role="vectors")
     return EmbeddingsConfig.model_validate({"paths": table.path_in_config, **settings})
 
 
@@ -206,32 +207,33 @@ def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
 
 
 def _item_id_column(table: _Table, item_column: str | None) -> str:
-    """Return the log's item column if the table has it; else a column whose name is a word for an item, or just `id`."""
+    """Return the log's item column if the table has it; otherwise a column that is named after an item, or `id`."""
     id_columns = table.columns(_is_id)
-    return table.use(
-        "id_column", item_column if item_column in id_columns else _named_column(id_columns, (*ITEM_NAMES, "")), role="item ids"
+    return table.column_or_placeholder(
+        "id_column", item_column if item_column in id_columns else _named_column(id_columns, (*ITEM_WORDS, "")), role="item ids"
     )
 
 
-def _named_column(columns: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the column that matches the earliest of `names`.
+def _named_column(columns: Sequence[str], words: Sequence[str]) -> str | None:
+    """Return the column whose name is the earliest of `words`; None if there is no such column.
 
-    Case, all characters but letters, and a final id, key or code of a column are ignored.
+    In the name of a column, only letters count. Case and a final id, key or code are ignored.
     """
     letters_by_column = {column: re.sub(r"[^a-z]", "", column.lower()) for column in reversed(columns)}
-    column_by_name = {re.sub(r"(id|key|code)$", "", letters): column for column, letters in letters_by_column.items()}
-    return next((column_by_name[name] for name in names if name in column_by_name), None)
+    column_by_word = {re.sub(r"(id|key|code)$", "", letters): column for column, letters in letters_by_column.items()}
+    return next((column_by_word[word] for word in words if word in column_by_word), None)
 
 
 def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
     """Return the first column that has both plausible times and a time-like name.
 
-    If none has both, return the one column that has either; None if there are none or several.
+    If no column has both, return the only column that has one of them; None if there is no such column or more than one.
     """
-    timestamps = table.columns(lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type))
+    timestamp_columns = table.columns(lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type))
     score_by_column = {
-        column: bool(TIME_NAME.search(column)) + (column in timestamps or _time_unit(table, column)[0] is not None)
-        for column in [*timestamps, *table.columns(pa.types.is_integer)]
+        column: bool(TIME_NAME_PATTERN.search(column))
+        + (column in timestamp_columns or _time_unit(table, column)[0] is not None)
+        for column in [*timestamp_columns, *table.columns(pa.types.is_integer)]
         if column not in used_columns
     }
     best_score = max(score_by_column.values(), default=0)
@@ -240,7 +242,7 @@ def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
 
 
 def _time_unit(table: _Table, column: str) -> tuple[str | None, int]:
-    """Return (unit, newest): the largest of the first values, and the unit in which it is a plausible time, or None."""
+    """Return the largest of the first values, and before it the unit in which this value is a plausible time, or None."""
     newest_time = pc.max(table.values(column)).as_py() or 0
     return plausible_time_unit(newest_time, latest_s=time.time() + DAY_S), newest_time
 

@@ -21,7 +21,7 @@ ADVICE_BY_REMOVED_SETTING = {
 
 
 def describe_problems(error: ValidationError, raw_settings: Mapping[str, Any]) -> list[str]:
-    """Describe the first problems of `raw_settings`: each with the dotted key, the problem, and what to do."""
+    """Return a sentence for each of the first problems of `raw_settings`, with the dotted key, the problem and a fix."""
     all_errors = error.errors(include_url=False)
     # Pydantic reports a misspelt key twice: as unknown and as missing.
     errors = [details for details in all_errors if details["type"] == "extra_forbidden"] or all_errors
@@ -51,18 +51,20 @@ def _describe_problem(details: ErrorDetails, raw_settings: Mapping[str, Any]) ->
 def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any, *, may_be_missing: bool = False) -> str:
     """Convert the location of a validation error to a dotted key of `raw_settings`.
 
-    A location may also contain the name of a union member, which is not a key of the file. may_be_missing: whether the last
-    part of the location may be a key that is not in the file.
+    A location may also contain the name of a union member, which is not a key of the file.
+
+    Args:
+        may_be_missing: whether the last part of the location may be a key that is not in the file.
     """
-    names: list[str] = []
+    key_parts: list[str] = []
     group = raw_settings
     for index, location_part in enumerate(location):
         if _contains(group, location_part):
             group = group[location_part]
-            names.append(str(location_part))
+            key_parts.append(str(location_part))
         elif may_be_missing and index == len(location) - 1 and isinstance(location_part, str) and isinstance(group, dict):
-            names.append(location_part)  # a missing key
-    return ".".join(names)
+            key_parts.append(location_part)  # a missing key
+    return ".".join(key_parts)
 
 
 def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:
@@ -78,7 +80,7 @@ def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:
 
 
 def union_tag(config_class: type[BaseModel]) -> str | None:
-    """Return the setting with a single value, which selects this class in a union; None if there is no such setting.
+    """Return the name of the setting with a single value, which selects this class in a union; None without such a setting.
 
     If several settings match, return the last, because the earlier settings select a nested union.
     """
@@ -106,7 +108,7 @@ def _suggestion(key: str) -> str:
     sibling_names = {
         valid_key.rpartition(".")[2] for valid_key in valid_keys if fnmatchcase(parent, valid_key.rpartition(".")[0])
     }
-    if name in sibling_names:  # of another member of a union
+    if name in sibling_names:  # a setting of another member of the union
         return f"another kind of {parent} has this setting; remove it, or set the other kind"
     similar_names = difflib.get_close_matches(name, sibling_names, n=1)
     if similar_names:

@@ -17,10 +17,11 @@ from tasks.tuning.config import RangeConfig, label_of
 
 TUNABLE_GROUPS = ("model", "tables", "loss", "training", "sharding")
 """Groups of settings that `nightjar tune` may vary."""
-NOT_TUNABLE = {
+REASON_BY_FIXED_SETTING = {
     "training.validation": "trials are compared by this setting, so all trials need the same value; leave it out",
     "training.warm_start": "trials start from scratch; leave it out",
 }
+"""Why a setting of TUNABLE_GROUPS cannot vary, and what to do."""
 _NAME_PATTERN = r'(?:"[^"]+"|[^".]+)'
 
 
@@ -84,7 +85,7 @@ def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> Pipeli
 
 
 def setting_value(config: PipelineConfig, key: str) -> Any:
-    """Return the value of a setting by its dotted key; None if the config does not have its group."""
+    """Return the value of the setting `key`, a dotted key; None if the config does not have the group of the setting."""
     try:
         return _get_setting(config.model_dump(mode="json"), key)
     except (KeyError, TypeError):
@@ -119,14 +120,14 @@ def _changed_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> di
 def _typed_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> RangeConfig:
     """Return the range of the setting `key` with all values converted to the type of the setting.
 
-    Only probes of the range are validated: some of its values, such as its ends. Raise InputError if a probe is invalid.
+    Only some values of the range are validated, such as the ends (`RangeConfig.probes`). Raise InputError if one is invalid.
     """
     if key.partition(".")[0] not in TUNABLE_GROUPS or "." not in key:
         raise InputError(
             f"tuning.ranges: {key}: all trials share one ingest and end after training, so only these groups of settings can "
             f"have a range: {', '.join(TUNABLE_GROUPS)}"
         )
-    for fixed_key, reason in NOT_TUNABLE.items():
+    for fixed_key, reason in REASON_BY_FIXED_SETTING.items():
         if f"{key}.".startswith(f"{fixed_key}."):
             raise InputError(f"tuning.ranges: {key}: {reason}")
     value_by_label: dict[str, Any] = {}
@@ -141,7 +142,7 @@ def _typed_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> 
             if any(details["type"] != "value_error" for details in error.errors()):
                 raise InputError(f"tuning.ranges: {'; '.join(problems)}") from None
             contradictions += problems
-    # A probe may contradict another setting, because that setting may vary too. But at least one probe must be valid.
+    # A probe may contradict another setting, because this setting may vary too. But at least one probe must be valid.
     if not value_by_label:
         raise InputError(f"tuning.ranges: {'; '.join(contradictions)}")
     try:

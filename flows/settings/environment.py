@@ -32,7 +32,10 @@ def prepare_environment(workspace: Path) -> None:
 
 
 def set_flow_run_retention(*, num_days: int) -> None:
-    """Set for how many days a Prefect server of this process keeps flow runs, unless the user has set this number."""
+    """Make a Prefect server that this process starts delete flow runs after `num_days` days.
+
+    Variables that the user has set keep their values.
+    """
     default_by_variable = {
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(num_days * DAY_S),
@@ -67,7 +70,7 @@ def require_writable(workspace: Path) -> None:
 
 
 def silence_libraries() -> None:
-    """Silence log messages and warnings of libraries. Call before importing them."""
+    """Silence log messages and warnings of libraries. Call this function before the libraries are imported."""
     logging.raiseExceptions = False  # Prefect would print an error for each record that its server does not accept
     # Logging through an unconfigured root logger would install a handler that prints to stderr.
     logging.getLogger().addHandler(logging.NullHandler())

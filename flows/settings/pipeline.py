@@ -114,7 +114,7 @@ class PipelineConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _follow_the_rules(self) -> Self:
+    def _check_rules(self) -> Self:
         check_rules(self)
         return self
 
@@ -127,16 +127,16 @@ class PipelineConfig(Settings):
     @property
     def table_names(self) -> set[str]:
         """Names of all embedding tables of the model."""
-        names = {"item"} | ({"user"} if self.model.learn_user_embedding else set())
+        table_names = {"item"} | ({"user"} if self.model.learn_user_embedding else set())
         if "item" in self.tables and self.tables["item"].transfer == "residual":
-            names.add(OFFSET_TABLE)
+            table_names.add(OFFSET_TABLE)
         if self.features is not None:
-            names |= self.features.by_key.keys()
-        return names
+            table_names |= self.features.by_key.keys()
+        return table_names
 
     @property
     def inputs(self) -> InputConfig:
-        """The settings of the three ingest stages."""
+        """The settings of the stages that read the input."""
         return InputConfig(self.interactions_with_context, self.embeddings, self.features, self.allowed_data_root)
 
     def training_setup(self, dataset: "Dataset") -> "TrainingSetup":
@@ -170,9 +170,10 @@ class PipelineConfig(Settings):
 
 
 def _with_absolute_paths(settings: SettingsT, base_folder: Path, *, has_tables: bool = False) -> SettingsT:
-    """Resolve the folders and the settings `paths`, `test_paths` and so on, also in the groups inside `settings`.
+    """Resolve the folders, and the settings whose names end in `paths`, in `settings` and in the groups inside `settings`.
 
-    has_tables: whether a path without a / is the name of a table.
+    Args:
+        has_tables: whether a path without a / is the name of a table.
     """
     has_tables = has_tables or (isinstance(settings, InteractionsConfig) and settings.format != "parquet")
     changes: dict[str, Any] = {}

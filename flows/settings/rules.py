@@ -1,4 +1,4 @@
-"""The rules between the groups of settings of a pipeline."""
+"""Rules that the groups of settings of a pipeline have to follow together."""
 
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ def _query_tower_has_a_feature(config: "PipelineConfig") -> None:
 def _user_embeddings_need_stored_users(config: "PipelineConfig") -> None:
     if config.package.users == "none" and config.model.learn_user_embedding:
         raise ValueError(
-            "package.users is none, but the model reads an embedding of each user, which a request cannot bring; set "
+            "package.users is none, but the model reads an embedding of each user, which a request cannot contain; set "
             "model.learn_user_embedding to false, or package.users to stored"
         )
 
@@ -132,7 +132,7 @@ def _explicit_negatives_are_ingested(config: "PipelineConfig") -> None:
         )
 
 
-def _torchx_needs_device_and_process_count(config: "PipelineConfig") -> None:
+def _torchx_needs_device_and_rank_count(config: "PipelineConfig") -> None:
     cluster = config.sharding.cluster
     if config.launcher.kind == "torchx" and (cluster.device == "auto" or cluster.processes_per_node is None):
         raise ValueError(
@@ -157,7 +157,7 @@ def _tables_support_their_settings(config: "PipelineConfig") -> None:
     check_table_names("sharding.tables", config.sharding.tables, tables=config.table_names)
 
 
-def _vectors_from_the_log_are_the_only_ones_of_items(config: "PipelineConfig") -> None:
+def _item_vectors_have_one_source(config: "PipelineConfig") -> None:
     log_vectors = config.inputs.log_vectors
     if log_vectors is None:
         return
@@ -193,9 +193,9 @@ def _slices_are_features_with_values(config: "PipelineConfig") -> None:
 def _segments_are_values_of_a_feature(config: "PipelineConfig") -> None:
     key, features = config.package.popularity_by, {} if config.features is None else config.features.by_key
     segment_keys = [
-        key
-        for key, feature in sorted(features.items())
-        if not key.startswith("item.") and feature.kind == "categorical" and feature.hash_rows is None
+        feature_key
+        for feature_key, feature in sorted(features.items())
+        if not feature_key.startswith("item.") and feature.kind == "categorical" and feature.hash_rows is None
     ]
     if key is not None and key not in segment_keys:
         raise ValueError(
@@ -236,9 +236,9 @@ RULES = (
     _cosine_loss_needs_cosine_similarity,
     _temperature_can_be_chosen,
     _explicit_negatives_are_ingested,
-    _torchx_needs_device_and_process_count,
+    _torchx_needs_device_and_rank_count,
     _tables_support_their_settings,
-    _vectors_from_the_log_are_the_only_ones_of_items,
+    _item_vectors_have_one_source,
     _slices_are_features_with_values,
     _segments_are_values_of_a_feature,
     _item_vectors_are_stored,

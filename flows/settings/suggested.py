@@ -1,4 +1,4 @@
-"""Suggested settings in a config, and the search space of `nightjar tune` around them for a config without `tuning.ranges`."""
+"""Configs with suggested settings, and the default ranges in which `nightjar tune` searches around the suggestions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from flows.settings.config_file import setting_value, with_settings
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from tasks.tuning.config import RangeConfig
-from tasks.tuning.suggestions import SEARCHED, Suggestion
+from tasks.tuning.suggestions import SEARCHED_RANGES, Suggestion
 
 
 @dataclass(frozen=True)
@@ -16,84 +16,89 @@ class SuggestedConfig:
     """A config with suggested settings.
 
     Attributes:
-        changed: suggested value by setting, for the settings of which the original config has another value.
-        problem_by_setting: why a suggested value is left out, for those that contradict the original config.
+        changes: suggested value by setting, for the settings that have another value in the original config.
+        problem_by_setting: why a suggestion is left out, for the suggestions that contradict the original config.
     """
 
     config: PipelineConfig
-    changed: dict[str, Any]
+    changes: dict[str, Any]
     problem_by_setting: dict[str, str]
 
     @classmethod
-    def of(cls, config: PipelineConfig, suggested: Iterable[Suggestion]) -> "SuggestedConfig":
-        """Apply the suggestions one after the other."""
-        changed: dict[str, Any] = {}
+    def of(cls, config: PipelineConfig, suggestions: Iterable[Suggestion]) -> "SuggestedConfig":
+        """Return `config` with the suggestions, which are applied one after the other."""
+        changes: dict[str, Any] = {}
         problem_by_setting: dict[str, str] = {}
         current_config = config
-        for item in suggested:
+        for suggestion in suggestions:
             try:
-                config_with_item = with_settings(current_config, {item.setting: item.value})
+                config_with_suggestion = with_settings(current_config, {suggestion.setting: suggestion.value})
             except InputError as error:
-                problem_by_setting[item.setting] = str(error)
+                problem_by_setting[suggestion.setting] = str(error)
                 continue
-            if setting_value(config_with_item, item.setting) != setting_value(current_config, item.setting):
-                current_config = config_with_item
-                changed[item.setting] = item.value
-        return cls(current_config.model_copy(update={"tuning": config.tuning}), changed, problem_by_setting)
+            if setting_value(config_with_suggestion, suggestion.setting) != setting_value(current_config, suggestion.setting):
+                current_config = config_with_suggestion
+                changes[suggestion.setting] = suggestion.value
+        return cls(current_config.model_copy(update={"tuning": config.tuning}), changes, problem_by_setting)
 
 
-def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> dict[str, RangeConfig]:
+def default_ranges(config: PipelineConfig, suggestions: Iterable[Suggestion]) -> dict[str, RangeConfig]:
     """Return the ranges of the search by setting. Each range contains the value of the config and the suggested value.
 
     A value that contradicts another setting of the config is left out, and so is a setting without a second value.
     """
-    with_search = {item.setting: item for item in suggested if item.search is not None}
-    for setting, search in SEARCHED.items():
-        unchanged = Suggestion(setting=setting, value=setting_value(config, setting), reason="", search=search)
-        with_search.setdefault(setting, unchanged)
+    suggestion_by_setting = {suggestion.setting: suggestion for suggestion in suggestions if suggestion.search is not None}
+    for setting, searched_range in SEARCHED_RANGES.items():
+        current_value = setting_value(config, setting)
+        without_change = Suggestion(setting=setting, value=current_value, reason="", search=searched_range)
+        suggestion_by_setting.setdefault(setting, without_change)
     ranges: dict[str, RangeConfig] = {}
-    for item in with_search.values():
-        assert item.search is not None
-        if _has_no_effect(config, item.setting):
+    for suggestion in suggestion_by_setting.values():
+        assert suggestion.search is not None
+        if _has_no_effect(config, suggestion.setting):
             continue
-        values = (setting_value(config, item.setting), item.value)
-        value_range = _choices(config, item, values) if item.search.choices else _interval(config, item, values)
+        values = (setting_value(config, suggestion.setting), suggestion.value)
+        value_range = (
+            _choices(config, suggestion, values) if suggestion.search.choices else _interval(config, suggestion, values)
+        )
         if value_range is not None:
-            ranges[item.setting] = value_range
+            ranges[suggestion.setting] = value_range
     return ranges
 
 
 def first_trials(
-    config: PipelineConfig, suggested: Iterable[Suggestion], ranges: dict[str, RangeConfig]
+    config: PipelineConfig, suggestions: Iterable[Suggestion], ranges: dict[str, RangeConfig]
 ) -> list[dict[str, Any]]:
     """Return the settings of the first trials: the values of the config, then the suggested values.
 
-    A value outside its range, such as the temperature `auto`, is replaced by the other value.
+    If a value is not in its range, such as the temperature `auto`, the trial has the other of the two values.
     """
     current_values = {setting: setting_value(config, setting) for setting in ranges}
-    proposed = current_values | {item.setting: item.value for item in suggested if item.setting in ranges}
+    proposed_values = current_values | {
+        suggestion.setting: suggestion.value for suggestion in suggestions if suggestion.setting in ranges
+    }
     for setting, value_range in ranges.items():
-        if value_range.choices and proposed[setting] not in value_range.choices:
-            proposed[setting] = current_values[setting]
+        if value_range.choices and proposed_values[setting] not in value_range.choices:
+            proposed_values[setting] = current_values[setting]
         if not value_range.choices and not isinstance(current_values[setting], int | float):
-            current_values[setting] = proposed[setting]
-    return [current_values] if proposed == current_values else [current_values, proposed]
+            current_values[setting] = proposed_values[setting]
+    return [current_values] if proposed_values == current_values else [current_values, proposed_values]
 
 
-def _interval(config: PipelineConfig, item: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:
-    assert item.search is not None and item.search.low is not None and item.search.high is not None
+def _interval(config: PipelineConfig, suggestion: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:
+    assert suggestion.search is not None and suggestion.search.low is not None and suggestion.search.high is not None
     numbers = [value for value in values if isinstance(value, int | float)]  # a temperature may be auto
-    low, high = min(item.search.low, *numbers), max(item.search.high, *numbers)
-    if not all(_is_valid(config, item.setting, value) for value in (low, high)):
+    low, high = min(suggestion.search.low, *numbers), max(suggestion.search.high, *numbers)
+    if not all(_is_valid(config, suggestion.setting, value) for value in (low, high)):
         return None
-    return item.search.model_copy(update={"low": low, "high": high})
+    return suggestion.search.model_copy(update={"low": low, "high": high})
 
 
-def _choices(config: PipelineConfig, item: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:
-    assert item.search is not None and item.search.choices is not None
+def _choices(config: PipelineConfig, suggestion: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:
+    assert suggestion.search is not None and suggestion.search.choices is not None
     choices: list[Any] = []
-    for value in (*values, *item.search.choices):
-        if value not in choices and _is_valid(config, item.setting, value):
+    for value in (*values, *suggestion.search.choices):
+        if value not in choices and _is_valid(config, suggestion.setting, value):
             choices.append(value)
     return RangeConfig(choices=tuple(choices)) if len(choices) > 1 else None
 

@@ -56,8 +56,8 @@ IMPORTANT_SETTINGS = (
     "schedule.cron",
     "schedule.timezone",
 )
-"""Settings that `nightjar init` writes. It also writes every setting whose value is not the default."""
-_WIDTH = 128
+"""Settings that `nightjar init` writes, in addition to settings with a value that is not the default."""
+_LINE_WIDTH = 128
 _COMMENT_COLUMN = 42
 
 
@@ -79,7 +79,7 @@ def demo_config() -> PipelineConfig:
             "name": "demo",
             "workspace": Path(),
             "interactions": starter.interactions.model_copy(update={"split": split}),
-            "model": TwoTowerConfig(),  # its temperature is good for the demo, and needs no choice
+            "model": TwoTowerConfig(),  # the default temperature fits the demo, so no training has to compare temperatures
             "training": TrainingConfig(epochs=4, batch_size=512),
         }
     )
@@ -98,7 +98,7 @@ def write_demo(workspace: Path) -> Path:
 
 
 def require_new_file(config_path: Path) -> None:
-    """Raise InputError if a config file cannot be written, because it exists or its folder does not."""
+    """Raise InputError if the config file exists already, or if its folder does not exist."""
     if config_path.exists():
         raise InputError(f"{config_path}: exists already; remove it, or name another file")
     if not config_path.parent.is_dir():
@@ -110,7 +110,7 @@ def to_commented_yaml(config: PipelineConfig, *, notes: Mapping[str, str] | None
 
     Args:
         notes: comments by dotted name, written above the setting.
-        every_setting: write all settings, instead of IMPORTANT_SETTINGS and those that differ from their default.
+        every_setting: write all settings. Otherwise, write IMPORTANT_SETTINGS and the settings that differ from their default.
     """
     header = HEADER + (HEADER_ALL if every_setting else HEADER_IMPORTANT)
     writer = _TemplateWriter(notes or {}, None if every_setting else IMPORTANT_SETTINGS)
@@ -131,7 +131,8 @@ class _TemplateWriter(NamedTuple):
     def lines(self, config: BaseModel, *, group_name: str = "", depth: int = 0, kind_name: str | None = None) -> Iterator[str]:
         """Yield the lines of `config`, the group of settings with the dotted name `group_name`.
 
-        kind_name: setting that names the kind of the group, if this kind is not the default.
+        Args:
+            kind_name: setting that names the kind of the group, if this kind is not the default.
         """
         indent = "  " * depth
         for setting_name, field in type(config).model_fields.items():
@@ -184,7 +185,7 @@ def _as_yaml_list_element(lines: Iterator[str], *, depth: int) -> Iterator[str]:
 
 def _comment(field: FieldInfo) -> str:
     choices = _choices(field)
-    description = (field.description or "").replace("`", "")  # the code font of docs/config.md
+    description = (field.description or "").replace("`", "")  # backticks are only for docs/config.md
     return description + (f" ({' | '.join(choices)})" if choices else "")
 
 
@@ -201,7 +202,7 @@ def _choices(field: FieldInfo) -> list[str]:
 
 def _member_and_settings(config_class: type[BaseModel], *, shared_names: set[str]) -> str:
     tag_name = union_tag(config_class)
-    assert tag_name is not None  # of a member of a union
+    assert tag_name is not None  # each member of a union has a tag
     settings = ", ".join(name for name in config_class.model_fields if name not in shared_names)
     member_name = str(config_class.model_fields[tag_name].default)
     return f"{member_name}: {settings}" if settings else member_name
@@ -218,8 +219,8 @@ def _with_comment(setting_line: str, comment: str) -> Iterator[str]:
     if not comment:
         yield setting_line
         return
-    column = max(_COMMENT_COLUMN, len(setting_line) + 2)
-    first_line, *other_lines = textwrap.wrap(comment, _WIDTH - column - 2)
-    yield f"{setting_line.ljust(column)}# {first_line}"
+    comment_column = max(_COMMENT_COLUMN, len(setting_line) + 2)
+    first_line, *other_lines = textwrap.wrap(comment, _LINE_WIDTH - comment_column - 2)
+    yield f"{setting_line.ljust(comment_column)}# {first_line}"
     for line in other_lines:
-        yield f"{' ' * column}# {line}"
+        yield f"{' ' * comment_column}# {line}"

@@ -14,9 +14,9 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 
 BENCHMARK_EF_CONSTRUCTION = 64
-"""ef_construction of the HNSW index in benchmarks/index.json. The build time grows with it."""
+"""`ef_construction` of the HNSW index in benchmarks/index.json. The build time is proportional to `ef_construction`."""
 POPULARITY_EXPONENT = 1.0
-"""Exponent of Zipf's law, which gives the popularity of the items of a log that does not exist yet."""
+"""Exponent of Zipf's law, from which the popularity of items is estimated if there is no log yet."""
 _PACKAGED_VALUE_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "none": 0.0}
 
 
@@ -89,7 +89,11 @@ def plan_for_sizes(config: PipelineConfig, data: Data) -> PlanFile:
 
 
 def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines: Machines) -> Workload:
-    """Return everything that the estimates depend on. machines: the hosts, with the ranks of the plan."""
+    """Return everything on which the estimates depend.
+
+    Args:
+        machines: the hosts, with the number of ranks in `plan`.
+    """
     table_bytes = sum(memory.weights + memory.optimizer for rank in plan.ranks for memory in rank.tables.values())
     training = TrainingLoad(
         dim=config.model.output_dim,
@@ -101,11 +105,11 @@ def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines:
         table_bytes=table_bytes,
         num_kept=config.training.keep_checkpoints + (config.training.validation is not None),
     )
-    built = config.index.indexes_to_build(num_items=data.num_items, dim=config.model.output_dim)
+    built_indexes = config.index.indexes_to_build(num_items=data.num_items, dim=config.model.output_dim)
     workload = Workload(
         data=data,
         training=training,
-        indexes=tuple(_index_load(index, config, data) for index in built),
+        indexes=tuple(_index_load(index, config, data) for index in built_indexes),
         package_bytes_per_item=_package_bytes_per_item(config),
         ranks_all_targets="auc" in config.evaluation.metrics,
         machines=machines,
@@ -119,20 +123,20 @@ def _num_candidates(config: PipelineConfig, data: Data, *, num_ranks: int) -> in
     loss = config.loss
     if loss.negatives == "all":
         return data.num_items
-    num_own = loss.num_negatives + loss.explicit_negatives
+    num_rank_candidates = loss.num_negatives + loss.explicit_negatives
     if loss.in_batch_negatives or (loss.in_batch_negatives is None and loss.kind == "softmax"):
-        num_own += config.training.batch_size
-    return max(1, num_own * (num_ranks if loss.cross_rank_negatives else 1))
+        num_rank_candidates += config.training.batch_size
+    return max(1, num_rank_candidates * (num_ranks if loss.cross_rank_negatives else 1))
 
 
 def _index_load(index: AnyIndexKind, config: PipelineConfig, data: Data) -> IndexLoad:
-    factor = index.ef_construction / BENCHMARK_EF_CONSTRUCTION if isinstance(index, Hnsw) else 1.0
+    build_factor = index.ef_construction / BENCHMARK_EF_CONSTRUCTION if isinstance(index, Hnsw) else 1.0
     num_items, dim = data.num_items, config.model.output_dim
     return IndexLoad(
         kind=index.kind,
         num_bytes=index.min_bytes(num_items=num_items, dim=dim),
         num_shards=config.index.num_shards(index, num_items=num_items, dim=dim),
-        build_factor=factor,
+        build_factor=build_factor,
     )
 
 

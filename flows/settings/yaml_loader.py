@@ -56,7 +56,7 @@ def dump(value: Any, *, is_inline: bool = False) -> str:
     yaml = YAML(typ="safe", pure=True)
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.default_flow_style = is_inline
-    yaml.allow_unicode = False  # unescaped, some control characters would be read as blanks
+    yaml.allow_unicode = False  # some control characters would be read as blanks if they were not escaped
     yaml.width = 1 << 20 if is_inline else None
     stream = StringIO()
     yaml.dump(value, stream)

@@ -1,4 +1,4 @@
-"""Config of what a new champion delivers to other systems."""
+"""Config of the delivery of a new champion to other systems."""
 
 from typing import Annotated
 

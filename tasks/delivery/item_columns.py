@@ -1,4 +1,4 @@
-"""Columns of items.parquet in the forms that the libraries of the vector stores need.
+"""Columns of items.parquet, converted to the types that the libraries of the vector stores need.
 
 Shapes: R items, D width of the vectors.
 """
@@ -27,7 +27,7 @@ def column_kind(data_type: pa.DataType) -> ColumnKind:
 
 
 def vectors_of(items: pa.Table) -> NDArray[np.float32]:
-    """Return the column `vector` of some items, [number of items, D]."""
+    """Return the column `vector`, [R, D]."""
     vectors = items["vector"].combine_chunks()
     vector_RD: NDArray[np.float32] = vectors.flatten().to_numpy().reshape(len(vectors), vectors.type.list_size)
     return vector_RD
@@ -43,13 +43,13 @@ def without_nan(items: pa.Table) -> pa.Table:
 
 
 def rows_of(items: pa.Table) -> list[dict[str, Any]]:
-    """Return all columns but the vectors as one dictionary per item, without null values."""
+    """Return one dictionary per item with all columns except the vector, without null values."""
     rows = without_nan(items.drop_columns(["vector"])).to_pylist()
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def with_text_times(items: pa.Table) -> pa.Table:
-    """Write times as text in RFC 3339. The columns have times in UTC, without a zone."""
+    """Convert times, which are in UTC without a time zone, to text in RFC 3339."""
     for index, field in enumerate(items.schema):
         if column_kind(field.type) == "time":
             items = items.set_column(index, field.name, pc.strftime(items[field.name], format="%Y-%m-%dT%H:%M:%SZ"))
@@ -57,7 +57,7 @@ def with_text_times(items: pa.Table) -> pa.Table:
 
 
 def with_integer_times(items: pa.Table) -> pa.Table:
-    """Write times as microseconds since 1970."""
+    """Convert times to microseconds since 1970."""
     for index, field in enumerate(items.schema):
         if column_kind(field.type) == "time":
             times = items[field.name].cast(pa.timestamp("us")).cast(pa.int64())

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from recsys_core.serving.ids import Id
 
 ALIASES_TABLE = "nightjar_aliases"
-_LISTED_TABLES = 1_000
-_KEPT_ALIAS_VERSIONS = timedelta(days=7)
+_TABLES_PER_PAGE = 1_000
+_MAX_ALIAS_TABLE_AGE = timedelta(days=7)
+"""Age above which earlier states of the table ALIASES_TABLE are deleted."""
 
 
 class LanceDbSettings(StoreSettings):
@@ -54,14 +55,14 @@ class _LanceDb:
         self._database = lancedb.connect(str(settings.folder))
 
     def collections(self) -> list[str]:
-        names: list[str] = []
+        table_names: list[str] = []
         page_token = None
         while True:
-            page = self._database.list_tables(page_token=page_token, limit=_LISTED_TABLES)
-            names += page.tables
+            page = self._database.list_tables(page_token=page_token, limit=_TABLES_PER_PAGE)
+            table_names += page.tables
             page_token = page.page_token
             if not page_token:
-                return [name for name in names if name != ALIASES_TABLE]
+                return [name for name in table_names if name != ALIASES_TABLE]
 
     def create(self, collection: str, schema: pa.Schema) -> None:
         self._database.create_table(collection, schema=schema)
@@ -93,16 +94,16 @@ class _LanceDb:
         import pyarrow as pa
 
         row = pa.table({"alias": [alias], "collection": [collection]})
-        if ALIASES_TABLE not in self._database.list_tables(limit=_LISTED_TABLES).tables:
+        if ALIASES_TABLE not in self._database.list_tables(limit=_TABLES_PER_PAGE).tables:
             self._database.create_table(ALIASES_TABLE, schema=row.schema, exist_ok=True)
         aliases = self._database.open_table(ALIASES_TABLE)
         aliases.merge_insert("alias").when_matched_update_all().when_not_matched_insert_all().execute(row)
-        aliases.optimize(cleanup_older_than=_KEPT_ALIAS_VERSIONS)
+        aliases.optimize(cleanup_older_than=_MAX_ALIAS_TABLE_AGE)
 
     def drop(self, collection: str) -> None:
         self._database.drop_table(collection)
 
     def _alias_rows(self) -> Iterator[tuple[str, str]]:
-        if ALIASES_TABLE in self._database.list_tables(limit=_LISTED_TABLES).tables:
+        if ALIASES_TABLE in self._database.list_tables(limit=_TABLES_PER_PAGE).tables:
             rows = self._database.open_table(ALIASES_TABLE).to_arrow().to_pylist()
             yield from ((row["alias"], row["collection"]) for row in rows)

@@ -75,7 +75,7 @@ class MilvusSettings(StoreSettings):
             yield _Milvus(client, library, self)
         finally:
             client.close()
-            server_manager_instance.release_server(str(self.file))  # it would lock the file until this process ends
+            server_manager_instance.release_server(str(self.file))  # otherwise the file would be locked until this process ends
 
 
 class _Milvus:
@@ -95,8 +95,8 @@ class _Milvus:
         for field in schema:
             if not _FIELD_NAME.fullmatch(field.name):
                 raise InputError(
-                    f"{self._settings.location}: the filter column {shown(field.name)} is no name of a Milvus field, which has "
-                    "letters, digits and _, and does not start with a digit; rename the column in the item file"
+                    f"{self._settings.location}: the filter column {shown(field.name)} is not a valid name of a Milvus field, "
+                    "which has letters, digits and _, and does not start with a digit; rename the column in the item file"
                 )
             options: dict[str, Any] = {"is_primary": True} if field.name == "item_id" else {"nullable": True}
             if field.name == "vector":
@@ -107,7 +107,7 @@ class _Milvus:
             milvus_schema.add_field(field.name, data_type, **options)
         index = self._client.prepare_index_params()
         index.add_index("vector", index_type="FLAT" if self._settings.is_exact else "HNSW", metric_type="IP", params={})
-        # With a weaker level, a server may not see the last insert yet. Milvus Lite always sees it, and rejects "Strong".
+        # With a weaker level, a search on a server may miss the last insert. Milvus Lite does not accept "Strong".
         consistency = {} if self._settings.url is None else {"consistency_level": "Strong"}
         self._client.create_collection(collection, schema=milvus_schema, index_params=index, **consistency)
 

@@ -29,7 +29,7 @@ class Publisher(Protocol):
     """Another system that is informed of moved aliases. `publishers_of` returns all of them."""
 
     def publish(self, change: AliasChange) -> None:
-        """Send the change. Log an error as a warning, because the alias has moved."""
+        """Send the change. Log an error as a warning, because the alias has already moved."""
 
 
 @dataclass(frozen=True)
@@ -70,5 +70,5 @@ class PrefectEvents:
 
 
 def publishers_of(flow_run_id: str | None, pipeline: str, *, run_reason: str, run_id: str | None) -> list[Publisher]:
-    """Return the systems that are informed of the aliases that a flow run moves. The arguments are those of PrefectEvents."""
+    """Return the systems that are informed of the aliases that a flow run moves. The arguments are fields of PrefectEvents."""
     return [PrefectEvents(flow_run_id, pipeline, run_reason, run_id)]

@@ -1,6 +1,6 @@
 """Push of a version to a vector store: a new collection, checks, a switched alias.
 
-1. Load the items into a collection of their own, whose name has the version and the space_id.
+1. Load the items into a new collection, whose name has the version and the space_id.
 2. Check the number of items and, for the golden queries, the best 10 items of the store against an exact search.
 3. Switch the alias in one step. Readers use the alias, so they never see a collection that is incomplete.
 4. Delete older collections, except the collection that the alias named before.
@@ -23,12 +23,12 @@ from tasks.progress.reporting import LOG, show_bar
 
 K = 10
 SCORE_TOLERANCE = 1e-5
-"""Largest difference of two scores that count as equal. Above a score of 1, it is relative."""
+"""Largest difference of two scores that count as equal. For scores above 1, it is a relative difference."""
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """A collection that an alias of a store names.
+class PushResult:
+    """The collection that the alias of a store names after a push.
 
     Attributes:
         overlap: share of the exact best 10 items that the store returned for the golden queries.
@@ -43,36 +43,36 @@ class Pushed:
     num_loaded: int
 
     def __str__(self) -> str:
-        how = f"{self.num_loaded:,} items loaded" if self.num_loaded else f"{self.num_items:,} items, which were there"
-        return f"{self.location}: alias {self.alias} names {self.collection} ({how}, overlap {self.overlap:.1%})"
+        items_text = f"{self.num_loaded:,} items loaded" if self.num_loaded else f"{self.num_items:,} items, which were there"
+        return f"{self.location}: alias {self.alias} names {self.collection} ({items_text}, overlap {self.overlap:.1%})"
 
 
-def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> Pushed:
-    """Let the alias of a store name the items of `retriever`. Load them, unless the store has them.
+def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> PushResult:
+    """Load the items of `retriever` into a store, unless the store has them, and switch the alias to their collection.
 
     Raises:
         InputError: the library of the store is not installed, or the store cannot have one of the columns.
-        StageError: the store does not work, or it returned other items than an exact search. The message has the collection
-            that the alias names, and what to do.
+        StageError: the store does not work, or it returned other items than an exact search. The message names the collection
+            of the alias, and a fix.
     """
     alias = settings.alias or model_name.replace("-", "_")
     collection = f"{alias}_v{retriever.version}_{retriever.space_id}"
-    served: str | None = None
+    served_collection: str | None = None
     try:
         with store_errors(settings.location), settings.connect() as store:
-            served = store.target(alias)
-            load = _Load(store, settings, retriever, collection)
-            num_loaded, overlap = load.ensure(is_served=served == collection)
-            if served != collection:
+            served_collection = store.target(alias)
+            load = _CollectionLoad(store, settings, retriever, collection)
+            num_loaded, overlap = load.ensure_complete(is_served=served_collection == collection)
+            if served_collection != collection:
                 store.switch(alias, collection)
-                former, served = served, collection
-                _drop_older(store, alias, kept_collections={collection, former})
+                former_collection, served_collection = served_collection, collection
+                _drop_older(store, alias, kept_collections={collection, former_collection})
     except StageError as error:
         raise StageError(
-            f"{error}; the alias {alias} names {served or 'no collection'}. Repeat the push with `nightjar push` after the "
-            "cause is removed"
+            f"{error}; the alias {alias} names {served_collection or 'no collection'}. Remove the cause, and repeat the push "
+            "with `nightjar push`"
         ) from error
-    return Pushed(settings.location, alias, collection, len(retriever.item_ids), overlap, num_loaded)
+    return PushResult(settings.location, alias, collection, len(retriever.item_ids), overlap, num_loaded)
 
 
 def _drop_older(store: VectorStore, alias: str, *, kept_collections: set[str | None]) -> None:
@@ -83,22 +83,22 @@ def _drop_older(store: VectorStore, alias: str, *, kept_collections: set[str | N
 
 
 @dataclass(frozen=True)
-class _Load:
-    """The items of a version, and the collection of a store that gets them."""
+class _CollectionLoad:
+    """Load of a version's items into a collection of a store."""
 
     store: VectorStore
     settings: AnyStore
     retriever: Retriever
     collection: str
 
-    def ensure(self, *, is_served: bool) -> tuple[int, float]:
-        """Return the number of loaded items, which is 0 if the collection was complete, and the overlap.
+    def ensure_complete(self, *, is_served: bool) -> tuple[int, float]:
+        """Load the collection, unless it is complete. Return the number of loaded items and the overlap.
 
-        An incomplete collection of an interrupted push is loaded again, unless the alias names it.
+        An incomplete collection of an interrupted push is loaded again, unless the alias names it (`is_served`).
         """
         if self.collection in self.store.collections():
             try:
-                return 0, self._check()
+                return 0, self._measure_overlap()
             except StageError as error:
                 if is_served:
                     raise StageError(
@@ -107,7 +107,7 @@ class _Load:
                     ) from error
                 LOG.info("%s; the collection is loaded again", error)
                 self.store.drop(self.collection)
-        return self._add_items(), self._check()
+        return self._add_items(), self._measure_overlap()
 
     def _add_items(self) -> int:
         num_items, num_added = len(self.retriever.item_ids), 0
@@ -121,8 +121,8 @@ class _Load:
         self.store.finish(self.collection)
         return num_added
 
-    def _check(self) -> float:
-        """Return the overlap; raise StageError if the collection has another number of items, or the overlap is too small."""
+    def _measure_overlap(self) -> float:
+        """Return the overlap; raise StageError if the overlap is too small, or if the number of items is wrong."""
         location = f"{self.settings.location}: the collection {self.collection}"
         num_items, num_stored = len(self.retriever.item_ids), self.store.count(self.collection)
         if num_stored != num_items:
@@ -131,8 +131,9 @@ class _Load:
         k = min(K, num_items)
         exact_score_BK = exact_top_scores(self.retriever, query_BD, k=k)
         num_correct = 0
-        for query, item_ids in enumerate(self.store.search(self.collection, query_BD, k)):
-            num_correct += self._num_correct(item_ids, query_BD[query], float(exact_score_BK[query, -1]))
+        for query_index, item_ids in enumerate(self.store.search(self.collection, query_BD, k)):
+            lowest_score = float(exact_score_BK[query_index, -1])
+            num_correct += self._num_correct(item_ids, query_BD[query_index], lowest_score)
         overlap = num_correct / max(1, k * len(query_BD))
         min_overlap = 1.0 if self.settings.is_exact else self.settings.min_overlap
         if overlap < min_overlap and len(query_BD):
@@ -156,24 +157,24 @@ class _Load:
 
 
 def exact_top_scores(retriever: Retriever, query_BD: NDArray[np.float32], *, k: int) -> NDArray[np.float32]:
-    """Return the k largest inner products of each query with all items in falling order, [B, K]."""
+    """Return the k largest inner products of each query with all items, in falling order, [B, K]."""
     top_BK = np.zeros((len(query_BD), 0), np.float32)
     num_items, block_rows = len(retriever.item_ids), 1 << 14
-    for start in range(0, num_items, block_rows):
-        vector_RD = retriever.item_vectors(np.arange(start, min(num_items, start + block_rows)))
+    for first_row in range(0, num_items, block_rows):
+        vector_RD = retriever.item_vectors(np.arange(first_row, min(num_items, first_row + block_rows)))
         top_BK = -np.sort(-np.concatenate([top_BK, query_BD @ vector_RD.T], axis=1), axis=1)[:, :k]
     return top_BK
 
 
-def push_to_all(retriever: Retriever, stores: tuple[AnyStore, ...], *, model_name: str) -> tuple[list[Pushed], list[str]]:
-    """Push to each store, also if another one failed. Return the results, and one sentence for each store that failed."""
-    pushed, alarms = [], []
+def push_to_all(retriever: Retriever, stores: tuple[AnyStore, ...], *, model_name: str) -> tuple[list[PushResult], list[str]]:
+    """Push to each store, even if another store failed. Return the results, and one sentence for each store that failed."""
+    results, alarms = [], []
     for settings in stores:
         try:
             result = push(retriever, settings, model_name=model_name)
         except Exception as error:  # a library may raise any error when it is imported or opened
-            text = str(error) if isinstance(error, StageError | ValueError) else f"{type(error).__name__}: {error}"
-            alarms.append(redacted(f"version {retriever.version} was not pushed: {text}"))
+            problem = str(error) if isinstance(error, StageError | ValueError) else f"{type(error).__name__}: {error}"
+            alarms.append(redacted(f"version {retriever.version} was not pushed: {problem}"))
         else:
-            pushed.append(result)
-    return pushed, alarms
+            results.append(result)
+    return results, alarms

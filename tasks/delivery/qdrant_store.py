@@ -1,7 +1,7 @@
 """Items in Qdrant: on a server, or in a folder of Qdrant's local mode.
 
-A point id must be an unsigned integer or a UUID. An item id of another form becomes a UUID of version 5. The payload of each
-point has the item id as it is.
+The id of a point must be an unsigned integer or a UUID. An item id of another form is converted to a UUID of version 5. The
+payload of each point has the original item id.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class _Qdrant:
         self._client.upsert(collection, points, wait=True)
 
     def finish(self, collection: str) -> None:
-        end_s = time.monotonic() + _MAX_INDEX_S
+        deadline_s = time.monotonic() + _MAX_INDEX_S
         while (status := self._client.get_collection(collection).status) != self._models.CollectionStatus.GREEN:
-            if status == self._models.CollectionStatus.RED or time.monotonic() > end_s:
+            if status == self._models.CollectionStatus.RED or time.monotonic() > deadline_s:
                 raise StageError(
-                    f"{self._settings.location}: the collection {collection} has the status {status}, and not green; look at "
+                    f"{self._settings.location}: the collection {collection} has the status {status} instead of green; look at "
                     "the log of the server"
                 )
             time.sleep(1)
@@ -134,8 +134,8 @@ class _Qdrant:
         return [[point.payload["item_id"] for point in response.points] for response in responses]
 
     def target(self, alias: str) -> str | None:
-        names = {entry.alias_name: entry.collection_name for entry in self._client.get_aliases().aliases}
-        return names.get(alias)
+        collection_by_alias = {entry.alias_name: entry.collection_name for entry in self._client.get_aliases().aliases}
+        return collection_by_alias.get(alias)
 
     def switch(self, alias: str, collection: str) -> None:
         models = self._models

@@ -31,10 +31,10 @@ MAX_BATCH_ROWS = 1 << 14
 MAX_BATCH_ITEMS = 1 << 22
 """Largest number of recommended items in memory."""
 PART_ROWS = 1 << 20
-"""Rows of an output file."""
+"""Number of rows after which another output file begins."""
 
 OnProgress = Callable[[int, int], None]
-"""Function of the number of answered rows and of all rows."""
+"""Function that is called with the number of answered rows and the number of all rows."""
 
 
 class BatchSummary(NamedTuple):
@@ -42,7 +42,7 @@ class BatchSummary(NamedTuple):
 
     Attributes:
         columns: columns of the input that were read.
-        num_rows_by_fallback: number of rows by the origin of their items; see `answers.FALLBACKS`. "model" is no fallback.
+        num_rows_by_fallback: number of rows by fallback, see `answers.FALLBACKS`; the key for no fallback is "model".
     """
 
     version: str
@@ -61,16 +61,21 @@ class BatchSummary(NamedTuple):
         )
 
 
-class _Rows(NamedTuple):
-    """A batch of the input: Arrow columns by name. `place` names its file and rows in messages."""
+class _InputBatch(NamedTuple):
+    """Some rows of the input.
+
+    Attributes:
+        columns: Arrow columns by name.
+        location: file and row numbers, for messages.
+    """
 
     columns: dict[str, pa.Array]
-    place: str
+    location: str
 
 
 def write_recommendations(
     retriever: Retriever,
-    users: Sequence[str],
+    user_paths: Sequence[str],
     *,
     folder: Path,
     k: int,
@@ -84,38 +89,38 @@ def write_recommendations(
     caller ensures that no other process writes the same folder.
 
     Args:
-        users: paths or globs of parquet files with the column user_id, the column history (a list of item ids), or feature
+        user_paths: paths or globs of parquet files with the column user_id, the column history (a list of item ids), or feature
             columns of the model. Other columns are not read. Without paths: all users of the model.
         k, options: see Retriever.recommend.
 
     Raises:
-        InputError: a file, a column, a value or an option is invalid, the model has no users and `users` is empty, or `folder`
-            has other files. The message names the file and its rows.
+        InputError: a file, a column, a value or an option is invalid, the model has no users and `user_paths` is empty, or
+            `folder` has other files. The message names the file and its rows.
     """
-    if not users and not len(retriever.user_ids):
+    if not user_paths and not len(retriever.user_ids):
         raise InputError(
             f"version {retriever.version} stores no users; set delivery.recommendations.user_paths to files with the histories"
         )
     with _replacement(folder) as new_folder, explain_disk_full(folder.parent):
-        # The new folder also has the copies of remote files, so that they are removed with it if the process is killed.
-        columns, num_rows, batches = _read_users(retriever, users, batch_rows=_batch_rows(k), scratch_folder=new_folder)
+        # Copies of remote files are in the new folder too, so that they are removed with it if the process is killed.
+        columns, num_rows, batches = _read_users(retriever, user_paths, batch_rows=_batch_rows(k), scratch_folder=new_folder)
         num_rows_by_code = np.zeros(len(FALLBACKS), np.int64)
         num_done = 0
         with closing(batches), _PartWriter(new_folder) as writer:
-            for rows in batches:
-                recommendations = _recommend(retriever, rows, k=k, options=options)
-                writer.write(_as_table(recommendations, user_id_column=rows.columns.get("user_id")))
+            for batch in batches:
+                recommendations = _recommend(retriever, batch, k=k, options=options)
+                writer.write(_as_table(recommendations, user_id_column=batch.columns.get("user_id")))
                 num_rows_by_code += np.bincount(recommendations.fallback_code_B, minlength=len(FALLBACKS))
                 num_done += len(recommendations)
                 on_progress(num_done, num_rows)
-        names = [fallback or "model" for fallback in FALLBACKS]
+        fallback_names = [fallback or "model" for fallback in FALLBACKS]
         summary = BatchSummary(
             version=retriever.version,
             space_id=retriever.space_id,
             k=k,
             num_rows=num_done,
             columns=columns,
-            num_rows_by_fallback=dict(zip(names, num_rows_by_code.tolist(), strict=True)),
+            num_rows_by_fallback=dict(zip(fallback_names, num_rows_by_code.tolist(), strict=True)),
         )
         (new_folder / SUMMARY_FILE_NAME).write_text(json.dumps(summary._asdict(), indent=2))
     return summary
@@ -136,7 +141,7 @@ def _replacement(folder: Path) -> Iterator[Path]:
     Raises InputError if `folder` has files that are not recommendations.
     """
     new_folder, old_folder = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("new", "old"))
-    _clean_up(folder, new_folder, old_folder)  # after a process that was killed
+    _clean_up(folder, new_folder, old_folder)  # in case an earlier process was killed
     _require_replaceable(folder)
     new_folder.mkdir(parents=True)
     try:
@@ -164,12 +169,12 @@ def _require_replaceable(folder: Path) -> None:
 
 
 def _read_users(
-    retriever: Retriever, users: Sequence[str], *, batch_rows: int, scratch_folder: Path
-) -> tuple[list[str], int, Generator[_Rows]]:
+    retriever: Retriever, user_paths: Sequence[str], *, batch_rows: int, scratch_folder: Path
+) -> tuple[list[str], int, Generator[_InputBatch]]:
     """Return the columns that are read, the number of rows, and the batches."""
-    if not users:
+    if not user_paths:
         return ["user_id"], len(retriever.user_ids), _known_users(retriever, batch_rows=batch_rows)
-    sources = open_sources(users, setting="users")
+    sources = open_sources(user_paths, setting="users")
     known_columns = [*QUERY_COLUMNS, *retriever.request_features.columns]
     columns = [name for name in known_columns if name in sources[0].schema.names]
     if not columns:
@@ -180,14 +185,14 @@ def _read_users(
     for name in columns:
         require_same_types(sources, name, setting="users")
 
-    def read() -> Generator[_Rows]:
+    def read() -> Generator[_InputBatch]:
         with local_files(sources, columns=columns, scratch_folder=scratch_folder) as paths:
             for source, path in zip(sources, paths, strict=True):
                 first_row = 0
                 for batch in decode_ahead(read_batches(source, path, columns=columns, batch_rows=batch_rows)):
                     last_row = first_row + batch.num_rows - 1
                     batch_columns = {name: batch.column(name) for name in columns}
-                    yield _Rows(batch_columns, f"{source.name}, rows {first_row:,} to {last_row:,}")
+                    yield _InputBatch(batch_columns, f"{source.name}, rows {first_row:,} to {last_row:,}")
                     first_row = last_row + 1
 
     return columns, sum(source.record.num_rows for source in sources), read()
@@ -197,23 +202,23 @@ def _batch_rows(k: int) -> int:
     return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_ITEMS // max(1, k)))
 
 
-def _known_users(retriever: Retriever, *, batch_rows: int) -> Generator[_Rows]:
-    for rows in chunk_slices(len(retriever.user_ids), length=batch_rows):
-        user_rows = np.arange(rows.start, rows.stop)
-        yield _Rows({"user_id": _id_column(retriever.user_ids.ids(user_rows))}, "the users of the model")
+def _known_users(retriever: Retriever, *, batch_rows: int) -> Generator[_InputBatch]:
+    for row_slice in chunk_slices(len(retriever.user_ids), length=batch_rows):
+        user_rows = np.arange(row_slice.start, row_slice.stop)
+        yield _InputBatch({"user_id": _id_column(retriever.user_ids.ids(user_rows))}, "the users of the model")
 
 
-def _recommend(retriever: Retriever, rows: _Rows, *, k: int, options: SearchOptions) -> Recommendations:
-    user_ids: Any = rows.columns.get("user_id")
+def _recommend(retriever: Retriever, batch: _InputBatch, *, k: int, options: SearchOptions) -> Recommendations:
+    user_ids: Any = batch.columns.get("user_id")
     if user_ids is not None:
         is_int64 = user_ids.type == pa.int64() and not user_ids.null_count
         user_ids = user_ids.to_numpy() if is_int64 else user_ids.to_pylist()
-    values = {name: column.to_pylist() for name, column in rows.columns.items() if name != "user_id"}
-    histories = values.pop("history", None)
+    values_by_column = {name: column.to_pylist() for name, column in batch.columns.items() if name != "user_id"}
+    histories = values_by_column.pop("history", None)
     try:
-        return retriever.recommend(user_ids, k, histories=histories, features=values or None, **options)
+        return retriever.recommend(user_ids, k, histories=histories, features=values_by_column or None, **options)
     except InputError as error:
-        raise InputError(f"{rows.place}: {error}") from None
+        raise InputError(f"{batch.location}: {error}") from None
 
 
 def _as_table(recommendations: Recommendations, *, user_id_column: pa.Array | None) -> pa.Table:
@@ -233,12 +238,12 @@ def _id_column(ids: NDArray[Any]) -> pa.Array:
 
 
 def _fallback_column(code_B: NDArray[np.int8]) -> pa.DictionaryArray:
-    """Return the names of the fallbacks; null for none."""
+    """Return the name of the fallback of each row; null for no fallback."""
     return pa.DictionaryArray.from_arrays(pa.array(code_B - 1, pa.int8(), mask=code_B == 0), pa.array(FALLBACKS[1:]))
 
 
 class _PartWriter:
-    """Writer of files part-00000.parquet and so on, with PART_ROWS rows each."""
+    """Writer of files part-00000.parquet, part-00001.parquet and so on, with about PART_ROWS rows each."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._num_parts, self._num_rows = folder, 0, 0

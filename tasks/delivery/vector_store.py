@@ -1,4 +1,4 @@
-"""Vector stores: the settings and the methods that every kind has.
+"""Vector stores: settings and methods that every kind of store has.
 
 Shapes: B queries, D width of the vectors.
 """
@@ -33,7 +33,7 @@ class VectorStore(Protocol):
     """A connection to a vector store. A collection holds the items of one version, and an alias names the served collection.
 
     Attributes:
-        batch_rows: number of items per call of `add`.
+        batch_rows: largest number of items that a call of `add` may get.
     """
 
     batch_rows: int
@@ -42,7 +42,7 @@ class VectorStore(Protocol):
         """Return the names of all collections."""
 
     def create(self, collection: str, schema: pa.Schema) -> None:
-        """Create an empty collection for items with the columns of `schema`, which are item_id, vector and others."""
+        """Create an empty collection. The columns of `schema` are item_id, vector, and possibly title and filter columns."""
 
     def add(self, collection: str, items: pa.Table) -> None:
         """Add items."""
@@ -57,10 +57,10 @@ class VectorStore(Protocol):
         """Return the ids of the k items with the largest inner products for each query, best first."""
 
     def target(self, alias: str) -> str | None:
-        """Return the collection of an alias; None if there is no such alias."""
+        """Return the collection that an alias names; None if the alias does not exist."""
 
     def switch(self, alias: str, collection: str) -> None:
-        """Let an alias name `collection`, in one step. Create the alias if it does not exist."""
+        """Switch an alias to `collection` in one step. Create the alias if it does not exist."""
 
     def drop(self, collection: str) -> None:
         """Delete a collection."""
@@ -69,7 +69,7 @@ class VectorStore(Protocol):
 class StoreSettings(Settings):
     """Settings of every kind of vector store.
 
-    A kind is a subclass with a value of `kind`, the library that it needs, its location, and `connect`.
+    A kind of store is a subclass with a value of `kind`, the libraries that it needs, its location, and `connect`.
 
     Attributes:
         libraries: modules of the extra `stores` that the kind needs; `connect` imports the first one.
@@ -133,5 +133,5 @@ def store_errors(location: str) -> Iterator[None]:
     except NightjarError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:500]
-        raise StageError(redacted(f"{location}: {type(error).__name__}: {text}")) from error
+        message = " ".join(str(error).split())[:500]
+        raise StageError(redacted(f"{location}: {type(error).__name__}: {message}")) from error

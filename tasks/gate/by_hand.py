@@ -34,7 +34,7 @@ from tasks.runs.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class Decision:
+class ManualDecision:
     """The decision of a person about the champion.
 
     Attributes:
@@ -54,11 +54,11 @@ class Decision:
             raise InputError("there is no reason; give a reason, which is recorded on the version")
 
     def connect(self) -> Registry:
-        """Return the registry of the decision. Do not repeat a failed connection, because a person waits for the answer."""
+        """Return the registry. A failed connection is not repeated, because a person waits for the answer."""
         return Registry(connect(self.workspace), self.config.model_name, self.publishers)
 
 
-def promote_version(version_number: int, decision: Decision) -> str:
+def promote_version(version_number: int, decision: ManualDecision) -> str:
     """Make a version the champion if it passes the smoke test; return one sentence about the change.
 
     Raises:
@@ -83,7 +83,7 @@ def promote_version(version_number: int, decision: Decision) -> str:
         return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=False)
 
 
-def roll_back(version_number: int | None, decision: Decision) -> str:
+def roll_back(version_number: int | None, decision: ManualDecision) -> str:
     """Give the alias champion to a former champion; return one sentence about the change.
 
     Args:
@@ -125,7 +125,7 @@ def _version_numbers(versions: Sequence[ModelVersion]) -> str:
 
 
 @contextmanager
-def _open_tester(registry: Registry, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
+def _open_tester(registry: Registry, decision: ManualDecision, *, run_id: str | None) -> Iterator[VersionTester]:
     """Yield a tester with users from the log of run `run_id`, or of the newest run that has a log in the workspace."""
     workspace, interactions = Workspace(decision.workspace), None
     if run_id is not None:
@@ -147,7 +147,7 @@ def _open_tester(registry: Registry, decision: Decision, *, run_id: str | None) 
 def _make_champion(
     tester: VersionTester,
     version: ModelVersion,
-    decision: Decision,
+    decision: ManualDecision,
     *,
     champion: ModelVersion | None,
     metrics: ServedMetrics,
@@ -179,6 +179,6 @@ def _make_champion(
     )
 
 
-def _tag_decision(registry: Registry, version: ModelVersion, change: str, decision: Decision) -> None:
+def _tag_decision(registry: Registry, version: ModelVersion, change: str, decision: ManualDecision) -> None:
     tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {current_person()}: {change}: {decision.reason}"
     registry.set_tag(version, MANUAL_CHANGE_TAG, tag_value)

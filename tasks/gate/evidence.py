@@ -1,4 +1,4 @@
-"""Evidence of the gate: comparisons of a new version with another version, with baselines, and with its exact model."""
+"""Evidence of the gate: comparisons of a new version with another version, with baselines, and with an exact search."""
 
 import math
 from collections.abc import Mapping
@@ -17,72 +17,86 @@ from tasks.registry.config import RegistryConfig
 
 def version_evidence(
     config: RegistryConfig,
-    new: ServedMetrics,
-    other: ServedMetrics,
+    new_metrics: ServedMetrics,
+    other_metrics: ServedMetrics,
     *,
     label: str,
     spent_drop: float,
     min_users_by_slice: Mapping[str, int | None] = MappingProxyType({}),
 ) -> list[Evidence]:
-    """Compare with another version: first on the config's metric, then on the guardrails.
+    """Compare the new version with another version: first on `registry.metric`, then on the guardrails.
 
-    A slice without a user is left out, but not a slice by a feature, because the config names the feature.
+    A slice without a user is left out, unless it is a slice by a feature, which the config names.
 
     Args:
         label: name of the other version.
-        spent_drop: relative drop of earlier promotions, which uses up the margin. A series of small drops cannot exceed it.
+        spent_drop: relative drop of earlier promotions. It reduces the margin, which many small drops therefore cannot exceed.
         min_users_by_slice: number of users that each slice by a feature needs; None means the number of the gate.
     """
     metric, guardrails = config.metric, config.guardrails
     rule = config.gate.with_margin(max(0.0, config.gate.max_relative_drop - spent_drop))
-    names = [name for name in guardrails.metrics if name != metric]
-    slices = [
+    guardrail_metrics = [name for name in guardrails.metrics if name != metric]
+    slice_names = [
         name
-        for name, users in new.users_by_slice.items()
+        for name, users in new_metrics.users_by_slice.items()
         if name in min_users_by_slice or (guardrails.slices and len(users.user_row_U))
     ]
-    wide_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
-    rule_by_slice = {name: wide_rule(min_users=min_users_by_slice.get(name)) for name in slices}
+    guardrail_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
+    rule_by_slice = {name: guardrail_rule(min_users=min_users_by_slice.get(name)) for name in slice_names}
     # A slice with too few users cannot reject the version by chance, so it is not counted.
-    large_slices = [name for name in slices if len(new.users_by_slice[name].user_row_U) >= rule_by_slice[name].min_users]
-    compare = partial(_compare, baseline=label, num_guardrails=max(1, len(names) + len(large_slices)))
-    evidence = [_compare(metric, rule, new.users, other.users, baseline=label)]
-    evidence += [compare(name, wide_rule(), new.users, other.users) for name in names]
+    large_slices = [
+        name for name in slice_names if len(new_metrics.users_by_slice[name].user_row_U) >= rule_by_slice[name].min_users
+    ]
+    compare_guardrail = partial(_compare, baseline=label, num_guardrails=max(1, len(guardrail_metrics) + len(large_slices)))
+    evidence = [_compare(metric, rule, new_metrics.users, other_metrics.users, baseline=label)]
     evidence += [
-        compare(
+        compare_guardrail(name, guardrail_rule(), new_metrics.users, other_metrics.users) for name in guardrail_metrics
+    ]
+    evidence += [
+        compare_guardrail(
             metric,
             rule_by_slice[name],
-            new.users_by_slice[name],
-            other.users_by_slice[name],
+            new_metrics.users_by_slice[name],
+            other_metrics.users_by_slice[name],
             subject=f"{metric} of {name}",
         )
-        for name in slices
+        for name in slice_names
     ]
     if guardrails.max_coverage_drop < 1:
-        evidence.append(_compare_coverage(new, other, baseline=label, max_relative_drop=guardrails.max_coverage_drop))
+        evidence.append(
+            _compare_coverage(new_metrics, other_metrics, baseline=label, max_relative_drop=guardrails.max_coverage_drop)
+        )
     costs = (
-        ("CPU ms per user", new.cpu_ms_per_user, other.cpu_ms_per_user),
-        ("model size in MB", new.num_bytes / 1e6, other.num_bytes / 1e6),
+        ("CPU ms per user", new_metrics.cpu_ms_per_user, other_metrics.cpu_ms_per_user),
+        ("model size in MB", new_metrics.num_bytes / 1e6, other_metrics.num_bytes / 1e6),
     )
     return evidence + [
-        _compare_costs(unit, new_cost, other_cost, baseline=label, max_increase=guardrails.max_cost_increase)
-        for unit, new_cost, other_cost in costs
+        _compare_costs(cost_name, new_cost, other_cost, baseline=label, max_increase=guardrails.max_cost_increase)
+        for cost_name, new_cost, other_cost in costs
     ]
 
 
-def serving_evidence(config: RegistryConfig, new: ServedMetrics, exact_metrics: Mapping[str, UserMetrics]) -> list[Evidence]:
-    """Compare the packaged query tower with the trained one, and the index with an exact search. See `exact_metrics`."""
+def serving_evidence(
+    config: RegistryConfig, new_metrics: ServedMetrics, exact_metrics: Mapping[str, UserMetrics]
+) -> list[Evidence]:
+    """Compare the packaged query tower with the trained one, and the index with an exact search.
+
+    Args:
+        exact_metrics: result of `serving_loss.exact_metrics`.
+    """
     if not exact_metrics:
         return []
     guardrails = config.guardrails
     index_rule, rule = (config.gate.for_guardrail(loss) for loss in (guardrails.max_index_loss, guardrails.max_serving_loss))
     trained, packaged = exact_metrics[TRAINED], exact_metrics[PACKAGED]
-    pairs = (
+    served_pairs = (
         ("with the packaged query tower", packaged, trained, "the trained one"),
-        ("with the index", new.users, packaged, "an exact search"),
+        ("with the index", new_metrics.users, packaged, "an exact search"),
     )
     ((recall_name, recall_U),) = exact_metrics[INDEX].value_U_by_metric.items()
-    comparison = index_rule.compare(recall_U, np.ones(len(recall_U)), baseline="an exact search", num_comparisons=len(pairs))
+    comparison = index_rule.compare(
+        recall_U, np.ones(len(recall_U)), baseline="an exact search", num_comparisons=len(served_pairs)
+    )
     index_evidence = Evidence(
         subject=f"{recall_name} of the index", baseline="an exact search", is_guardrail=True, comparison=comparison
     )
@@ -94,19 +108,19 @@ def serving_evidence(config: RegistryConfig, new: ServedMetrics, exact_metrics: 
             exact,
             baseline=baseline,
             subject=f"{config.metric} {subject}",
-            num_guardrails=len(pairs),
+            num_guardrails=len(served_pairs),
         )
-        for subject, measured, exact, baseline in pairs
+        for subject, measured, exact, baseline in served_pairs
     ]
 
 
 def baseline_evidence(
-    config: RegistryConfig, new: ServedMetrics, metrics_by_baseline: Mapping[str, UserMetrics]
+    config: RegistryConfig, new_metrics: ServedMetrics, metrics_by_baseline: Mapping[str, UserMetrics]
 ) -> list[Evidence]:
-    """Compare with the baselines in registry.baselines. The new version must be better than each of them."""
+    """Compare the new version with each baseline in `registry.baselines`, which it must beat."""
     rule = config.gate.for_baseline()
     return [
-        _compare(config.metric, rule, new.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))
+        _compare(config.metric, rule, new_metrics.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))
         for name in config.baselines
         if name in metrics_by_baseline
     ]
@@ -115,36 +129,50 @@ def baseline_evidence(
 def _compare(
     metric: str,
     rule: Rule,
-    new: UserMetrics,
-    other: UserMetrics,
+    new_metrics: UserMetrics,
+    other_metrics: UserMetrics,
     *,
     baseline: str,
     subject: str = "",
     num_guardrails: int = 0,
 ) -> Evidence:
-    """Apply the rule to the users that both have. num_guardrails: number of similar guardrails; 0 for a main comparison."""
-    new_U, other_U = new.common_with(other).value_U_by_metric[metric], other.common_with(new).value_U_by_metric[metric]
+    """Apply the rule to the users that `new_metrics` and `other_metrics` share.
+
+    Args:
+        num_guardrails: number of guardrails that are compared together; 0 for a main comparison.
+    """
+    new_U = new_metrics.common_with(other_metrics).value_U_by_metric[metric]
+    other_U = other_metrics.common_with(new_metrics).value_U_by_metric[metric]
     comparison = rule.compare(new_U, other_U, baseline=baseline, num_comparisons=max(1, num_guardrails))
     return Evidence(subject=subject or metric, baseline=baseline, is_guardrail=bool(num_guardrails), comparison=comparison)
 
 
-def _compare_coverage(new: ServedMetrics, other: ServedMetrics, *, baseline: str, max_relative_drop: float) -> Evidence:
+def _compare_coverage(
+    new_metrics: ServedMetrics, other_metrics: ServedMetrics, *, baseline: str, max_relative_drop: float
+) -> Evidence:
     rule = Margin(max_relative_drop=max_relative_drop)
-    comparison = rule.compare(np.array([new.coverage]), np.array([other.coverage]), baseline=baseline)
-    num_users = len(new.users.user_row_U)
+    comparison = rule.compare(np.array([new_metrics.coverage]), np.array([other_metrics.coverage]), baseline=baseline)
+    num_users = len(new_metrics.users.user_row_U)
     comparison = comparison.model_copy(update={"num_users": num_users, "num_better_users": 0, "num_worse_users": 0})
     return Evidence(subject=f"coverage@{K}", baseline=baseline, is_guardrail=True, comparison=comparison)
 
 
-def _compare_costs(unit: str, new: float, other: float, *, baseline: str, max_increase: float) -> Evidence:
-    """Compare two costs, of which a lower one is better. A cost that was not measured is NaN."""
+def _compare_costs(cost_name: str, new_cost: float, other_cost: float, *, baseline: str, max_increase: float) -> Evidence:
+    """Accept the new cost if it is not much higher than the other cost. A cost that was not measured is NaN."""
     max_ratio = 1 + max_increase
-    outcome: Outcome = "accepted" if new <= max_ratio * other else "rejected"
+    outcome: Outcome = "accepted" if new_cost <= max_ratio * other_cost else "rejected"
     relation = f"at most {max_ratio:g}" if outcome == "accepted" else f"more than {max_ratio:g}"
-    reason = f"{new:.3g}, {relation} times the {other:.3g} of {baseline}"
-    if math.isnan(new + other):
-        outcome, reason, new, other = "not_enough_data", f"not compared with {baseline}: too few users to measure it", 0.0, 0.0
+    reason = f"{new_cost:.3g}, {relation} times the {other_cost:.3g} of {baseline}"
+    if math.isnan(new_cost + other_cost):
+        outcome, reason = "not_enough_data", f"not compared with {baseline}: too few users to measure it"
+        new_cost = other_cost = 0.0
     comparison = Comparison(
-        outcome=outcome, reason=reason, num_users=0, new_mean=new, baseline_mean=other, num_better_users=0, num_worse_users=0
+        outcome=outcome,
+        reason=reason,
+        num_users=0,
+        new_mean=new_cost,
+        baseline_mean=other_cost,
+        num_better_users=0,
+        num_worse_users=0,
     )
-    return Evidence(subject=unit, baseline=baseline, is_guardrail=True, comparison=comparison)
+    return Evidence(subject=cost_name, baseline=baseline, is_guardrail=True, comparison=comparison)

@@ -26,7 +26,7 @@ from recsys_core.manifests import EvaluationManifest, InteractionsManifest
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
 from tasks.gate.needed_users import needed_users, small_margin
 from tasks.gate.sample import ServedMetrics, prepare_sample
-from tasks.gate.serving_loss import exact_metrics, means
+from tasks.gate.serving_loss import exact_metrics, mean_metrics
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
@@ -54,12 +54,12 @@ class Decision:
     Attributes:
         verdict: whether the new version becomes champion.
         reasons: the reasons, each in one sentence, the most important one first.
-        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and the
-            result of `exact_metrics`.
+        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and the means of
+            `exact_metrics`.
         evidence: the comparisons of metrics and costs, with their outcomes.
-        spent_drop: relative drop of the metric from the best champion to the new version. If the new version becomes champion,
-            this drop reduces the margin of later versions.
-        alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
+        spent_drop: relative drop of the metric from the best champion so far to the new version. If the new version becomes
+            champion, this drop reduces the margin of later versions.
+        alarm: error of a champion that does not load, and the version that replaces the champion; None if it loads.
         reinstated_champion: the former champion that becomes champion again, if any.
     """
 
@@ -106,8 +106,8 @@ def run_champion_gate(
     Args:
         context: context of the stage. Its option `promote` decides whether the comparison counts, and its option `reason`
             becomes a tag of the version.
-        folder: receives the users of the smoke test and each version's recommendations.
-        feature_slices: slices by features on which the version is compared too.
+        folder: gets the users of the smoke test and each version's recommendations.
+        feature_slices: slices by features, on which the version is compared too.
 
     Raises:
         StageError: the version failed the smoke test, or no version can be champion.
@@ -176,7 +176,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
     if not decision.is_promoted:
         registry.move_challenger(version, reason=reason)
     elif "challenger" in registry.version(version.version).aliases:
-        # The run was resumed with another `promote`: its earlier attempt made this version challenger, now it is champion.
+        # An earlier start of the run, with another `promote`, made this version challenger. Now the version is champion.
         registry.move_challenger(None, reason=reason)
     if decision.alarm is not None:
         LOG.error("%s: %s", version.name, decision.alarm)
@@ -186,8 +186,9 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
 
 
 def _watch_champion(gate: _Gate, champion: ModelVersion, decision: Decision) -> Decision:
-    """Multiply the champion's tag by this run's e-value for "new versions are better"; add a reason to the decision if the
-    product has reached ALARM_E_VALUE.
+    """Update the evidence that new versions are better than the champion; add a reason if it has reached ALARM_E_VALUE.
+
+    The evidence is the product of the e-values of all runs, in a tag of the champion.
     """
     comparison = decision.evidence[0].comparison
     evidence = float(champion.tags.get(CHALLENGERS_TAG, 1))
@@ -207,7 +208,7 @@ def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion |
     """Compare the new version, whose metrics are `new_metrics`, with the champion, and apply `promote` to the result."""
     version = gate.version
     if champion is not None and str(champion.version) == str(version.version):
-        # The run was interrupted after the promotion and resumed: repeat the first decision.
+        # The run was interrupted after the promotion and resumed: return the first decision.
         tags = gate.registry.version(version.version).tags
         metrics, spent_drop = json.loads(tags[METRICS_TAG]), float(tags.get(SPENT_DROP_TAG, 0))
         return Decision("promoted", (tags[REASONS_TAG],), metrics, spent_drop=spent_drop, alarm=tags.get(CHAMPION_ERROR_TAG))
@@ -237,18 +238,22 @@ def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion 
             gate, new_metrics, situation="no former champion loads"
         )
         return replace(decision, alarm=f"the champion, version {champion.version}, does not load ({error})")
-    parent_number = champion.tags.get(REFIT_OF_TAG)
-    if parent_number is None:
+    refitted_number = champion.tags.get(REFIT_OF_TAG)
+    if refitted_number is None:
         return _compare_with_version(gate, new_metrics, champion, champion_metrics, role="champion")
-    # A refit may have been trained on the test events of this run, so the version that it repeats is measured instead.
+    # A refit may have been trained on the test events of this run, so the refitted version is measured instead.
     compared_version, compared_metrics = champion, champion_metrics
-    reason = f"the champion, version {champion.version}, may know the test events: it is the refit of version {parent_number}"
-    parent = next((version for version in gate.registry.versions() if str(version.version) == parent_number), None)
+    reason = (
+        f"the champion, version {champion.version}, may have been trained on the test events: it is the refit of version "
+        f"{refitted_number}"
+    )
+    refitted_version = next((version for version in gate.registry.versions() if str(version.version) == refitted_number), None)
     try:
-        if parent is None:
+        if refitted_version is None:
             reason += ", which is not in the registry any more"
         else:
-            compared_version, compared_metrics = parent, gate.tester.measure(parent, control_version=gate.version)
+            compared_metrics = gate.tester.measure(refitted_version, control_version=gate.version)
+            compared_version = refitted_version
     except UnusableVersionError as error:
         reason += f", which does not load ({error})"
     decision = _compare_with_version(gate, new_metrics, compared_version, compared_metrics, role="champion")
@@ -257,7 +262,7 @@ def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion 
 
 
 def _compare_with_former_champion(gate: _Gate, new_metrics: ServedMetrics) -> Decision | None:
-    """Compare with the last former champion that loads; return None if none of them loads. The winner becomes champion."""
+    """Compare with the last former champion that loads; return None if none loads. The better version becomes champion."""
     for former_champion in gate.registry.former_champions()[:MAX_FORMER_CHAMPIONS]:
         try:
             former_metrics = gate.tester.measure(former_champion, control_version=gate.version)
@@ -269,41 +274,47 @@ def _compare_with_former_champion(gate: _Gate, new_metrics: ServedMetrics) -> De
 
 
 def _compare_with_version(
-    gate: _Gate, new: ServedMetrics, version: ModelVersion, other: ServedMetrics, *, role: str
+    gate: _Gate, new_metrics: ServedMetrics, other_version: ModelVersion, other_metrics: ServedMetrics, *, role: str
 ) -> Decision:
-    """Compare with another version. role: first part of the keys of the other version's metrics."""
-    spent_drop = float(version.tags.get(SPENT_DROP_TAG, 0))
+    """Compare with another version. The keys of the other version's metrics begin with `role`."""
+    spent_drop = float(other_version.tags.get(SPENT_DROP_TAG, 0))
     evidence = version_evidence(
         gate.config,
-        new,
-        other,
-        label=f"version {version.version}",
+        new_metrics,
+        other_metrics,
+        label=f"version {other_version.version}",
         spent_drop=spent_drop,
         min_users_by_slice=gate.tester.sample.min_users_by_slice,
     )
-    popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
-    evidence += baseline_evidence(gate.config, new, popularity) + serving_evidence(gate.config, new, gate.exact_metrics)
-    verdict, reasons = _decided(gate, evidence, has_other_version=True)
-    if other.num_unknown:
+    popularity_metrics = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
+    evidence += baseline_evidence(gate.config, new_metrics, popularity_metrics)
+    evidence += serving_evidence(gate.config, new_metrics, gate.exact_metrics)
+    verdict, reasons = _verdict_with_reasons(gate, evidence, has_other_version=True)
+    if other_metrics.num_unknown:
         reasons = (
             *reasons,
-            f"version {version.version} was trained on another catalogue: {other.num_unknown:,} of {other.num_recommended:,} "
-            "recommendations are items that this run does not have, and are left out of its lists",
+            f"version {other_version.version} was trained on another catalogue: {other_metrics.num_unknown:,} of "
+            f"{other_metrics.num_recommended:,} recommendations are items that this run does not have, and are left out of its "
+            "lists",
         )
-    drop = spent_drop - (evidence[0].comparison.relative_difference or 0.0)
+    total_drop = spent_drop - (evidence[0].comparison.relative_difference or 0.0)
     return Decision(
         verdict,
         reasons,
-        new.users.means("served") | other.users.means(role) | means(gate.exact_metrics),
+        new_metrics.users.means("served") | other_metrics.users.means(role) | mean_metrics(gate.exact_metrics),
         tuple(evidence),
-        spent_drop=max(0.0, drop),
+        spent_drop=max(0.0, total_drop),
     )
 
 
-def _decided(gate: _Gate, evidence: Sequence[Evidence], *, has_other_version: bool) -> tuple[Verdict, tuple[str, ...]]:
-    """Return the verdict, its reasons, and sentences about users that are too few.
+def _verdict_with_reasons(
+    gate: _Gate, evidence: Sequence[Evidence], *, has_other_version: bool
+) -> tuple[Verdict, tuple[str, ...]]:
+    """Return the verdict and its reasons, with sentences about comparisons that have too few users.
 
-    has_other_version: the first comparison is with another version, so its margin counts, and it is the reason of a promotion.
+    Args:
+        has_other_version: whether the first comparison is with another version. If so, a promotion has the reason of this
+            comparison, and a sentence about the margin if the margin is too small for the number of users.
     """
     verdict, reasons = decide(evidence)
     match verdict:
@@ -322,10 +333,10 @@ def _decided(gate: _Gate, evidence: Sequence[Evidence], *, has_other_version: bo
             return verdict, reasons
 
 
-def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) -> Decision:
-    """Compare a version with the baselines of the config. Without a champion, a version must be better than each of them."""
-    evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
-    evidence += serving_evidence(gate.config, new, gate.exact_metrics)
-    verdict, reasons = _decided(gate, evidence, has_other_version=False)
+def _compare_with_baselines(gate: _Gate, new_metrics: ServedMetrics, *, situation: str) -> Decision:
+    """Compare with the baselines of the config. Without a champion, the new version must beat each baseline."""
+    evidence = baseline_evidence(gate.config, new_metrics, gate.baseline_metrics)
+    evidence += serving_evidence(gate.config, new_metrics, gate.exact_metrics)
+    verdict, reasons = _verdict_with_reasons(gate, evidence, has_other_version=False)
     reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
-    return Decision(verdict, reasons, new.users.means("served") | means(gate.exact_metrics), tuple(evidence))
+    return Decision(verdict, reasons, new_metrics.users.means("served") | mean_metrics(gate.exact_metrics), tuple(evidence))

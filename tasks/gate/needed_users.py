@@ -1,4 +1,4 @@
-"""Sentences about the number of test users: how many users or days a decision needs, and a margin that is too small for them.
+"""Sentences about the number of test users: the users or days that a decision needs, and a margin too small for the users.
 
 Shapes: U users.
 """
@@ -20,44 +20,48 @@ from tasks.registry.config import RegistryConfig
 def needed_users(
     evidence: Sequence[Evidence], *, config: RegistryConfig, sample: ServedSample, interactions: InteractionsManifest
 ) -> tuple[str, ...]:
-    """Return a sentence with the number of users that would be enough for a decision, and with the days that have them.
+    """Return a sentence with the number of users that would be enough for a decision, and the days that have so many users.
 
-    It is empty if every main comparison has enough users.
+    The tuple is empty if every main comparison has enough users.
     """
-    few = [
+    small_comparisons = [
         item.comparison
         for item in evidence
         if not item.is_guardrail and item.comparison.outcome == "not_enough_data" and item.comparison.num_needed_users
     ]
-    if not few:
+    if not small_comparisons:
         return ()
-    # Users whose test items are all in their history are drawn, but not compared.
+    # Only a part of the sampled users is compared: a user whose test items are all in the history is left out.
     num_needed = max(
-        math.ceil((comparison.num_needed_users or 0) * sample.num_users / max(1, comparison.num_users)) for comparison in few
+        math.ceil((comparison.num_needed_users or 0) * sample.num_users / max(1, comparison.num_users))
+        for comparison in small_comparisons
     )
     sentence = f"about {num_needed:,} test users would be enough for a decision"
     store = EventStore.open(interactions)
     num_test_users = len(store.users_with_targets("test"))
     if num_needed > num_test_users and interactions.test_days is not None and store.has_times:
         days = days_with_users(store, num_needed)
-        period = f"interactions.split.test_days: {days}, now {interactions.test_days:g}"
+        setting_text = f"interactions.split.test_days: {days}, now {interactions.test_days:g}"
         if days is None:
             sentence += f", but the whole log has {int(np.sum(store.event_count_U > 0)):,}"
         else:
-            sentence += f", as many as in the last {days:,} day{'s' if days > 1 else ''} ({period})"
+            sentence += f", as many as in the last {days:,} day{'s' if days > 1 else ''} ({setting_text})"
     if num_needed > config.smoke_test_users:
         sentence += f"; set registry.smoke_test_users to {num_needed:,} or more, now {config.smoke_test_users:,}"
     return (sentence,)
 
 
 def days_with_users(store: EventStore, num_users: int) -> int | None:
-    """Return the smallest number of days before the newest event with events of `num_users` users; None if there are fewer."""
+    """Return the smallest number of days up to the newest event in which `num_users` users have an event.
+
+    Return None if fewer users have an event in the log.
+    """
     has_events_U = store.event_count_U > 0
     if num_users > has_events_U.sum():
         return None
     last_time_U = store.times_at(np.cumsum(store.event_count_U)[has_events_U] - 1)
-    first_time = np.partition(last_time_U, len(last_time_U) - num_users)[len(last_time_U) - num_users]
-    return int((last_time_U.max() - first_time) // DAY_US) + 1
+    start_time = np.partition(last_time_U, len(last_time_U) - num_users)[len(last_time_U) - num_users]
+    return int((last_time_U.max() - start_time) // DAY_US) + 1
 
 
 def small_margin(comparison: Comparison, *, config: RegistryConfig) -> tuple[str, ...]:
@@ -66,6 +70,7 @@ def small_margin(comparison: Comparison, *, config: RegistryConfig) -> tuple[str
     if detectable_drop is None or not margin < detectable_drop < math.inf:
         return ()
     return (
-        f"these test users allow to test a margin of {100 * detectable_drop:.1f} %, but registry.gate.max_relative_drop is "
-        f"{100 * margin:g} %; with more users, more of the equally good versions are promoted",
+        f"with these test users, only a margin of at least {100 * detectable_drop:.1f} % can be tested, but "
+        f"registry.gate.max_relative_drop is {100 * margin:g} %; with more users, more of the equally good versions "
+        "are promoted",
     )

@@ -30,11 +30,11 @@ from recsys_core.manifests import (
 from recsys_core.plots import render_page
 from recsys_core.retrieval.plot import draw_indexes
 from recsys_core.serving.ids import Id
-from tasks.gate.report_plots import Recommended, draw_differences, draw_popularity, draw_scores, draw_trend
+from tasks.gate.report_plots import RecommendedItems, draw_differences, draw_popularity, draw_scores, draw_trend
 from tasks.registry.config import RegistryConfig
 from tasks.runs.context import StageContext
 
-LIST_METRICS = (
+LIST_METRIC_PREFIXES = (
     "test/coverage@",
     "test/novelty@",
     "test/gini@",
@@ -49,9 +49,9 @@ _LABEL_BY_OUTCOME = {"accepted": "✓ passed", "rejected": "✗ failed", "not_en
 
 
 class SampleUser(NamedTuple):
-    """A test user with the newest items of the history and the best recommendations.
+    """A test user with the newest items of the history, and the best recommendations with their scores.
 
-    An item is a title, or an id if it has no title.
+    An item is represented by its title, or by its id if it has no title.
     """
 
     user_id: str
@@ -63,15 +63,17 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
     """Write decision.html into `folder` from the files that the gate wrote there. Return its path.
 
     Args:
-        registration_fields: fields of RegistrationManifest.
-        config: settings of the decision.
-        folder: folder of the stage `register`.
+        registration_fields: fields of RegistrationManifest, by name.
+        config: settings of the gate.
+        folder: folder of the stage `register`, which is not complete yet.
     """
     results, evaluation = context.results, context.results[EvaluationManifest]
     metrics = evaluation.metrics
     registration = RegistrationManifest.model_construct(**registration_fields)
     evidence = read_evidence(folder)
-    recommended_by_version = _recommended(folder / "smoke_test", results[InteractionsManifest], version=registration.version)
+    recommended_by_version = _read_recommended(
+        folder / "smoke_test", results[InteractionsManifest], version=registration.version
+    )
     page = render_page(
         _TEMPLATE,
         filters={
@@ -93,7 +95,7 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
         tables={
             "Metrics over the full catalogue": metric_table(metrics, half_widths=evaluation.half_widths),
             "Recommended items": metric_table(
-                metrics, shown=[name.removeprefix("test/") for name in metrics if name.startswith(LIST_METRICS)]
+                metrics, shown=[name.removeprefix("test/") for name in metrics if name.startswith(LIST_METRIC_PREFIXES)]
             ),
         },
         slices=slice_rows(evaluation.slices) if evaluation.slices else [],
@@ -112,7 +114,7 @@ def _plots(
     registration: RegistrationManifest,
     context: StageContext,
     evidence: Sequence[Evidence],
-    recommended_by_version: Mapping[str, Recommended],
+    recommended_by_version: Mapping[str, RecommendedItems],
     *,
     metric: str,
 ) -> dict[str, Markup]:
@@ -140,17 +142,17 @@ def format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:+.1f} %"
 
 
-def _recommended(folder: Path, interactions: InteractionsManifest, *, version: str) -> dict[str, Recommended]:
-    """Return the recommended items of the new version and of the version that it is compared with, by name of the version."""
+def _read_recommended(folder: Path, interactions: InteractionsManifest, *, version: str) -> dict[str, RecommendedItems]:
+    """Read the recommended items of the new version and of the version that it is compared with, by name of the version."""
     item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
-    files_by_version = {path.stem.removeprefix("answers-"): path for path in folder.glob("answers-*.parquet")}
-    shown_versions = [version, *sorted(files_by_version.keys() - {version}, key=int)[-1:]]
+    path_by_version = {path.stem.removeprefix("answers-"): path for path in folder.glob("answers-*.parquet")}
+    shown_versions = [version, *sorted(path_by_version.keys() - {version}, key=int)[-1:]]
     recommended_by_version = {}
     for shown_version in shown_versions:
-        table = pq.read_table(files_by_version[shown_version])
+        table = pq.read_table(path_by_version[shown_version])
         ids_L, scores = (table[name].combine_chunks().flatten() for name in ("item_ids", "scores"))
         item_rows = pc.fill_null(pc.index_in(ids_L, value_set=item_ids), -1)
-        recommended_by_version[f"version {shown_version}"] = Recommended(
+        recommended_by_version[f"version {shown_version}"] = RecommendedItems(
             scores.to_numpy(), item_rows.to_numpy().astype(np.int64)
         )
     return recommended_by_version
@@ -160,16 +162,13 @@ def _title_by_id(dataset: Dataset) -> dict[Id, str]:
     """Return the titles of the items; empty without a title column."""
     if dataset.features is None or ITEM_TITLES_FILE not in dataset.features.files:
         return {}
-    titles = pq.read_table(dataset.features.path(ITEM_TITLES_FILE))
+    title_table = pq.read_table(dataset.features.path(ITEM_TITLES_FILE))
     item_ids = pq.read_table(dataset.interactions.path(vocabulary_file("item")), columns=["id"])["id"]
-    return dict(zip(item_ids.take(titles["row"]).to_pylist(), titles["title"].to_pylist(), strict=True))
+    return dict(zip(item_ids.take(title_table["row"]).to_pylist(), title_table["title"].to_pylist(), strict=True))
 
 
 def _sample_users(folder: Path, *, version: str, title_by_id: Mapping[Id, str]) -> list[SampleUser]:
-    """Return the first users of the smoke test, with the recommendations of the version.
-
-    An item without a title is shown by its id.
-    """
+    """Return the first users of the smoke test, with the recommendations of the version."""
     cases = pq.read_table(folder / "cases.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
     answers = pq.read_table(folder / f"answers-{version}.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
     return [

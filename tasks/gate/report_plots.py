@@ -1,4 +1,4 @@
-"""Plots of the page of a decision. A plot without data is None.
+"""Plots of decision.html. A function returns None if there is no data to plot.
 
 Shapes: I items, L recommended items of all users.
 """
@@ -18,10 +18,12 @@ from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace
 
 MAX_TREND_VERSIONS = 30
-NUM_BINS = 40
+NUM_SCORE_BINS = 40
+_COLOURS = (plots.BLUE, plots.ORANGE)
+"""Colours of the new version and of the version that it is compared with."""
 
 
-class Recommended(NamedTuple):
+class RecommendedItems(NamedTuple):
     """Recommended items of one version for all users of the sample, the best item of each user first.
 
     Attributes:
@@ -34,13 +36,13 @@ class Recommended(NamedTuple):
 
 
 def draw_differences(evidence: Sequence[Evidence]) -> Any:
-    """Draw the relative difference of each comparison with the champion, and its interval; None if there is no comparison."""
-    shown = [item for item in evidence if item.comparison.interval is not None and item.baseline.startswith("version")]
-    if not shown:
+    """Draw the relative difference of each comparison with another version, and its interval."""
+    shown_evidence = [item for item in evidence if item.comparison.interval is not None and item.baseline.startswith("version")]
+    if not shown_evidence:
         return None
-    figure, axes = plots.new_figure(grid_axis="x", size=(6.4, 1.2 + 0.34 * len(shown)))
+    figure, axes = plots.new_figure(grid_axis="x", size=(6.4, 1.2 + 0.34 * len(shown_evidence)))
     colours = {"accepted": plots.GREEN, "rejected": plots.RED, "not_enough_data": plots.GREY}
-    for position, item in enumerate(reversed(shown)):
+    for position, item in enumerate(reversed(shown_evidence)):
         comparison = item.comparison
         assert comparison.interval is not None
         low, high = (100 * bound for bound in comparison.interval)
@@ -48,13 +50,13 @@ def draw_differences(evidence: Sequence[Evidence]) -> Any:
         axes.plot([low, high], [position, position], color=colour, linewidth=3, solid_capstyle="round")
         axes.scatter(100 * (comparison.relative_difference or 0.0), position, 34, colour, zorder=3)
     axes.axvline(0, color=plots.INK, linewidth=0.8)
-    axes.set_yticks(range(len(shown)), [item.subject for item in reversed(shown)])
+    axes.set_yticks(range(len(shown_evidence)), [item.subject for item in reversed(shown_evidence)])
     axes.set_xlabel("relative difference in %, with one-sided bounds")
     return figure
 
 
 def draw_trend(registration: RegistrationManifest, context: StageContext, *, metric: str) -> Any:
-    """Draw the metric of the last versions of the workspace, the new one last; return None with one version."""
+    """Draw the metric of the last versions of the workspace, which end with the new version; return None for one version."""
     runs = [run for run in Workspace(context.run.workspace).runs() if run.run_id != context.run.run_id]
     records = (record for run in reversed(runs) if (record := RunRecord.read(run)) is not None)
     earlier_points = (
@@ -70,10 +72,10 @@ def draw_trend(registration: RegistrationManifest, context: StageContext, *, met
     positions, values = range(len(points)), [value for _, value, _ in points]
     axes.plot(positions, values, color=plots.BLUE, linewidth=1.4)
     for is_promoted, colour, label in ((True, plots.GREEN, "promoted"), (False, plots.ORANGE, "not promoted")):
-        shown = [position for position in positions if points[position][2] == is_promoted]
-        axes.scatter(shown, [values[position] for position in shown], 30, colour, label=label, zorder=3)
-    step = -(-len(points) // 10)
-    axes.set_xticks(positions[::step], [str(version) for version, _, _ in points[::step]])
+        shown_positions = [position for position in positions if points[position][2] == is_promoted]
+        axes.scatter(shown_positions, [values[position] for position in shown_positions], 30, colour, label=label, zorder=3)
+    tick_step = -(-len(points) // 10)
+    axes.set_xticks(positions[::tick_step], [str(version) for version, _, _ in points[::tick_step]])
     axes.set_xlabel("version")
     axes.set_ylabel(metric)
     axes.margins(y=0.2)
@@ -81,11 +83,11 @@ def draw_trend(registration: RegistrationManifest, context: StageContext, *, met
     return figure
 
 
-def draw_scores(recommended_by_version: Mapping[str, Recommended]) -> Any:
+def draw_scores(recommended_by_version: Mapping[str, RecommendedItems]) -> Any:
     """Draw the score distribution of the recommended items, for each version."""
     figure, axes = plots.new_figure(grid_axis="y", size=(6.4, 3.0))
     scores = [recommended.score_L for recommended in recommended_by_version.values()]
-    edges = np.histogram_bin_edges(np.concatenate(scores), bins=NUM_BINS)
+    edges = np.histogram_bin_edges(np.concatenate(scores), bins=NUM_SCORE_BINS)
     for colour, (version, recommended) in zip(_COLOURS, recommended_by_version.items(), strict=False):
         share, _ = np.histogram(recommended.score_L, bins=edges)
         axes.stairs(100 * share / max(1, len(recommended.score_L)), edges, color=colour, linewidth=1.6, label=version)
@@ -96,12 +98,12 @@ def draw_scores(recommended_by_version: Mapping[str, Recommended]) -> Any:
 
 
 def draw_popularity(
-    recommended_by_version: Mapping[str, Recommended], *, train_count_I: NDArray[Any], target_item_T: NDArray[Any]
+    recommended_by_version: Mapping[str, RecommendedItems], *, train_count_I: NDArray[Any], target_item_T: NDArray[Any]
 ) -> Any:
-    """Draw how popular the recommended items are: the share of recommendations up to each number of training events.
+    """Draw how popular the recommended items are: the share of items with at most x training events.
 
     Args:
-        target_item_T: items that the users chose, for comparison.
+        target_item_T: items of the test events, for comparison.
     """
     figure, axes = plots.new_figure(grid_axis="both", size=(6.4, 3.0))
     items_by_label = {version: recommended.item_row_L for version, recommended in recommended_by_version.items()}
@@ -117,6 +119,3 @@ def draw_popularity(
     axes.set_ylabel("% of the recommendations")
     plots.legend_above(axes)
     return figure
-
-
-_COLOURS = (plots.BLUE, plots.ORANGE)

@@ -1,6 +1,6 @@
-"""Sample of test users, on which registered versions are validated and measured.
+"""Sample of test users, on which registered versions are validated and measured. All compared versions get the same sample.
 
-All compared versions get the same sample.
+Shapes: U users of the sample, T targets, L entries of a list per user, B users with a target, I items.
 """
 
 import math
@@ -30,7 +30,7 @@ K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
 
 MIN_CPU_S = 1.0
-"""Smallest total CPU time of the answers that can be compared between versions. A smaller one varies by more than a tenth."""
+"""Smallest total CPU time that is compared between versions. A smaller time varies by more than a tenth."""
 
 IntArray = npt.NDArray[np.int64]
 
@@ -43,12 +43,13 @@ class ServedSample:
         histories_file: parquet file with one row per user: `user_id`, `history` (the ids of the items that the user had before
             the test period), and the columns of `context`.
         context: context columns of each user's first test event. A column is there under both names that a request may use.
+        user_row_U: row of each user, ascending.
         item_ids: ids of the catalogue by item row.
         history: item rows of each user before the test period, oldest first.
         num_seen_U: number of distinct items in each user's history.
         seen_pair_L: the pairs of each user with the items in the user's history, ascending.
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
-        slices: whether each target belongs to a slice of the users or items, by name of the slice.
+        target_mask_by_slice: [T] whether each target belongs to a slice of the users or items, by name of the slice.
         min_users_by_slice: number of users below which a slice by a feature is not compared; None means the number of the gate.
     """
 
@@ -60,7 +61,7 @@ class ServedSample:
     num_seen_U: IntArray
     seen_pair_L: IntArray
     target_pair_T: IntArray
-    slices: Mapping[str, npt.NDArray[np.bool_]]
+    target_mask_by_slice: Mapping[str, npt.NDArray[np.bool_]]
     min_users_by_slice: Mapping[str, int | None]
 
     @property
@@ -85,7 +86,7 @@ def prepare_sample(
     """Draw up to `max_users` users with test events, with a fixed seed, and write their histories to `folder`.
 
     Args:
-        feature_slices: slices by the values of `features`, in addition to those by popularity and history.
+        feature_slices: slices by the values of `features`, in addition to the slices by popularity and history.
 
     Raises:
         InputError: a feature of `feature_slices` is not among the features.
@@ -110,9 +111,9 @@ def prepare_sample(
             f"none of {len(user_row_U):,} test users has a test item that is not in the user's history, so no version can be "
             "measured; choose another test period in interactions.split"
         )
-    slices = item_slices(event_store.train_count_I, item_T=new_targets.values_L)
-    slices |= user_slices(seen_items.lengths, user_T=new_targets.list_index_L)
-    masks, min_users_by_slice = guarded_slices(
+    target_mask_by_slice = item_slices(event_store.train_count_I, item_T=new_targets.values_L)
+    target_mask_by_slice |= user_slices(seen_items.lengths, user_T=new_targets.list_index_L)
+    feature_masks, min_users_by_slice = guarded_slices(
         feature_slices,
         features,
         store=event_store,
@@ -129,7 +130,7 @@ def prepare_sample(
         num_seen_U=seen_items.lengths,
         seen_pair_L=seen_items.pair_keys(bound=len(item_ids)),
         target_pair_T=new_targets.pair_keys(bound=len(item_ids)),
-        slices=slices | masks,
+        target_mask_by_slice=target_mask_by_slice | feature_masks,
         min_users_by_slice=min_users_by_slice,
     )
 
@@ -137,9 +138,10 @@ def prepare_sample(
 def _context(
     interactions: InteractionsManifest, features: FeaturesManifest | None, *, event_index_U: IntArray
 ) -> dict[str, pa.Array]:
-    """Return the columns of the log that context features read, for some events. Each has both names that a request may use.
+    """Return the log columns that context features read, at the events `event_index_U`.
 
-    A version reads the name in its signature: <column>, or context.<column> if <column> has another meaning in a request.
+    Each column is there under both names that a request may use. A version reads the name in its signature: <column>, or
+    context.<column> if <column> has another meaning in a request.
     """
     features_by_key = {} if features is None else features.features
     columns = {
@@ -157,7 +159,7 @@ def _context(
     for column in table.column_names:
         values = table[column].combine_chunks()
         if pa.types.is_floating(values.type):
-            values = pc.if_else(pc.is_nan(values), None, values)  # the ingest reads NaN as a missing value, a request does not
+            values = pc.if_else(pc.is_nan(values), None, values)  # a missing value for the ingest, but not in a request
         context[f"context.{column}"] = values
         if column not in (*QUERY_COLUMNS, ITEM_COLUMN):
             context[column] = values
@@ -173,8 +175,8 @@ class ServedMetrics(NamedTuple):
         coverage: share of the catalogue that is recommended to at least one user.
         cpu_ms_per_user: CPU time of the answers per user; NaN if the total for all users is below MIN_CPU_S.
         num_bytes: size of the model's files.
-        num_recommended: number of recommendations, for all users.
-        num_unknown: number of them whose item is not in the catalogue. They are left out of the metrics.
+        num_recommended: number of recommendations for all users together.
+        num_unknown: number of recommendations whose item is not in the catalogue. The metrics ignore them.
     """
 
     users: UserMetrics
@@ -191,7 +193,7 @@ class Answers(NamedTuple):
 
     Attributes:
         item_ids: one list of item ids per user, the best item first.
-        cpu_s: CPU time of the process while it computed them, in seconds.
+        cpu_s: CPU time of the process for these recommendations, in seconds.
         num_bytes: size of the model's files.
     """
 
@@ -201,7 +203,7 @@ class Answers(NamedTuple):
 
 
 def invalid_answers(answers: Answers, *, sample: ServedSample) -> list[str]:
-    """Describe and count the invalid recommendations: too few or too many items, unknown items, seen items, repeated items."""
+    """Return a text with the count of each problem: too few or too many items, unknown items, seen items, repeated items."""
     recommendations = _parse_answers(answers.item_ids, sample)
     expected_num_items_U = np.minimum(K, sample.num_items - sample.num_seen_U)
     is_known_L = recommendations.item_row_L >= 0
@@ -211,8 +213,8 @@ def invalid_answers(answers: Answers, *, sample: ServedSample) -> list[str]:
             np.sum(recommendations.num_items_U != expected_num_items_U)
         ),
         "items that are not in the catalogue": int(np.sum(~is_known_L)),
-        "items the user had before": int(np.isin(recommended_pairs, sample.seen_pair_L).sum()),
-        "items recommended twice to one user": len(recommended_pairs) - len(np.unique(recommended_pairs)),
+        "items that the user had before": int(np.isin(recommended_pairs, sample.seen_pair_L).sum()),
+        "items that are recommended twice to one user": len(recommended_pairs) - len(np.unique(recommended_pairs)),
     }
     return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in count_by_problem.items() if count]
 
@@ -221,7 +223,7 @@ def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
     """Return the metrics of the users with a target that is not in the user's history.
 
     The metrics are defined as in the exact evaluation. A target that is not recommended has the last position. A version of
-    an earlier run may recommend items that are not in this catalogue. They are left out of the lists.
+    an earlier run may recommend items that are not in this catalogue; these items are left out of the lists.
     """
     recommendations = _parse_answers(answers.item_ids, sample)
     num_items, is_known_L = sample.num_items, recommendations.item_row_L >= 0
@@ -242,7 +244,7 @@ def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
 
     return ServedMetrics(
         users=metrics_of(np.ones(len(target_position_T), np.bool_)),
-        users_by_slice={name: metrics_of(mask_T) for name, mask_T in sample.slices.items()},
+        users_by_slice={name: metrics_of(mask_T) for name, mask_T in sample.target_mask_by_slice.items()},
         coverage=len(np.unique(item_row_L)) / num_items,
         cpu_ms_per_user=1_000 * answers.cpu_s / sample.num_users if answers.cpu_s >= MIN_CPU_S else math.nan,
         num_bytes=answers.num_bytes,
@@ -252,7 +254,13 @@ def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
 
 
 class _Recommendations(NamedTuple):
-    """The recommended items of all users, concatenated. item_row_L is -1 for an item that is not in the catalogue."""
+    """The recommended items of all users, concatenated.
+
+    Attributes:
+        user_L: index of the user in the sample.
+        item_row_L: item row; -1 for an item that is not in the catalogue.
+        num_items_U: number of recommended items of each user.
+    """
 
     user_L: IntArray
     item_row_L: IntArray

@@ -1,4 +1,4 @@
-"""What serving costs: the metrics of the trained model, of its packaged query tower, and of the answers of the package."""
+"""Loss of quality in serving: metrics of the trained model, of its packaged query tower, and of the served index."""
 
 from collections.abc import Mapping
 
@@ -20,15 +20,15 @@ TRAINED, PACKAGED = "exact_trained", "exact_packaged"
 INDEX = "index"
 """Key of the recall of the served index against an exact search, for a sample of the test users."""
 MAX_SCORES = 4_000_000_000
-"""Largest number of scores (users times items) of the exact search. With more users, only the first of them are ranked."""
+"""Largest number of scores (users times items) that the exact search computes. Users beyond this number are not ranked."""
 
 
 def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, UserMetrics]:
     """Return the metrics of TRAINED, PACKAGED and INDEX for users of the sample.
 
-    The difference between them is the cost of the quantization. The difference between PACKAGED and the served answers is the
-    cost of the index. Without metrics of the trained model that exclude seen items (`evaluation.exclude_seen: false`), the
-    result is empty.
+    The difference between TRAINED and PACKAGED is the cost of the quantization. The difference between PACKAGED and the served
+    answers is the cost of the index. With `evaluation.exclude_seen: false`, the metrics of the trained model include seen items
+    and cannot be compared with a package, so the result is empty.
     """
     results = context.results
     trained = read_user_metrics(results[EvaluationManifest].path(USER_METRICS_FILE)).get("model")
@@ -51,15 +51,19 @@ def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, User
 def _packaged_metrics(
     sample: ServedSample, *, retriever: Retriever, item_vector_ID: torch.Tensor, order_I: np.ndarray, num_users: int
 ) -> UserMetrics:
-    """Rank all items for the first `num_users` users by the query vectors of the package."""
+    """Return the metrics of an exact search with the query vectors of the package, for the first `num_users` users.
+
+    Args:
+        order_I: item rows in the order of popularity, for users without a history.
+    """
     user_row_U, history = sample.user_row_U[:num_users], sample.history.slice(0, num_users)
     seen = JaggedArray.from_lengths(sample.num_seen_U, sample.seen_pair_L % sample.num_items).slice(0, num_users)
     targets = JaggedArray.from_pairs(
         sample.target_pair_T // sample.num_items, sample.target_pair_T % sample.num_items, num_lists=sample.num_users
     ).slice(0, num_users)
-    names = [name for name in retriever.request_features.columns if name in sample.context]
-    columns = {name: sample.context[name].slice(0, num_users).to_pylist() for name in names}
-    given_features = retriever.request_features.encode(columns, num_rows=num_users) if columns else {}
+    column_names = [name for name in retriever.request_features.columns if name in sample.context]
+    values_by_column = {name: sample.context[name].slice(0, num_users).to_pylist() for name in column_names}
+    given_features = retriever.request_features.encode(values_by_column, num_rows=num_users) if values_by_column else {}
     is_known_B = retriever.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_U)
     for feature in given_features.values():
         is_known_B = is_known_B | feature.is_given_B
@@ -73,6 +77,6 @@ def _packaged_metrics(
     return UserMetrics.of(ranking.target_positions(), user_row_B=user_row_U)
 
 
-def means(metrics_by_ranker: Mapping[str, UserMetrics]) -> dict[str, float]:
-    """Return <ranker>/<metric> by name: the mean over the users."""
+def mean_metrics(metrics_by_ranker: Mapping[str, UserMetrics]) -> dict[str, float]:
+    """Return the mean over the users of each metric, by `<ranker>/<metric>`."""
     return {name: value for ranker, metrics in metrics_by_ranker.items() for name, value in metrics.means(ranker).items()}

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-gc.disable()  # collections during the imports take a fifth of their time
+gc.disable()  # garbage collection takes a fifth of the time of the imports
 
 # Every version needs these libraries. They are imported once, while the parent process prepares the first version.
 import faiss  # noqa: E402, F401
@@ -39,15 +39,15 @@ def main() -> None:
 def answer(request: dict[str, Any]) -> None:
     """Read user_id, history (item ids) and context from input_path; write item_ids and scores, a list per row, to output_path.
 
-    Columns of the context that the version does not declare are not passed. The schema of the output has the CPU time of the
-    recommendations in its metadata.
+    A context column is passed only if the signature of the version declares it. The metadata of the output schema has the CPU
+    time of the recommendations.
     """
     sample_table = pq.read_table(request["input_path"])
-    # Without suppress_warnings, MLflow compares the installed packages with the model's requirements, which takes .6 s.
+    # Without suppress_warnings, MLflow compares the installed packages with the model's requirements, which takes 0.6 s.
     model = mlflow.pyfunc.load_model(request["model_folder"], model_config=request["model_config"], suppress_warnings=True)
     declared_names = model.metadata.get_input_schema().input_names()
-    names = [name for name in sample_table.column_names if name in ("user_id", "history", *declared_names)]
-    users = pd.DataFrame({name: pd.Series(sample_table[name].to_pylist(), dtype=object) for name in names})
+    column_names = [name for name in sample_table.column_names if name in ("user_id", "history", *declared_names)]
+    users = pd.DataFrame({name: pd.Series(sample_table[name].to_pylist(), dtype=object) for name in column_names})
     start_cpu_s = time.process_time()
     answers: Any = model.predict(users, params={"k": request["k"], "exclude_stored_history": False})
     cpu_s = time.process_time() - start_cpu_s

@@ -29,7 +29,7 @@ _ALLOWED_VARIABLE_PATTERN = re.compile(
     r"(PATH|HOME|USER|TMPDIR|TZ|LANG|LC_\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON\w+|\w+_NUM_THREADS|CUDA_\w+|DO_NOT_TRACK"
     r"|MLFLOW_ALLOW_PICKLE_DESERIALIZATION|MLFLOW_DISABLE_TELEMETRY)$"
 )
-"""Environment variables of the process that runs the code of a version. None of them is a secret."""
+"""Environment variables that the process with the code of a version gets. None of them is a secret."""
 _KILL_EXIT_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -44,8 +44,8 @@ class NotFetchedError(TrackingServerError):
 class ModelProcess:
     """A process that loads versions and recommends with them, each in a fork of itself.
 
-    It imports the libraries of a model, which takes seconds, while the caller works. If it has ended, the next request starts
-    another one.
+    The process imports the libraries of a model, which takes seconds, while the caller does other work. If the process has
+    ended, the next request starts another process.
     """
 
     def __init__(self) -> None:
@@ -96,8 +96,8 @@ class ModelProcess:
         )
 
     def _kill(self) -> None:
-        """End the process and its fork; no effect if they have ended."""
-        with suppress(BrokenPipeError), self._process:  # closes the pipes and waits
+        """Kill the process and its fork, if they are still running."""
+        with suppress(BrokenPipeError), self._process:  # `with` closes the pipes and waits for the process
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -142,7 +142,7 @@ def predict_in_subprocess(
 
 
 def read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> tuple[pa.ListArray, float]:
-    """Return the recommended item ids of a process, and its CPU time in seconds (NaN if the file does not have it).
+    """Return the item ids that a process recommended, and its CPU time in seconds (NaN if the file does not have the time).
 
     Raises:
         UnusableVersionError: the file does not have one list of item ids per user.
@@ -168,7 +168,7 @@ def _fetch(model_uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Pa
     """Call `fetch_model`; raise UnusableVersionError or NotFetchedError."""
     try:
         return fetch_model(model_uri, client=client, workspace=workspace)
-    except StageError as error:  # another model than the registered one
+    except StageError as error:  # the files are not the registered model
         raise UnusableVersionError(redacted(str(error))) from None
     except Exception as error:  # any error of MLflow, the artifact store or the network
         reason = f"{model_uri}: could not be downloaded: {type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ class VersionTester:
     """Tester of versions on a sample of users that is the same for all versions.
 
     Attributes:
-        metrics_by_version: metrics of the users by version number.
+        metrics_by_version: metrics of the versions that were tested, by version number.
     """
 
     registry: Registry
@@ -45,31 +45,31 @@ class VersionTester:
             self.registry.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
             raise
         self.registry.set_tag(version, SMOKE_TAG, "passed")
-        return self._keep(version, answers)
+        return self._measure_and_save(version, answers)
 
     def measure(self, version: ModelVersion, *, control_version: ModelVersion | None = None) -> ServedMetrics:
         """Return the metrics of a version of an earlier run.
 
-        If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
+        If the version does not load, set LOAD_ERROR_TAG and raise UnusableVersionError. If it loads, remove the tag.
 
         Args:
-            control_version: a version whose files exist. It is downloaded if `version` cannot be downloaded. If that works,
-                MLflow works, so the files of `version` are missing and `version` is unusable. Without a control version,
+            control_version: a version whose files exist. It is downloaded if `version` cannot be downloaded. If this download
+                works, MLflow works, so the files of `version` are missing and `version` is unusable. Without a control version,
                 raise NotFetchedError if `version` cannot be downloaded.
         """
-        known_metrics = self.metrics_by_version.get(str(version.version))
-        if known_metrics is not None:
-            return known_metrics
+        saved_metrics = self.metrics_by_version.get(str(version.version))
+        if saved_metrics is not None:
+            return saved_metrics
         try:
             answers = self._predict_or_raise_unusable(version, control_version)
         except UnusableVersionError as error:
             self.registry.set_tag(version, LOAD_ERROR_TAG, str(error)[:_MAX_TAG_LENGTH])
             raise
         self.registry.remove_tag(version, LOAD_ERROR_TAG)
-        return self._keep(version, answers)
+        return self._measure_and_save(version, answers)
 
-    def _keep(self, version: ModelVersion, answers: Answers) -> ServedMetrics:
-        """Keep the metrics of the users for later comparisons, also in a file next to the answers."""
+    def _measure_and_save(self, version: ModelVersion, answers: Answers) -> ServedMetrics:
+        """Return the metrics of the answers. Save them for later comparisons, and in a file next to the answers."""
         metrics = measure_answers(answers, sample=self.sample)
         write_user_metrics(
             {"served": metrics.users}, self.sample.histories_file.with_name(f"metrics-{version.version}.parquet")

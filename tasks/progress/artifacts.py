@@ -1,7 +1,7 @@
 """Artifacts of a run in the Prefect UI: pages, images, links, and the progress of the training.
 
-The keys contain the name of the pipeline, so two pipelines on one server have separate histories. Outside a flow run
-nothing is sent. An artifact that cannot be sent within half a minute causes a warning only, because the run does not need it.
+The key of an artifact contains the name of the pipeline, so two pipelines on one server have separate histories. Outside a flow
+run, nothing is sent. If an artifact cannot be sent within half a minute, a warning is logged, because the run does not need it.
 """
 
 import base64
@@ -28,16 +28,16 @@ from tasks.progress.reporting import LOG, show_bar, training_note
 from tasks.runs.context import StageContext
 
 _NUM_RETRIES = 4
-"""Largest number of retries of a request. The pauses between them take 2 + 4 + 8 + 16 s, in which a server can restart."""
+"""Largest number of retries of a request. The pauses before them are 2, 4, 8 and 16 s, in which a server can restart."""
 _PROGRESS_INTERVAL_S = 5.0
 _PROGRESS_PAUSE_S = 30.0
 """Pause after a failed update of the progress."""
 
 
 def artifact_key(pipeline: str, artifact_name: str) -> str:
-    """Return `<pipeline>-<name>` in the characters that Prefect allows: lower-case letters, digits and dashes.
+    """Return `<pipeline>-<artifact name>` in the characters that Prefect allows: lower-case letters, digits and dashes.
 
-    If the name of the pipeline has other characters, a hash of the name is added, because two names may differ only in these
+    If the name of the pipeline has other characters, the start of its hash is added, because two names may differ only in these
     characters.
 
     >>> artifact_key("films", "metrics")
@@ -62,7 +62,7 @@ def show_image(context: StageContext, artifact_name: str, png_path: Path) -> Non
 
 
 def link_mlflow_run(context: StageContext, address: str) -> None:
-    """Create an artifact with a link to the MLflow run, or with its address as text if a browser cannot open the address."""
+    """Create an artifact with a link to the MLflow run. If a browser cannot open the address, the artifact shows it as text."""
     if address.startswith(("http://", "https://")):
         _send(context, "mlflow-run", lambda key: create_link_artifact(address, link_text="MLflow run", key=key))
     else:
@@ -80,7 +80,7 @@ def _send(
     """Send an artifact with `create`. Return its id; None if the artifact was not sent.
 
     Args:
-        create: function that sends the artifact with the key that it gets.
+        create: sends the artifact under the key that it gets as an argument, and returns the id.
         level: level of the log record about an artifact that was not sent.
     """
     if context.flow_run_id is None:
@@ -97,10 +97,10 @@ def _send(
 
 
 class TrainingProgress:
-    """The progress of training: sent to the terminal at once, and to a Prefect artifact every few seconds.
+    """The progress of training, sent to the terminal at once and to a Prefect artifact every few seconds.
 
-    The thread that supervises the training sends the updates of the artifact, so a request is retried only once. After a failed
-    update, the next update waits for _PROGRESS_PAUSE_S. A second failure in a row logs no warning.
+    The thread that supervises the training waits for each request, so a request is retried only once. After a failed update,
+    the next update is sent after _PROGRESS_PAUSE_S. A second failure in a row causes no warning.
     """
 
     def __init__(self, context: StageContext) -> None:
@@ -120,7 +120,7 @@ class TrainingProgress:
             self._next_update_s = time.monotonic() + (_PROGRESS_INTERVAL_S if was_sent else _PROGRESS_PAUSE_S)
 
     def finish(self, summary: str) -> str:
-        """Set the artifact, if it exists, to 100 % with the text `summary`, also after early stopping. Return `summary`."""
+        """Set the artifact, if it exists, to 100 % and the text `summary`, also after early stopping. Return `summary`."""
         if self._artifact_id is not None:
             self._update(100.0, summary, num_retries=_NUM_RETRIES)
         return summary

@@ -14,11 +14,11 @@ LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)
 logging.getLogger("recsys_core").setLevel(logging.INFO)
 PROGRESS_LOG = logging.getLogger("nightjar.steps")
-"""Progress of the run as DEBUG records: `stage`, and for a progress bar `done`, `total` and `note`."""
+"""Logger of the progress: DEBUG records with the attribute `stage`, and for a progress bar with `done`, `total` and `note`."""
 
 
 class StageLog:
-    """The log lines of a running stage, or of a step after the stages. The constructor reports the start."""
+    """Log of a running stage, or of a step after the stages. The constructor logs the start."""
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
@@ -33,7 +33,7 @@ class StageLog:
         """
         if manifest is None:
             duration_or_status = "(skipped)"
-        # An earlier process wrote the manifest.
+        # An earlier process completed the stage.
         elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < self._start_timestamp_s:
             duration_or_status = "(kept)"
         else:

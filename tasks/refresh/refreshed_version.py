@@ -35,7 +35,7 @@ from tasks.registry.tracking import PIPELINE_TAG, as_metrics, log_metrics
 from tasks.registry.versions import register_package
 
 _INHERITED_TAGS = (RUN_ID_TAG, SPENT_DROP_TAG, CHALLENGERS_TAG, REFIT_OF_TAG)
-"""Tags of the parent that belong to its model: its run, its history in the gate, and the version that it is a refit of."""
+"""Tags of the parent that belong to its model: its run, its results in the gate, and the version of which it is a refit."""
 WORK_FOLDER_NAME = "refresh.tmp"
 LOCK_NAME = "refresh.lock"
 _CARD_START = "Refreshed from version "
@@ -46,14 +46,15 @@ class RefreshedVersion:
     """Result of a refresh that changed items.
 
     Attributes:
-        text: the changes, in one sentence.
+        version, parent: numbers of the refreshed version, and of the champion from which it has its model.
+        changes_text: the changes, in one sentence.
         problems: why the version is not the champion; empty if it is.
         delta_uri: address of the delta file in MLflow.
     """
 
     version: str
     parent: str
-    text: str
+    changes_text: str
     problems: tuple[str, ...]
     delta_uri: str
 
@@ -63,7 +64,7 @@ def refresh_champion(
 ) -> RefreshedVersion | None:
     """Register a version with the items of today and the model of the champion; it becomes champion if it passes the checks.
 
-    Return None if no item has changed; nothing is registered then.
+    If no item has changed, register nothing and return None.
 
     Raises:
         InputError: there is no champion, the tables are invalid or do not fit its model, or too many items are missing.
@@ -82,7 +83,7 @@ def refresh_champion(
         log.finish_step(str(refreshed.changes))
         log = StageLog("register")
         version, delta_uri = _register(refreshed, registry, parent, workspace=workspace, pipeline=pipeline)
-        problems = _decide(refreshed, registry, parent, version, workspace=workspace)
+        problems = _assign_alias(refreshed, registry, parent, version, workspace=workspace)
         log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
     return RefreshedVersion(str(version.version), str(parent.version), str(refreshed.changes), problems, delta_uri)
 
@@ -90,7 +91,7 @@ def refresh_champion(
 def _refresh(
     config: RefreshConfig, inputs: InputConfig, registry: Registry, parent: ModelVersion, *, workspace: Path, folder: Path
 ) -> Refreshed | None:
-    """Fetch the package of the parent, and write the refreshed package to `folder`."""
+    """Fetch the package of the parent, and write the refreshed package to `folder`; return None if no item has changed."""
     (download_folder := folder / "parent").mkdir()
     (new_folder := folder / "new").mkdir()
     uri = f"models:/{parent.name}/{parent.version}"
@@ -99,11 +100,11 @@ def _refresh(
     return refresh(config, inputs, parent_folder=package_folder, sha256=sha256, folder=new_folder)
 
 
-def _decide(
+def _assign_alias(
     refreshed: Refreshed, registry: Registry, parent: ModelVersion, version: ModelVersion, *, workspace: Path
 ) -> tuple[str, ...]:
     """Give the version the alias champion or challenger; return why it is not the champion."""
-    problems = refreshed.problems or _load(registry, version, workspace=workspace)
+    problems = refreshed.problems or _problems_on_load(registry, version, workspace=workspace)
     reason = f"{_CARD_START}{parent.version}: {refreshed.changes}"
     if not problems and not registry.move_champion(version, expected=parent, reason=reason):
         problems = ("another version became champion during the refresh; repeat it",)
@@ -123,8 +124,8 @@ def _register(
     tags |= {PARENT_TAG: str(parent.version), REFRESH_TAG: json.dumps(counts)}
     metrics = {f"refresh/{name}": float(count) for name, count in counts.items()}
     metrics |= {f"refresh/{check.metric}": check.value for check in refreshed.checks}
-    checks = "; ".join(map(str, refreshed.checks))
-    card = f"{_CARD_START}{parent.version}: {refreshed.changes}. Checks: {checks}.\n\n{_parent_card(parent)}"
+    checks_text = "; ".join(map(str, refreshed.checks))
+    card = f"{_CARD_START}{parent.version}: {refreshed.changes}. Checks: {checks_text}.\n\n{_parent_card(parent)}"
     with _mlflow_run(registry, parent, pipeline=pipeline) as mlflow_run_id:
         registry.call(registry.client.log_artifact, mlflow_run_id, str(refreshed.delta_path))
         registry.call(log_metrics, registry.client, mlflow_run_id, as_metrics(metrics))
@@ -136,7 +137,7 @@ def _register(
             client=registry.client,
             mlflow_run=registry.call(registry.client.get_run, mlflow_run_id),
             workspace=workspace,
-            tags=tags | {DELTA_TAG: delta_uri},  # each attempt has another address
+            tags=tags | {DELTA_TAG: delta_uri},  # differs for each refresh, so no earlier version is reused
             description=card[:MAX_CARD_CHARACTERS],
         )
     return version, delta_uri
@@ -144,7 +145,7 @@ def _register(
 
 @contextmanager
 def _work_folder(workspace: Path) -> Iterator[Path]:
-    """Yield a folder that is removed at the end. The folder of a killed refresh is removed at the start."""
+    """Yield an empty folder, and remove it at the end. The folder of a killed refresh is removed at the start."""
     folder = workspace / WORK_FOLDER_NAME
     remove_own_folder(folder)
     create_own_folder(folder)
@@ -175,8 +176,8 @@ def _parent_card(parent: ModelVersion) -> str:
     return card.partition("\n\n")[2] if card.startswith(_CARD_START) else card
 
 
-def _load(registry: Registry, version: ModelVersion, *, workspace: Path) -> tuple[str, ...]:
-    """Load the version as a server does, which verifies its files and golden queries; return the problem, if there is one."""
+def _problems_on_load(registry: Registry, version: ModelVersion, *, workspace: Path) -> tuple[str, ...]:
+    """Load the version as a server does, which verifies its files and golden queries; return the problem, if any."""
     try:
         load_version(workspace, model_name=registry.model_name, version=str(version.version))
     except NightjarError as error:

@@ -1,4 +1,4 @@
-"""Loading of registered versions, after a verification of their packages and their code."""
+"""Loading of registered versions, whose packages and code are verified first."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ LOGGED_MODELS_FILE_NAME = "logged-models.sha256"
 A model contains code. MLflow's server can change versions and artifacts, but not this file.
 """
 _UNHASHED_NAMES = ("registered_model_meta", "__pycache__")
-"""A file that MLflow writes when a version is loaded, and the bytecode of the model's code, which is removed before loading."""
+"""Names that the sha256 ignores: a file that MLflow writes when it loads a version, and bytecode, which is removed before."""
 
 
 class LoadedVersion(NamedTuple):
@@ -43,7 +43,7 @@ class LoadedVersion(NamedTuple):
     version: str
 
 
-def newest_version(workspace: Path, model_name: str) -> str:
+def newest_version_number(workspace: Path, model_name: str) -> str:
     """Return the number of the newest version; raise InputError if there is none."""
     client = connect(workspace)
     versions = call_with_deadline(lambda: client.search_model_versions(f"name = '{model_name}'"), uri=client.tracking_uri)
@@ -52,10 +52,11 @@ def newest_version(workspace: Path, model_name: str) -> str:
     return str(max(int(version.version) for version in versions))
 
 
-def version_with_alias(workspace: Path, *, model_name: str, alias: str = "champion") -> str | None:
-    """Return the number of the version with an alias; None if no version has it."""
+def version_number_with_alias(workspace: Path, *, model_name: str, alias: str = "champion") -> str | None:
+    """Return the number of the version with an alias; None if no version has the alias."""
     client = connect(workspace)
-    return (call_with_deadline(lambda: version_number_by_alias(client, model_name), uri=client.tracking_uri) or {}).get(alias)
+    number_by_alias = call_with_deadline(lambda: version_number_by_alias(client, model_name), uri=client.tracking_uri)
+    return (number_by_alias or {}).get(alias)
 
 
 def load_version(workspace: Path, *, model_name: str, version: str = "champion") -> LoadedVersion:
@@ -70,15 +71,17 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         TrackingServerError: MLflow does not work.
     """
     client = connect(workspace)
-    number = version if version.isdecimal() else version_with_alias(workspace, model_name=model_name, alias=version)
-    if number is None:
+    version_number = (
+        version if version.isdecimal() else version_number_with_alias(workspace, model_name=model_name, alias=version)
+    )
+    if version_number is None:
         raise InputError(
             f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
             "register a version with `nightjar run`"
         )
-    location = redacted(f"models:/{model_name}/{number}: cannot be loaded from {client.tracking_uri}")
+    location = redacted(f"models:/{model_name}/{version_number}: cannot be loaded from {client.tracking_uri}")
     try:
-        model = load_model(f"models:/{model_name}/{number}", client=client, workspace=workspace)
+        model = load_model(f"models:/{model_name}/{version_number}", client=client, workspace=workspace)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             raise InputError(f"{location}: {redacted(error.message)}") from None
@@ -87,7 +90,7 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         raise
     except Exception as error:  # any error of a damaged model
         raise StageError(f"{location}: {redacted(f'{type(error).__name__}: {error}')}") from None
-    return LoadedVersion(model.unwrap_python_model().retriever, model_name, number)
+    return LoadedVersion(model.unwrap_python_model().retriever, model_name, version_number)
 
 
 def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncModel:
@@ -101,16 +104,16 @@ def fetch_model(
 ) -> tuple[Path, dict[str, str]]:
     """Return the folder of the version at `uri`, downloaded if it is remote, and the model config for MLflow.
 
-    The model config contains the sha256 in the version's tag, which the package must have. A version in the MLflow of the
-    workspace must be a model that a run of the workspace logged: its files are below the workspace and unchanged. Code of the
-    model is not executed.
+    The model config contains the sha256 from the version's tag, with which the package is verified when it is loaded. A
+    version in the MLflow of the workspace must be a model that a run of the workspace logged: its files are below the
+    workspace and unchanged. Code of the model is not executed.
 
     Args:
-        download_folder: folder for a copy of a version that is not in the MLflow of the workspace. Without it, MLflow chooses a
-            folder, or returns the artifacts of the registry itself.
+        download_folder: folder for a copy of a version that is not in the MLflow of the workspace. None: MLflow chooses a
+            folder, or returns the artifacts of the registry without a copy.
 
     Raises:
-        StageError: the version does not have the tag, or is another model.
+        StageError: the version does not have the tag, or no run of the workspace logged its model.
     """
     model_name, version_number = get_model_name_and_version(client, uri)
     sha256 = client.get_model_version(model_name, version_number).tags.get(PACKAGE_SHA256_TAG)
@@ -136,7 +139,7 @@ def _download(uri: str, client: MlflowClient, *, folder: Path | None = None) -> 
 
 
 def record_logged_model(uri: str, *, client: MlflowClient, workspace: Path) -> None:
-    """Add the sha256 of a model that was just logged to LOGGED_MODELS_FILE_NAME, before it becomes a version."""
+    """Add the sha256 of a logged model to LOGGED_MODELS_FILE_NAME. The caller registers the model as a version afterwards."""
     folder = _download(uri, client)
     with (workspace / LOGGED_MODELS_FILE_NAME).open("a") as file:
         file.write(f"{model_sha256(folder)}  {uri}\n")
@@ -145,9 +148,9 @@ def record_logged_model(uri: str, *, client: MlflowClient, workspace: Path) -> N
 
 
 def model_sha256(folder: Path) -> str:
-    """Return a sha256 over names and contents of the files of a model, without bytecode.
+    """Return a sha256 over the names and contents of a model's files, except bytecode.
 
-    The files of the package are left out, because package.json, which is included, has their checksums.
+    Of the package, only package.json is included, because it has the checksums of the package's other files.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
@@ -160,15 +163,15 @@ def model_sha256(folder: Path) -> str:
 
 
 def _require_logged_model(folder: Path, workspace: Path, uri: str) -> None:
-    artifact_folder, record_file = workspace.absolute() / "mlartifacts", workspace / LOGGED_MODELS_FILE_NAME
+    artifact_folder, hashes_file = workspace.absolute() / "mlartifacts", workspace / LOGGED_MODELS_FILE_NAME
     if not folder.resolve().is_relative_to(artifact_folder.resolve()):
         raise _untrusted_error(uri, f"its files are in {folder}, which is not below {artifact_folder}")
-    recorded_sha256 = {line.split()[0] for line in record_file.read_text().splitlines()} if record_file.is_file() else set()
+    logged_hashes = {line.split()[0] for line in hashes_file.read_text().splitlines()} if hashes_file.is_file() else set()
     for bytecode_folder in [path for path in folder.rglob("__pycache__") if path.is_dir() and not path.is_symlink()]:
         shutil.rmtree(bytecode_folder, ignore_errors=True)
     sha256 = model_sha256(folder)
-    if sha256 not in recorded_sha256:
-        raise _untrusted_error(uri, f"{folder} has the sha256 {sha256[:12]}, which is not in {record_file}")
+    if sha256 not in logged_hashes:
+        raise _untrusted_error(uri, f"{folder} has the sha256 {sha256[:12]}, which is not in {hashes_file}")
 
 
 def _untrusted_error(uri: str, problem: str) -> Exception:

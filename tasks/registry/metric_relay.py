@@ -22,7 +22,7 @@ logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(loggi
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
 _FLUSH_INTERVAL_S = 1.0
 _SYSTEM_METRICS_INTERVAL_S = 10.0
-"""A sample takes about 50 ms of CPU: 0.5 % of a core."""
+"""A sample takes about 50 ms of CPU time, so the samples take 0.5 % of a core."""
 
 
 def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_file: Path) -> None:
@@ -36,7 +36,7 @@ def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_fi
 
 
 def logged_steps(client: MlflowClient, mlflow_run_id: str) -> set[int]:
-    """Return the training steps in MLflow. It keeps both values of a step that is logged twice, so callers skip these steps."""
+    """Return the training steps that are in MLflow. MLflow would keep both values of a step that is logged twice."""
     return {metric.step for metric in client.get_metric_history(mlflow_run_id, "train/loss")}
 
 
@@ -52,8 +52,8 @@ def training_metrics(progress: Progress, *, time_ms: int) -> list[Metric]:
 class MetricRelay:
     """Logs training metrics to MLflow from a thread, so that an outage of MLflow neither stops nor slows training.
 
-    CPU, memory, disk, network and GPU of this host are logged as system metrics. A training of less than 10 s has no system
-    metrics. After the first failure the relay logs one warning and stops; the missing metrics are logged at registration.
+    The usage of CPU, memory, disk, network and GPU of this host is logged as system metrics, except for a training of less than
+    10 s. After the first failure, the relay logs one warning and stops; the missing metrics are logged at registration.
     """
 
     def __init__(self, context: StageContext) -> None:
@@ -68,7 +68,7 @@ class MetricRelay:
         return self
 
     def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._status = RunStatus.to_string(RunStatus.FINISHED if error_type is None else RunStatus.FAILED)
         self._close_event.set()
@@ -83,11 +83,13 @@ class MetricRelay:
         is_closing = False
         while not is_closing:
             is_closing = self._close_event.wait(_FLUSH_INTERVAL_S)
-            queued = [self._progress_queue.get() for _ in range(self._progress_queue.qsize())]
-            unlogged = [(time_ms, progress) for time_ms, progress in queued if progress.step not in steps_in_mlflow]
-            metrics = [metric for time_ms, progress in unlogged for metric in training_metrics(progress, time_ms=time_ms)]
+            queued_progress = [self._progress_queue.get() for _ in range(self._progress_queue.qsize())]
+            new_progress = [
+                (time_ms, progress) for time_ms, progress in queued_progress if progress.step not in steps_in_mlflow
+            ]
+            metrics = [metric for time_ms, progress in new_progress for metric in training_metrics(progress, time_ms=time_ms)]
             log_metrics(client, mlflow_run_id, metrics)
-            steps_in_mlflow.update(progress.step for _, progress in unlogged)
+            steps_in_mlflow.update(progress.step for _, progress in new_progress)
 
     def _relay(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """MLflow client: server address, deadlines, retries, and errors in one sentence without passwords.
 
-The module imports no stage and no model code, so `nightjar releases` starts fast.
+The module imports neither stages nor model code, so that `nightjar releases` starts fast.
 """
 
 import logging
@@ -64,9 +64,9 @@ def mlflow_exists(workspace: Path) -> bool:
 
 
 def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | None = None) -> T:
-    """Run `call` in a thread and return its result. Raise TrackingServerError if it fails or exceeds the deadline.
+    """Run `call` in a thread and return its result. Raise TrackingServerError if the call fails or exceeds the deadline.
 
-    A call that takes longer is not stopped: its thread ends when the call returns.
+    A call that exceeds the deadline is not stopped: its thread ends when the call returns.
 
     Args:
         timeout_s: deadline; None: ANSWER_TIMEOUT_S.
@@ -93,7 +93,7 @@ def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | No
 
 
 def call_or_warn(call: Callable[[MlflowClient], T], *, workspace: Path, warning: str) -> T | None:
-    """Return call(client). If MLflow fails, has a full disk or exceeds a deadline, log `warning` with the reason, return None.
+    """Return call(client). If MLflow fails, has a full disk or exceeds a deadline, log `warning` and the reason; return None.
 
     The connection and the call each have a deadline of ANSWER_TIMEOUT_S.
     """
@@ -109,7 +109,7 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
     """Return call(). After a transient failure, repeat the call with backoff for up to RETRY_TIMEOUT_S.
 
     Raises:
-        TrackingServerError: the failure is permanent, or the last attempt failed too.
+        TrackingServerError: the failure is permanent, or it lasts longer than RETRY_TIMEOUT_S.
         InputError: the disk of the sqlite database is full.
     """
 
@@ -133,9 +133,9 @@ def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
 
 
 def tracking_error(error: Exception, *, uri: str) -> NightjarError:
-    """Convert `error` to one sentence: the address without its password, and the first line of the root cause.
+    """Return an error with one sentence: the address without its password, and the first line of the root cause of `error`.
 
-    A full disk under an sqlite database is an InputError, which names the file and the free space.
+    If the disk of an sqlite database is full, return an InputError with the file and the free space.
     """
     if isinstance(error, TrackingServerError):
         return error

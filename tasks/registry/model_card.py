@@ -1,4 +1,4 @@
-"""Model card of a version, in Markdown: data, metrics with intervals next to baselines, slices, limits, and how to serve it."""
+"""Model card of a version, in Markdown: data, metrics of the model and the baselines, slices, limits, and serving."""
 
 from mlflow.entities import Run as MlflowRun
 
@@ -25,20 +25,22 @@ def model_card(
 ) -> str:
     """Return the model card. The slices are left out if the card would be longer than MAX_CARD_CHARACTERS.
 
-    refit_of: number of the version that this version repeats with all events; None for no refit.
+    Args:
+        refit_of: number of the version of which this version is a refit; None if it is no refit.
     """
     evaluation = context.results[EvaluationManifest]
     table = to_markdown(metric_table(evaluation.metrics, half_widths=evaluation.half_widths))
     run_info = mlflow_run.info
-    measured = "On the test events" if refit_of is None else f"Metrics of version {refit_of}, on the test events"
+    metrics_intro = "On the test events" if refit_of is None else f"Metrics of version {refit_of}, on the test events"
     sections = [
         _model_section(context, package),
         _data_section(context),
-        f"## Metrics\n\n{measured}, over the full catalogue, with confidence intervals of users:\n\n{table}",
+        f"## Metrics\n\n{metrics_intro}, over the full catalogue, with confidence intervals over users:\n\n{table}",
         _limits_section(context, package, refit_of=refit_of),
         _serving_section(model_name, package),
         f"Run {context.run.run_id}: [MLflow run](#/experiments/{run_info.experiment_id}/runs/{run_info.run_id})",
     ]
+    # The slices of a feature are named <feature>=<value>. They may be many, so the card does not have them.
     slices = [report for report in evaluation.slices if "=" not in report.name]
     if slices:
         slice_section = f"## Slices\n\n{slices_to_markdown(slices, shown=('recall@20', 'ndcg@10'))}"
@@ -51,26 +53,26 @@ def model_card(
 def _model_section(context: StageContext, package: PackageDescription) -> str:
     results = context.results
     train, package_manifest, index = results[TrainManifest], results[PackageManifest], results[IndexManifest]
-    training = f"trained for {train.num_epochs} epoch{'s' * (train.num_epochs != 1)} on {train.num_examples:,} examples"
+    training_text = f"trained for {train.num_epochs} epoch{'s' * (train.num_epochs != 1)} on {train.num_examples:,} examples"
     if train.warm_from is not None:
-        training += f", starting from the model of run {train.warm_from}"
-    served = index.reports[index.served_index]
+        training_text += f", starting from the model of run {train.warm_from}"
+    index_report = index.reports[index.served_index]
     return (
         f"Two-tower retrieval model: {package.quantization} query tower, {package.model.num_items:,} item vectors of "
         f"{package.model.config.output_dim} numbers ({package.similarity} similarity, space_id `{package.space_id}`), "
-        f"{index.served_index} index with recall@{served.k} {served.recall:.4f} of exact search, "
-        f"{package_manifest.size_bytes / MIB:,.1f} MiB; {training}."
+        f"{index.served_index} index with recall@{index_report.k} {index_report.recall:.4f} of exact search, "
+        f"{package_manifest.size_bytes / MIB:,.1f} MiB; {training_text}."
     )
 
 
 def _data_section(context: StageContext) -> str:
     interactions = context.dataset.interactions
-    period = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
+    period_text = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
     num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
-    held_out_users = describe_held_out_users(context.results[DataReportManifest].metrics)
+    users_text = describe_held_out_users(context.results[DataReportManifest].metrics)
     return (
-        f"## Data\n\n{num_events:,} events{period}, {interactions.num_users:,} users, {interactions.num_items:,} items; "
-        f"{interactions.num_train_events:,} training events; {held_out_users}."
+        f"## Data\n\n{num_events:,} events{period_text}, {interactions.num_users:,} users, {interactions.num_items:,} items; "
+        f"{interactions.num_train_events:,} training events; {users_text}."
     )
 
 
@@ -78,7 +80,7 @@ def _limits_section(context: StageContext, package: PackageDescription, *, refit
     limits = [
         "An item that is not in the catalogue is never recommended. A user without a history gets the most popular items, "
         "unless the request has a history or features.",
-        _trained_until(context.dataset.interactions, refit_of=refit_of),
+        _training_events_limit(context.dataset.interactions, refit_of=refit_of),
     ]
     if not any(key.startswith("context.") for key in package.features):
         limits.append("The model does not read the context of a request.")
@@ -86,21 +88,23 @@ def _limits_section(context: StageContext, package: PackageDescription, *, refit
     return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)
 
 
-def _trained_until(interactions: InteractionsManifest, *, refit_of: str | None) -> str:
-    newest_event = f" The newest event of the log is of {interactions.last_time}." if interactions.last_time else ""
+def _training_events_limit(interactions: InteractionsManifest, *, refit_of: str | None) -> str:
+    newest_event_sentence = f" The newest event of the log is of {interactions.last_time}." if interactions.last_time else ""
     if refit_of is not None:
         return (
-            f"The training used all events, also the validation and test events that measured version {refit_of}. The metrics "
-            f"of this version are not known.{newest_event}"
+            f"The training used all events, including the validation and test events that measured version {refit_of}. The "
+            f"metrics of this version are not known.{newest_event_sentence}"
         )
-    return f"Validation and test events were not trained on.{newest_event}"
+    return f"Validation and test events were not trained on.{newest_event_sentence}"
 
 
 def _serving_section(model_name: str, package: PackageDescription) -> str:
-    filters = f" Filter columns: {', '.join(f'`{name}`' for name in package.filter_columns)}." if package.filter_columns else ""
+    filters_sentence = (
+        f" Filter columns: {', '.join(f'`{name}`' for name in package.filter_columns)}." if package.filter_columns else ""
+    )
     return (
         "## Serve\n\n"
         "    nightjar serve nightly.yaml\n"
         f"    mlflow models serve -m models:/{model_name}@champion --env-manager local\n\n"
-        f"A request has `user_id`, `history` or features.{filters} docs/serving.md describes requests and answers."
+        f"A request has `user_id`, `history` or features.{filters_sentence} docs/serving.md describes requests and answers."
     )

@@ -1,4 +1,4 @@
-"""MLflow model of the retriever, logged as code ("models from code") instead of a pickle. It maps user ids to item ids."""
+"""MLflow model that recommends items with the retriever, logged as code ("models from code") instead of a pickle."""
 
 import functools
 from pathlib import Path
@@ -39,8 +39,9 @@ class NightjarModel(PythonModel):
 
         Args:
             context: not used.
-            model_input: columns user_id, history (a list of item ids in time order that replaces the user's history in the
-                log) and features, all optional; or the column item_id, for similar items. A missing value is null.
+            model_input: columns user_id, history and features, which are all optional, or the column item_id for similar items.
+                A history is a list of item ids in time order, and replaces the user's history in the log. A missing value is
+                null.
             params: see recsys_core.serving.requests. `filter` is a JSON object as a string. An invalid value fails the whole
                 request.
         """
@@ -54,7 +55,7 @@ class NightjarModel(PythonModel):
 
 
 def _values(column: pd.Series) -> list[Any]:
-    """Return the values of a column. pandas stores null as NaN in a column of numbers, and as NA or NaT in others."""
+    """Return the values of a column, with None for null. pandas stores null as NaN in a column of numbers, or as NA or NaT."""
     is_missing = column.isna() if column.dtype != object else pd.Series(False, column.index)
     return column.astype(object).mask(is_missing, None).tolist()
 

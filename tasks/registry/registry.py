@@ -1,6 +1,7 @@
 """The registered model of a pipeline in MLflow: its versions, their tags and its aliases.
 
-Every call is retried while MLflow is temporarily unavailable. `Registry.move_alias` is the only function that moves an alias.
+Every call is retried while MLflow is temporarily unavailable. An alias is moved only by `Registry.move_champion` and
+`Registry.move_challenger`.
 """
 
 import time
@@ -18,7 +19,7 @@ from tasks.registry.mlflow_client import call_with_retries, connect, tracking_ur
 from tasks.registry.releases import FORMER_CHAMPION_TAG, champion_of, former_champions, version_number_by_alias
 
 SETTLE_S = 0.2
-"""Pause before a moved alias is read back, so that a process that moves it at the same time is seen."""
+"""Pause before a moved alias is read back, so that the move of another process at the same time is noticed."""
 
 T = TypeVar("T")
 
@@ -62,9 +63,9 @@ class Registry:
         """Return the version number by alias."""
         return self.call(version_number_by_alias, self.client, self.model_name) or {}
 
-    def version(self, number: object) -> ModelVersion:
+    def version(self, version_number: object) -> ModelVersion:
         """Return a version with its current tags and aliases."""
-        return self.call(self.client.get_model_version, self.model_name, str(number))
+        return self.call(self.client.get_model_version, self.model_name, str(version_number))
 
     def versions(self) -> list[ModelVersion]:
         """Return all versions."""
@@ -82,13 +83,13 @@ class Registry:
     def move_champion(
         self, version: ModelVersion, *, expected: ModelVersion | None, reason: str, mark_as_former: bool = True
     ) -> bool:
-        """Make `version` the champion if `expected` still is; return False if another version is champion now.
+        """Make `version` the champion if `expected` is still the champion; return False if another version is champion now.
 
-        MLflow sets an alias unconditionally. The alias is therefore read before and after it is set, and a move that another
-        process has overwritten counts as lost.
+        MLflow sets an alias unconditionally. The alias is therefore read before and after the move. If another process has
+        overwritten the move, it counts as failed.
 
         Args:
-            mark_as_former: tag the replaced champion, so that the gate can fall back on it later.
+            mark_as_former: tag the replaced champion, so that the gate can return to this version later.
         """
         if number_of(self.champion()) != number_of(expected):
             return False
@@ -102,12 +103,12 @@ class Registry:
         return True
 
     def _mark_as_former(self, version: ModelVersion) -> None:
-        """Tag a version with the current time, or one second after the newest such tag if the clock is behind that time."""
+        """Tag a version with the current time, or with one second after the newest such tag if the clock is behind this tag."""
         newest_times_s = [int(former_version.tags[FORMER_CHAMPION_TAG]) for former_version in self.former_champions()[:1]]
         self.set_tag(version, FORMER_CHAMPION_TAG, str(max([int(time.time()), *(time_s + 1 for time_s in newest_times_s)])))
 
     def move_challenger(self, version: ModelVersion | None, *, reason: str) -> None:
-        """Give the alias challenger to `version`; remove it if `version` is None."""
+        """Give the alias challenger to `version`; remove the alias if `version` is None."""
         old_number, new_number = self.aliases().get("challenger"), number_of(version)
         if new_number is not None:
             self.call(self.client.set_registered_model_alias, self.model_name, "challenger", new_number)

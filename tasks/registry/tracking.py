@@ -51,7 +51,7 @@ _MAX_PATHS = 100
 
 
 def open_run(client: MlflowClient, context: StageContext) -> str:
-    """Return the id of the MLflow run of the run; create the experiment and the MLflow run if they do not exist.
+    """Return the id of the run's MLflow run; create the MLflow run and its experiment if they do not exist.
 
     An existing MLflow run gets the current tags, because a resume has another Prefect flow run.
     """
@@ -140,7 +140,7 @@ def log_metrics(client: MlflowClient, mlflow_run_id: str, metrics: Sequence[Metr
 
 
 def as_metrics(value_by_name: Mapping[str, float], *, model_id: str | None = None) -> list[Metric]:
-    """Convert values by name to MLflow metrics, of the logged model `model_id` too.
+    """Convert values by name to MLflow metrics, which also belong to the logged model `model_id` if it is given.
 
     "@" is not allowed in a name and becomes "_at_". NaN values are left out.
     """
@@ -155,7 +155,7 @@ def as_metrics(value_by_name: Mapping[str, float], *, model_id: str | None = Non
 def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext, *, model_id: str | None) -> None:
     """Log all metrics, the config, the sharding plan and the plots of a finished run.
 
-    The stages `train` and `build_index` have written loss.png and indexes.png.
+    loss.png and indexes.png were written by the stages `train` and `build_index`.
 
     Args:
         model_id: logged model of the run, to which the metrics belong too; None if the run logs no model.
@@ -163,21 +163,22 @@ def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext,
     run, results = context.run, context.results
     train, evaluation, index = results[TrainManifest], results[EvaluationManifest], results[IndexManifest]
     recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
-    epoch_by_metric = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
-    trial_metrics = {f"train/temperature_trials/{name}": value for name, value in train.temperature_trials.items()}
-    temperature = {} if train.temperature is None else {"train/temperature": train.temperature}
-    weights = {
-        f"export/{name.replace(' ', '_')}_weight": value for name, value in results[ExportManifest].weight_by_term.items()
+    value_by_metric = {**evaluation.metrics, **recall_by_metric, "train/final_loss": train.final_loss}
+    if train.best_epoch is not None:
+        value_by_metric["train/best_epoch"] = train.best_epoch
+    if train.temperature is not None:
+        value_by_metric["train/temperature"] = train.temperature
+    value_by_metric |= {f"train/temperature_trials/{name}": value for name, value in train.temperature_trials.items()}
+    value_by_metric |= {
+        f"export/{term.replace(' ', '_')}_weight": weight for term, weight in results[ExportManifest].weight_by_term.items()
     }
-    training_metrics = {**epoch_by_metric, **trial_metrics, **temperature, **weights, "train/final_loss": train.final_loss}
-    value_by_metric = {**evaluation.metrics, **recall_by_metric, **training_metrics}
     log_metrics(client, mlflow_run_id, as_metrics(value_by_metric, model_id=model_id))
-    plots = (
+    plot_paths = (
         run.folder / "loss.png",
         plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
         run.folder / "indexes.png",
     )
-    for path in (run.config_file, results[PlanManifest].path("plan.json"), *plots):
+    for path in (run.config_file, results[PlanManifest].path("plan.json"), *plot_paths):
         client.log_artifact(mlflow_run_id, str(path))
 
 
@@ -207,7 +208,7 @@ def log_data(client: MlflowClient, mlflow_run_id: str, context: StageContext) ->
 
 
 def log_data_report(client: MlflowClient, mlflow_run_id: str, data_report: DataReportManifest) -> None:
-    """Log report.html and the metrics of the data report, as data/<name>."""
+    """Log report.html, and the metrics of the data report under the names data/<name>."""
     value_by_metric = {f"data/{name}": value for name, value in data_report.metrics.items()}
     log_metrics(client, mlflow_run_id, as_metrics({**value_by_metric, "data/breaches": float(len(data_report.breaches))}))
     client.log_artifact(mlflow_run_id, str(data_report.path("report.html")), "data_report")
@@ -233,7 +234,7 @@ def log_data_report_or_warn(context: StageContext, data_report: DataReportManife
 
 
 def log_run_end(context: StageContext, *, state: str, message: str) -> None:
-    """Log how a run ended, and the duration and size of each complete stage as stage/<stage>/seconds and .../bytes.
+    """Log how a run ended, and for each complete stage its duration and size, as stage/<stage>/seconds and stage/<stage>/bytes.
 
     The state becomes a tag. State, message and a link to Prefect become the description. If MLflow does not work, log a
     warning.

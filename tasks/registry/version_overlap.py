@@ -1,4 +1,4 @@
-"""How much the recommendations of two versions differ: overlap of the top lists, and items that more or fewer users get."""
+"""Difference of two versions' recommendations: overlap of the top lists, and items that more or fewer users get."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from recsys_core.serving.ids import Id
 from recsys_core.serving.retriever import Retriever
 
 NUM_MOVERS = 10
+"""Largest number of items in `VersionOverlap.movers`."""
 SAMPLE_SEED = 0
 
 
@@ -28,6 +29,7 @@ class VersionOverlap(Frozen):
     """Difference of the recommendations of two versions to the same users.
 
     Attributes:
+        k: number of items per user.
         num_users: number of sampled users.
         mean_overlap: mean share of a user's items that both versions recommend.
         num_equal_lists: number of users who get the same items in the same order.
@@ -49,26 +51,29 @@ def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int) -> V
     """
     user_ids = _common_users(before, after, num_users=num_users)
     lists_before, lists_after = (retriever.recommend(user_ids, k).item_ids for retriever in (before, after))
-    pairs = [(items.tolist(), new_items.tolist()) for items, new_items in zip(lists_before, lists_after, strict=True)]
-    # Two empty lists are equal: a user may have seen all items.
-    shares = [
-        len({*items} & {*new_items}) / max(len(items), len(new_items)) if items or new_items else 1.0
-        for items, new_items in pairs
+    list_pairs = [
+        (ids_before.tolist(), ids_after.tolist()) for ids_before, ids_after in zip(lists_before, lists_after, strict=True)
     ]
-    count_before, count_after = (Counter(item for pair in pairs for item in pair[version]) for version in (0, 1))
+    # Two empty lists are equal: a user may have seen all items.
+    overlap_shares = [
+        len({*ids_before} & {*ids_after}) / max(len(ids_before), len(ids_after)) if ids_before or ids_after else 1.0
+        for ids_before, ids_after in list_pairs
+    ]
+    num_users_before = Counter(item_id for ids_before, _ in list_pairs for item_id in ids_before)
+    num_users_after = Counter(item_id for _, ids_after in list_pairs for item_id in ids_after)
     return VersionOverlap(
         k=k,
-        num_users=len(pairs),
-        mean_overlap=float(np.mean(shares)),
-        num_equal_lists=sum(items == new_items for items, new_items in pairs),
-        movers=_movers(count_before, count_after, titles=(after, before)),
+        num_users=len(list_pairs),
+        mean_overlap=float(np.mean(overlap_shares)),
+        num_equal_lists=sum(ids_before == ids_after for ids_before, ids_after in list_pairs),
+        movers=_movers(num_users_before, num_users_after, title_sources=(after, before)),
     )
 
 
 def _common_users(before: Retriever, after: Retriever, *, num_users: int) -> Any:
     """Return a random sample of the user ids that both versions have."""
-    order = np.random.default_rng(SAMPLE_SEED).permutation(len(before.user_ids))
-    user_ids = before.user_ids.ids(order)
+    user_rows = np.random.default_rng(SAMPLE_SEED).permutation(len(before.user_ids))
+    user_ids = before.user_ids.ids(user_rows)
     common_ids = user_ids[after.is_known(user_ids.tolist())] if len(user_ids) else user_ids
     if not len(common_ids):
         raise InputError(
@@ -79,25 +84,34 @@ def _common_users(before: Retriever, after: Retriever, *, num_users: int) -> Any
 
 
 def _movers(
-    count_before: Mapping[Id, int], count_after: Mapping[Id, int], *, titles: tuple[Retriever, ...]
+    num_users_before: Mapping[Id, int], num_users_after: Mapping[Id, int], *, title_sources: tuple[Retriever, ...]
 ) -> tuple[Mover, ...]:
-    """Return the items whose number of users changes most. titles: versions with titles, the preferred first."""
-    changes = {item: count_after.get(item, 0) - count_before.get(item, 0) for item in {**count_before, **count_after}}
-    largest = sorted((item for item in changes if changes[item]), key=lambda item: (-abs(changes[item]), str(item)))
+    """Return the items whose number of users changes most.
+
+    Args:
+        num_users_before, num_users_after: number of users who get an item from each version, by item id.
+        title_sources: versions that may have the titles, the preferred version first.
+    """
+    change_by_item = {
+        item_id: num_users_after.get(item_id, 0) - num_users_before.get(item_id, 0)
+        for item_id in {**num_users_before, **num_users_after}
+    }
+    moved_ids = [item_id for item_id, change in change_by_item.items() if change]
+    moved_ids.sort(key=lambda item_id: (-abs(change_by_item[item_id]), str(item_id)))
     return tuple(
         Mover(
-            item_id=item,
-            title=_title(item, titles),
-            num_users_before=count_before.get(item, 0),
-            num_users_after=count_after.get(item, 0),
+            item_id=item_id,
+            title=_title(item_id, title_sources),
+            num_users_before=num_users_before.get(item_id, 0),
+            num_users_after=num_users_after.get(item_id, 0),
         )
-        for item in largest[:NUM_MOVERS]
+        for item_id in moved_ids[:NUM_MOVERS]
     )
 
 
-def _title(item: Id, retrievers: tuple[Retriever, ...]) -> str | None:
+def _title(item_id: Id, retrievers: tuple[Retriever, ...]) -> str | None:
     for retriever in retrievers:
-        row = retriever.item_ids.rows([item])
+        row = retriever.item_ids.rows([item_id])
         if row[0] >= 0 and (title := retriever.items.titles(row)[0]) is not None:
             return title
     return None

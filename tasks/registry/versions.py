@@ -38,6 +38,7 @@ from tasks.registry.releases import REFIT_OF_TAG, delete_logged_model
 from tasks.runs.context import StageContext
 
 PACKAGE_TAG = "nightjar.package"
+"""Fingerprint of the stage `package`."""
 MODEL_CODE_FILE = Path(__file__).with_name("pyfunc_model.py")
 _SERVING_LIBRARIES = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
@@ -47,7 +48,8 @@ def get_or_create_version(
 ) -> ModelVersion:
     """Return the registered version of the run's package. Create it, unless the run created it before an interruption.
 
-    refit_of: number of the version that this version repeats with the validation and test events; None for no refit.
+    Args:
+        refit_of: number of the version of which the package is a refit; None if it is no refit.
     """
     run, package = context.run, context.results[PackageManifest]
     mlflow_run = client.get_run(mlflow_run_id)
@@ -72,9 +74,9 @@ def register_package(
     tags: Mapping[str, str],
     description: str,
 ) -> ModelVersion:
-    """Log a package as a model of an MLflow run and register it with `tags`, unless an earlier attempt has done so.
+    """Log a package as a model of an MLflow run and register it with `tags`, unless an earlier call has done so.
 
-    The version also gets the tags with the checksums of the package.
+    The version also gets two tags with the fingerprint and the checksum of the package.
     """
     tags = {**tags, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
     # Two runs in one workspace may create the same model at the same time.
@@ -103,13 +105,13 @@ def register_package(
 
 
 def _delete_unregistered_models(client: MlflowClient, mlflow_run: MlflowRun, *, registered_uris: set[str | None]) -> None:
-    """Delete the models that an interrupted attempt logged but did not register. An error is logged as a warning."""
+    """Delete the models that an interrupted call logged but did not register. An error is logged as a warning."""
     run_info = mlflow_run.info
     for model in client.search_logged_models([run_info.experiment_id], f"source_run_id = '{run_info.run_id}'"):
         if model.model_uri not in registered_uris:
             try:
                 delete_logged_model(client, model)
-            except Exception as error:  # e.g. an artifact store that does not allow it
+            except Exception as error:  # e.g. an artifact store that does not allow deletions
                 LOG.warning("could not delete %s, which has no version (%s: %s)", model.model_uri, type(error).__name__, error)
 
 
@@ -131,7 +133,10 @@ def _log_model(package: PackageManifest, *, client: MlflowClient, mlflow_run: Ml
             python_model=str(MODEL_CODE_FILE),
             code_paths=[str(Path(recsys_core.__file__).parent)],
             artifacts={"package": str(package.folder / "package")},
-            model_config={PACKAGE_SHA256_KEY: description_sha256(package), VERSION_KEY: ""},  # a version gets its number later
+            model_config={
+                PACKAGE_SHA256_KEY: description_sha256(package),
+                VERSION_KEY: "",
+            },  # the number of the version is not known yet
             pip_requirements=pinned_requirements(),
             signature=signature_for(description_of(package), item_id_type=_item_id_type(package)),
             input_example=_input_example(package),
@@ -152,14 +157,14 @@ def signature_for(package: PackageDescription, *, item_id_type: IdType) -> Model
     The inputs have type Any: with a stricter type, a single null or value of another type would make MLflow reject the
     whole request.
     """
-    item_type = DataType.long if item_id_type == "int64" else DataType.string
-    names = [name for names in request_columns(package.features).values() for name in names if name is not None]
-    input_columns = dict.fromkeys((*QUERY_COLUMNS, *names, ITEM_COLUMN))
+    item_id_data_type = DataType.long if item_id_type == "int64" else DataType.string
+    feature_columns = [name for names in request_columns(package.features).values() for name in names if name is not None]
+    input_columns = dict.fromkeys((*QUERY_COLUMNS, *feature_columns, ITEM_COLUMN))
     return ModelSignature(
         inputs=Schema([ColSpec(AnyType(), name, required=False) for name in input_columns]),
         outputs=Schema(
             [
-                ColSpec(Array(item_type), "item_ids"),
+                ColSpec(Array(item_id_data_type), "item_ids"),
                 ColSpec(Array(DataType.double), "scores"),
                 ColSpec(DataType.string, "version"),
                 ColSpec(DataType.string, "space_id"),
@@ -175,7 +180,7 @@ def signature_for(package: PackageDescription, *, item_id_type: IdType) -> Model
                 ParamSpec("k", DataType.long, 10),
                 ParamSpec("exclude_seen", DataType.boolean, True),
                 ParamSpec("exclude_stored_history", DataType.boolean, True),
-                ParamSpec("exclude", item_type, [], (-1,)),
+                ParamSpec("exclude", item_id_data_type, [], (-1,)),
                 ParamSpec("min_score", DataType.double, None),
                 ParamSpec("popularity_weight", DataType.double, None),
                 ParamSpec("filter", DataType.string, ""),
@@ -191,7 +196,7 @@ def _item_id_type(package: PackageManifest) -> IdType:
 
 
 def _input_example(package: PackageManifest) -> pd.DataFrame:
-    """Return two users of the package; a history of two items for a package without users."""
+    """Return two users of the package. If the package has no users, return a history of two items."""
     if description_of(package).users == "stored":
         with pa.memory_map(str(package.path(f"package/{USERS_NAME}"))) as file:
             return pd.DataFrame({"user_id": pa.ipc.open_file(file).get_batch(0)["user_id"].slice(0, 2).to_pylist()})
@@ -200,13 +205,13 @@ def _input_example(package: PackageManifest) -> pd.DataFrame:
 
 
 def pinned_requirements() -> list[str]:
-    """Return the libraries that serving imports, as name==version of a package on PyPI.
+    """Return the libraries that serving imports, each as <package on PyPI>==<version>.
 
     Serving runs on a CPU, so faiss-gpu is replaced by faiss-cpu of the same version.
     """
     libraries = (*_SERVING_LIBRARIES, "faiss-cpu")
     version_by_library = {library: _installed_version(library) for library in libraries}
-    # A local version such as 2.14.1+cpu is not on PyPI.
+    # PyPI has no local versions such as 2.14.1+cpu.
     return [f"{library}=={version.partition('+')[0]}" for library, version in sorted(version_by_library.items())]
 
 

@@ -53,7 +53,7 @@ def estimated_bytes(run: Run) -> int:
     """Return the size of the newest unreduced run with a registered version, minus the files that `run` already has.
 
     Return 0 if there is no such run. The package counts twice, because MLflow keeps a copy. Files that the run shares with
-    earlier runs by hard links do not count: they were modified before the start of the run.
+    earlier runs by hard links do not count.
     """
     for earlier_run in reversed(own_runs(run.workspace)):
         if earlier_run == run or (earlier_run.folder / REDUCED_FILE_NAME).exists():
@@ -66,6 +66,7 @@ def estimated_bytes(run: Run) -> int:
 
 
 def _new_file_bytes(folder: Path) -> int:
+    """Return the size of the files in a run's folder that were modified after the start of the run."""
     start_ns = (folder / MARKER_NAME).stat().st_mtime_ns
     statuses = (path.lstat() for path in folder.rglob("*") if path.is_file())
     return sum(status.st_size for status in statuses if status.st_mtime_ns >= start_ns)

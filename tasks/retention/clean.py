@@ -11,9 +11,9 @@ from tasks.registry.mlflow_client import call_with_retries, connect, mlflow_exis
 from tasks.retention.config import RetentionConfig
 from tasks.retention.model_versions import (
     delete_versions,
-    find_aliased_runs,
+    find_aliased_run_ids,
     find_old_versions,
-    registered_runs_by_model,
+    registered_run_ids_by_model,
 )
 from tasks.retention.run_folders import RunRemoval, find_removals, remove_files
 
@@ -22,7 +22,7 @@ class Removals(NamedTuple):
     """Files of runs and model versions that retention removes.
 
     Attributes:
-        freed_bytes: by how much the size of the workspace has decreased.
+        freed_bytes: decrease of the workspace's size; 0 if nothing has been removed yet.
     """
 
     run_removals: list[RunRemoval]
@@ -31,15 +31,15 @@ class Removals(NamedTuple):
 
 
 def clean(workspace: Path, config: RetentionConfig, *, model_name: str, dry_run: bool = False) -> Removals:
-    """Remove files and versions that the workspace does not keep. If the process is killed, the next call of `clean` continues.
+    """Remove files and versions that retention does not keep. If the process is killed, the next call of `clean` continues.
 
-    Without an MLflow, the aliases are unknown, so all runs with a registered version are kept.
+    If the workspace has no MLflow, the aliases are unknown, so all runs with a registered version are kept.
 
     Args:
         dry_run: remove nothing, and return the planned removals.
 
     Returns:
-        The completed removals.
+        The completed removals, or the planned removals of a dry run.
 
     Raises:
         TrackingServerError: MLflow does not answer. Nothing is removed, because the runs of versions with an alias must be
@@ -48,12 +48,12 @@ def clean(workspace: Path, config: RetentionConfig, *, model_name: str, dry_run:
     versions: list[ModelVersion] = []
     client = connect(workspace) if mlflow_exists(workspace) else None
     if client is None:
-        aliased_runs = set().union(*registered_runs_by_model(workspace).values())
+        aliased_run_ids = set().union(*registered_run_ids_by_model(workspace).values())
     else:
         retry = partial(call_with_retries, uri=client.tracking_uri)
-        aliased_runs = retry(partial(find_aliased_runs, client, workspace, model_name=model_name))
+        aliased_run_ids = retry(partial(find_aliased_run_ids, client, workspace, model_name=model_name))
         versions = retry(partial(find_old_versions, client, model_name, num_kept=config.keep_versions))
-    run_removals = find_removals(workspace, config, aliased_runs=aliased_runs)
+    run_removals = find_removals(workspace, config, aliased_run_ids=aliased_run_ids)
     if dry_run:
         return Removals(run_removals, versions)
     bytes_before = used_bytes(workspace)

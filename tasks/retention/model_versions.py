@@ -33,17 +33,17 @@ MAX_GATE_MS = 1_000 * DAY_S
 """Age above which retention assumes that no run is still comparing a version with the champion."""
 
 
-def registered_runs_by_model(workspace: Path) -> dict[str, set[str]]:
-    """Return the ids of the runs that registered a version, by name of the model."""
-    runs_by_model: dict[str, set[str]] = {}
+def registered_run_ids_by_model(workspace: Path) -> dict[str, set[str]]:
+    """Return the ids of the runs that registered a version, by the name of the registered model."""
+    run_ids_by_model: dict[str, set[str]] = {}
     for run in own_runs(workspace):
         registration = read_unchecked_manifest(run.stage_folder(RegistrationManifest), RegistrationManifest)
         if registration is not None:
-            runs_by_model.setdefault(registration.model_name, set()).add(run.run_id)
-    return runs_by_model
+            run_ids_by_model.setdefault(registration.model_name, set()).add(run.run_id)
+    return run_ids_by_model
 
 
-def find_aliased_runs(client: MlflowClient, workspace: Path, *, model_name: str) -> set[str]:
+def find_aliased_run_ids(client: MlflowClient, workspace: Path, *, model_name: str) -> set[str]:
     """Return the ids of the runs whose model version has an alias.
 
     Several models may be trained in one workspace. Runs of a model that the registry does not have are returned too: the model
@@ -52,22 +52,22 @@ def find_aliased_runs(client: MlflowClient, workspace: Path, *, model_name: str)
     Args:
         model_name: the model of this pipeline; names of other models are read from the runs.
     """
-    aliased_runs: set[str] = set()
-    for name, registered_runs in ({model_name: set[str]()} | registered_runs_by_model(workspace)).items():
+    aliased_run_ids: set[str] = set()
+    for name, registered_run_ids in ({model_name: set[str]()} | registered_run_ids_by_model(workspace)).items():
         number_by_alias = version_number_by_alias(client, name)
         if number_by_alias is None:
-            aliased_runs |= registered_runs
+            aliased_run_ids |= registered_run_ids
         else:
             versions = (client.get_model_version(name, number) for number in sorted(set(number_by_alias.values())))
-            aliased_runs |= {version.tags[RUN_ID_TAG] for version in versions if RUN_ID_TAG in version.tags}
-    return aliased_runs
+            aliased_run_ids |= {version.tags[RUN_ID_TAG] for version in versions if RUN_ID_TAG in version.tags}
+    return aliased_run_ids
 
 
 def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[ModelVersion]:
     """Return the versions that nightjar registered and retention does not keep, the oldest first. Nothing is deleted.
 
-    Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are
-    in the gate of another run. It also keeps versions whose files are behind a link.
+    Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that
+    another run may still be comparing with the champion. It also keeps versions whose files are behind a link.
     """
     number_by_alias = version_number_by_alias(client, model_name)
     if number_by_alias is None:
@@ -104,7 +104,7 @@ def delete_versions(client: MlflowClient, versions: Iterable[ModelVersion]) -> l
         try:
             client.delete_model_version(version.name, str(version.version))
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # an earlier attempt has deleted it
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # an earlier cleaning has deleted it
                 raise
         deleted_versions.append(version)
     return deleted_versions

@@ -62,14 +62,14 @@ def own_runs(workspace: Path) -> list[Run]:
     return [run for run in Workspace(workspace).runs() if (run.folder / MARKER_NAME).is_file()]
 
 
-def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> list[RunRemoval]:
+def find_removals(workspace: Path, config: RetentionConfig, *, aliased_run_ids: Collection[str]) -> list[RunRemoval]:
     """Return the removals after which the runs of `workspace` comply with `config`, the oldest run first. Remove nothing.
 
     Args:
-        aliased_runs: ids of the runs whose model version has an alias; these runs keep all files.
+        aliased_run_ids: ids of the runs whose model version has an alias; these runs keep all files.
     """
     runs = own_runs(workspace)
-    kept_stages_by_run = _find_kept_stages(runs, config, aliased_runs=aliased_runs)
+    kept_stages_by_run = _find_kept_stages(runs, config, aliased_run_ids=aliased_run_ids)
     removals: list[RunRemoval] = []
     for index, run in enumerate(runs):
         kept_stages = kept_stages_by_run.get(run.run_id, frozenset())
@@ -81,21 +81,22 @@ def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Col
 
 
 def _find_kept_stages(
-    runs: list[Run], config: RetentionConfig, *, aliased_runs: Collection[str]
+    runs: list[Run], config: RetentionConfig, *, aliased_run_ids: Collection[str]
 ) -> dict[str, frozenset[StageName]]:
     """Return the stages whose files must all be kept, by run id.
 
-    Four kinds of runs keep all stages: the newest `config.keep_full_runs` runs, locked runs, runs whose model version has an
-    alias, and runs from whose model one of the newest or locked runs started. An older run keeps its interactions, features or
-    data report if a new run, or one of the newest or locked runs, reads them. Without these files a resumed run would repeat
-    its stages, and a new run would build its vocabulary again.
+    All stages are kept of the newest `config.keep_full_runs` runs, of locked runs, of runs whose model version has an alias,
+    and of runs from whose model one of the newest or locked runs starts its training.
+
+    An older run keeps its interactions, features or data report if a new run, or one of the newest or locked runs, reads them.
+    Without these files, a resumed run would repeat its stages, and a new run would build its vocabulary again.
     """
     newest_or_locked_runs = [*runs[-config.keep_full_runs :], *(run for run in runs if run.is_locked())]
-    starting_runs = filter(None, (_starting_run(run.folder) for run in newest_or_locked_runs))
+    starting_run_ids = filter(None, (_starting_run_id(run.folder) for run in newest_or_locked_runs))
     kept_stages_by_run = dict.fromkeys(
-        [*(run.run_id for run in newest_or_locked_runs), *starting_runs, *aliased_runs], frozenset(STAGES)
+        [*(run.run_id for run in newest_or_locked_runs), *starting_run_ids, *aliased_run_ids], frozenset(STAGES)
     )
-    # Each of the newest or locked runs reads stages of earlier runs when it is resumed; a new run comes after all runs.
+    # When it is resumed, each of the newest or locked runs reads stages of earlier runs. A new run may read stages of all runs.
     for num_earlier_runs in {*(runs.index(run) for run in newest_or_locked_runs), len(runs)}:
         for run_id, stage in _stages_read_by_next(runs[:num_earlier_runs]):
             kept_stages_by_run[run_id] = kept_stages_by_run.get(run_id, frozenset()) | {stage}
@@ -103,7 +104,7 @@ def _find_kept_stages(
 
 
 def _stages_read_by_next(earlier_runs: list[Run]) -> Iterator[tuple[str, StageName]]:
-    """Yield run id and stage of what a run after `earlier_runs` reads through `StageContext.previous`."""
+    """Yield run id and stage for each stage of `earlier_runs` that the next run reads with `StageContext.previous_manifest`."""
 
     def newest_run_with(manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True) -> str | None:
         for run in reversed(earlier_runs):
@@ -121,11 +122,11 @@ def _stages_read_by_next(earlier_runs: list[Run]) -> Iterator[tuple[str, StageNa
         yield run_id, "ingest_interactions"  # the next data report compares its events with the events of this run
 
 
-def _starting_run(folder: Path) -> str | None:
-    """Return the id of the run from whose model the training in `folder` started; None if it started from scratch."""
+def _starting_run_id(folder: Path) -> str | None:
+    """Return the id of the run whose model is the start of the training in `folder`; None for a training from scratch."""
     try:
-        content = json.loads((folder / CHAMPION_FILE_NAME).read_bytes())
-        return str(content["run_id"]) if content["run_id"] is not None else None
+        run_id = json.loads((folder / CHAMPION_FILE_NAME).read_bytes())["run_id"]
+        return None if run_id is None else str(run_id)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -133,11 +134,11 @@ def _starting_run(folder: Path) -> str | None:
 def _large_files(folder: Path, *, kept_stages: Collection[StageName]) -> Iterator[Path]:
     """Yield the files and folders that a reduced run does not keep.
 
-    A link is not followed, and a stage folder without the marker is left alone: nightjar did not create its files.
+    Links are not followed. A stage folder without the marker is left alone, because nightjar did not create its files.
     """
     refit_folder = folder / REFIT_FOLDER_NAME
     if not kept_stages and _is_real_folder(refit_folder) and (refit_folder / MARKER_NAME).is_file():
-        yield refit_folder  # of a refit that did not end
+        yield refit_folder  # left by a refit that did not end
     for stage in STAGES:
         if stage in kept_stages:
             continue
@@ -154,7 +155,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
-    """Remove the files, except of runs on which a process works; return the completed removals."""
+    """Remove the files, except files of a run on which a process works; return the completed removals."""
     completed_removals, trash_folder = [], workspace / TRASH_FOLDER_NAME
     for removal in removals:
         folder = workspace / RUNS_FOLDER_NAME / removal.run_id
@@ -168,7 +169,7 @@ def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRem
         except (Timeout, FileNotFoundError):  # another process works on the run, or has just removed it
             continue
         completed_removals.append(removal)
-    remove_own_folder(trash_folder)  # also with folders that a killed process has moved to it
+    remove_own_folder(trash_folder)  # also removes folders that a killed process has moved there
     return completed_removals
 
 

@@ -28,11 +28,15 @@ MAX_REASON_CHARACTERS = 200
 
 def check_reason(reason: str) -> None:
     """Raise InputError unless `reason` is one printable line of at most MAX_REASON_CHARACTERS characters."""
-    if len(reason) > MAX_REASON_CHARACTERS or not reason.isprintable():
-        raise InputError(
-            f"reason {shown(reason)}: a reason is one line of at most {MAX_REASON_CHARACTERS} characters, but this one has "
-            f"{len(reason)} characters, or a control character such as a line break; change it"
-        )
+    if len(reason) > MAX_REASON_CHARACTERS:
+        problem = f"has {len(reason)} characters; shorten the reason"
+    elif not reason.isprintable():
+        problem = "has a control character, such as a line break; remove the character"
+    else:
+        return
+    raise InputError(
+        f"reason {shown(reason)}: a reason is one line of at most {MAX_REASON_CHARACTERS} characters, but this reason {problem}"
+    )
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,8 @@ class Results:
     @classmethod
     def read(cls, run: Run, *, until: StageName | None = None) -> Self:
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
-        names = list(STAGES)
-        included_names = names if until is None else names[: names.index(until) + 1]
+        stage_names = list(STAGES)
+        included_names = stage_names if until is None else stage_names[: stage_names.index(until) + 1]
         manifests = (load_manifest(run.folder / name, STAGES[name], verify=False) for name in included_names)
         return cls(manifest for manifest in manifests if manifest is not None)
 
@@ -149,15 +153,15 @@ class StageContext:
         """The ingested data; StageError if the interactions are not ingested yet."""
         return self.results.dataset
 
-    def folder(self, stage: type[Manifest]) -> Path:
-        """Return the folder of a stage's files and manifest. `stage` is the type of its manifest."""
-        return self.run.stage_folder(stage)
+    def folder(self, manifest_type: type[Manifest]) -> Path:
+        """Return the folder with the files and the manifest of the stage that `manifest_type` names."""
+        return self.run.stage_folder(manifest_type)
 
-    def previous(self, stage: type[ManifestT]) -> ManifestT | None:
-        """Return the manifest of this stage from the newest earlier run that completed it; None if there is none.
+    def previous_manifest(self, manifest_type: type[ManifestT]) -> ManifestT | None:
+        """Return the manifest of the newest earlier run that completed this stage; None if there is none.
 
-        Runs outside the folder of the nightly runs, such as those of `nightjar plan` and `nightjar tune`, have no earlier run.
+        Only a run in the folder of the nightly runs has earlier runs. A run of `nightjar plan` or `nightjar tune` has none.
         """
         if self.run.parent != RUNS_FOLDER_NAME:
             return None
-        return Workspace(self.run.workspace).newest_manifest(stage, before=self.run)
+        return Workspace(self.run.workspace).newest_manifest(manifest_type, before=self.run)

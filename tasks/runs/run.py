@@ -18,6 +18,7 @@ RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 _TIME_FORMAT = "%Y%m%d-%H%M%S"
 TIMED_ID_PATTERN = re.compile(r"\d{4}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])-([01]\d|2[0-3])[0-5]\d[0-5]\d-")
+"""Start of a run id from `new_run_id`: a time."""
 
 RUNS_FOLDER_NAME = "runs"
 LOCK_NAME = ".lock"
@@ -63,9 +64,9 @@ class Run:
         """Path of the config file, written at each start of the run."""
         return self.folder / "config.yaml"
 
-    def stage_folder(self, stage: type[Manifest]) -> Path:
-        """Return the folder of a stage's files and manifest. `stage` is the type of its manifest."""
-        return self.folder / stage.stage
+    def stage_folder(self, manifest_type: type[Manifest]) -> Path:
+        """Return the folder with the files and the manifest of the stage that `manifest_type` names."""
+        return self.folder / manifest_type.stage
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -93,7 +94,7 @@ class Run:
             lock.release()
 
     def is_locked(self) -> bool:
-        """Return whether a process is working on the run: the kernel releases the lock of a dead process."""
+        """Return whether a process is working on the run. The lock of a dead process does not count: the kernel releases it."""
         lock_file = self.folder / LOCK_NAME
         if not lock_file.is_file():
             return False

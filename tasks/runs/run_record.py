@@ -30,9 +30,9 @@ from tasks.runs.context import Results, RunOptions, StageContext
 from tasks.runs.run import Run
 
 LOG = logging.getLogger("nightjar")
-RECORD_NAME = "run.json"
+RECORD_FILE_NAME = "run.json"
 ERROR_LOG_NAME = "error.log"
-_MESSAGE_CHARACTERS = 1_000
+_MAX_MESSAGE_CHARACTERS = 1_000
 
 RunState = Literal[
     "Running",
@@ -54,23 +54,25 @@ class RunFigures(Frozen):
 
     stage_seconds: dict[str, float] = Field(default_factory=dict, description="duration of each completed stage")
     events: int | None = Field(None, description="events in all parts of the split")
-    users: int | None = Field(None, description="users of the vocabulary")
+    users: int | None = Field(None, description="users in the vocabulary")
     validation_users: int | None = Field(None, description="users with a validation event; null without a validation part")
     test_users: int | None = Field(None, description="users with a test event")
-    items: int | None = Field(None, description="items of the catalogue")
+    items: int | None = Field(None, description="items in the catalogue")
     model_name: str | None = Field(None, description="registered model in MLflow; null before the stage register")
     version: str | None = Field(None, description="registered version; null before the stage register")
     promoted: bool = Field(False, description="whether the registered version became the champion")
     mlflow_run_id: str | None = Field(None, description="MLflow run; null before the stage register")
     metrics: dict[str, float] = Field(
         default_factory=dict,
-        description="metrics of the recommendations of new version and champion, e.g. served/recall@20",
+        description="metrics of the new version's and the champion's recommendations, e.g. served/recall@20",
     )
 
     @classmethod
     def read(cls, run: Run) -> "RunFigures":
         """Read the figures from the manifests in the folder of `run`, also if retention has removed the stages' files."""
-        manifests = (read_unchecked_manifest(run.stage_folder(stage), stage) for stage in STAGES.values())
+        manifests = (
+            read_unchecked_manifest(run.stage_folder(manifest_type), manifest_type) for manifest_type in STAGES.values()
+        )
         results = Results(manifest for manifest in manifests if manifest is not None)
         interactions, registration = results.get(InteractionsManifest), results.get(RegistrationManifest)
         data_report = results.get(DataReportManifest)
@@ -115,13 +117,13 @@ class RunRecord(Frozen):
 
     @classmethod
     def read(cls, run: Run) -> "RunRecord | None":
-        """Read the record of `run`; None if there is none, or if it is damaged.
+        """Return the record of `run`; None if the record does not exist or is damaged.
 
-        A record in the state Running whose run is not locked belongs to a killed process: it is returned as Interrupted. In
-        a record without an end, the figures describe the stages that are complete now.
+        If the state is Running but the run is not locked, the process was killed, and the state becomes Interrupted. The
+        figures of a record without an end describe the stages that are complete now.
         """
         try:
-            record = cls.model_validate_json((run.folder / RECORD_NAME).read_bytes())
+            record = cls.model_validate_json((run.folder / RECORD_FILE_NAME).read_bytes())
         except (OSError, ValidationError):
             return None
         if record.state != "Running":
@@ -134,7 +136,7 @@ class RunRecord(Frozen):
 
     def write(self, run: Run) -> None:
         """Replace the record of `run`."""
-        write_text(run.folder / RECORD_NAME, self.model_dump_json(indent=2))
+        write_text(run.folder / RECORD_FILE_NAME, self.model_dump_json(indent=2))
 
 
 class RunEnding:
@@ -153,7 +155,7 @@ class RunEnding:
 def record_run(context: StageContext) -> Iterator[RunEnding]:
     """Write the record of the run before the body, and again after the body returns or raises. The caller holds the run's lock.
 
-    The body calls `set` of the yielded RunEnding. An exception is recorded as Failed, or as Interrupted if a signal caused the
+    The body sets the state with `RunEnding.set`. An exception is recorded as Failed, or as Interrupted if a signal caused the
     exception. The traceback of an unexpected exception is written to error.log.
     """
     run = context.run
@@ -183,11 +185,11 @@ def record_run(context: StageContext) -> Iterator[RunEnding]:
         try:
             _ended_record(start_record, ending).model_copy(update={"figures": RunFigures.read(run)}).write(run)
         except OSError as error:  # e.g. a full disk, which the exception of the body reports
-            LOG.warning("could not write %s (%s); the run is listed as interrupted", run.folder / RECORD_NAME, error)
+            LOG.warning("could not write %s (%s); the run is listed as interrupted", run.folder / RECORD_FILE_NAME, error)
 
 
 def _ended_record(start_record: RunRecord, ending: RunEnding) -> RunRecord:
-    message = printable(redacted(" ".join(ending.message.split())), max_characters=_MESSAGE_CHARACTERS)
+    message = printable(redacted(" ".join(ending.message.split())), max_characters=_MAX_MESSAGE_CHARACTERS)
     return start_record.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
 
 

@@ -30,17 +30,17 @@ class Workspace:
     def runs(self) -> list[Run]:
         """Return the runs whose folder exists, the oldest first.
 
-        The order of the run ids decides, not the clock: `new_run_id` continues from the newest id.
+        The runs are sorted by id. This is their order in time, even if the clock was set back: see `new_run_id`.
         """
-        names = sorted(
+        folder_names = sorted(
             path.name for path in (self.folder / RUNS_FOLDER_NAME).glob("*") if path.is_dir() and not path.is_symlink()
         )
-        return [self.run(name) for name in names if RUN_ID_PATTERN.fullmatch(name)]
+        return [self.run(name) for name in folder_names if RUN_ID_PATTERN.fullmatch(name)]
 
     def new_run_id(self, *, at: datetime | None = None) -> str:
         """Return an id that sorts after the ids of all runs of the workspace, also if the clock was set back.
 
-        Ids that do not begin with a time, which only a caller of the Python functions can choose, are ignored.
+        An id that does not begin with a time is ignored. Only a caller of the Python functions can choose such an id.
         """
         newest_id = max(filter(TIMED_ID_PATTERN.match, (run.run_id for run in self.runs())), default="")
         try:
@@ -60,11 +60,11 @@ class Workspace:
         before: Run | None = None,
         where: Callable[[ManifestT], bool] = lambda _: True,
     ) -> ManifestT | None:
-        """Return the manifest of the newest run that has completed this stage; None if there is none.
+        """Return the manifest of the newest run that has completed the stage of `manifest_type`; None if there is none.
 
         Args:
-            before: only runs that are older than this one.
-            where: returns whether a manifest is accepted.
+            before: only runs that are older than this run are searched.
+            where: condition that the manifest must meet.
         """
         runs = [run for run in self.runs() if before is None or run.run_id < before.run_id]
         manifests = (load_manifest(run.stage_folder(manifest_type), manifest_type) for run in reversed(runs))

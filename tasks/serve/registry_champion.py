@@ -1,4 +1,4 @@
-"""The champion of a registry, as a package on the disk of this machine."""
+"""The champion of a registry, with its package on a local disk."""
 
 import logging
 import shutil
@@ -15,11 +15,11 @@ from tasks.registry.releases import version_number_by_alias
 LOG = logging.getLogger("nightjar")
 FETCH_TIMEOUT_S = 3_600.0
 REFUSAL_S = 600.0
-"""Seconds after which a version that did not load is tried again, because the memory or the disk may have been full."""
+"""Time after which a version that did not load is tried again, because the memory or the disk may have been full."""
 
 
 class RegistryChampion:
-    """The version with an alias.
+    """The version of a registered model that has an alias, and its package on this machine.
 
     Args:
         workspace: workspace of the pipeline, whose MLflow is used unless MLFLOW_TRACKING_URI is set.
@@ -36,13 +36,13 @@ class RegistryChampion:
         self._release_by_version: dict[str, Release] = {}
 
     def poll(self) -> Champion:
-        """Return the version to serve. If the registry does not answer or its champion cannot be fetched, keep the version.
+        """Return the version to serve: the champion, or the current version if the registry or the download fails.
 
         Raises:
-            TrackingServerError, StageError, InputError: at the first call, when there is no version to keep.
+            TrackingServerError, StageError, InputError: at the first call, when there is no current version.
         """
         try:
-            number = self._champion_number()
+            version_number = self._champion_number()
         except Exception as error:  # any error of the registry, or of the disk with its database
             if self._champion is None:
                 raise
@@ -54,17 +54,17 @@ class RegistryChampion:
             return self._champion
         if self._champion is not None and self._champion.registry_problem is not None:
             LOG.info("the registry answers again")
-        self._champion = self._following(number)
+        self._champion = self._champion_for(version_number)
         return self._champion
 
     def accept(self) -> None:
-        """Forget the version before, because all processes serve this one."""
+        """Forget the former version, because all processes serve the current version."""
         self._former_release = None
 
     def refuse(self, problem: str) -> Champion | None:
-        """Return to the version before, because a process cannot serve this one. Return None if there is no version before.
+        """Return to the former version, because a process cannot serve the current one. Return None without a former version.
 
-        The version is tried again after REFUSAL_S, and at once if another version was the champion in between.
+        The refused version is tried again after REFUSAL_S, or at once if another version was the champion in the meantime.
         """
         if self._champion is None or self._former_release is None:
             return None
@@ -78,21 +78,29 @@ class RegistryChampion:
 
     def _champion_number(self) -> str | None:
         client = connect(self._workspace)
-        numbers = call_with_deadline(lambda: version_number_by_alias(client, self._model_name), uri=client.tracking_uri)
-        return (numbers or {}).get(self._alias)
+        number_by_alias = call_with_deadline(lambda: version_number_by_alias(client, self._model_name), uri=client.tracking_uri)
+        return (number_by_alias or {}).get(self._alias)
 
-    def _following(self, number: str | None) -> Champion:
-        """Return the champion after an answer of the registry."""
+    def _champion_for(self, version_number: str | None) -> Champion:
+        """Return the version to serve after the registry has answered.
+
+        Args:
+            version_number: number of the version with the alias; None if no version has the alias.
+        """
         now = time.time()
         current_champion = self._champion
-        if current_champion is not None and number == current_champion.release.version:
+        if current_champion is not None and version_number == current_champion.release.version:
             self._refused_version = None
             return Champion(release=current_champion.release, registry_answered_at=now)
-        if current_champion is not None and number == self._refused_version and time.monotonic() < self._refused_until_s:
+        if (
+            current_champion is not None
+            and version_number == self._refused_version
+            and time.monotonic() < self._refused_until_s
+        ):
             return Champion(release=current_champion.release, problem=current_champion.problem, registry_answered_at=now)
         try:
-            release = self._fetch(number)
-            # With a former release, no process has proved the current release yet, so it does not become the former one.
+            release = self._release_of(version_number)
+            # While there is a former release, not all processes serve the current release yet, so it cannot become the former.
             if current_champion is not None and self._former_release is None:
                 self._former_release = current_champion.release
             self._refused_version = None
@@ -106,25 +114,25 @@ class RegistryChampion:
                 LOG.error("%s; version %s is still served", problem, current_champion.release.version)
             return Champion(release=current_champion.release, problem=problem, registry_answered_at=now)
 
-    def _fetch(self, number: str | None) -> Release:
-        """Return the package of a version. A version that was fetched before is not fetched again."""
-        if number is None:
+    def _release_of(self, version_number: str | None) -> Release:
+        """Return the release of a version. The package is downloaded at the first call."""
+        if version_number is None:
             raise StageError(
                 f"the registered model {self._model_name!r} has no version with the alias {self._alias}; register one with "
                 "`nightjar run`, or choose one with `nightjar promote`"
             )
-        if number not in self._release_by_version:
-            download_folder = self._folder / number
+        if version_number not in self._release_by_version:
+            download_folder = self._folder / version_number
             try:
-                self._release_by_version[number] = self._fetched(number, download_folder)
+                self._release_by_version[version_number] = self._download_release(version_number, download_folder)
             except Exception:
                 shutil.rmtree(download_folder, ignore_errors=True)
                 raise
-        return self._release_by_version[number]
+        return self._release_by_version[version_number]
 
-    def _fetched(self, number: str, download_folder: Path) -> Release:
+    def _download_release(self, version_number: str, download_folder: Path) -> Release:
         client = connect(self._workspace)
-        uri = f"models:/{self._model_name}/{number}"
+        uri = f"models:/{self._model_name}/{version_number}"
         download_folder.mkdir(parents=True, exist_ok=True)
         try:
             folder, model_config = call_with_deadline(
@@ -132,13 +140,13 @@ class RegistryChampion:
                 uri=client.tracking_uri,
                 timeout_s=FETCH_TIMEOUT_S,
             )
-            verify_users(folder / "artifacts" / "package")  # once, because each process verifies only what it reads of them
+            verify_users(folder / "artifacts" / "package")  # all users, because a process verifies only the users that it reads
         except NightjarError as error:
-            raise type(error)(f"version {number} cannot be fetched: {error}") from None
-        return Release(version=number, folder=folder / "artifacts" / "package", sha256=model_config[PACKAGE_SHA256_KEY])
+            raise type(error)(f"version {version_number} cannot be fetched: {error}") from None
+        return Release(version=version_number, folder=folder / "artifacts" / "package", sha256=model_config[PACKAGE_SHA256_KEY])
 
     def _remove_other_versions(self, release: Release) -> None:
-        """Remove the copies of versions that are neither served nor the version before. A mapped file stays readable."""
+        """Remove the copies of versions other than the current and the former version. A file that is mapped stays readable."""
         kept_versions = {release.version, self._former_release and self._former_release.version}
         for version in [version for version in self._release_by_version if version not in kept_versions]:
             del self._release_by_version[version]

@@ -1,4 +1,4 @@
-"""Supervision of the processes of the HTTP server: start, the version to serve, restarts, and the end."""
+"""Supervision of the processes of the HTTP server: start, switch to another version, restart, and end."""
 
 import logging
 import os
@@ -25,14 +25,14 @@ from tasks.serve.registry_champion import RegistryChampion
 LOG = logging.getLogger("nightjar")
 START_TIMEOUT_S = 600.0
 MAX_RESTARTS = 10
-"""Restarts in a row of a worker that dies before it serves. That is a bug, which a restart does not repair."""
+"""Largest number of restarts in a row of a worker that dies before it serves. More restarts would not help against a bug."""
 BACKLOG = 2048
 METRICS_FOLDER = "metrics"
 CHECK_INTERVAL_S = 0.2
 
 
 class _Worker:
-    """A process that answers requests, started again when it dies."""
+    """A process that answers requests, and that is restarted when it dies."""
 
     def __init__(self, index: int, *, folder: Path, listener: socket.socket, num_threads: int) -> None:
         self._index, self._folder, self._listener, self._num_threads = index, folder, listener, num_threads
@@ -41,43 +41,43 @@ class _Worker:
 
     @property
     def state(self) -> WorkerState | None:
-        """What the process serves; None until it has written it."""
+        """Last state that the process has written; None if it has not written a state yet."""
         state = WorkerState.read(worker_path(self._folder, self._index))
         return state if state is not None and state.pid == self.process.pid else None
 
     def problem_with(self, version: str) -> str | None:
-        """Return why the process cannot serve `version`: it has refused it, or has ended before it served it; None if it can.
+        """Return why the process cannot serve `version`: it refused the version, or ended before serving it; otherwise None.
 
-        A process that ends while it replaces the served version may have needed too much memory.
+        A process that ends while it loads a new version may have needed too much memory.
         """
         state = self.state
         if state is not None and state.refused_version == version:
             return state.problem
-        status = self.process.poll()
-        if status is None or (state is not None and state.version == version):
+        exit_status = self.process.poll()
+        if exit_status is None or (state is not None and state.version == version):
             return None
-        return f"worker {self._index} ended with status {status} before it served the version"
+        return f"worker {self._index} ended with status {exit_status} before it served the version"
 
     def restart_if_dead(self) -> None:
         """Start the process again if it has ended. Raise StageError after MAX_RESTARTS."""
-        status = self.process.poll()
-        if status is None:
+        exit_status = self.process.poll()
+        if exit_status is None:
             return
         if (state := self.state) is not None and state.version is not None:
             self.num_restarts = 0
         if self.num_restarts >= MAX_RESTARTS:
-            raise StageError(f"worker {self._index} ended {MAX_RESTARTS + 1} times, the last time with status {status}")
-        LOG.error("worker %d ended with status %s; it is started again", self._index, status)
-        mark_process_dead(self.process.pid, str(self._folder / METRICS_FOLDER))  # removes its gauges
+            raise StageError(f"worker {self._index} ended {MAX_RESTARTS + 1} times, the last time with status {exit_status}")
+        LOG.error("worker %d ended with status %s; it is started again", self._index, exit_status)
+        mark_process_dead(self.process.pid, str(self._folder / METRICS_FOLDER))  # removes the gauges of the dead process
         self.num_restarts += 1
         self.process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         descriptor = self._listener.fileno()
         metrics_folder = self._folder / METRICS_FOLDER
-        # FAISS reads the number of threads at its import; omp_set_num_threads has no effect on threads that start later.
-        threads = {"OMP_NUM_THREADS": str(self._num_threads)}
-        environment = os.environ | parent_environment() | threads | {"PROMETHEUS_MULTIPROC_DIR": str(metrics_folder)}
+        # FAISS reads the number of threads when it is imported; omp_set_num_threads has no effect on threads that start later.
+        variables = {"OMP_NUM_THREADS": str(self._num_threads), "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder)}
+        environment = os.environ | parent_environment() | variables
         command = [sys.executable, "-m", "recsys_core.http_server", str(descriptor), str(self._folder), str(self._index)]
         return subprocess.Popen(command, env=environment, pass_fds=[descriptor], process_group=0)
 
@@ -88,10 +88,10 @@ def serve(
     *,
     model_name: str,
     alias: str = "champion",
-    stop: threading.Event,
+    stop_event: threading.Event,
     on_ready: Callable[[str, str], None] = lambda url, version: None,
 ) -> None:
-    """Serve the version with an alias until `stop` is set.
+    """Serve the version that has `alias` until `stop_event` is set.
 
     Args:
         workspace: workspace of the pipeline, whose MLflow is used unless MLFLOW_TRACKING_URI is set.
@@ -101,34 +101,34 @@ def serve(
         InputError: the address cannot be used, or the token is invalid.
         StageError, TrackingServerError: there is no champion that loads, or the registry does not answer.
     """
-    token_from_environment()  # raises InputError
+    token_from_environment()  # raises InputError for an invalid token
     temporary_folder = TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True)
-    with _listener(config) as listener, temporary_folder as folder_name:
+    with _open_listener(config) as listener, temporary_folder as folder_name:
         folder = Path(folder_name)
         (folder / METRICS_FOLDER).mkdir()
         (folder / CONFIG_NAME).write_text(config.model_dump_json())
         champion = RegistryChampion(workspace, model_name=model_name, alias=alias, folder=folder / "versions")
-        poll = _in_thread(champion.poll)  # a download takes long, and must not delay the end
-        while not poll.done():
-            if stop.wait(CHECK_INTERVAL_S):
+        poll_future = _start_in_thread(champion.poll)  # so that `stop_event` ends the function during a long download
+        while not poll_future.done():
+            if stop_event.wait(CHECK_INTERVAL_S):
                 return
-        served = poll.result()
+        served = poll_future.result()
         served.write(folder / RELEASE_NAME)
         workers = [
             _Worker(index, folder=folder, listener=listener, num_threads=config.threads) for index in range(config.num_workers)
         ]
         try:
-            if not _wait_until_ready(workers, stop=stop):
+            if not _wait_until_ready(workers, stop_event=stop_event):
                 return
             host, port = listener.getsockname()[:2]
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.release.version)
-            _follow(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop=stop)
+            _follow_champion(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop_event=stop_event)
         finally:
-            listener.close()  # so that a new connection is refused, instead of waiting for a process that ends
+            listener.close()  # refuses new connections, which would wait for a process that ends
             _end(workers, timeout_s=config.shutdown_timeout_s + 5.0)
 
 
-def _listener(config: ServeConfig) -> socket.socket:
+def _open_listener(config: ServeConfig) -> socket.socket:
     """Return the listening socket that all workers share."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
@@ -141,10 +141,10 @@ def _listener(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def _wait_until_ready(workers: list[_Worker], *, stop: threading.Event) -> bool:
-    """Return True when each worker serves a version, and False if `stop` is set before."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not stop.wait(CHECK_INTERVAL_S):
+def _wait_until_ready(workers: list[_Worker], *, stop_event: threading.Event) -> bool:
+    """Return True when each worker serves a version, and False if `stop_event` is set before."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not stop_event.wait(CHECK_INTERVAL_S):
         states = [worker.state for worker in workers]
         for worker, state in zip(workers, states, strict=True):
             if worker.process.poll() is not None:
@@ -152,47 +152,47 @@ def _wait_until_ready(workers: list[_Worker], *, stop: threading.Event) -> bool:
                 raise StageError(f"the champion cannot be served: {problem}")
         if all(state is not None and state.version is not None for state in states):
             return True
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline_s:
             raise StageError(f"the champion was not loaded within {START_TIMEOUT_S:,.0f} s")
     return False
 
 
-def _follow(
+def _follow_champion(
     config: ServeConfig,
     champion: RegistryChampion,
     served: Champion,
     workers: list[_Worker],
     *,
     release_path: Path,
-    stop: threading.Event,
+    stop_event: threading.Event,
 ) -> None:
-    """Write the version to serve whenever it changes, and restart workers that die, until `stop` is set.
+    """Write the version to serve whenever it changes, and restart workers that die, until `stop_event` is set.
 
-    If a worker cannot serve a new version, all workers return to the version before. The registry is asked in a thread, because
-    it may not answer for a while.
+    If a worker cannot serve a new version, all workers return to the former version. The registry is polled in a thread,
+    because it may not answer for a while.
 
     Args:
         served: the version that the workers serve at the start.
     """
-    poll: Future[Champion] | None = None
+    poll_future: Future[Champion] | None = None
     next_poll_s = time.monotonic()
-    while not stop.wait(CHECK_INTERVAL_S):
+    while not stop_event.wait(CHECK_INTERVAL_S):
         problem = _problem_with(served.release.version, workers)
-        if poll is None and problem is None and all(_serves(worker, served.release.version) for worker in workers):
+        if poll_future is None and problem is None and all(_serves(worker, served.release.version) for worker in workers):
             champion.accept()
-        if poll is None and problem is not None and (former := champion.refuse(problem)) is not None:
-            served = former
+        if poll_future is None and problem is not None and (former_champion := champion.refuse(problem)) is not None:
+            served = former_champion
             _write(served, release_path)
-        # During a poll, a problem is not handled yet, and the end of a worker may be its only sign.
-        if poll is None or problem is None:
+        # A problem is handled only after the poll. Until then, the worker stays dead, because its end may be the only sign.
+        if poll_future is None or problem is None:
             for worker in workers:
                 worker.restart_if_dead()
-        if poll is None and time.monotonic() >= next_poll_s:
-            poll = _in_thread(champion.poll)
-        if poll is not None and poll.done():
-            served = poll.result()
+        if poll_future is None and time.monotonic() >= next_poll_s:
+            poll_future = _start_in_thread(champion.poll)
+        if poll_future is not None and poll_future.done():
+            served = poll_future.result()
             _write(served, release_path)
-            poll, next_poll_s = None, time.monotonic() + config.poll_interval_s
+            poll_future, next_poll_s = None, time.monotonic() + config.poll_interval_s
 
 
 def _write(served: Champion, release_path: Path) -> None:
@@ -209,12 +209,12 @@ def _serves(worker: _Worker, version: str) -> bool:
 
 
 def _problem_with(version: str, workers: list[_Worker]) -> str | None:
-    """Return why a worker cannot serve a version; None if there is no sign of a problem."""
+    """Return why a worker cannot serve `version`; None if no worker has a problem."""
     return next((problem for worker in workers if (problem := worker.problem_with(version)) is not None), None)
 
 
-def _in_thread(call: Callable[[], Champion]) -> Future[Champion]:
-    """Run a call in a thread that does not keep the process alive."""
+def _start_in_thread(call: Callable[[], Champion]) -> Future[Champion]:
+    """Run a call in a thread. The process can end before the thread."""
     future: Future[Champion] = Future()
 
     def run() -> None:
@@ -228,14 +228,14 @@ def _in_thread(call: Callable[[], Champion]) -> Future[Champion]:
 
 
 def _end(workers: list[_Worker], *, timeout_s: float) -> None:
-    """End the workers: they finish open requests, and get SIGKILL after the timeout."""
+    """End the workers. They finish open requests, and are killed after the timeout."""
     for worker in workers:
         if worker.process.poll() is None:
             worker.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     for worker in workers:
         try:
-            worker.process.wait(max(0.1, deadline - time.monotonic()))
+            worker.process.wait(max(0.1, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             worker.process.kill()
             worker.process.wait()

@@ -32,9 +32,9 @@ def check_data(context: StageContext, config: DataReportConfig, *, split: Split)
     for warning in manifest.warnings:
         LOG.warning("data: %s", warning)
     if manifest.breaches:
-        violations = "\n".join(f"- {breach}" for breach in manifest.breaches)
+        violation_list = "\n".join(f"- {breach}" for breach in manifest.breaches)
         raise DataRejectedError(
-            f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violations}\nsee {page_path}; "
+            f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violation_list}\nsee {page_path}; "
             f"fix the data, or relax the limit and rerun with --resume {context.run.run_id}"
         )
     users_text = describe_held_out_users(manifest.metrics)
@@ -42,7 +42,10 @@ def check_data(context: StageContext, config: DataReportConfig, *, split: Split)
 
 
 def _reference_run(context: StageContext) -> PreviousRun | None:
-    """Return the newest earlier run without violated limits. A comparison with bad data would accept similar bad data."""
+    """Return the newest earlier run without violated limits; None if there is none.
+
+    Bad data is never the reference, because similar bad data would then be accepted.
+    """
     workspace = Workspace(context.run.workspace)
     report = workspace.newest_manifest(DataReportManifest, before=context.run, where=lambda manifest: not manifest.breaches)
     if report is None:

@@ -33,8 +33,8 @@ def ingest_embeddings(context: StageContext, config: InputConfig) -> tuple[Embed
     manifest = vector_ingest.ingest_embeddings(
         config.embeddings, folder=context.folder(EmbeddingsManifest), allowed_data_root=config.allowed_data_root
     )
-    tables = manifest.tables.items()
-    return manifest, "; ".join(f"{table_name}: {table.num_rows:,} x {table.dim} vectors" for table_name, table in tables)
+    summaries = (f"{table_name}: {table.num_rows:,} x {table.dim} vectors" for table_name, table in manifest.tables.items())
+    return manifest, "; ".join(summaries)
 
 
 @stage(InteractionsManifest)
@@ -44,14 +44,15 @@ def ingest_interactions(context: StageContext, config: InputConfig) -> tuple[Int
         config.interactions,
         embeddings=context.results.get(EmbeddingsManifest),
         folder=context.folder(InteractionsManifest),
-        previous=context.previous(InteractionsManifest),
+        previous=context.previous_manifest(InteractionsManifest),
         allowed_data_root=config.allowed_data_root,
     )
     num_events = manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events
-    read_files_text = f"{manifest.num_files_read} of {len(manifest.sources)} {config.interactions.source_noun} read"
-    texts = [f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items"]
-    texts += [f"{manifest.num_known_negatives:,} known negatives"] if config.interactions.explicit_negatives else []
-    return manifest, ", ".join([*texts, read_files_text])
+    summary = f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items"
+    if config.interactions.explicit_negatives:
+        summary += f", {manifest.num_known_negatives:,} known negatives"
+    summary += f", {manifest.num_files_read} of {len(manifest.sources)} {config.interactions.source_noun} read"
+    return manifest, summary
 
 
 @stage(FeaturesManifest)
@@ -63,7 +64,7 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
     manifest = feature_ingest.ingest_features(
         config.features,
         dataset=dataset,
-        previous=context.previous(FeaturesManifest),
+        previous=context.previous_manifest(FeaturesManifest),
         memory_limit=config.interactions.memory_limit,
         threads=config.interactions.threads,
         folder=context.folder(FeaturesManifest),
@@ -75,7 +76,7 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
 
 @stage(LogVectorsManifest)
 def embed_log(context: StageContext, config: InputConfig) -> tuple[LogVectorsManifest | None, str]:
-    """Compute item vectors from the training events."""
+    """Compute item vectors from the training events in closed form."""
     if config.log_vectors is None:
         return None, "no vectors from the log"
     interactions = context.results[InteractionsManifest]

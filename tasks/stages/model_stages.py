@@ -40,12 +40,12 @@ from tasks.stages.stage import stage
 
 @stage(PlanManifest)
 def plan_sharding(context: StageContext, setup: TrainingSetup) -> tuple[PlanManifest, str]:
-    """Plan where the shards of each table go; write plan.json and plan.html."""
+    """Assign the shards of each table to ranks; write plan.json and plan.html."""
     manifest = setup.plan(context.dataset, folder=context.folder(PlanManifest))
     plan = PlanFile.read(manifest.path("plan.json"))
     show_markdown(context, "sharding-plan", plan.to_markdown())
-    sharding_types = ", ".join(f"{table_name} {table.sharding_type}" for table_name, table in plan.tables.items())
-    return manifest, f"{plan.world_size} {plan.device} ranks: {sharding_types}"
+    tables_text = ", ".join(f"{table_name} {table.sharding_type}" for table_name, table in plan.tables.items())
+    return manifest, f"{plan.world_size} {plan.device} ranks: {tables_text}"
 
 
 @stage(TrainManifest)
@@ -72,10 +72,10 @@ def train(context: StageContext, setup: TrainingSetup, *, model_name: str) -> tu
 
 
 def starting_champion(model_name: str, *, run: Run) -> Champion | None:
-    """Return the champion of `model_name` with the stages of its run; None if the run must train from scratch.
+    """Return the champion of `model_name` with the stages of its run; None if `run` must train from scratch.
 
-    The champion's run id is saved in the run's folder: a resumed run starts from the same model, even if another version
-    has become champion in the meantime.
+    The id of the champion's run is saved in the folder of `run`. If `run` is resumed, its training therefore starts from the
+    same model, even if another version has become champion in the meantime.
     """
     champion_file = run.folder / CHAMPION_FILE_NAME
     if champion_file.is_file():
@@ -90,7 +90,7 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_text(champion_file, json.dumps({"run_id": run_id}))
     if run_id is None:
-        LOG.info("full training: %s has no champion yet, or had none when this run began", model_name)
+        LOG.info("full training: %s had no champion when this run began", model_name)
         return None
     champion_run = Workspace(run.workspace).run(run_id)
     champion = Champion.in_run(run_id, champion_run.folder)
@@ -111,14 +111,14 @@ def export_vectors(context: StageContext, setup: TrainingSetup, evaluation: Eval
         folder=context.folder(ExportManifest),
         ranking=ranking_settings(evaluation),
     )
-    query_counts = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
-    choices = "".join(f", {name} with weight {weight:g}" for name, weight in manifest.weight_by_term.items())
-    return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {query_counts}{choices}"
+    queries_text = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
+    weights_text = "".join(f", {term} with weight {weight:g}" for term, weight in manifest.weight_by_term.items())
+    return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {queries_text}{weights_text}"
 
 
 @stage(EvaluationManifest)
 def evaluate(context: StageContext, config: EvaluationConfig) -> tuple[EvaluationManifest, str]:
-    """Measure the exported vectors and the baselines over the full catalogue."""
+    """Measure the rankings of the model and of the baselines over the full catalogue."""
     manifest = evaluate_core.evaluate(
         config,
         export=context.results[ExportManifest],
@@ -145,9 +145,9 @@ def build_index(context: StageContext, config: IndexConfig) -> tuple[IndexManife
     if manifest.warning is not None:
         LOG.warning("index: %s", manifest.warning)
     report = manifest.reports[served_kind]
-    target = "" if manifest.warning is None else f", below the target of {config.recall_target:g}"
-    recall = f"recall@{report.k} {report.recall:.4f} of exact search{target}"
-    return manifest, f"{served_kind}: {recall}, {report.ms_per_query:.3f} ms per query"
+    target_text = "" if manifest.warning is None else f", below the target of {config.recall_target:g}"
+    recall_text = f"recall@{report.k} {report.recall:.4f} of exact search{target_text}"
+    return manifest, f"{served_kind}: {recall_text}, {report.ms_per_query:.3f} ms per query"
 
 
 @stage(PackageManifest)

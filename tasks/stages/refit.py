@@ -1,8 +1,9 @@
-"""Refit: the promoted model, trained again on all events of the run, as a version of its own.
+"""Refit: the promoted model, trained again on all events of the run, as a separate version.
 
-The validation and test events have served their purpose when the gate has promoted a version. The refit uses them as training
-events: with the same settings, from the same start, and for as many epochs as the validation has chosen. Nothing is left to
-measure it, so later versions are compared with the promoted version, and the refit itself has to pass the smoke test.
+When the gate has promoted a version, its validation and test events have served their purpose. The refit trains on them too,
+with the same settings, from the same initial weights, and for as many epochs as the validation has chosen. No events are left
+to measure the refit. Later versions are therefore compared with the promoted version, and the refit only has to pass the smoke
+test.
 """
 
 import json
@@ -51,11 +52,16 @@ from tasks.runs.workspace import Workspace
 
 
 def refit(
-    context: StageContext, setup: TrainingSetup, *, package: PackageConfig, index: IndexConfig, registry: RegistryConfig
+    context: StageContext,
+    setup: TrainingSetup,
+    *,
+    package_config: PackageConfig,
+    index_config: IndexConfig,
+    registry_config: RegistryConfig,
 ) -> str:
-    """Train, package and register the refit of the run's version, and make it champion; return one sentence.
+    """Train, package and register the refit of the run's version, and make it champion; return the result in one sentence.
 
-    A resumed run continues its refit. The run's version stays champion if an error occurs.
+    A resumed run continues its refit. If an error occurs, the run's version stays champion.
 
     Raises:
         StageError: the refit failed the smoke test, or another version has become champion in the meantime.
@@ -64,30 +70,34 @@ def refit(
     registration = context.results[RegistrationManifest]
     run = context.run
     publishers = publishers_of(context.flow_run_id, context.pipeline, run_reason=context.options.reason, run_id=run.run_id)
-    connected = Registry.connect(run.workspace, registry.model_name, publishers=publishers)
-    champion, parent = connected.champion(), registration.version
-    if champion is not None and champion.tags.get(REFIT_OF_TAG) == parent:
+    registry = Registry.connect(run.workspace, registry_config.model_name, publishers=publishers)
+    champion, promoted_number = registry.champion(), registration.version
+    if champion is not None and champion.tags.get(REFIT_OF_TAG) == promoted_number:
         return f"version {champion.version}, its refit, is champion"
-    if champion is None or str(champion.version) != parent:
-        return f"version {parent} is not champion any more, so it gets no refit"
+    if champion is None or str(champion.version) != promoted_number:
+        return f"version {promoted_number} is not champion any more, so it gets no refit"
     folder = run.folder / REFIT_FOLDER_NAME
     create_own_folder(folder)
-    results = _train_on_all_events(context, setup, package=package, index=index, folder=folder)
+    results = _train_on_all_events(context, setup, package_config=package_config, index_config=index_config, folder=folder)
     num_epochs = results[TrainManifest].num_epochs
-    reason = f"refit of version {parent} with the validation and test events, {num_epochs} epoch{'s' * (num_epochs != 1)}"
-    version = connected.call(
+    reason = (
+        f"refit of version {promoted_number} with the validation and test events, {num_epochs} epoch{'s' * (num_epochs != 1)}"
+    )
+    version = registry.call(
         get_or_create_version,
         replace(context, results=results),
-        model_name=registry.model_name,
-        client=connected.client,
+        model_name=registry_config.model_name,
+        client=registry.client,
         mlflow_run_id=registration.mlflow_run_id,
-        refit_of=parent,
+        refit_of=promoted_number,
     )
-    connected.set_tag(version, REASONS_TAG, reason)
-    connected.set_tag(version, SPENT_DROP_TAG, champion.tags.get(SPENT_DROP_TAG, "0"))
-    _smoke_test(version, connected, context, max_users=registry.smoke_test_users)
-    if not connected.move_champion(version, expected=champion, reason=reason):
-        raise StageError(f"another version became champion before version {version.version}, the refit of version {parent}")
+    registry.set_tag(version, REASONS_TAG, reason)
+    registry.set_tag(version, SPENT_DROP_TAG, champion.tags.get(SPENT_DROP_TAG, "0"))
+    _smoke_test(version, registry, context, max_users=registry_config.smoke_test_users)
+    if not registry.move_champion(version, expected=champion, reason=reason):
+        raise StageError(
+            f"another version became champion before version {version.version}, the refit of version {promoted_number}"
+        )
     write_text(run.folder / REFIT_FILE_NAME, json.dumps({"version": str(version.version)}))
     remove_own_folder(folder)
     log.finish_step(f"version {version.version} is champion: {reason}")
@@ -95,29 +105,29 @@ def refit(
 
 
 def _train_on_all_events(
-    context: StageContext, setup: TrainingSetup, *, package: PackageConfig, index: IndexConfig, folder: Path
+    context: StageContext, setup: TrainingSetup, *, package_config: PackageConfig, index_config: IndexConfig, folder: Path
 ) -> Results:
     """Run the stages from training to package in `folder`; return the results of the run, updated with the new results.
 
-    Only the training and a spectral block read the events as training events. The index is tuned on the queries of the run's
-    own splits.
+    The training and a spectral block use the validation and test events as training events. The other stages use the splits of
+    the run, so the index is tuned on its validation and test queries.
     """
     results, dataset = Results(context.results), context.dataset
-    merged = merge_splits(dataset.interactions, folder / InteractionsManifest.stage)
-    run_train = results[TrainManifest]
-    num_epochs = run_train.best_epoch or run_train.num_epochs
+    merged_interactions = merge_splits(dataset.interactions, folder / InteractionsManifest.stage)
+    original_train = results[TrainManifest]
+    num_epochs = original_train.best_epoch or original_train.num_epochs
     training = setup.training.model_copy(update={"epochs": num_epochs, "validation": None})
     export = results[ExportManifest]
     model = setup.model.with_choices(
-        temperature=run_train.temperature,
+        temperature=original_train.temperature,
         block_weight=export.spectral_block_weight,
         popularity_weight=export.popularity_weight,
     )
     refit_setup = replace(setup, training=training, model=model)
-    warm_from = run_train.warm_from
+    warm_from = original_train.warm_from
     train = train_core.train(
         refit_setup,
-        dataset=replace(dataset, interactions=merged),
+        dataset=replace(dataset, interactions=merged_interactions),
         plan=results[PlanManifest],
         folder=folder / TrainManifest.stage,
         on_progress=_show_progress,
@@ -125,13 +135,13 @@ def _train_on_all_events(
     )
     results.add(train)
     export = export_core.export_vectors(
-        refit_setup, dataset=dataset, train=train, folder=folder / ExportManifest.stage, train_log=merged
+        refit_setup, dataset=dataset, train=train, folder=folder / ExportManifest.stage, train_log=merged_interactions
     )
     results.add(export)
-    results.add(index_core.build_indexes(index, export=export, folder=folder / IndexManifest.stage))
+    results.add(index_core.build_indexes(index_config, export=export, folder=folder / IndexManifest.stage))
     results.add(
         package_core.build_package(
-            package,
+            package_config,
             export=export,
             index=results[IndexManifest],
             dataset=dataset,
@@ -143,12 +153,12 @@ def _train_on_all_events(
 
 
 def _starting_model(run_id: str, context: StageContext) -> Champion:
-    """Return the model from which the training of the run started."""
+    """Return the model of run `run_id`, from which the training of this run started."""
     folder = Workspace(context.run.workspace).run(run_id).folder
     champion = Champion.in_run(run_id, folder)
     if champion is None:
         raise StageError(
-            f"{folder}: has no complete stages any more, but the training of run {context.run.run_id} started there"
+            f"{folder}: some stages no longer exist, but the training of run {context.run.run_id} started from their model"
         )
     return champion
 
@@ -159,7 +169,7 @@ def _show_progress(progress: Progress) -> None:
 
 
 def _smoke_test(version: ModelVersion, registry: Registry, context: StageContext, *, max_users: int) -> None:
-    """Raise StageError if the answers of the version for users of the log are invalid."""
+    """Raise StageError if the version gives an invalid answer for a user of the log."""
     dataset = context.dataset
     with TemporaryDirectory(prefix="nightjar-") as folder, ModelProcess() as process:
         sample = prepare_sample(

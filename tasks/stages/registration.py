@@ -35,10 +35,10 @@ def register(
 ) -> tuple[RegistrationManifest | None, str]:
     """Log the results of the run to MLflow, register the package as a model version, and compare the version with the champion.
 
-    A dry run only logs the results. Its manifest is None.
+    A dry run only logs the results, and returns no manifest.
 
     Args:
-        feature_slices: slices by features on which the version is compared too.
+        feature_slices: slices by features, on which the version is compared with the champion too.
     """
     run, results, options = context.run, context.results, context.options
     if options.dry_run:
@@ -57,12 +57,12 @@ def register(
         options.promote,
         *feature_slices,
     )
-    register_stage = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
-    manifest = register_stage.manifest
+    stage_folder = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
+    manifest = stage_folder.manifest
     if manifest is None:
         publishers = publishers_of(context.flow_run_id, context.pipeline, run_reason=options.reason, run_id=run.run_id)
         registry = Registry.connect(run.workspace, config.model_name, publishers=publishers)
-        with register_stage.writing() as new_folder, ModelProcess() as process:
+        with stage_folder.writing() as new_folder, ModelProcess() as process:
             mlflow_run_id = _open_mlflow_run(registry, context)
             version = registry.call(
                 get_or_create_version,
@@ -84,7 +84,7 @@ def register(
             )
             page_path = write_report(registration_fields, context, config=config, folder=new_folder)
             registry.call(registry.client.log_artifact, mlflow_run_id, str(page_path))
-            manifest = register_stage.commit(**registration_fields)
+            manifest = stage_folder.commit(**registration_fields)
     page = verdict_page(manifest, evaluation=evaluation, data_report=results[DataReportManifest])
     show_markdown(context, "verdict", page)
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
@@ -110,10 +110,10 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
     metrics_by_ranker: dict[str, dict[str, float]] = {}
     for metric_key, value in registration.metrics.items():
         ranker, _, metric_name = metric_key.partition("/")
-        if ranker == "refit":  # it may know the test events
+        if ranker == "refit":  # a refit may have been trained on the test events
             continue
-        title = ranker.replace("served", f"version {registration.version}").replace("_", " ")
-        metrics_by_ranker.setdefault(title, {})[metric_name] = value
+        ranker_title = ranker.replace("served", f"version {registration.version}").replace("_", " ")
+        metrics_by_ranker.setdefault(ranker_title, {})[metric_name] = value
     metric_names = tuple(next(iter(metrics_by_ranker.values())))
     values_by_ranker = {
         ranker: tuple(metrics.get(metric_name) for metric_name in metric_names)

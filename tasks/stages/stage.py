@@ -1,4 +1,4 @@
-"""The decorator for the stages of a run: a Prefect task with a log line, whose result joins the results of the run."""
+"""Decorator of the stages of a run: it logs the result of a stage, and adds the manifest to the results of the run."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,7 +27,7 @@ class StoppedEarly(Exception):
 
 
 class Stage(Generic[P, ManifestT]):
-    """A stage of a run. Calling it runs its function, in a flow as a Prefect task, and returns the manifest.
+    """A stage of a run. A call runs its function, in a flow as a Prefect task, and returns the manifest.
 
     Attributes:
         manifest_type: type of the manifest, which declares the name of the stage.
@@ -39,11 +39,11 @@ class Stage(Generic[P, ManifestT]):
         wraps(function)(self)
 
     def __call__(self, context: StageContext, *args: P.args, **kwargs: P.kwargs) -> ManifestT | None:
-        """Run the stage; raise StoppedEarly if it is the last stage that the context names."""
-        as_task = task(name=self.manifest_type.stage, cache_policy=NO_CACHE)
-        run = self.run if FlowRunContext.get() is None else as_task(self.run)
+        """Run the stage; raise StoppedEarly if `context.until` names it."""
+        task_decorator = task(name=self.manifest_type.stage, cache_policy=NO_CACHE)
+        run = self.run if FlowRunContext.get() is None else task_decorator(self.run)
         manifest = run(context, *args, **kwargs)
-        # Not raised in the task, because Prefect would mark the task as failed.
+        # The exception is raised outside of the task, because Prefect would mark the task as failed.
         if context.until == self.manifest_type.stage:
             raise StoppedEarly(context.until)
         return manifest
@@ -59,5 +59,5 @@ class Stage(Generic[P, ManifestT]):
 
 
 def stage(manifest_type: type[ManifestT]) -> Callable[[StageFunction[P, ManifestT]], Stage[P, ManifestT]]:
-    """Make a function the stage that `manifest_type` names."""
+    """Return a decorator that makes a function the stage of `manifest_type`."""
     return lambda function: Stage(manifest_type, function)

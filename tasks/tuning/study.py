@@ -37,7 +37,7 @@ ENDING_BY_STATE: dict[TrialState, TrialEnding] = {
     TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
 }
-"""Endings in the order in which trials are shown."""
+"""Endings, in the order in which the trials are listed."""
 REDUCTION_FACTOR = 2
 """After 1, 2, 4, ... epochs, a trial continues if it is among the best half of the trials with as many epochs."""
 _STATUS_BY_ENDING = {"complete": RunStatus.FINISHED, "pruned": RunStatus.KILLED, "failed": RunStatus.FAILED}
@@ -48,9 +48,10 @@ class BudgetSpent(Exception):
 
 
 class FinishedTrial(Frozen):
-    """A finished trial.
+    """A trial that is complete, pruned or failed.
 
     Attributes:
+        settings: values of the searched settings.
         value: metric of a complete trial's best epoch, or of a pruned trial's last epoch; None if the trial failed.
         reason: why the trial failed.
         epochs: metric by epoch (1-based).
@@ -99,18 +100,19 @@ def finished_trials(study: optuna.Study) -> list[FinishedTrial]:
     return sorted(trials, key=lambda trial: (endings.index(trial.ending), -(trial.value or 0.0), trial.number))
 
 
-def start_trial(study: optuna.Study, config: TuningConfig, *, first_trials: Sequence[Mapping[str, Any]] = ()) -> optuna.Trial:
-    """Resume the trial that was interrupted, or start a new one. Its settings are in the attribute `settings`.
+def start_trial(study: optuna.Study, config: TuningConfig, *, first_settings: Sequence[Mapping[str, Any]] = ()) -> optuna.Trial:
+    """Resume the interrupted trial, or start a new trial. The user attribute `settings` of the trial has its settings.
 
-    first_trials: settings of the first trials, in order. The sampler chooses those of the later trials.
+    Args:
+        first_settings: settings of the first trials, in order. The sampler chooses the settings of later trials.
     """
     interrupted_trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     trial_number = interrupted_trials[0].number if interrupted_trials else len(study.get_trials(deepcopy=False))
     sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=trial_seed(config.seed, trial=trial_number))
-    if trial_number < len(first_trials):
+    if trial_number < len(first_settings):
         fixed_values = {
             name: value if config.ranges[name].choices is None else label_of(value)
-            for name, value in first_trials[trial_number].items()
+            for name, value in first_settings[trial_number].items()
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the class is marked as experimental
@@ -122,7 +124,7 @@ def start_trial(study: optuna.Study, config: TuningConfig, *, first_trials: Sequ
 
 
 def _suggest(trial: optuna.Trial, setting_name: str, value_range: RangeConfig) -> Any:
-    """Return the value of the setting in a trial; draw the value if the trial does not have one yet."""
+    """Return the value of a setting in a trial; the sampler draws the value if the trial does not have it yet."""
     if value_range.choices is not None:  # the study stores labels, because Optuna cannot store a list
         choice_by_label = {label_of(choice): choice for choice in value_range.choices}
         return choice_by_label[trial.suggest_categorical(setting_name, [*choice_by_label])]
@@ -141,21 +143,21 @@ def run_trial(
     *,
     metric: str,
     startup_trials: int,
-    deadline: float,
+    deadline_s: float,
     folder: Path,
     label: str,
 ) -> None:
     """Train, report the metric after each epoch, stop early if the trial is pruned, and record how the trial ended.
 
     Args:
-        deadline: time of `time.monotonic` after which the trial is interrupted, if another trial is complete.
+        deadline_s: time of `time.monotonic` after which the trial is interrupted if another trial is complete.
         startup_trials: number of complete trials before which no trial is pruned.
         train: trains in `folder / "train"` with the settings of the trial. Its argument on_progress takes a Progress.
         metric: name of the validation metric, such as ndcg@10.
         label: name of the trial in the terminal.
 
     Raises:
-        InputError: no trial is possible with the data; the study ends.
+        InputError: the validation split has no targets, so the study ends.
         BudgetSpent: the deadline has passed. The files of the trial are kept.
     """
 
@@ -166,20 +168,20 @@ def run_trial(
     def on_progress(progress: Progress) -> None:
         if metric in progress.validation:
             last_validation[metric] = progress.validation[metric]
-            with warnings.catch_warnings():  # a resumed trial reports some epochs again, and Optuna ignores them
+            with warnings.catch_warnings():  # a resumed trial reports some epochs again, which Optuna ignores with a warning
                 warnings.simplefilter("ignore", UserWarning)
                 trial.report(progress.validation[metric], progress.epoch)
-            # Each epoch is compared, also if the trial may not be pruned, because later trials are compared with it.
+            # `should_prune` is called even if this trial may not be pruned, because it also stores the value for later trials.
             if trial.should_prune() and can_prune and progress.step < progress.total_steps:
                 raise optuna.TrialPruned
-        if num_complete and time.monotonic() > deadline and progress.step < progress.total_steps:
+        if num_complete and time.monotonic() > deadline_s and progress.step < progress.total_steps:
             raise BudgetSpent
         note = training_note(progress, validation=last_validation)
         show_bar(label, num_done=progress.step, num_total=progress.total_steps, note=note)
 
     try:
         manifest = train(on_progress=on_progress)
-    except optuna.TrialPruned:  # raised in on_progress: the launcher has ended all processes of the training
+    except optuna.TrialPruned:  # raised in on_progress, so the launcher has ended all ranks
         study.tell(trial, state=TrialState.PRUNED)
     except StageError as error:
         fail_trial(study, trial, reason=str(error))
@@ -202,7 +204,7 @@ def fail_trial(study: optuna.Study, trial: optuna.Trial, *, reason: str) -> None
 def _remove_all_but_metrics_and_logs(folder: Path) -> None:
     """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training.
 
-    Files behind a link are left alone.
+    A folder that is a link is left alone.
     """
     train_folder, work_folder = folder / "train", folder / "train.work"
     if train_folder.is_symlink() or work_folder.is_symlink():
@@ -229,15 +231,15 @@ def plot_history(study: optuna.Study, *, metric: str, path: Path) -> None:
 
 
 def log_trial(context: StageContext, trial: FinishedTrial, *, metric: str) -> None:
-    """Log a finished trial to MLflow as a nested run of the study's run. Log a warning if MLflow does not work."""
+    """Log a finished trial to MLflow, as a child of the study's run. Log a warning if MLflow does not work."""
 
     def log(client: MlflowClient) -> None:
         parent_run_id = open_run(client, context)
         tags = {MLFLOW_PARENT_RUN_ID: parent_run_id, MLFLOW_RUN_NAME: f"trial-{trial.number}", "nightjar.reason": trial.reason}
         experiment_id, start_ms = client.get_run(parent_run_id).info.experiment_id, int((time.time() - trial.seconds) * 1000)
         run_info = client.create_run(experiment_id, start_time=start_ms, tags=tags).info
-        name = f"validation/{metric.replace('@', '_at_')}"
-        epoch_metrics = [Metric(name, value, run_info.start_time, epoch) for epoch, value in trial.epochs.items()]
+        metric_name = f"validation/{metric.replace('@', '_at_')}"
+        epoch_metrics = [Metric(metric_name, value, run_info.start_time, epoch) for epoch, value in trial.epochs.items()]
         best_metrics = [] if trial.value is None else as_metrics({f"validation/best/{metric}": trial.value})
         params = [Param(setting, str(value)) for setting, value in trial.settings.items()]
         client.log_batch(run_info.run_id, metrics=[*epoch_metrics, *best_metrics], params=params)
@@ -248,15 +250,15 @@ def log_trial(context: StageContext, trial: FinishedTrial, *, metric: str) -> No
     )
 
 
-def log_study(context: StageContext, *, best_trial: FinishedTrial | None, metric: str, files: Iterable[Path]) -> None:
-    """Log the config, the value of the best trial and `files` to the study's MLflow run, and end this run."""
+def log_study(context: StageContext, *, best_trial: FinishedTrial | None, metric: str, paths: Iterable[Path]) -> None:
+    """Log the config, the value of the best trial and `paths` to the study's MLflow run, and end this run."""
 
     def log(client: MlflowClient) -> None:
         run_id = open_run(client, context)
         log_params(client, run_id, config_file=context.run.config_file)
         if best_trial is not None and best_trial.value is not None:
             log_metrics(client, run_id, as_metrics({f"validation/best/{metric}": best_trial.value}))
-        for path in files:
+        for path in paths:
             client.log_artifact(run_id, str(path))
         client.set_terminated(run_id, RunStatus.to_string(RunStatus.FINISHED if best_trial else RunStatus.FAILED))
 

@@ -1,6 +1,6 @@
-"""Settings that fit the data: facts about an ingested log, and rules that derive settings from them.
+"""Settings that fit the data: facts about an ingested log, and rules that derive settings from the facts.
 
-The rules are starting points with measured reasons (docs/models.md). `nightjar tune` finds the best values.
+The suggested values were measured to be good starting points (docs/models.md). `nightjar tune` searches for better values.
 """
 
 import math
@@ -16,50 +16,52 @@ from recsys_core.ingest.log.split_config import FileSplit, Split
 from recsys_core.manifests import Dataset
 from tasks.tuning.config import RangeConfig
 
-DENSE_LOG = 0.01
+DENSE_LOG_SHARE = 0.01
 """Share of all (user, item) pairs in the log from which the log counts as dense."""
 STEPS_PER_EPOCH = 300
-"""Number of steps that the suggested batch size aims at."""
-MAX_HISTORY = 50
+"""Number of steps per epoch that the suggested batch size aims at."""
 FACTORISATION_STEPS_PER_EPOCH = 80
-"""The same for a matrix factorisation, with at most 8,192 events in a batch."""
-SMALL_LOG = 300_000
+"""Number of steps per epoch that the suggested batch size of a matrix factorisation aims at."""
+MAX_HISTORY_LENGTH = 50
+"""Largest suggested number of items in a history."""
+SMALL_LOG_EVENTS = 300_000
 """Number of training events below which a matrix factorisation needs a higher temperature.
 
 In benchmarks/suggestions.json, 0.25 is better than 0.18 on dense logs of 65,000 to 192,000 training events. On ml1m, with
-717,000 of them, the best temperature is 0.18.
+717,000 training events, the best temperature is 0.18.
 """
-SMALL_CATALOGUE = 20_000
-"""Number of items up to which a softmax over the whole catalogue is suggested for a matrix factorisation."""
-MOSTLY_COLD = 0.5
-"""Share of events of cold items above which the model has to rank cold items best (suggestions.json, citeulike_t cold)."""
-MIN_BLOCK_ROWS = 200
-"""Number of users and items from which a spectral block, with 80 singular vectors, is suggested."""
+MAX_FACTORISATION_ITEMS = 20_000
+"""Number of items up to which a matrix factorisation, with a softmax over the whole catalogue, is suggested."""
+MOSTLY_COLD_SHARE = 0.5
+"""Share of events of cold items above which the settings are chosen for cold items (suggestions.json, citeulike_t cold)."""
+MAX_ROWS_WITHOUT_BLOCK = 200
+"""Number of users or items above which a spectral block, with 80 singular vectors, is suggested."""
 MAX_DIM = 128
 """Largest suggested width of the item embeddings."""
-MANY_EVENTS = 20
+MIN_EVENTS_FOR_POPULARITY = 20
 """Median number of training events of a user from which a learned popularity is suggested."""
-SEARCHED = {
+SEARCHED_RANGES = {
     "training.table_optimizer.learning_rate": RangeConfig(low=0.01, high=0.3, log=True),
     "model.query.dropout": RangeConfig(low=0.0, high=0.5),
     "loss.num_negatives": RangeConfig(choices=(512, 2048)),
 }
-"""Settings that `nightjar tune` varies around the value of the file, unless there is a suggestion for them."""
+"""Ranges in which `nightjar tune` searches by default, by setting. A suggestion for the setting takes precedence."""
 VALIDATED_POPULARITY = {"kind": "validated"}
 LEARNED_POPULARITY = {"kind": "learned", "served_weight": None}
 
 
 class DataFacts(Frozen):
-    """What the suggestions depend on.
+    """Facts about an ingested log on which the suggestions depend.
 
     Attributes:
         density: share of all pairs of a user and an item that are in the training events.
         history_median, history_p95: median and 95th percentile of the training events per user.
+        is_ordered: whether the events of a user have an order.
         has_vectors: whether any table has vectors from files.
         vector_share: share of the training events whose item has a pretrained vector.
         vector_dim: width of the item vectors; 0 without vectors.
         cold_share: share of the held-out events whose item has no training event.
-        cold_validation_share, cold_test_share: the same for the validation events and for the test events.
+        cold_validation_share, cold_test_share: the same share of the validation events, and of the test events.
         is_validation_sampled: whether the validation events are a sample of the training files.
     """
 
@@ -81,11 +83,11 @@ class DataFacts(Frozen):
 
     @classmethod
     def of(cls, dataset: Dataset, split: Split) -> Self:
-        """Measure the facts on the data ingested with `split`. Held-out events are read only for the shares of cold items."""
+        """Return the facts about `dataset`, which was ingested with `split`. Only the cold shares read held-out events."""
         interactions, store = dataset.interactions, EventStore.open(dataset.interactions)
         train_count_U, train_count_I = store.train_count_U, store.train_count_I
-        lengths = train_count_U[train_count_U > 0]
-        num_users, num_items, num_events = len(lengths), int((train_count_I > 0).sum()), interactions.num_train_events
+        history_lengths = train_count_U[train_count_U > 0]
+        num_users, num_items, num_events = len(history_lengths), int((train_count_I > 0).sum()), interactions.num_train_events
         vector_row_I = store.vector_rows("item")
         before_test_I, count_I = store.item_counts_before("test"), store.event_count_I()
 
@@ -97,8 +99,8 @@ class DataFacts(Frozen):
             num_items=num_items,
             num_train_events=num_events,
             density=num_events / max(1, num_users * num_items),
-            history_median=float(np.median(lengths)) if len(lengths) else 0.0,
-            history_p95=float(np.percentile(lengths, 95)) if len(lengths) else 0.0,
+            history_median=float(np.median(history_lengths)) if len(history_lengths) else 0.0,
+            history_p95=float(np.percentile(history_lengths, 95)) if len(history_lengths) else 0.0,
             is_ordered=store.is_ordered,
             has_item_features=dataset.features is not None
             and any(key.startswith("item.") for key in dataset.features.features),
@@ -113,8 +115,8 @@ class DataFacts(Frozen):
 
     @property
     def is_dense(self) -> bool:
-        """Whether so many pairs of users and items are in the log that it counts as dense."""
-        return self.density >= DENSE_LOG
+        """Whether the log counts as dense."""
+        return self.density >= DENSE_LOG_SHARE
 
     @property
     def describes_items(self) -> bool:
@@ -126,7 +128,7 @@ class Suggestion(Frozen):
     """A setting, its suggested value, and the reason in one sentence.
 
     Attributes:
-        search: the values among which `nightjar tune` searches; None if the setting is not varied.
+        search: the range in which `nightjar tune` searches; None if `nightjar tune` does not vary the setting.
     """
 
     setting: str
@@ -137,13 +139,15 @@ class Suggestion(Frozen):
 
 def suggestions(facts: DataFacts) -> list[Suggestion]:
     """Return the settings that fit the data."""
-    is_factorisation = facts.is_dense and not facts.is_ordered and facts.num_items <= SMALL_CATALOGUE
+    is_factorisation = facts.is_dense and not facts.is_ordered and facts.num_items <= MAX_FACTORISATION_ITEMS
     rules = [_factorisation] if is_factorisation else [_loss, _ordered if facts.is_ordered else _unordered, _training]
-    return [item for rule in rules for item in rule(facts)]
+    return [suggestion for rule in rules for suggestion in rule(facts)]
 
 
 def _suggestion(setting: str, value: Any, reason: str, *choices: Any, low: Any = None, high: Any = None) -> Suggestion:
-    """Return a suggestion with choices for the search, or with a range on a logarithmic scale."""
+    """Return a suggestion. `nightjar tune` searches the choices, or the range from `low` to `high`, which is logarithmic if
+    `low` is above 0.
+    """
     search = None
     if choices:
         search = RangeConfig(choices=choices)
@@ -165,20 +169,22 @@ def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion("loss.kind", "softmax", reason)
     yield _suggestion("loss.negatives", "all", reason)
     reason = f"{density}: a dense log needs a higher temperature than a sparse one"
-    yield _suggestion("model.temperature", 0.25 if facts.num_train_events < SMALL_LOG else 0.18, reason, low=0.1, high=0.4)
-    reason = "more influence of the negatives, with the temperature above"
+    yield _suggestion(
+        "model.temperature", 0.25 if facts.num_train_events < SMALL_LOG_EVENTS else 0.18, reason, low=0.1, high=0.4
+    )
+    reason = "the negatives get more influence, which fits the temperature above"
     yield _suggestion("loss.negatives_exponent", 1.1, reason, low=1.0, high=1.3)
     reason = f"5 % of the users have more than {facts.history_p95:,.0f} events, and would dominate the loss"
     yield _suggestion("loss.user_exponent", -0.5, reason, -0.5, 0.0)
-    if min(facts.num_users, facts.num_items) > MIN_BLOCK_ROWS:
+    if min(facts.num_users, facts.num_items) > MAX_ROWS_WITHOUT_BLOCK:
         reason = "a decomposition of the log finds other items; its weight is chosen on the validation events"
         yield _suggestion("model.spectral_block", {"output_dim": 64}, reason)
     batch_size = _batch_size(facts, steps_per_epoch=FACTORISATION_STEPS_PER_EPOCH)
     yield _suggestion("training.batch_size", batch_size, _steps_reason(facts, batch_size))
     reason = "Adam trains a factorisation in few epochs; the rate falls to 0 until the last epoch"
     for table_name in ("item", "user"):
-        copies = "Adam on a CPU needs a copy of the table on each rank"
-        yield _suggestion(f"sharding.tables.{table_name}.sharding_types", ["data_parallel"], copies)
+        copies_reason = "Adam on a CPU needs a copy of the table on each rank"
+        yield _suggestion(f"sharding.tables.{table_name}.sharding_types", ["data_parallel"], copies_reason)
     yield _suggestion("training.table_optimizer.kind", "adam", reason)
     yield _suggestion("training.table_optimizer.learning_rate", 0.01, reason, low=0.003, high=0.03)
     yield _suggestion("training.table_optimizer.lr_decay", "linear", reason)
@@ -201,24 +207,24 @@ def _loss(facts: DataFacts) -> Iterator[Suggestion]:
     if not facts.is_ordered and not facts.is_dense:
         reason = "the validation chooses the weight of a term for popularity, which can be 0"
         yield _suggestion("model.popularity", VALIDATED_POPULARITY, reason)
-    elif facts.history_median >= MANY_EVENTS:
+    elif facts.history_median >= MIN_EVENTS_FOR_POPULARITY:
         reason = f"the median user has {facts.history_median:,.0f} training events; a learned term for popularity then helps"
         yield _suggestion("model.popularity", LEARNED_POPULARITY, reason, {"kind": "none"}, LEARNED_POPULARITY)
 
 
 def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
     """Yield the settings of a model whose histories have an order."""
-    length = int(min(MAX_HISTORY, max(10, 10 * math.ceil(facts.history_p95 / 10))))
+    length = int(min(MAX_HISTORY_LENGTH, max(10, 10 * math.ceil(facts.history_p95 / 10))))
     reason = f"95 % of the users have at most {facts.history_p95:,.0f} events"
     yield _suggestion("model.history.length", length, reason, 10, 20, 50)
     reason = "the log has an order, so newer items can count more"
     yield _suggestion("model.history.pooling", "recency", reason, "mean", "recency")
     if facts.describes_items:
-        sources = "features" if facts.has_item_features else "pretrained vectors"
-        reason = f"items have {sources}, which then also describe the histories"
+        description = "features" if facts.has_item_features else "pretrained vectors"
+        reason = f"items have {description}, which then also describe the histories"
         yield _suggestion("model.history.item_representation", "candidate_tower", reason, "embedding", "candidate_tower")
     if facts.vector_share > 0 and facts.cold_share > 0.2:
-        yield from _kept_vectors(facts)
+        yield from _vectors_with_offsets(facts)
     if facts.is_dense:
         return
     if facts.describes_items:
@@ -246,20 +252,20 @@ def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
         reason = f"the vectors have {facts.vector_dim} numbers; layers with a skip connection adapt them"
         yield _suggestion("model.embedding_dim", dim, reason)
         yield _suggestion("model.candidate", {"layers": [4 * dim, dim], "skip_connection": True}, reason)
-        yield from _kept_vectors(facts)
+        yield from _vectors_with_offsets(facts)
 
 
-def _kept_vectors(facts: DataFacts) -> Iterator[Suggestion]:
-    """Yield the settings of item vectors that are kept, with a learned offset for each item."""
+def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of pretrained item vectors that stay fixed, with a learned offset for each item."""
     reason = f"{facts.cold_share:.0%} of the held-out events are of items without a training event, and others have few events"
     yield _suggestion("tables.item.transfer", "residual", reason)
     reason = "offsets are removed at random, so that the towers also learn from the vectors alone"
-    yield _suggestion("tables.item.id_dropout", 0.5 if facts.cold_share > MOSTLY_COLD else 0.1, reason)
+    yield _suggestion("tables.item.id_dropout", 0.5 if facts.cold_share > MOSTLY_COLD_SHARE else 0.1, reason)
     reason = "the vectors have about length 1, compared with which the steps of the offsets are small"
     yield _suggestion("tables.item.init_std", round(facts.vector_dim**-0.5, 3), reason)
     yield _suggestion("tables.item_offset.optimizer.learning_rate", 0.02, reason)
-    is_validation_cold = facts.cold_validation_share > MOSTLY_COLD
-    if facts.is_validation_sampled and facts.cold_test_share > MOSTLY_COLD and not is_validation_cold:
+    is_validation_cold = facts.cold_validation_share > MOSTLY_COLD_SHARE
+    if facts.is_validation_sampled and facts.cold_test_share > MOSTLY_COLD_SHARE and not is_validation_cold:
         is_validation_cold = True
         reason = f"{facts.cold_test_share:.0%} of the test events are of such items, so the validation holds out items as well"
         yield _suggestion("interactions.split.validation_unit", "item", reason)
@@ -277,7 +283,7 @@ def _training(facts: DataFacts) -> Iterator[Suggestion]:
 
 
 def _batch_size(facts: DataFacts, *, steps_per_epoch: int) -> int:
-    """Return the power of two that is nearest to the wanted number of steps, from 512 to 8,192."""
+    """Return a power of two from 512 to 8,192 with which an epoch has about `steps_per_epoch` steps."""
     return int(2 ** round(math.log2(min(8192, max(512, facts.num_train_events / steps_per_epoch)))))
 
 

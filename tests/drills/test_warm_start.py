@@ -43,7 +43,7 @@ def test_the_second_run_starts_from_the_model_of_the_first_unless_a_full_trainin
     (tmp_path / "nightly.yaml").write_text(CONFIG)
     first_manifest, stderr = run_pipeline(tmp_path)
     assert (first_manifest.warm_from, first_manifest.num_warm_starts) == (None, 0)
-    assert "full training: nightjar has no champion yet" in stderr
+    assert "full training: nightjar had no champion" in stderr
 
     second_manifest, stderr = run_pipeline(tmp_path, "--until", "train")
     assert (second_manifest.warm_from, second_manifest.num_warm_starts) == (first_manifest.folder.parent.name, 1)

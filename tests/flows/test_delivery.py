@@ -33,7 +33,7 @@ def test_recommendations_are_written_if_they_are_those_of_another_version(
         content = json.dumps(summary._replace(version=written_by)._asdict())
         (tmp_path / SUMMARY_FILE_NAME).write_text(content)
     folders = []
-    monkeypatch.setattr(delivery, "version_with_alias", lambda workspace, model_name: champion)
+    monkeypatch.setattr(delivery, "version_number_with_alias", lambda workspace, model_name: champion)
     monkeypatch.setattr(delivery, "recommend_many", lambda config, folder: folders.append(folder) or summary)
     assert delivery.deliver(config_with(None)) == [] and folders == []
     assert delivery.deliver(config_with(tmp_path)) == []
@@ -43,7 +43,7 @@ def test_recommendations_are_written_if_they_are_those_of_another_version(
 def test_a_failed_delivery_is_logged_and_returned_but_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(delivery, "version_with_alias", lambda workspace, model_name: "2")
+    monkeypatch.setattr(delivery, "version_number_with_alias", lambda workspace, model_name: "2")
     monkeypatch.setattr(delivery, "recommend_many", Mock(side_effect=StageError("index.faiss: the sha256 differs")))
     with caplog.at_level(logging.ERROR, logger="nightjar"):
         problems = delivery.deliver(config_with(tmp_path / "recs"))

@@ -77,7 +77,7 @@ def test_a_store_that_fails_does_not_change_the_end_of_the_run(file: Path, regis
     (file.parent / "vectors").write_text("a file, not a folder")
     alarm = push_champion(load_config(file))
     assert alarm is not None and alarm.startswith(f"version 1 was not pushed: lancedb {file.parent / 'vectors'}: ")
-    assert "Repeat the push with `nightjar push`" in alarm
+    assert "Remove the cause, and repeat the push with `nightjar push`" in alarm
     state = end_state(registration, run=run_of(file.parent, "one").run, notes=[alarm])
     assert state.name == "Promoted" and state.message is not None
     assert state.message.startswith("m version 1 is champion: ") and state.message.endswith(alarm)

@@ -183,7 +183,7 @@ def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config: P
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--weights", "0.1;0.2"], "--weights 0.1;0.2 is no list of numbers; write, for example, --weights=-0.1,0,0.1"),
+        (["--weights", "0.1;0.2"], "--weights 0.1;0.2 is not a list of numbers; write, for example, --weights=-0.1,0,0.1"),
         (["--weights", "nan"], "--weights nan has a number that is not finite"),
         (["--run", "other"], "there is no run other; there are 20261125-020000-ab12"),
     ],

@@ -77,7 +77,7 @@ def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row
     monkeypatch.setattr(output, "stdout", Console(file=sys.stdout, width=200))
     hostile = "a\x1b]0;title\x07\x1b[31m\nb\u202e"
     output.print_table(["item", "score"], [[hostile, "0.5"]])
-    output.print_facts({"item": hostile})
+    output.print_labelled({"item": hostile})
     printed_text = capsys.readouterr().out
     assert "\x1b" not in printed_text and "\x07" not in printed_text and "\u202e" not in printed_text
     assert len(printed_text.splitlines()) == 4 and r"a\x1b]0;title\x07\x1b[31m\nb\u202e" in printed_text
@@ -90,7 +90,7 @@ def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
     for stream in ("stderr", "stdout"):
         monkeypatch.setattr(output, stream, Console(file=sys.stdout, width=200))
     output.print_warning(hostile)
-    output.print_facts({"log": hostile}, labels={"log": "[red]problem[/]"})
+    output.print_labelled({"log": hostile}, status_by_label={"log": "[red]problem[/]"})
     with output.stage_lines():
         logging.getLogger("nightjar").info("read %s", hostile)
     printed_text = capsys.readouterr().out

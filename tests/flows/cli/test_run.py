@@ -27,5 +27,5 @@ def test_a_run_shows_the_weights_that_its_export_has_chosen(
     vectors = np.eye(4)
     export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": ([0, 1], vectors[:2])})
     results = RunResults(Run("r", workspace=tmp_path), Results([export.model_copy(update=update)]))
-    print_results(results, config_path=tmp_path / "nightly.yaml", command_line="nightjar run")
+    print_results(results, config_path=tmp_path / "nightly.yaml", command_text="nightjar run")
     assert (expected in capsys.readouterr().out) == bool(update)

@@ -26,15 +26,15 @@ def config_of(folder: Path, facts: DataFacts, *overrides: str) -> PipelineConfig
 def test_the_written_file_has_every_suggestion_and_gets_no_more(tmp_path: Path, facts: DataFacts) -> None:
     config, suggested = config_of(tmp_path, facts), suggestions(facts)
     proposal = SuggestedConfig.of(config, suggested)
-    assert proposal.problem_by_setting == {} and len(proposal.changed) > 3
-    reasons = {item.setting: item.reason for item in suggested if item.setting in proposal.changed}
+    assert proposal.problem_by_setting == {} and len(proposal.changes) > 3
+    reasons = {item.setting: item.reason for item in suggested if item.setting in proposal.changes}
     text = to_commented_yaml(proposal.config, notes=reasons, every_setting=False)
     assert [reason for reason in reasons.values() if reason not in text] == []
     file = tmp_path / "suggested.yaml"
     file.write_text(text)
     written = load_config(file)
     assert written == proposal.config and written.tuning == config.tuning
-    assert SuggestedConfig.of(written, suggested).changed == {}
+    assert SuggestedConfig.of(written, suggested).changes == {}
 
 
 def test_a_suggestion_that_contradicts_the_file_is_left_out_with_the_reason(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_wrong_vectors_fail_the_golden_queries_and_the_alias_stays(
         push(new_version, settings, model_name="films")
     message = str(failure.value)
     assert f"the collection {name(new_version)} returns " in message and "100.0% are required" in message
-    assert f"the alias films names {name(old_version)}. Repeat the push with `nightjar push`" in message
+    assert f"the alias films names {name(old_version)}. Remove the cause, and repeat the push with `nightjar push`" in message
     assert served(settings)[0] == name(old_version)
     monkeypatch.undo()
     assert push(new_version, settings, model_name="films").num_loaded == NUM_ITEMS

@@ -12,7 +12,7 @@ from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.manifests import InteractionsManifest
 from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
-from tasks.gate.by_hand import Decision, promote_version, roll_back
+from tasks.gate.by_hand import ManualDecision, promote_version, roll_back
 from tasks.gate.sample import Answers, K, ServedSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
@@ -25,7 +25,7 @@ from tests.tasks.registration import aliases, do_register, run_of, version_tags
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
-Decide = Callable[..., Decision]
+Decide = Callable[..., ManualDecision]
 
 
 class Recorder:
@@ -47,8 +47,8 @@ def changes() -> list[AliasChange]:
 def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
     """A function that returns the decision of a person, whose changes of aliases are in the list."""
 
-    def decide(reason: str = "sold-out items") -> Decision:
-        return Decision(RegistryConfig(model_name="m"), workspace, reason, [Recorder(changes)])
+    def decide(reason: str = "sold-out items") -> ManualDecision:
+        return ManualDecision(RegistryConfig(model_name="m"), workspace, reason, [Recorder(changes)])
 
     return decide
 

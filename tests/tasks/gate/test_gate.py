@@ -94,13 +94,14 @@ def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
         stages(confused=True), run_of(workspace, "two")
     )  # as good as version 1, worse than version 2
     assert (new_registration.alias, aliases(client)) == ("champion", {"champion": "3"})
-    assert new_registration.reasons[-1] == "the champion, version 2, may know the test events: it is the refit of version 1"
+    reason = "the champion, version 2, may have been trained on the test events: it is the refit of version 1"
+    assert new_registration.reasons[-1] == reason
 
     do_register(stages(), run_of(workspace, "better"))
     client.set_model_version_tag("m", "4", REFIT_OF_TAG, "99")
     new_registration = do_register(stages(confused=True), run_of(workspace, "three"))
     assert new_registration.alias == "challenger"
-    situation = "the champion, version 4, may know the test events: it is the refit of version 99"
+    situation = "the champion, version 4, may have been trained on the test events: it is the refit of version 99"
     assert new_registration.reasons[-1] == f"{situation}, which is not in the registry any more"
 
 

@@ -115,6 +115,7 @@ def test_a_margin_below_the_one_that_the_users_allow_is_reported() -> None:
     comparison = PairedBootstrap(num_resamples=500).compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1")
     assert comparison.is_accepted and comparison.detectable_drop is not None and comparison.detectable_drop > 0.05
     (sentence,) = small_margin(comparison, config=RegistryConfig())
-    assert sentence.startswith(f"these test users allow to test a margin of {100 * comparison.detectable_drop:.1f} %, but")
+    margin_text = f"{100 * comparison.detectable_drop:.1f} %"
+    assert sentence.startswith(f"with these test users, only a margin of at least {margin_text} can be tested, but")
     assert small_margin(comparison, config=RegistryConfig(gate=PairedBootstrap(max_relative_drop=0.9))) == ()
     assert small_margin(Margin().compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1"), config=RegistryConfig()) == ()

@@ -16,7 +16,7 @@ from recsys_core.comparison.decision import Evidence
 from recsys_core.comparison.rules import Comparison
 from recsys_core.manifests import RegistrationManifest
 from tasks.gate.report import NUM_SAMPLE_USERS, _sample_users
-from tasks.gate.report_plots import Recommended, draw_differences, draw_popularity, draw_scores, draw_trend
+from tasks.gate.report_plots import RecommendedItems, draw_differences, draw_popularity, draw_scores, draw_trend
 from tests.flows.run_folders import FIRST_START, past_run
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
@@ -53,7 +53,7 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
 
 
 def test_a_version_has_the_same_colour_in_every_plot_and_the_test_events_another_one() -> None:
-    recommended = Recommended(np.array([0.5, 0.4]), np.array([0, 1]))
+    recommended = RecommendedItems(np.array([0.5, 0.4]), np.array([0, 1]))
     for versions in ({"version 1": recommended}, {"version 2": recommended, "version 1": recommended}):
         scores = draw_scores(versions).axes[0].patches
         lines = draw_popularity(versions, train_count_I=np.array([3, 1]), target_item_T=np.array([1])).axes[0].lines

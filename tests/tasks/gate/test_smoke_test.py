@@ -80,8 +80,8 @@ def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
     [
         ([-1, *range(104, 123)], "1 items that are not in the catalogue"),
         ([100 + NUM_ITEMS, *range(104, 123)], "1 items that are not in the catalogue"),
-        ([101, 102, *range(104, 122)], "2 items the user had before"),
-        ([104, *range(104, 123)], "1 items recommended twice to one user"),
+        ([101, 102, *range(104, 122)], "2 items that the user had before"),
+        ([104, *range(104, 123)], "1 items that are recommended twice to one user"),
         (list(range(104, 114)), "1 users whose number of items is not min(20, number of unseen items)"),
     ],
 )
@@ -160,7 +160,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
     assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]
     cases = pq.read_table(sample.histories_file).to_pydict()
     assert cases["hour"] == cases["context.hour"] == [8, 7, None]  # of the first test event of each user
-    targets = {name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.slices.items() if "." in name}
+    targets = {name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.target_mask_by_slice.items() if "." in name}
     assert targets == {
         "user.age=(hash 1)": [0],
         "user.age=(hash 2)": [1, 2, 3],

@@ -18,7 +18,7 @@ from recsys_core.manifests import MARKER_NAME
 from recsys_core.refresh import package
 from recsys_core.refresh.config import RefreshConfig
 from tasks.delivery.publishers import AliasChange
-from tasks.gate.by_hand import Decision, promote_version, roll_back
+from tasks.gate.by_hand import ManualDecision, promote_version, roll_back
 from tasks.refresh import refreshed_version
 from tasks.refresh.refreshed_version import RefreshedVersion, refresh_champion
 from tasks.registry.config import RegistryConfig
@@ -145,7 +145,7 @@ def test_a_former_champion_is_promoted_again_although_the_log_lacks_its_new_item
     run_folder = workspace / "runs" / "20261121-070312-ab12"
     shutil.copytree(parent.dataset.interactions.folder, run_folder / "ingest_interactions")
     for change, version in ((partial(roll_back, None), "1"), (partial(promote_version, 2), "2")):
-        text = change(Decision(RegistryConfig(model_name="m"), workspace, "a test", []))
+        text = change(ManualDecision(RegistryConfig(model_name="m"), workspace, "a test", []))
         assert text.startswith(f"m version {version} is champion") and aliases(client)["champion"] == version
 
 

@@ -14,7 +14,7 @@ from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.releases import FORMER_CHAMPION_TAG, REASONS_TAG
 from tasks.retention.clean import clean
 from tasks.retention.config import RetentionConfig
-from tasks.retention.model_versions import delete_versions, find_aliased_runs, find_old_versions
+from tasks.retention.model_versions import delete_versions, find_aliased_run_ids, find_old_versions
 from tasks.runs.run import Run
 from tests.tasks.retention.run_folders_by_hand import run_ids
 
@@ -110,9 +110,9 @@ def test_runs_of_all_aliases_are_found_and_runs_of_a_model_in_another_registry_t
         add_version(client, f"2026{index}")
     client.set_registered_model_alias("m", "champion", "1")
     client.set_registered_model_alias("m", "challenger", "3")
-    assert find_aliased_runs(client, workspace, model_name="m") == {"20260", "20262"}
+    assert find_aliased_run_ids(client, workspace, model_name="m") == {"20260", "20262"}
     client.delete_registered_model("m")
-    assert find_aliased_runs(client, workspace, model_name="other") == {"20260", "20261", "20262"}
+    assert find_aliased_run_ids(client, workspace, model_name="other") == {"20260", "20261", "20262"}
 
 
 def test_runs_with_a_version_stay_whole_if_their_registry_is_gone(

@@ -33,14 +33,14 @@ CONFIG = RetentionConfig(keep_full_runs=2, keep_report_runs=4)
 
 
 def clean(workspace: Path, *, aliased: Collection[str] = (), config: RetentionConfig = CONFIG) -> dict[str, str]:
-    removals = remove_files(workspace, find_removals(workspace, config, aliased_runs=aliased))
+    removals = remove_files(workspace, find_removals(workspace, config, aliased_run_ids=aliased))
     return {removal.run_id: removal.action for removal in removals}
 
 
 def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_removed(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(6)]
     complete_files = files_below(runs[0].folder)
-    (removal, *_) = find_removals(tmp_path, CONFIG, aliased_runs=())
+    (removal, *_) = find_removals(tmp_path, CONFIG, aliased_run_ids=())
     assert (removal.run_id, removal.action) == ("20260", "remove")
     assert clean(tmp_path) == {"20260": "remove", "20261": "remove", "20262": "reduce", "20263": "reduce"}
     assert run_ids(tmp_path) == ["20262", "20263", "20264", "20265"]

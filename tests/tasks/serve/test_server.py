@@ -40,7 +40,7 @@ class Running:
 
         def run() -> None:
             try:
-                serve(config, workspace, model_name="m", stop=self._stop, on_ready=self._set_ready)
+                serve(config, workspace, model_name="m", stop_event=self._stop, on_ready=self._set_ready)
             except Exception as error:
                 self.error = error
             finally:
@@ -202,7 +202,7 @@ def test_without_a_champion_or_with_a_used_port_the_start_ends_with_a_sentence(
     with running(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            serve(ServeConfig(port=port), workspace, model_name="m", stop=threading.Event())
+            serve(ServeConfig(port=port), workspace, model_name="m", stop_event=threading.Event())
     monkeypatch.setenv("NIGHTJAR_SERVE_TOKEN", "short")
     with pytest.raises(InputError, match="must have at least 16 ASCII characters"), running(workspace):
         pass

@@ -48,8 +48,8 @@ def test_the_first_trials_have_the_given_settings_and_later_ones_are_drawn(tmp_p
     first_settings = [{"layers": None, "rate": 0.05, "length": 12}, {"layers": [64, 32], "rate": 0.1, "length": 20}]
     study = open_study(CONFIG, folder=tmp_path / "study")
     for number in range(4):
-        start_trial(study, CONFIG, first_trials=first_settings)  # and is interrupted
-        trial = start_trial(study, CONFIG, first_trials=first_settings)
+        start_trial(study, CONFIG, first_settings=first_settings)  # and is interrupted
+        trial = start_trial(study, CONFIG, first_settings=first_settings)
         study.tell(trial, number / 10)
     settings = [trial.settings for trial in sorted(finished_trials(study), key=lambda trial: trial.number)]
     assert settings[:2] == first_settings
@@ -71,7 +71,7 @@ def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_co
         trial, folder = start_trial(study, CONFIG), tmp_path / "trial"
         (folder / "train.work").mkdir(parents=True, exist_ok=True)
         (folder / "train.work" / "weights").touch()
-        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline=deadline, folder=folder, label="1")
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline_s=deadline, folder=folder, label="1")
         return trial.number
 
     assert run(deadline=0) == 0 and epochs == [1, 2, 3]  # the first trial ends, so that there is a result
@@ -127,7 +127,7 @@ def test_a_trial_ends_after_1_2_or_4_epochs_unless_it_is_in_the_better_half(tmp_
 
         trial = start_trial(study, CONFIG)
         folder = tmp_path / f"{trial.number}"
-        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline=inf, folder=folder, label="1")
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline_s=inf, folder=folder, label="1")
         (finished,) = [result for result in finished_trials(study) if result.number == trial.number]
         return finished.ending, len(finished.epochs)
 
@@ -154,6 +154,6 @@ def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, linked: st
     (folder / linked).symlink_to(archive)
     study = open_study(CONFIG, folder=tmp_path / "study")
     trial = start_trial(study, CONFIG)
-    run_trial.fn(study, trial, failing_training, metric="ndcg@10", startup_trials=3, deadline=inf, folder=folder, label="1")
+    run_trial.fn(study, trial, failing_training, metric="ndcg@10", startup_trials=3, deadline_s=inf, folder=folder, label="1")
     assert [(trial.ending, trial.reason) for trial in finished_trials(study)] == [("failed", "rank 0 failed")]
     assert all((archive / name).is_file() for name in names)

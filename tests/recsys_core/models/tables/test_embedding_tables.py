@@ -156,10 +156,8 @@ def test_empty_lists_lead_to_zeros() -> None:
 def test_each_table_that_is_looked_up_by_item_returns_its_own_rows(transfer: str, has_distillation: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
     spec = spec_of(tables={"item": item}, vector_dims={"item": 12}, has_distillation=has_distillation)
-    embedding_tables, store = (
-        embedding_tables_of(spec),
-        feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS),
-    )
+    embedding_tables = embedding_tables_of(spec)
+    store = feature_store(num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=NUM_EVENTS)
     batch, weights = batch_of([[8, 1], [4]], store), dict(embedding_tables.named_parameters())
     outputs = table_outputs_of(embedding_tables, batch, spec)
     tables_of_items = {

@@ -149,7 +149,7 @@ def test_metrics_are_relayed_in_order_while_training_and_the_loss_falls(undistur
 def test_temperature_auto_trains_the_same_model_as_a_config_with_the_chosen_temperature(
     experiment, undisturbed_training, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(temperature, "CANDIDATES", (50.0, 0.1))
+    monkeypatch.setattr(temperature, "CANDIDATE_TEMPERATURES", (50.0, 0.1))
     config = experiment.spec.config.model_copy(update={"temperature": "auto"})
     spec = experiment.spec.model_copy(update={"config": config})
     lines: list[Progress] = []
@@ -183,8 +183,8 @@ def test_a_resumed_training_does_not_repeat_the_complete_trials_of_the_temperatu
         run_train(experiment, tmp_path / "train")
     with pytest.raises(FileNotFoundError):  # after the trials, the fake training writes no checkpoint
         run_train(experiment, tmp_path / "train")
-    assert temperatures[:3] == list(temperature.CANDIDATES[:3])  # the last of them was interrupted
-    assert temperatures[3:5] == list(temperature.CANDIDATES[2:])
+    assert temperatures[:3] == list(temperature.CANDIDATE_TEMPERATURES[:3])  # the last of them was interrupted
+    assert temperatures[3:5] == list(temperature.CANDIDATE_TEMPERATURES[2:])
 
 
 def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, undisturbed_training):

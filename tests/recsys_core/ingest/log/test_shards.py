@@ -304,5 +304,5 @@ def test_the_writer_stores_rows_above_2_to_the_31(tmp_path: Path, monkeypatch: p
     items_by_shard = [np.load(path) for path in sorted(tmp_path.glob("event_item*.npy"))]
     assert len(items_by_shard) == num_shards and {array.dtype for array in items_by_shard} == {np.dtype(np.int64)}
     assert np.concatenate(items_by_shard).tolist() == item_row.tolist()
-    assert writer.user_count_US[user_in_first_shard : user_in_first_shard + 2].tolist() == [[1, 0, 1], [1, 0, 0]]
-    assert writer.item_count_IS[item_row].tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 0]]
+    assert writer.user_count_U3[user_in_first_shard : user_in_first_shard + 2].tolist() == [[1, 0, 1], [1, 0, 0]]
+    assert writer.item_count_I3[item_row].tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 0]]

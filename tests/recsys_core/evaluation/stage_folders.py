@@ -110,19 +110,19 @@ def features_stage(
     folder: Path,
     store: FeatureStore,
     *,
-    facts: Mapping[str, IngestedFeature],
-    tables: Mapping[str, pa.Table] | None = None,
+    ingested_by_feature: Mapping[str, IngestedFeature],
+    table_by_file_name: Mapping[str, pa.Table] | None = None,
 ) -> FeaturesManifest:
-    """Write features. tables: parquet files by name, for example vocabularies."""
+    """Write the features of `store`. table_by_file_name: further parquet files, for example vocabularies."""
 
     def build(out: Path) -> dict[str, Any]:
         for key, feature in store.feature_by_key.items():
             for name, array in (("row", feature.table_rows), ("offset", feature.offset), ("weight", feature.weights)):
                 if array is not None:
                     np.save(out / f"{key}.{name}.npy", array)
-        for file_name, table in (tables or {}).items():
+        for file_name, table in (table_by_file_name or {}).items():
             pq.write_table(table, out / file_name)
-        return {"lineage": "interactions", "features": dict(facts), "tables": {}, "sources": ()}
+        return {"lineage": "interactions", "features": dict(ingested_by_feature), "tables": {}, "sources": ()}
 
     return commit_stage(folder, FeaturesManifest, fingerprint="features", build=build)
 

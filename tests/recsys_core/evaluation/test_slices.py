@@ -15,7 +15,7 @@ from recsys_core.evaluation.slices import feature_slices
 from recsys_core.manifests import Dataset, EvaluationManifest, FeaturesManifest, IngestedFeature
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
 
-FACTS = {
+INGESTED_BY_FEATURE = {
     name: IngestedFeature(
         kind=kind,
         num_rows=3,
@@ -51,7 +51,7 @@ def features(tmp_path: Path) -> FeaturesManifest:
             "context.hash": column([1, 1, 2, 1, 2, 2, 2, 1]),
         }
     )
-    manifest = features_stage(tmp_path / "features", store, facts=FACTS)
+    manifest = features_stage(tmp_path / "features", store, ingested_by_feature=INGESTED_BY_FEATURE)
     for name in ("item.brand", "item.tags"):
         pq.write_table(pa.table({"value": [None, "red", "blue"]}), manifest.folder / f"{name}.vocabulary.parquet")
     files = {

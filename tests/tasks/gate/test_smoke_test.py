@@ -154,7 +154,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
         interactions,
         max_users=3,
         folder=tmp_path / "sample",
-        features=features_stage(tmp_path / "features", FeatureStore(columns), facts=facts),
+        features=features_stage(tmp_path / "features", FeatureStore(columns), ingested_by_feature=facts),
         feature_slices=[FeatureSlice(feature=key, min_users=7 if key == "user.age" else None) for key in columns],
     )
     assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]

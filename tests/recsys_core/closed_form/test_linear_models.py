@@ -61,7 +61,7 @@ def test_the_singular_vectors_are_those_of_the_dense_normalised_matrix(
 def test_a_large_log_is_sampled_by_users(tmp_path: Path) -> None:
     train = [[0, 1, 2]] * 20
     store = EventStore.open(
-        interactions_stage(tmp_path / "interactions", train=train, validation=[[]] * 20, test=[[3] * 20] * 20, items=4)
+        interactions_stage(tmp_path / "interactions", train=train, validation=[[]] * 20, test=[[3] * 20] * 20, num_items=4)
     )
     assert log_matrix(store, before="test", max_events=30).toarray().tolist() == [[1, 1, 1, 0]] * 10
     assert log_matrix(store, before="test", max_events=30, max_history=1).toarray().tolist() == [[0, 0, 1, 0]] * 10

@@ -35,7 +35,7 @@ def embed(
 ) -> LogVectorsManifest:
     held_out: Events = [[COLD_ITEM]] * len(train)
     interactions = interactions_stage(
-        folder / "interactions", train=train, validation=validation or held_out, test=test or held_out, items=NUM_ITEMS
+        folder / "interactions", train=train, validation=validation or held_out, test=test or held_out, num_items=NUM_ITEMS
     )
     return embed_log(config, interactions=interactions, folder=folder / "log_vectors")
 
@@ -138,7 +138,11 @@ def test_a_changed_training_event_changes_the_vectors(tmp_path: Path) -> None:
 
 def test_a_completed_stage_is_reused_until_a_setting_changes(tmp_path: Path) -> None:
     interactions = interactions_stage(
-        tmp_path / "interactions", train=training_events(), validation=[[]] * NUM_USERS, test=[[]] * NUM_USERS, items=NUM_ITEMS
+        tmp_path / "interactions",
+        train=training_events(),
+        validation=[[]] * NUM_USERS,
+        test=[[]] * NUM_USERS,
+        num_items=NUM_ITEMS,
     )
     folder = tmp_path / "log_vectors"
     first_vectors = embed_log(SpectralVectorsConfig(dim=4), interactions=interactions, folder=folder)

@@ -74,7 +74,7 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
         train=train,
         validation=[[]] * 30,
         test=[[int(item)] for item in random.integers(0, 14, 30)],
-        items=14,
+        num_items=14,
     )
     store = EventStore.open(manifest)
     histories, order_I = store.items_before(np.arange(30), "test"), random.permutation(14)
@@ -110,7 +110,7 @@ def test_the_exponent_of_the_items_is_the_best_one_of_the_validation_users(tmp_p
         train=[items[:6] for items in events],
         validation=[items[6:8] for items in events],
         test=[items[8:] for items in events],
-        items=30,
+        num_items=30,
     )
     store = EventStore.open(manifest)
     users, order_I = np.arange(80), np.arange(30)

@@ -28,7 +28,7 @@ CONFIG = EvaluationConfig(ks=(20, 5))
 
 def interactions_in(folder: Path, **splits: Any) -> InteractionsManifest:
     return interactions_stage(
-        folder / "interactions", **({"train": TRAIN, "validation": VALIDATION, "test": TEST, "items": NUM_ITEMS} | splits)
+        folder / "interactions", **({"train": TRAIN, "validation": VALIDATION, "test": TEST, "num_items": NUM_ITEMS} | splits)
     )
 
 

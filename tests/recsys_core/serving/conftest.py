@@ -225,7 +225,7 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
             train=exported_model.train,
             validation=[[] for _ in exported_model.train],
             test=exported_model.test,
-            items=NUM_ITEMS,
+            num_items=NUM_ITEMS,
             item_ids=ITEM_IDS,
             user_ids=USER_IDS,
         )

@@ -25,7 +25,7 @@ def stages(tmp_path: Path) -> tuple[InteractionsManifest, FeaturesManifest]:
     rng = np.random.default_rng(3)
     splits = [[rng.integers(0, NUM_ITEMS, size).tolist() for size in rng.integers(0, 9, NUM_USERS)] for _ in range(3)]
     interactions = interactions_stage(
-        tmp_path / "interactions", train=splits[0], validation=splits[1], test=splits[2], items=NUM_ITEMS
+        tmp_path / "interactions", train=splits[0], validation=splits[1], test=splits[2], num_items=NUM_ITEMS
     )
     num_events = sum(len(items) for split in splits for items in split)
     # Row 0 is for values without a row of their own. The values of the rows 1 to 4 become rarer with the row.

@@ -82,7 +82,7 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
         train=[rows[:10] for rows in events],
         validation=[rows[10:13] for rows in events],
         test=[rows[13:] for rows in events],
-        items=NUM_ITEMS,
+        num_items=NUM_ITEMS,
     )
     store, spec = EventStore.open(manifest), spec_of(request.param, {})
     torch.manual_seed(0)

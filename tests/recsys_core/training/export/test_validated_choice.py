@@ -38,7 +38,7 @@ def exported_vectors(tmp_path: Path) -> Exported:
     share_I = random.dirichlet(np.full(NUM_ITEMS, 0.4)) * 0.95 + 0.05 / NUM_ITEMS
     events = [random.choice(NUM_ITEMS, 12, replace=False, p=share_I).tolist() for _ in range(NUM_USERS)]
     parts = {name: [rows[start:end] for rows in events] for name, start, end in (("train", 0, 8), ("test", 10, 12))}
-    manifest = interactions_stage(tmp_path / "log", validation=[rows[8:10] for rows in events], items=NUM_ITEMS, **parts)
+    manifest = interactions_stage(tmp_path / "log", validation=[rows[8:10] for rows in events], num_items=NUM_ITEMS, **parts)
     store = EventStore.open(manifest)
     query, item = (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_USERS, NUM_ITEMS))
     query, item = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (query, item))

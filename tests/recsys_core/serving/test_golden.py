@@ -46,7 +46,7 @@ def replace_items(package_copy: Path, other_folder: Path) -> None:
 
 def reverse_ids(package_copy: Path, other_folder: Path) -> None:
     items = pq.read_table(package_copy / "items.parquet")
-    ids = items["item_id"].combine_chunks().take(np.arange(len(items))[::-1].package_copy())
+    ids = items["item_id"].combine_chunks().take(np.arange(len(items))[::-1].copy())
     pq.write_table(items.set_column(0, items.schema.field("item_id"), ids), package_copy / "items.parquet")
     update_record(package_copy, "items.parquet")
 

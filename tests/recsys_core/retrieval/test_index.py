@@ -44,7 +44,8 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
 
 
 @pytest.fixture(scope="module")
-def manifest(export: ExportManifest, tmp_path_factory: pytest.TempPathFactory):
+def manifest(export: ExportManifest, tmp_path_factory: pytest.TempPathFactory) -> IndexManifest:
+    """The manifest of the indexes that CONFIG builds."""
     return build_indexes(CONFIG, export=export, folder=tmp_path_factory.mktemp("index") / "index")
 
 

@@ -60,7 +60,7 @@ def small_model_config(
     """Return the config of a model that reads the last 6 items of a history.
 
     Args:
-        history: further settings of the history, which replace the length of 6 if they contain `length`.
+        history: settings of the history; `length` replaces the length of 6.
         layers: layer widths of the query tower.
     """
     return TwoTowerConfig(

@@ -26,6 +26,7 @@ def package_manifest(build_packaged_model: ModelBuilder) -> PackageManifest:
 
 @pytest.fixture
 def package_copy(package_manifest: PackageManifest, tmp_path: Path) -> Path:
+    """A copy of the package folder, which a test may change."""
     return Path(shutil.copytree(package_manifest.folder / "package", tmp_path / "package"))
 
 

@@ -86,8 +86,8 @@ def test_metrics_of_a_small_log_equal_a_count_by_hand(tmp_path: Path) -> None:
 
 
 def test_known_negatives_are_counted_before_the_split_and_without_items_of_the_history(tmp_path: Path) -> None:
-    # Each user has known negatives of training, of validation and of the test. Two negatives, 1 of user 1 and 0 of user 3, are
-    # also their validation items.
+    # Each user has three lists: the known negatives of training, validation and test. Users 1 and 3 have a negative in training
+    # that is also their validation item.
     negatives_by_split_of_users = [[4], [], [3], [1], [5], [], [], [], [], [0], [], [5]]
     arrays = {
         "negative_offset": np.cumsum([0, *map(len, negatives_by_split_of_users)]),
@@ -114,7 +114,7 @@ def test_cold_items_are_ranked_among_cold_items_for_users_with_a_cold_target(tmp
     assert metrics["test/cold/recall@2"] == pytest.approx((1 + 1 / 2 + 1) / 3)
     assert metrics["test/cold/hit_rate@1"] == pytest.approx(2 / 3)
     assert metrics["test/cold/ndcg@2"] == pytest.approx((1 + 1 / (1 + math.log(2, 3)) + math.log(2, 3)) / 3)
-    # Of the cold items only item 3 has a vector, so it is ranked first.
+    # Item 3 is ranked first, because it is the only cold item with a vector.
     assert metrics["baseline/zero_shot/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
     assert metrics["baseline/zero_shot/cold/users"] == 3
     # All validation items occur in training.

@@ -88,10 +88,8 @@ def test_a_query_tower_of_another_version_is_refused(parent: SmallPipeline, refr
 def test_golden_queries_with_a_removed_item_are_left_out(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
-    write_tables()
     num_all_queries = _num_golden_queries(parent, tmp_path / "title", write_tables, title={1000: "new"})
-    write_tables()
-    num_remaining_queries = _num_golden_queries(parent, tmp_path / "left", write_tables, vector_ids=range(1000, 1260))
+    num_remaining_queries = _num_golden_queries(parent, tmp_path / "removed", write_tables, vector_ids=range(1000, 1260))
     assert 0 < num_remaining_queries < num_all_queries
 
 

@@ -20,7 +20,7 @@ from tasks.delivery import vector_store
 from tasks.delivery.config import AnyStore, DeliveryConfig, StoreConfig
 from tasks.delivery.push import exact_top_scores, push, push_to_all
 from tasks.delivery.vector_store import VectorStore
-from tests.recsys_core.serving.conftest import ITEM_FILES, ITEM_IDS, NUM_ITEMS, build_packaged_model  # noqa: F401  build_packaged_model is a fixture
+from tests.recsys_core.serving.conftest import ITEM_FILES, ITEM_IDS, NUM_ITEMS, build_packaged_model  # noqa: F401  a fixture
 
 KINDS = ("lancedb", "qdrant", "milvus")
 STORE: TypeAdapter[AnyStore] = TypeAdapter(StoreConfig)

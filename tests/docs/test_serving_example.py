@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, USER_IDS, Build
-from tests.recsys_core.serving.conftest import build as build
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, USER_IDS, ModelBuilder
+from tests.recsys_core.serving.conftest import build_packaged_model as build_packaged_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 
-def test_the_example_of_the_retriever_prints_answers(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_retriever_prints_answers(
+    build_packaged_model: ModelBuilder, capsys: pytest.CaptureFixture[str]
+) -> None:
     match = re.search(r"```python\n(from recsys_core import Retriever\n.*?)```", PAGE.read_text(), re.DOTALL)
     assert match is not None
     code = match[1]
-    package_folder = str(build(features=CONTEXT_FEATURES, item_files=ITEM_FILES)[1].folder)
+    package_folder = str(build_packaged_model(features=CONTEXT_FEATURES, item_files=ITEM_FILES)[1].folder)
     for example, value in {
         '"workspace/runs/20261125-060000-ab12/package"': repr(package_folder),
         "[42, 43]": repr(USER_IDS[:2]),

@@ -28,7 +28,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> SmallPipeline:
 @pytest.fixture
 def file(workspace: Path, parent: SmallPipeline) -> Path:  # noqa: F811
     items = {
-        "paths": str(parent.files / "items.parquet"),
+        "paths": str(parent.input_folder / "items.parquet"),
         "id_column": "item_id",
         "title_column": "title",
         "filter_columns": ["genre", "in_stock"],
@@ -37,11 +37,11 @@ def file(workspace: Path, parent: SmallPipeline) -> Path:  # noqa: F811
     config = {
         "workspace": str(workspace),
         "interactions": {
-            "paths": str(parent.files / "log.parquet"),
+            "paths": str(parent.input_folder / "log.parquet"),
             "order_column": "position",
             "split": {"kind": "leave_last_out"},
         },
-        "embeddings": {"paths": str(parent.files / "vectors.parquet"), "vector_column": "vector"},
+        "embeddings": {"paths": str(parent.input_folder / "vectors.parquet"), "vector_column": "vector"},
         "features": {"items": items},
         "registry": {"model_name": "m"},
     }
@@ -59,8 +59,8 @@ def client(file: Path, parent: SmallPipeline) -> MlflowClient:
 
 
 def set_items(parent: SmallPipeline, ids: Any) -> None:
-    write_vectors(parent.files, ids)
-    write_items(parent.files, ids)
+    write_vectors(parent.input_folder, ids)
+    write_items(parent.input_folder, ids)
 
 
 def test_the_command_refreshes_the_champion_and_the_releases_show_the_lineage(

@@ -126,7 +126,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         train=[rows[:6] for rows in item_rows_by_user],
         validation=[[] for _ in item_rows_by_user],
         test=[rows[6:9] for rows in item_rows_by_user],
-        items=NUM_ITEMS,
+        num_items=NUM_ITEMS,
         item_ids=[5000 + 3 * row for row in range(NUM_ITEMS)],
         user_ids=[f"user-{user}" for user in range(NUM_USERS)],
     )

@@ -159,7 +159,7 @@ def run(config: Path, tmp_path: Path) -> Run:
         train=[[0, 1], [0], [0, 2]],
         validation=[[2], [3], [1]],
         test=[[], [], []],
-        items=4,
+        num_items=4,
     )
     queries = {"validation": (range(3), np.eye(4)[:3])}
     export_stage(run.stage_folder(ExportManifest), item_vectors=np.eye(4), queries=queries)

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-NUM_USERS, NUM_ITEMS = 60, 25
+NUM_USERS, NUM_ITEMS, ITEM_WITHOUT_EVENT = 60, 25, 7
 
 
 def dense_matrix() -> np.ndarray:
-    """Return a matrix [users, items] of 0 and 1. Item 7 has no event."""
+    """Return a matrix [users, items] with 1 for each pair with an event and 0 otherwise."""
     random = np.random.default_rng(0)
-    dense = (random.random((NUM_USERS, NUM_ITEMS)) < random.random(NUM_ITEMS) / 2).astype(np.float32)
-    dense[:, 7] = 0
-    return dense
+    dense_UI = (random.random((NUM_USERS, NUM_ITEMS)) < random.random(NUM_ITEMS) / 2).astype(np.float32)
+    dense_UI[:, ITEM_WITHOUT_EVENT] = 0
+    return dense_UI

@@ -1,4 +1,4 @@
-"""Item vectors from the log: compared with a dense computation, independent of held-out events, and refused for bad input."""
+"""Item vectors from the log: compared with dense computations, independent of held-out events, and errors for bad input."""
 
 from pathlib import Path
 
@@ -19,13 +19,14 @@ from tests.recsys_core.evaluation.stage_folders import Events, interactions_stag
 NUM_USERS, NUM_ITEMS, COLD_ITEM = 40, 20, 13
 
 
-def training_events(seed: int = 0) -> list[list[int]]:
-    random = np.random.default_rng(seed)
+def training_events() -> list[list[int]]:
+    """Return the item rows of each user, without the cold item."""
+    random = np.random.default_rng(0)
     warm_items = np.delete(np.arange(NUM_ITEMS), COLD_ITEM)
     return [random.choice(warm_items, random.integers(2, 9), replace=False).tolist() for _ in range(NUM_USERS)]
 
 
-def embed(
+def embed_training_log(
     folder: Path,
     config: LogVectorsConfig,
     *,
@@ -33,33 +34,37 @@ def embed(
     validation: Events | None = None,
     test: Events | None = None,
 ) -> LogVectorsManifest:
+    """Embed the items of a log. By default, the held-out events of each user have the cold item."""
     held_out: Events = [[COLD_ITEM]] * len(train)
     interactions = interactions_stage(
-        folder / "interactions", train=train, validation=validation or held_out, test=test or held_out, items=NUM_ITEMS
+        folder / "interactions", train=train, validation=validation or held_out, test=test or held_out, num_items=NUM_ITEMS
     )
     return embed_log(config, interactions=interactions, folder=folder / "log_vectors")
 
 
-def read(manifest: LogVectorsManifest) -> tuple[np.ndarray, np.ndarray]:
+def read_vectors(manifest: LogVectorsManifest) -> tuple[np.ndarray, np.ndarray]:
+    """Return the vectors, and the vector row of each item: -1 for an item without a vector."""
     return np.load(manifest.vectors_path), np.load(manifest.vector_row_path)
 
 
 @pytest.mark.parametrize(
-    ("user_exponent", "item_exponent", "power"), [(0.5, 0.5, 0.0), (0.5, 0.5, 0.5), (0.4, 0.3, 0.5), (0.0, 1.0, 1.0)]
+    ("user_exponent", "item_exponent", "singular_power"), [(0.5, 0.5, 0.0), (0.5, 0.5, 0.5), (0.4, 0.3, 0.5), (0.0, 1.0, 1.0)]
 )
 def test_spectral_vectors_are_the_weighted_singular_vectors_of_the_training_events(
-    user_exponent: float, item_exponent: float, power: float, tmp_path: Path
+    user_exponent: float, item_exponent: float, singular_power: float, tmp_path: Path
 ) -> None:
     train = training_events()
-    config = SpectralVectorsConfig(dim=4, user_exponent=user_exponent, item_exponent=item_exponent, singular_power=power)
-    manifest = embed(tmp_path, config, train=train)
-    vector_VD, vector_row_I = read(manifest)
+    config = SpectralVectorsConfig(
+        dim=4, user_exponent=user_exponent, item_exponent=item_exponent, singular_power=singular_power
+    )
+    manifest = embed_training_log(tmp_path, config, train=train)
+    vector_VD, vector_row_I = read_vectors(manifest)
     dense_UI = np.zeros((NUM_USERS, NUM_ITEMS))
     for user, items in enumerate(train):
         dense_UI[user, items] = 1
-    user_power, item_power = dense_UI.sum(axis=1) ** user_exponent, np.maximum(dense_UI.sum(axis=0), 1) ** item_exponent
-    _, values, vectors = np.linalg.svd(dense_UI / item_power / user_power[:, None], full_matrices=False)
-    expected_ID = vectors[:4].T * values[:4] ** power
+    user_scale_U, item_scale_I = dense_UI.sum(axis=1) ** user_exponent, np.maximum(dense_UI.sum(axis=0), 1) ** item_exponent
+    _, values, vectors = np.linalg.svd(dense_UI / item_scale_I / user_scale_U[:, None], full_matrices=False)
+    expected_ID = vectors[:4].T * values[:4] ** singular_power
     warm_items = np.flatnonzero(vector_row_I >= 0)
     assert warm_items.tolist() == [item for item in range(NUM_ITEMS) if item != COLD_ITEM]
     vector_ID = vector_VD[vector_row_I[warm_items]]
@@ -69,9 +74,9 @@ def test_spectral_vectors_are_the_weighted_singular_vectors_of_the_training_even
     assert (manifest.num_vectors, manifest.dim) == (NUM_ITEMS - 1, 4)
 
 
-def test_ease_vectors_are_those_of_the_matrix_of_the_training_events(tmp_path: Path) -> None:
+def test_ease_vectors_are_computed_from_the_matrix_of_the_training_events(tmp_path: Path) -> None:
     train = training_events()
-    vector_VD, vector_row_I = read(embed(tmp_path, EaseVectorsConfig(dim=4, l2=2.0), train=train))
+    vector_VD, vector_row_I = read_vectors(embed_training_log(tmp_path, EaseVectorsConfig(dim=4, l2=2.0), train=train))
     items = JaggedArray.from_lengths(np.array([len(row) for row in train]), np.concatenate(train))
     warm_items = np.flatnonzero(vector_row_I >= 0)
     expected_VD = ease_vectors(user_item_matrix(items, num_items=NUM_ITEMS)[:, warm_items], l2=2.0, dim=4)
@@ -80,8 +85,8 @@ def test_ease_vectors_are_those_of_the_matrix_of_the_training_events(tmp_path: P
 
 def test_ials_vectors_solve_the_normal_equations(tmp_path: Path) -> None:
     train = training_events()
-    manifest = embed(tmp_path, IalsVectorsConfig(dim=4, l2=0.5, alpha=5.0, iterations=300), train=train)
-    vector_VD, vector_row_I = read(manifest)
+    manifest = embed_training_log(tmp_path, IalsVectorsConfig(dim=4, l2=0.5, alpha=5.0, iterations=300), train=train)
+    vector_VD, vector_row_I = read_vectors(manifest)
     items = JaggedArray.from_lengths(np.array([len(row) for row in train]), np.concatenate(train))
     matrix_UV = user_item_matrix(items, num_items=NUM_ITEMS)[:, np.flatnonzero(vector_row_I >= 0)].toarray()
     factor_VD = vector_VD[vector_row_I[vector_row_I >= 0]]
@@ -90,7 +95,7 @@ def test_ials_vectors_solve_the_normal_equations(tmp_path: Path) -> None:
 
 
 def _least_squares(matrix_RC: np.ndarray, factor_CD: np.ndarray, *, l2: float, alpha: float) -> np.ndarray:
-    """Return the factors of the rows that minimise the squared errors; a pair with events has the weight `alpha`."""
+    """Return the factor of each row that minimises its squared errors, in which an entry with events has the weight `alpha`."""
     weight_RC = np.where(matrix_RC > 0, alpha, 1.0)
     ridge = l2 * np.eye(factor_CD.shape[1])
     return np.stack(
@@ -101,12 +106,14 @@ def _least_squares(matrix_RC: np.ndarray, factor_CD: np.ndarray, *, l2: float, a
     )
 
 
-def test_ials_without_its_library_is_refused_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_the_missing_library_of_ials_names_the_extra_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
     with pytest.raises(
         InputError, match=r'needs the library implicit; install nightjar with the extra ials, e.g. pip install "'
     ):
-        embed(tmp_path, IalsVectorsConfig(dim=4), train=training_events())
+        embed_training_log(tmp_path, IalsVectorsConfig(dim=4), train=training_events())
     assert not (tmp_path / "log_vectors").exists()
 
 
@@ -119,60 +126,68 @@ def test_held_out_events_do_not_change_the_vectors(
     seed: int, config: LogVectorsConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     random, train = np.random.default_rng(seed), training_events()
-    held_out = [[random.integers(0, NUM_ITEMS, random.integers(0, 4)).tolist() for _ in train] for _ in range(2)]
-    first_vectors = read(embed(tmp_path_factory.mktemp("first"), config, train=train))
-    second_vectors = read(
-        embed(tmp_path_factory.mktemp("second"), config, train=train, validation=held_out[0], test=held_out[1])
+    validation, test = (
+        [random.integers(0, NUM_ITEMS, random.integers(0, 4)).tolist() for _ in train] for _ in ("validation", "test")
     )
-    for first_array, second_array in zip(first_vectors, second_vectors, strict=True):
-        np.testing.assert_array_equal(first_array, second_array)
+    expected_arrays = read_vectors(embed_training_log(tmp_path_factory.mktemp("first"), config, train=train))
+    arrays = read_vectors(
+        embed_training_log(tmp_path_factory.mktemp("second"), config, train=train, validation=validation, test=test)
+    )
+    for array, expected in zip(arrays, expected_arrays, strict=True):
+        np.testing.assert_array_equal(array, expected)
 
 
 def test_a_changed_training_event_changes_the_vectors(tmp_path: Path) -> None:
     train = training_events()
-    first_vectors = read(embed(tmp_path / "first", SpectralVectorsConfig(dim=4), train=train))
+    vector_VD, _ = read_vectors(embed_training_log(tmp_path / "first", SpectralVectorsConfig(dim=4), train=train))
     train[0] = [0, 1, 2]
-    second_vectors = read(embed(tmp_path / "second", SpectralVectorsConfig(dim=4), train=train))
-    assert not np.allclose(np.abs(first_vectors[0]), np.abs(second_vectors[0]))
+    changed_vector_VD, _ = read_vectors(embed_training_log(tmp_path / "second", SpectralVectorsConfig(dim=4), train=train))
+    assert not np.allclose(np.abs(vector_VD), np.abs(changed_vector_VD))  # the sign of a singular vector is arbitrary
 
 
-def test_a_completed_stage_is_reused_until_a_setting_changes(tmp_path: Path) -> None:
+def test_a_completed_stage_is_reused_until_a_setting_of_its_vectors_changes(tmp_path: Path) -> None:
     interactions = interactions_stage(
-        tmp_path / "interactions", train=training_events(), validation=[[]] * NUM_USERS, test=[[]] * NUM_USERS, items=NUM_ITEMS
+        tmp_path / "interactions",
+        train=training_events(),
+        validation=[[]] * NUM_USERS,
+        test=[[]] * NUM_USERS,
+        num_items=NUM_ITEMS,
     )
     folder = tmp_path / "log_vectors"
-    first_vectors = embed_log(SpectralVectorsConfig(dim=4), interactions=interactions, folder=folder)
-    assert embed_log(SpectralVectorsConfig(dim=4, memory_gb=1), interactions=interactions, folder=folder) == first_vectors
+    manifest = embed_log(SpectralVectorsConfig(dim=4), interactions=interactions, folder=folder)
+    assert embed_log(SpectralVectorsConfig(dim=4, memory_gb=1), interactions=interactions, folder=folder) == manifest
     assert embed_log(SpectralVectorsConfig(dim=8), interactions=interactions, folder=folder).dim == 8
 
 
 def test_more_dimensions_than_items_with_events_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"embeddings\.dim is 20, but only 19 items have training events.*at most 16"):
-        embed(tmp_path, EaseVectorsConfig(dim=20), train=training_events())
+        embed_training_log(tmp_path, EaseVectorsConfig(dim=20), train=training_events())
     assert not (tmp_path / "log_vectors").exists()
 
 
 def test_more_dimensions_than_users_with_events_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"embeddings\.dim is 8, but only 6 users have training events.*at most 4"):
-        embed(tmp_path, SpectralVectorsConfig(dim=8), train=training_events()[:6])
+        embed_training_log(tmp_path, SpectralVectorsConfig(dim=8), train=training_events()[:6])
 
 
 def test_with_too_few_users_for_any_width_the_error_advises_more_events(tmp_path: Path) -> None:
-    text = r"only 4 users have training events, which give at most 3 dimensions; add events, or remove the entry"
-    with pytest.raises(InputError, match=text):
-        embed(tmp_path, SpectralVectorsConfig(dim=4), train=training_events()[:4])
+    message = r"only 4 users have training events, which give at most 3 dimensions; add events, or remove the entry"
+    with pytest.raises(InputError, match=message):
+        embed_training_log(tmp_path, SpectralVectorsConfig(dim=4), train=training_events()[:4])
 
 
-def test_a_matrix_above_the_memory_limit_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
-    text = r"memory_gb is 1e-06, but method ease needs 4.33e-06 GB \(three matrices of 19 x 19 items\).*set method to spectral"
-    with pytest.raises(InputError, match=text):
-        embed(tmp_path, EaseVectorsConfig(dim=4, memory_gb=1e-6), train=training_events())
+def test_an_error_about_a_matrix_above_the_memory_limit_explains_its_size(tmp_path: Path) -> None:
+    message = (
+        r"memory_gb is 1e-06, but method ease needs 4.33e-06 GB \(three matrices of 19 x 19 items\).*set method to spectral"
+    )
+    with pytest.raises(InputError, match=message):
+        embed_training_log(tmp_path, EaseVectorsConfig(dim=4, memory_gb=1e-6), train=training_events())
     with pytest.raises(
         InputError, match=r"method spectral needs .* 9 vectors of 19 items\); raise memory_gb, or lower embeddings.dim"
     ):
-        embed(tmp_path / "spectral", SpectralVectorsConfig(dim=4, memory_gb=1e-6), train=training_events())
+        embed_training_log(tmp_path / "spectral", SpectralVectorsConfig(dim=4, memory_gb=1e-6), train=training_events())
 
 
 def test_a_log_without_a_training_event_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="source is log, but the log has no training event"):
-        embed(tmp_path, SpectralVectorsConfig(dim=4), train=[[]] * NUM_USERS)
+        embed_training_log(tmp_path, SpectralVectorsConfig(dim=4), train=[[]] * NUM_USERS)

@@ -1,7 +1,4 @@
-"""Factors of the spectral block, compared with their definition and with the ideal low-pass filter of the evaluation.
-
-Covariances are compared with NumPy.
-"""
+"""Factors of the spectral block, compared with their definition and a baseline of the evaluation, and covariances."""
 
 import numpy as np
 import pytest
@@ -16,20 +13,20 @@ from recsys_core.evaluation.closed_form import spectral_vectors
 
 @pytest.fixture(scope="module")
 def matrix_UI() -> csr_array:
-    """Return a matrix whose last item and last user have no events."""
+    """A random matrix of users and items, whose last item and last user have no events."""
     random = np.random.default_rng(0)
-    matrix = (random.random((80, 40)) < random.random(40) * 0.4).astype(np.float32)
-    matrix[:, -1] = matrix[-1] = 0
-    return csr_array(matrix)
+    dense_UI = (random.random((80, 40)) < random.random(40) * 0.4).astype(np.float32)
+    dense_UI[:, -1] = dense_UI[-1] = 0
+    return csr_array(dense_UI)
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.3, 0.5])
-def test_scores_are_those_of_the_definition_up_to_a_factor(matrix_UI: csr_array, exponent: float) -> None:
+def test_scores_equal_the_definition_up_to_a_factor(matrix_UI: csr_array, exponent: float) -> None:
     history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=6, item_exponent=exponent)
     dense_UI = matrix_UI.toarray()[:-1, :-1]
     _, vector_VM = singular_vectors(csr_array(dense_UI), num_vectors=6)
-    power_V = dense_UI.sum(axis=0) ** exponent
-    expected_UI = (dense_UI / power_V) @ vector_VM @ vector_VM.T * power_V
+    item_scale_V = dense_UI.sum(axis=0) ** exponent
+    expected_UI = (dense_UI / item_scale_V) @ vector_VM @ vector_VM.T * item_scale_V
     actual_UI = (matrix_UI @ history_factor_IM @ candidate_factor_IM.T)[:-1, :-1]
     factor = (actual_UI * expected_UI).sum() / (expected_UI**2).sum()
     np.testing.assert_allclose(actual_UI, factor * expected_UI, atol=1e-4 * np.abs(actual_UI).max())
@@ -44,21 +41,23 @@ def test_the_exponent_of_one_half_ranks_like_the_ideal_low_pass_filter(matrix_UI
     np.testing.assert_allclose(actual_UI, factor * expected_UI, atol=1e-4 * np.abs(actual_UI).max())
 
 
-def test_the_deviation_of_the_scores_is_the_length_of_the_query(matrix_UI: csr_array) -> None:
+def test_the_standard_deviation_of_the_scores_is_the_norm_of_the_query_vector(matrix_UI: csr_array) -> None:
     history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=6, item_exponent=0.4)
     query_UM = matrix_UI @ history_factor_IM
-    deviation_U = (query_UM @ candidate_factor_IM.T).std(axis=1, ddof=1)
-    np.testing.assert_allclose(deviation_U, np.linalg.norm(query_UM, axis=1), rtol=1e-3)
+    score_std_U = (query_UM @ candidate_factor_IM.T).std(axis=1, ddof=1)
+    np.testing.assert_allclose(score_std_U, np.linalg.norm(query_UM, axis=1), rtol=1e-3)
 
 
-@pytest.mark.parametrize(("shape", "subject"), [((80, 6), "6 items"), ((5, 40), "5 users")])
-def test_too_few_rows_for_the_singular_vectors_are_an_error(shape: tuple[int, int], subject: str) -> None:
-    with pytest.raises(InputError, match=f"model.spectral_block.dim is 6, but only {subject} have training events"):
+@pytest.mark.parametrize(("shape", "count_text"), [((80, 6), "6 items"), ((5, 40), "5 users")])
+def test_too_few_items_or_users_for_the_singular_vectors_are_rejected(shape: tuple[int, int], count_text: str) -> None:
+    with pytest.raises(InputError, match=f"model.spectral_block.dim is 6, but only {count_text} have training events"):
         block_factors(csr_array(np.ones(shape, np.float32)), dim=6, item_exponent=0.4)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 100])
-def test_chunks_and_absent_zero_rows_do_not_change_a_covariance(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_covariance_does_not_depend_on_chunks_and_may_leave_out_zero_rows(
+    chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spectral_block, "CHUNK_ROWS", chunk_rows)
     vectors = np.random.default_rng(0).normal(loc=3, size=(30, 4)).astype(np.float32)
     with_zeros = np.concatenate([vectors, np.zeros((12, 4), np.float32)])

@@ -1,4 +1,4 @@
-"""Estimates of the stages, compared with arithmetic by hand for round constants."""
+"""Estimates of the stages, compared with a calculation by hand from round constants."""
 
 import math
 
@@ -17,8 +17,8 @@ TRAINING = TrainingLoad(
 WORKLOAD = Workload(data=DATA, training=TRAINING, indexes=(), package_bytes_per_item=40)
 
 
-def constants(**values: float) -> dict[str, Constant]:
-    """Return the packaged constants with other values, measured at a size of 1,000,000 unless they are assumed."""
+def constants_with(**values: float) -> dict[str, Constant]:
+    """Return the packaged constants with these values. Constants that are measured count as measured at a size of 1,000,000."""
     packaged = packaged_constants()
     return packaged | {
         name: packaged[name].model_copy(update={"value": value, "measured_at": packaged[name].measured_at and 1e6})
@@ -26,8 +26,8 @@ def constants(**values: float) -> dict[str, Constant]:
     }
 
 
-def test_the_ingest_by_duckdb_takes_its_time_per_event_and_at_most_its_memory_limit() -> None:
-    rates = constants(event_s=1e-3, event_memory_bytes=100, part_bytes=10, id_bytes=20)
+def test_an_ingest_with_duckdb_takes_a_time_per_event_and_at_most_its_memory_limit() -> None:
+    rates = constants_with(event_s=1e-3, event_memory_bytes=100, part_bytes=10, id_bytes=20)
     estimate = ingest_interactions(DATA, Machines(memory_limit_bytes=500_000), rates)
     assert estimate.seconds == pytest.approx(10)
     assert estimate.memory_bytes == 500_000, "10,000 x 100 bytes are more"
@@ -35,42 +35,44 @@ def test_the_ingest_by_duckdb_takes_its_time_per_event_and_at_most_its_memory_li
     assert (estimate.basis, estimate.where) == ("measured", "1 host")
 
 
-def test_the_ingest_by_spark_divides_an_assumed_cpu_time_by_the_cores() -> None:
-    rates = constants(event_s=1e-3, spark_cpu_factor=4, spark_start_s=20)
+def test_an_ingest_with_spark_divides_an_assumed_cpu_time_by_the_number_of_cores() -> None:
+    rates = constants_with(event_s=1e-3, spark_cpu_factor=4, spark_start_s=20)
     estimate = ingest_interactions(DATA, Machines(engine="spark", num_hosts=5, cores_per_host=8), rates)
     assert estimate.seconds == pytest.approx(10 * 4 * 2 / 40 + 20)
     assert (estimate.basis, estimate.where) == ("assumed", "40 cores")
 
 
-def test_an_estimate_above_the_measured_size_is_extrapolated_by_its_factor() -> None:
-    estimate = ingest_interactions(DATA.model_copy(update={"num_events": 250 * 10**6}), Machines(), constants(event_s=1e-6))
+def test_an_estimate_above_the_measured_size_is_extrapolated_by_the_factor_between_the_sizes() -> None:
+    estimate = ingest_interactions(
+        DATA.model_copy(update={"num_events": 250 * 10**6}), Machines(), constants_with(event_s=1e-6)
+    )
     assert (estimate.basis, estimate.factor) == ("extrapolated", 250)
-    vectors = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 10})
-    estimate = ingest_embeddings(vectors, constants(vector_value_s=1e-3))
+    data_with_vectors = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 10})
+    estimate = ingest_embeddings(data_with_vectors, constants_with(vector_value_s=1e-3))
     assert (estimate.basis, estimate.factor) == ("measured", 1)
     assert estimate.seconds == pytest.approx(1)
 
 
-def test_a_training_step_on_a_cpu_is_the_time_of_its_examples_and_of_its_scores() -> None:
-    rates = constants(trained_example_s=1e-4, cpu_operation_s=1e-9, rank_start_s=7)
+def test_a_training_step_on_a_cpu_takes_the_time_of_its_examples_and_its_scores() -> None:
+    rates = constants_with(trained_example_s=1e-4, cpu_operation_s=1e-9, rank_start_s=7)
     step_s = 50 * 1e-4 + 6 * 50 * 150 * 8 * 1e-9
     assert train(WORKLOAD, rates).seconds == pytest.approx(7 + 2 * 100 * step_s), "10,000 examples are 100 steps of 2 x 50"
 
 
-def test_a_training_step_on_a_gpu_is_at_least_the_time_of_its_loader() -> None:
+def test_a_training_step_on_a_gpu_takes_at_least_the_time_of_its_loader() -> None:
     machines = Machines(device="cuda", num_hosts=2, ranks_per_host=1)
     workload = WORKLOAD.model_copy(update={"machines": machines})
-    fast_loader = constants(gpu_operation_s=1e-9, loaded_example_s=1e-9, rank_start_s=0)
+    rates_of_fast_loader = constants_with(gpu_operation_s=1e-9, loaded_example_s=1e-9, rank_start_s=0)
     step_s = 3e-3 + 6 * 50 * 150 * 8 * 1e-9
-    estimate = train(workload, fast_loader)
+    estimate = train(workload, rates_of_fast_loader)
     assert estimate.seconds == pytest.approx(200 * step_s)
     assert (estimate.basis, estimate.where) == ("assumed", "2 GPUs")
-    slow_loader = constants(gpu_operation_s=1e-9, loaded_example_s=1e-3, rank_start_s=0)
-    assert train(workload, slow_loader).seconds == pytest.approx(200 * 50 * 1e-3)
+    rates_of_slow_loader = constants_with(gpu_operation_s=1e-9, loaded_example_s=1e-3, rank_start_s=0)
+    assert train(workload, rates_of_slow_loader).seconds == pytest.approx(200 * 50 * 1e-3)
 
 
 def test_a_training_takes_at_least_the_time_of_its_checkpoints() -> None:
-    rates = constants(checkpoint_write_byte_s=2e-3, checkpoint_hash_byte_s=1e-3, rank_start_s=0, trained_example_s=0)
+    rates = constants_with(checkpoint_write_byte_s=2e-3, checkpoint_hash_byte_s=1e-3, rank_start_s=0, trained_example_s=0)
     workload = WORKLOAD.model_copy(update={"training": TRAINING.model_copy(update={"num_saves": 10})})
     estimate = train(workload, rates)
     assert estimate.seconds == pytest.approx(10 * 3_200 * 3e-3)
@@ -79,8 +81,8 @@ def test_a_training_takes_at_least_the_time_of_its_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_the_export_divides_pairs_and_memory_among_the_ranks(num_hosts: int) -> None:
-    rates = constants(ranked_target_value_s=1e-6, encoded_vector_s=1e-3, rank_start_s=7, ranked_user_bytes=10)
+def test_an_export_divides_its_time_and_memory_among_the_ranks(num_hosts: int) -> None:
+    rates = constants_with(ranked_target_value_s=1e-6, encoded_vector_s=1e-3, rank_start_s=7, ranked_user_bytes=10)
     num_ranks = 2 * num_hosts
     estimate = export(WORKLOAD.model_copy(update={"machines": Machines(num_hosts=num_hosts)}), rates)
     assert estimate.seconds == pytest.approx(7 + (500 * 100 * 8 * 1e-6 + 600 * 1e-3) / num_ranks)
@@ -88,15 +90,16 @@ def test_the_export_divides_pairs_and_memory_among_the_ranks(num_hosts: int) -> 
 
 
 def test_an_index_in_four_shards_takes_a_quarter_of_the_memory() -> None:
-    one, four = (
+    whole_estimate, sharded_estimate = (
         build_index(
             WORKLOAD.model_copy(update={"indexes": (IndexLoad(kind="ivf_flat", num_bytes=2**30, num_shards=num_shards),)}),
             packaged_constants(),
         )
         for num_shards in (1, 4)
     )
-    assert one.memory_bytes is not None and four.memory_bytes == pytest.approx(one.memory_bytes / 4)
-    assert (four.seconds, four.disk_bytes) == (one.seconds, one.disk_bytes)
+    assert whole_estimate.memory_bytes is not None
+    assert sharded_estimate.memory_bytes == pytest.approx(whole_estimate.memory_bytes / 4)
+    assert (sharded_estimate.seconds, sharded_estimate.disk_bytes) == (whole_estimate.seconds, whole_estimate.disk_bytes)
 
 
 def test_an_ivf_index_of_four_times_the_items_takes_eight_times_as_long() -> None:
@@ -110,40 +113,40 @@ def test_an_ivf_index_of_four_times_the_items_takes_eight_times_as_long() -> Non
     assert [estimate.basis for estimate in estimates] == ["measured", "extrapolated"]
 
 
-def test_a_slower_setting_than_that_of_the_benchmark_is_extrapolated() -> None:
+def test_an_index_with_slower_settings_than_in_the_benchmark_is_extrapolated() -> None:
     index = IndexLoad(kind="hnsw", num_bytes=100, build_factor=3)
-    estimate = build_index(WORKLOAD.model_copy(update={"indexes": (index,)}), constants(index_hnsw_item_s=1e-3))
+    estimate = build_index(WORKLOAD.model_copy(update={"indexes": (index,)}), constants_with(index_hnsw_item_s=1e-3))
     assert estimate.seconds == pytest.approx(100 * 3 * 1e-3 * 8 / 64 * math.log(100) / math.log(1e6))
     assert (estimate.basis, estimate.factor) == ("extrapolated", 3)
 
 
-def test_the_evaluation_on_more_cores_than_in_the_benchmark_is_extrapolated() -> None:
+def test_an_evaluation_on_more_cores_than_in_the_benchmark_is_extrapolated() -> None:
     data = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 8})
     workload = WORKLOAD.model_copy(update={"data": data, "machines": Machines(cores_per_host=64)})
     estimate = evaluate(workload, packaged_constants())
     assert (estimate.basis, estimate.factor, estimate.measured_text) == ("extrapolated", 32, "at 1/32")
 
 
-def test_an_estimate_adds_up_its_stages_and_reads_vectors_only_if_there_are_some() -> None:
+def test_a_run_takes_the_sum_of_its_stages_and_ingests_vectors_only_if_there_are_some() -> None:
     estimate = estimate_run(WORKLOAD)
     assert estimate.seconds == pytest.approx(sum(stage.seconds for stage in estimate.stages))
     assert estimate.stages[0].stage == "ingest_interactions"
     data = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 8})
-    with_vectors = estimate_run(WORKLOAD.model_copy(update={"data": data}))
-    assert with_vectors.stages[0].stage == "ingest_embeddings"
-    evaluate_s = [{stage.stage: stage.seconds for stage in run.stages}["evaluate"] for run in (estimate, with_vectors)]
-    assert evaluate_s[1] > evaluate_s[0], "the ranking by pretrained vectors"
+    estimate_with_vectors = estimate_run(WORKLOAD.model_copy(update={"data": data}))
+    assert estimate_with_vectors.stages[0].stage == "ingest_embeddings"
+    evaluate_s = [{stage.stage: stage.seconds for stage in run.stages}["evaluate"] for run in (estimate, estimate_with_vectors)]
+    assert evaluate_s[1] > evaluate_s[0], "the items are also ranked by pretrained vectors"
 
 
-def test_every_stage_estimates_more_for_more_of_everything() -> None:
+def test_a_run_on_twice_as_much_of_any_data_takes_more_time_or_disk() -> None:
     machines = Machines(num_hosts=4, ranks_per_host=8, cores_per_host=16, engine="spark", device="cuda")
     data = Data(num_users=10**9, num_items=10**8, num_events=10**10, num_held_out_users=10**6, num_vectors=10**8, vector_dim=64)
     indexes = (IndexLoad(kind="ivf_sq8", num_bytes=10**10),)
     workload = Workload(data=data, training=TRAINING, indexes=indexes, package_bytes_per_item=100, machines=machines)
-    for doubled in ("num_users", "num_items", "num_events", "num_held_out_users", "num_vectors"):
-        larger_data = data.model_copy(update={doubled: 2 * getattr(data, doubled)})
+    for doubled_field in ("num_users", "num_items", "num_events", "num_held_out_users", "num_vectors"):
+        larger_data = data.model_copy(update={doubled_field: 2 * getattr(data, doubled_field)})
         larger_estimate = estimate_run(workload.model_copy(update={"data": larger_data}))
         pairs = zip(estimate_run(workload).stages, larger_estimate.stages, strict=True)
         growths = [(after.seconds - before.seconds, after.disk_bytes - before.disk_bytes) for before, after in pairs]
-        assert any(seconds > 0 or num_bytes > 0 for seconds, num_bytes in growths), doubled
+        assert any(seconds > 0 or num_bytes > 0 for seconds, num_bytes in growths), doubled_field
     assert {stage.basis for stage in estimate_run(workload).stages} == {"extrapolated", "assumed"}

@@ -27,7 +27,7 @@ from recsys_core.training.export.append_block import append_block
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 Events = Sequence[Sequence[int]]
-"""Item rows per user."""
+"""Item rows of the events of each user."""
 
 
 def interactions_stage(
@@ -36,7 +36,7 @@ def interactions_stage(
     train: Events,
     validation: Events,
     test: Events,
-    items: int,
+    num_items: int,
     item_ids: Sequence[int] | Sequence[str] | None = None,
     user_ids: Sequence[int] | Sequence[str] | None = None,
     vector_row: Sequence[int] | None = None,
@@ -44,40 +44,43 @@ def interactions_stage(
     test_days: float | None = None,
     context: pa.Table | None = None,
 ) -> InteractionsManifest:
-    """Write the stage.
+    """Write an interactions stage.
 
     Args:
+        item_ids, user_ids: id of each row; None for the row itself.
+        vector_row: row of each item's pretrained vector, -1 for an item without a vector; None if no item has a vector.
         arrays: further arrays of the store, such as event_time.
         context: context of all events, in the order of the store.
     """
-    parts = [[len(rows) for rows in split] for split in (train, validation, test)]
-    offset = np.concatenate([[0], np.cumsum(np.sum(parts, axis=0))]).astype(np.int64)
-    events = np.array([row for user in zip(train, validation, test, strict=True) for part in user for row in part], np.int32)
-    count = np.bincount([row for rows in train for row in rows], minlength=items)
-    item_column = pa.array(range(items) if item_ids is None else item_ids)
+    num_train_U, num_validation_U, num_test_U = ([len(rows) for rows in split] for split in (train, validation, test))
+    offset = np.concatenate([[0], np.cumsum(np.sum([num_train_U, num_validation_U, num_test_U], axis=0))]).astype(np.int64)
+    splits_of_users = zip(train, validation, test, strict=True)
+    event_item = np.array([row for splits in splits_of_users for split in splits for row in split], np.int32)
+    count_I = np.bincount([row for rows in train for row in rows], minlength=num_items)
+    item_column = pa.array(range(num_items) if item_ids is None else item_ids)
     user_column = pa.array(range(len(train)) if user_ids is None else user_ids)
 
-    def build(out: Path) -> dict[str, Any]:
-        np.save(out / "user_offset.npy", offset)
-        np.save(out / "train_end.npy", offset[:-1] + parts[0])
-        np.save(out / "validation_end.npy", offset[:-1] + parts[0] + parts[1])
-        np.save(out / "event_item.npy", events)
+    def write_files(output_folder: Path) -> dict[str, Any]:
+        np.save(output_folder / "user_offset.npy", offset)
+        np.save(output_folder / "train_end.npy", offset[:-1] + num_train_U)
+        np.save(output_folder / "validation_end.npy", offset[:-1] + num_train_U + num_validation_U)
+        np.save(output_folder / "event_item.npy", event_item)
         for name, array in arrays.items():
-            np.save(out / f"{name}.npy", array)
+            np.save(output_folder / f"{name}.npy", array)
         if context is not None:
-            pq.write_table(context, out / "context.parquet")
-        np.save(out / "train_user.npy", np.repeat(np.arange(len(train), dtype=np.int32), parts[0]))
-        np.save(out / "item_count.npy", count.astype(np.int64))
-        np.save(out / "vector_row.npy", np.array([-1] * items if vector_row is None else vector_row, np.int64))
-        pq.write_table(pa.table({"id": item_column, "train_count": count}), out / "items.parquet")
-        pq.write_table(pa.table({"id": user_column, "train_count": parts[0]}), out / "users.parquet")
+            pq.write_table(context, output_folder / "context.parquet")
+        np.save(output_folder / "train_user.npy", np.repeat(np.arange(len(train), dtype=np.int32), num_train_U))
+        np.save(output_folder / "item_count.npy", count_I.astype(np.int64))
+        np.save(output_folder / "vector_row.npy", np.array([-1] * num_items if vector_row is None else vector_row, np.int64))
+        pq.write_table(pa.table({"id": item_column, "train_count": count_I}), output_folder / "items.parquet")
+        pq.write_table(pa.table({"id": user_column, "train_count": num_train_U}), output_folder / "users.parquet")
         return {
             "num_users": len(train),
-            "num_items": items,
+            "num_items": num_items,
             "test_days": test_days,
-            "num_train_events": sum(parts[0]),
-            "num_validation_events": sum(parts[1]),
-            "num_test_events": sum(parts[2]),
+            "num_train_events": sum(num_train_U),
+            "num_validation_events": sum(num_validation_U),
+            "num_test_events": sum(num_test_U),
             "is_ordered": True,
             "num_items_with_vector": 0,
             "num_items_vector_only": 0,
@@ -93,38 +96,40 @@ def interactions_stage(
             "parts": (),
         }
 
-    return commit_stage(folder, InteractionsManifest, fingerprint="interactions", build=build)
+    return commit_stage(folder, InteractionsManifest, fingerprint="interactions", build=write_files)
 
 
 def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
-    def build(out: Path) -> dict[str, Any]:
-        np.save(out / "item.vectors.npy", vectors.astype(np.float32))
-        pq.write_table(pa.table({"id": np.arange(len(vectors))}), out / "item.ids.parquet")
+    """Write an embeddings stage in which item id i has row i of `vectors`."""
+
+    def write_files(output_folder: Path) -> dict[str, Any]:
+        np.save(output_folder / "item.vectors.npy", vectors.astype(np.float32))
+        pq.write_table(pa.table({"id": np.arange(len(vectors))}), output_folder / "item.ids.parquet")
         item = VectorTable(num_rows=len(vectors), dim=vectors.shape[1], id_type="int64")
         return {"tables": {"item": item}, "sources": ()}
 
-    return commit_stage(folder, EmbeddingsManifest, fingerprint="embeddings", build=build)
+    return commit_stage(folder, EmbeddingsManifest, fingerprint="embeddings", build=write_files)
 
 
 def features_stage(
     folder: Path,
     store: FeatureStore,
     *,
-    facts: Mapping[str, IngestedFeature],
-    tables: Mapping[str, pa.Table] | None = None,
+    ingested_by_feature: Mapping[str, IngestedFeature],
+    table_by_file_name: Mapping[str, pa.Table] | None = None,
 ) -> FeaturesManifest:
-    """Write features. tables: parquet files by name, for example vocabularies."""
+    """Write the features of `store`. table_by_file_name: further parquet files, for example vocabularies."""
 
-    def build(out: Path) -> dict[str, Any]:
+    def write_files(output_folder: Path) -> dict[str, Any]:
         for key, feature in store.feature_by_key.items():
             for name, array in (("row", feature.table_rows), ("offset", feature.offset), ("weight", feature.weights)):
                 if array is not None:
-                    np.save(out / f"{key}.{name}.npy", array)
-        for file_name, table in (tables or {}).items():
-            pq.write_table(table, out / file_name)
-        return {"lineage": "interactions", "features": dict(facts), "tables": {}, "sources": ()}
+                    np.save(output_folder / f"{key}.{name}.npy", array)
+        for file_name, table in (table_by_file_name or {}).items():
+            pq.write_table(table, output_folder / file_name)
+        return {"lineage": "interactions", "features": dict(ingested_by_feature), "tables": {}, "sources": ()}
 
-    return commit_stage(folder, FeaturesManifest, fingerprint="features", build=build)
+    return commit_stage(folder, FeaturesManifest, fingerprint="features", build=write_files)
 
 
 def export_stage(
@@ -138,30 +143,34 @@ def export_stage(
     dense: Mapping[str, torch.Tensor] | None = None,
     block_store: EventStore | None = None,
 ) -> ExportManifest:
-    """Write an export.
+    """Write an export stage.
 
     Args:
-        queries: split -> (user rows, vectors).
-        history_items: representation of each item in histories; None for the item vectors.
-        spec: None for a model whose only feature is the history.
-        block_store: events of a model with a spectral block, which is appended to the vectors.
+        queries: user rows and their query vectors, by split.
+        spec: None for a model that reads nothing but the history.
+        tables: weights of the embedding tables by name.
+        history_items: vectors that represent the items in histories; None for the item vectors.
+        dense: parameters of the towers by name.
+        block_store: events from which the spectral block is computed and appended; None for a model without it.
     """
-    users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
-    model = spec or ModelSpec.sized(TwoTowerConfig(), num_users=users, num_items=len(item_vectors))
+    num_users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
+    model = spec or ModelSpec.sized(TwoTowerConfig(), num_users=num_users, num_items=len(item_vectors))
 
-    def build(out: Path) -> dict[str, Any]:
-        np.save(out / "item_vectors.npy", item_vectors.astype(np.float32))
-        np.save(out / "history_items.npy", (item_vectors if history_items is None else history_items).astype(np.float32))
+    def write_files(output_folder: Path) -> dict[str, Any]:
+        np.save(output_folder / "item_vectors.npy", item_vectors.astype(np.float32))
+        np.save(
+            output_folder / "history_items.npy", (item_vectors if history_items is None else history_items).astype(np.float32)
+        )
         for split, (users, vectors) in queries.items():
-            np.save(out / f"query_users_{split}.npy", np.array(users, np.int64))
-            np.save(out / f"query_vectors_{split}.npy", np.asarray(vectors, np.float32))
+            np.save(output_folder / f"query_users_{split}.npy", np.array(users, np.int64))
+            np.save(output_folder / f"query_vectors_{split}.npy", np.asarray(vectors, np.float32))
         for name, table in (tables or {}).items():
-            np.save(out / f"table_{name}.npy", table)
-        (out / "model.json").write_text(model.model_dump_json())
+            np.save(output_folder / f"table_{name}.npy", table)
+        (output_folder / "model.json").write_text(model.model_dump_json())
         if spec is not None:
-            save_file(dict(dense or {}), out / "dense.safetensors")
+            save_file(dict(dense or {}), output_folder / "dense.safetensors")
         if block_store is not None:
-            append_block(model, store=block_store, validation=None, folder=out)
+            append_block(model, store=block_store, validation=None, folder=output_folder)
         return {
             "num_items": len(item_vectors),
             "dim": item_vectors.shape[1] if block_store is None else model.config.output_dim,
@@ -169,4 +178,4 @@ def export_stage(
             "num_queries": {split: len(users) for split, (users, _) in queries.items()},
         }
 
-    return commit_stage(folder, ExportManifest, fingerprint="export", build=build)
+    return commit_stage(folder, ExportManifest, fingerprint="export", build=write_files)

@@ -1,4 +1,4 @@
-"""Closed-form models compared with dense definitions, and on the public MovieLens data."""
+"""Closed-form baselines, compared with dense computations of their definitions and with results on MovieLens."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def dense_UI() -> np.ndarray:
 
 
 @pytest.mark.parametrize(("user_exponent", "item_exponent"), [(0.5, 0.5), (0.4, 0.2), (1.0, 0.0)])
-def test_spectral_scores_are_the_projection_on_the_first_singular_vectors(
+def test_spectral_scores_are_a_projection_on_the_first_singular_vectors(
     user_exponent: float, item_exponent: float, dense_UI: np.ndarray
 ) -> None:
     matrix_UI = csr_array(dense_UI)
@@ -44,8 +44,8 @@ def test_spectral_scores_are_the_projection_on_the_first_singular_vectors(
 
 
 def test_the_spectral_model_of_one_user_has_equal_scores() -> None:
-    one = csr_array(np.ones((1, 3), np.float32))
-    query_BD, vector_ID = spectral_vectors(one, rank=5, queries=one, user_exponent=0.5, item_exponent=0.5)
+    matrix_UI = csr_array(np.ones((1, 3), np.float32))
+    query_BD, vector_ID = spectral_vectors(matrix_UI, rank=5, queries=matrix_UI, user_exponent=0.5, item_exponent=0.5)
     assert not (query_BD @ vector_ID.T).any()
 
 
@@ -56,11 +56,11 @@ def test_neighbours_are_the_nearest_items_by_cosine(
     monkeypatch.setattr(closed_form, "BLOCK_PAIRS", block_pairs)
     monkeypatch.setattr(closed_form, "MAX_NEIGHBOURS", 4)
     weight_II = neighbour_weights(csr_array(dense_UI)).toarray()
-    norm = np.linalg.norm(dense_UI, axis=0)
-    cosine = dense_UI.T @ dense_UI / np.maximum(np.outer(norm, norm), 1e-9)
-    np.fill_diagonal(cosine, 0)
+    norm_I = np.linalg.norm(dense_UI, axis=0)
+    cosine_II = dense_UI.T @ dense_UI / np.maximum(np.outer(norm_I, norm_I), 1e-9)
+    np.fill_diagonal(cosine_II, 0)
     for item in range(NUM_ITEMS):
-        expected = np.sort(cosine[item])[::-1][:4]
+        expected = np.sort(cosine_II[item])[::-1][:4]
         np.testing.assert_allclose(np.sort(weight_II[item])[::-1][:4], expected, atol=1e-5)
         assert np.count_nonzero(weight_II[item]) == np.count_nonzero(expected)
 
@@ -84,7 +84,7 @@ def test_a_block_of_neighbours_has_at_most_the_pairs_of_the_limit_and_of_one_ite
 
 
 @pytest.mark.parametrize("model", ["ease", "spectral", "cooccurrence"])
-def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(model: str, tmp_path: Path) -> None:
+def test_rankings_follow_the_scores_and_without_a_history_the_popularity(model: str, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     train = [random.integers(0, 12, random.integers(0, 9)).tolist() for _ in range(30)]
     manifest = interactions_stage(
@@ -92,71 +92,73 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
         train=train,
         validation=[[]] * 30,
         test=[[int(item)] for item in random.integers(0, 14, 30)],
-        items=14,
+        num_items=14,
     )
     store = EventStore.open(manifest)
     histories, order_I = store.items_before(np.arange(30), "test"), random.permutation(14)
-    matrix, queries = log_matrix(store, before="test", max_events=MAX_EVENTS), user_item_matrix(histories, num_items=14)
+    matrix_UI, history_UI = log_matrix(store, before="test", max_events=MAX_EVENTS), user_item_matrix(histories, num_items=14)
     if model == "ease":
         scores = linear_model(ClosedFormConfig(l2=2), store=store, order_I=order_I)(histories)
-        expected = queries @ ease_weights(matrix, l2=2)
+        expected = history_UI @ ease_weights(matrix_UI, l2=2)
     elif model == "spectral":
         config = ClosedFormConfig(ease_max_items=0, rank=3, user_exponent=0.3, item_exponents=(0.2, 2.0))
         scores = linear_model(config, store=store, order_I=order_I)(histories)
-        query_BD, vector_ID = spectral_vectors(matrix, rank=3, queries=queries, user_exponent=0.3, item_exponent=0.2)
+        query_BD, vector_ID = spectral_vectors(matrix_UI, rank=3, queries=history_UI, user_exponent=0.3, item_exponent=0.2)
         expected = query_BD @ vector_ID.T
     else:
         scores = cooccurrence_model(store=store, order_I=order_I)(histories)
-        expected = (queries @ neighbour_weights(matrix)).toarray()
+        expected = (history_UI @ neighbour_weights(matrix_UI)).toarray()
     targets = store.targets(np.arange(30), "test")
-    served = Queries(None, is_known_B=np.ones(30, bool), seen=histories, targets=targets)
-    ranking = rank_by_scores(served, **scores._asdict(), row_C=order_I, k=14)
+    known_queries = Queries(None, is_known_B=np.ones(30, bool), seen=histories, targets=targets)
+    ranking = rank_by_scores(known_queries, **scores._asdict(), row_C=order_I, k=14)
     for user, top in enumerate(ranking.top_BK.tolist()):
         unseen = [item for item in order_I.tolist() if item not in train[user]]
-        by_score = sorted(unseen, key=lambda item: -expected[user, item])
-        np.testing.assert_allclose(expected[user, [item for item in top if item >= 0]], expected[user, by_score], atol=1e-5)
+        sorted_items = sorted(unseen, key=lambda item: -expected[user, item])
+        np.testing.assert_allclose(expected[user, [item for item in top if item >= 0]], expected[user, sorted_items], atol=1e-5)
         if not train[user]:
             assert top == order_I.tolist()
 
 
-def test_the_exponent_of_the_items_is_the_best_one_of_the_validation_users(tmp_path: Path) -> None:
+def test_the_item_exponent_with_the_best_ndcg_on_validation_is_used(tmp_path: Path) -> None:
     random, exponents = np.random.default_rng(3), (0.0, 0.5, 1.0)
-    popularity = np.arange(1, 31) / 465
-    events = [random.choice(30, 9, replace=False, p=popularity).tolist() for _ in range(80)]
+    probability_I = np.arange(1, 31) / np.arange(1, 31).sum()
+    items_of_users = [random.choice(30, 9, replace=False, p=probability_I).tolist() for _ in range(80)]
     manifest = interactions_stage(
         tmp_path / "interactions",
-        train=[items[:6] for items in events],
-        validation=[items[6:8] for items in events],
-        test=[items[8:] for items in events],
-        items=30,
+        train=[items[:6] for items in items_of_users],
+        validation=[items[6:8] for items in items_of_users],
+        test=[items[8:] for items in items_of_users],
+        num_items=30,
     )
     store = EventStore.open(manifest)
     users, order_I = np.arange(80), np.arange(30)
     histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
     history_UI = user_item_matrix(histories, num_items=30)
     queries = Queries(None, is_known_B=np.ones(80, bool), seen=histories, targets=targets)
-    ndcg_by_exponent, tested = {}, store.items_before(users, "test")
+    ndcg_by_exponent, test_histories = {}, store.items_before(users, "test")
     for exponent in exponents:
         query_UD, vector_ID = spectral_vectors(
             history_UI, rank=4, queries=history_UI, user_exponent=0.5, item_exponent=exponent
         )
         score_UI = query_UD @ vector_ID.T
-        ranking = rank_by_scores(queries, score_tile=_tiles_of(score_UI), row_C=order_I, k=0)
+        ranking = rank_by_scores(queries, score_tile=_tile_function(score_UI), row_C=order_I, k=0)
         ndcg_by_exponent[exponent] = ndcg(ranking.target_positions(), k=20).mean()
-    best = max(exponents, key=lambda exponent: ndcg_by_exponent[exponent])
-    assert best != exponents[0] and len({*ndcg_by_exponent.values()}) == 3
+    best_exponent = max(exponents, key=lambda exponent: ndcg_by_exponent[exponent])
+    assert best_exponent != exponents[0] and len({*ndcg_by_exponent.values()}) == 3
 
     config = ClosedFormConfig(ease_max_items=0, rank=4, item_exponents=exponents)
-    actual = linear_model(config, store=store, order_I=order_I)(tested)
-    one_exponent = config.model_copy(update={"item_exponents": (best,)})
-    expected = linear_model(one_exponent, store=store, order_I=order_I)(tested)
+    actual = linear_model(config, store=store, order_I=order_I)(test_histories)
+    best_config = config.model_copy(update={"item_exponents": (best_exponent,)})
+    expected = linear_model(best_config, store=store, order_I=order_I)(test_histories)
     actual_UI, expected_UI = np.empty((80, 30), np.float32), np.empty((80, 30), np.float32)
     for scores, score_UI in ((actual, actual_UI), (expected, expected_UI)):
         scores.score_tile(slice(0, 80), slice(0, 30), score_UI)
     np.testing.assert_array_equal(actual_UI, expected_UI)
 
 
-def _tiles_of(score_BC: np.ndarray) -> ScoreTile:
+def _tile_function(score_BC: np.ndarray) -> ScoreTile:
+    """Return a function that copies tiles from a score matrix."""
+
     def score_tile(queries: slice, columns: slice, tile_BC: np.ndarray) -> None:
         tile_BC[:] = score_BC[queries, columns]
 
@@ -165,20 +167,20 @@ def _tiles_of(score_BC: np.ndarray) -> ScoreTile:
 
 @pytest.mark.skipif(not ML1M.is_dir(), reason="the public MovieLens data is not on this machine")
 def test_ease_on_movielens_is_near_the_published_models() -> None:
-    """UltraGCN has Recall@20 .2787 and NDCG@20 .2642, and SimpleX .2802 and .2670, on the same split."""
+    """On the same split, the published Recall@20 and NDCG@20 are .2787 and .2642 of UltraGCN, .2802 and .2670 of SimpleX."""
     train, test = (pq.read_table(ML1M / f"{name}.parquet") for name in ("train", "test"))
-    (user_ids, item_ids), lists = [np.unique(train[column]) for column in ("user_id", "item_id")], []
-    for part in (train, test):
-        user = np.searchsorted(user_ids, part["user_id"].to_numpy())
+    (user_ids, item_ids), items_by_split = [np.unique(train[column]) for column in ("user_id", "item_id")], []
+    for split in (train, test):
+        user = np.searchsorted(user_ids, split["user_id"].to_numpy())
         order = np.argsort(user, kind="stable")
-        items = np.searchsorted(item_ids, part["item_id"].to_numpy())[order]
-        lists.append(JaggedArray.from_pairs(user[order], items, num_lists=len(user_ids)))
-    histories, targets = lists
-    matrix = user_item_matrix(histories, num_items=len(item_ids))
-    weight_II = ease_weights(matrix, l2=500)
+        item = np.searchsorted(item_ids, split["item_id"].to_numpy())
+        items_by_split.append(JaggedArray.from_pairs(user[order], item[order], num_lists=len(user_ids)))
+    histories, targets = items_by_split
+    matrix_UI = user_item_matrix(histories, num_items=len(item_ids))
+    weight_II = ease_weights(matrix_UI, l2=500)
 
     def score_tile(queries: slice, columns: slice, score_BC: np.ndarray) -> None:
-        score_BC[:] = (matrix[queries] @ weight_II)[:, columns]
+        score_BC[:] = (matrix_UI[queries] @ weight_II)[:, columns]
 
     queries = Queries(None, is_known_B=np.ones(len(user_ids), bool), seen=histories, targets=targets)
     columns = np.arange(len(item_ids))

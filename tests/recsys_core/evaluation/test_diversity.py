@@ -14,7 +14,7 @@ NUM_ITEMS, DIM = 30, 6
 
 
 def random_lists(seed: int, *, num_lists: int = 9_000, k: int = 4) -> np.ndarray:
-    """Return distinct items per list, of which some are missing (-1)."""
+    """Return lists of distinct items, of which a tenth is missing (-1)."""
     random = np.random.default_rng(seed)
     top_BK = random.random((num_lists, NUM_ITEMS)).argsort(axis=1)[:, :k]
     return np.where(random.random(top_BK.shape) < 0.1, -1, top_BK)
@@ -23,17 +23,17 @@ def random_lists(seed: int, *, num_lists: int = 9_000, k: int = 4) -> np.ndarray
 def test_diversity_equals_the_mean_over_pairs_of_items_with_a_vector() -> None:
     random = np.random.default_rng(0)
     vectors_RD = random.normal(size=(NUM_ITEMS - 5, DIM)).astype(np.float32)
-    vectors_RD[3] = 0
+    vectors_RD[3] = 0  # a zero vector has no direction, so its item is left out
     vector_row_I = np.r_[np.arange(NUM_ITEMS - 5), np.full(5, -1)]
     top_BK = random_lists(1)
-    means = []
+    mean_distances = []
     for items in top_BK:
-        used = [vectors_RD[item] for item in items if item >= 0 and vector_row_I[item] >= 0 and vectors_RD[item].any()]
-        distances = [1 - one @ other / np.linalg.norm(one) / np.linalg.norm(other) for one, other in combinations(used, 2)]
+        item_vectors = [vectors_RD[item] for item in items if item >= 0 and vector_row_I[item] >= 0 and vectors_RD[item].any()]
+        distances = [1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in combinations(item_vectors, 2)]
         if distances:
-            means.append(np.mean(distances))
-    measured = intra_list_diversity(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I)
-    assert measured == pytest.approx(np.mean(means), abs=1e-6)
+            mean_distances.append(np.mean(distances))
+    diversity = intra_list_diversity(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I)
+    assert diversity == pytest.approx(np.mean(mean_distances), abs=1e-6)
 
 
 def test_gini_equals_the_mean_absolute_difference_of_the_counts() -> None:
@@ -47,30 +47,32 @@ def test_gini_equals_the_mean_absolute_difference_of_the_counts() -> None:
 def test_rarer_items_are_more_novel_and_have_a_lower_popularity_lift(seed: int) -> None:
     random = np.random.default_rng(seed)
     train_count_I = np.sort(random.integers(0, 1_000, NUM_ITEMS))[::-1].copy()
-    train_count_I[0] += 1
+    train_count_I[0] += 1  # at least one event
     popular_BK, rare_BK = np.array([[0, 1, 2]]), np.array([[NUM_ITEMS - 1, NUM_ITEMS - 2, NUM_ITEMS - 3]])
     history_item_L = random.integers(0, 3, 10)
     assert novelty(rare_BK, train_count_I=train_count_I) >= novelty(popular_BK, train_count_I=train_count_I)
-    lifts = [
+    popular_lift, rare_lift = (
         popularity_lift(top_BK, history_item_L=history_item_L, train_count_I=train_count_I) for top_BK in (popular_BK, rare_BK)
-    ]
-    assert lifts[0] >= lifts[1] and lifts[1] >= -1
+    )
+    assert popular_lift >= rare_lift >= -1
 
 
-def test_values_that_are_not_defined_are_nan() -> None:
+def test_a_lift_without_a_history_and_a_diversity_without_a_pair_are_nan() -> None:
     assert np.isnan(popularity_lift(np.array([[0]]), history_item_L=np.array([], int), train_count_I=np.ones(1)))
-    no_vector = intra_list_diversity(np.array([[0, 1]]), vectors_RD=np.ones((1, 2), np.float32), vector_row_I=np.array([0, -1]))
-    assert np.isnan(no_vector)
+    diversity = intra_list_diversity(np.array([[0, 1]]), vectors_RD=np.ones((1, 2), np.float32), vector_row_I=np.array([0, -1]))
+    assert np.isnan(diversity)
 
 
 def test_the_share_of_known_negatives_equals_a_count_in_each_list() -> None:
     random = np.random.default_rng(3)
     top_BK = random_lists(4, k=6)
-    rejected = [random.choice(NUM_ITEMS, random.integers(0, 5), replace=False) for _ in top_BK]
-    known_negatives = JaggedArray.from_lengths(np.array([len(items) for items in rejected]), np.concatenate(rejected))
+    negatives_of_users = [random.choice(NUM_ITEMS, random.integers(0, 5), replace=False) for _ in top_BK]
+    known_negatives = JaggedArray.from_lengths(
+        np.array([len(items) for items in negatives_of_users]), np.concatenate(negatives_of_users)
+    )
     for k in (1, 4, 6):
         share_B = known_negative_share(top_BK, known_negatives=known_negatives, k=k, num_items=NUM_ITEMS)
-        for share, items, negatives in zip(share_B, top_BK, rejected, strict=True):
+        for share, items, negatives in zip(share_B, top_BK, negatives_of_users, strict=True):
             if len(negatives):
                 assert share == len(set(items[:k]) & set(negatives)) / k
             else:

@@ -24,72 +24,77 @@ from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.evaluation.ranking.queries import Queries, tie_order
 
-CANDIDATES = 12
-relevance = st.lists(st.booleans(), min_size=CANDIDATES, max_size=CANDIDATES).filter(lambda row: 0 < sum(row) < CANDIDATES)
+NUM_CANDIDATES = 12
+relevance_rows = st.lists(st.booleans(), min_size=NUM_CANDIDATES, max_size=NUM_CANDIDATES).filter(
+    lambda row: 0 < sum(row) < NUM_CANDIDATES
+)
 
 
 def _target_positions(relevant_UC: np.ndarray) -> TargetPositions:
+    """Return the positions of the targets. relevant_UC: whether the candidate in each position is a target, best first."""
     user_T, position_T = np.nonzero(relevant_UC)
     shuffled = np.random.default_rng(0).permutation(len(user_T))
     return TargetPositions.from_pairs(
-        user_T=user_T[shuffled], position_T=position_T[shuffled], num_candidates_B=np.full(len(relevant_UC), CANDIDATES)
+        user_T=user_T[shuffled], position_T=position_T[shuffled], num_candidates_B=np.full(len(relevant_UC), NUM_CANDIDATES)
     )
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(relevance, min_size=1, max_size=4), st.integers(1, CANDIDATES))
+@given(st.lists(relevance_rows, min_size=1, max_size=4), st.integers(1, NUM_CANDIDATES))
 def test_every_metric_equals_torchmetrics(rows: list[list[bool]], k: int) -> None:
     targets = _target_positions(np.array(rows))
-    score = torch.linspace(1, 0.1, CANDIDATES)  # best first
+    score_C = torch.linspace(1, 0.1, NUM_CANDIDATES)  # best first
     is_target = [torch.tensor(row).long() for row in rows]
 
-    def oracle(function, **settings):
-        return [float(function(score, row, **settings)) for row in is_target]
+    def torchmetrics_values(function, **settings):
+        return [float(function(score_C, is_target_C, **settings)) for is_target_C in is_target]
 
-    close = {"rtol": 1e-5, "atol": 1e-6}
-    np.testing.assert_allclose(metrics.recall(targets, k=k), oracle(retrieval_recall, top_k=k), **close)
-    np.testing.assert_allclose(metrics.precision(targets, k=k), oracle(retrieval_precision, top_k=k), **close)
-    np.testing.assert_allclose(metrics.hit_rate(targets, k=k), oracle(retrieval_hit_rate, top_k=k), **close)
-    np.testing.assert_allclose(metrics.ndcg(targets, k=k), oracle(retrieval_normalized_dcg, top_k=k), **close)
-    np.testing.assert_allclose(metrics.reciprocal_rank(targets), oracle(retrieval_reciprocal_rank), **close)
-    mrr_at_k = [float(retrieval_reciprocal_rank(score[:k], row[:k])) for row in is_target]
-    np.testing.assert_allclose(metrics.reciprocal_rank(targets, k=k), mrr_at_k, **close)
-    np.testing.assert_allclose(metrics.average_precision(targets, k=CANDIDATES), oracle(retrieval_average_precision), **close)
-    np.testing.assert_allclose(metrics.auc(targets), oracle(binary_auroc), **close)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(metrics.recall(targets, k=k), torchmetrics_values(retrieval_recall, top_k=k), **tolerance)
+    np.testing.assert_allclose(metrics.precision(targets, k=k), torchmetrics_values(retrieval_precision, top_k=k), **tolerance)
+    np.testing.assert_allclose(metrics.hit_rate(targets, k=k), torchmetrics_values(retrieval_hit_rate, top_k=k), **tolerance)
+    np.testing.assert_allclose(metrics.ndcg(targets, k=k), torchmetrics_values(retrieval_normalized_dcg, top_k=k), **tolerance)
+    np.testing.assert_allclose(metrics.reciprocal_rank(targets), torchmetrics_values(retrieval_reciprocal_rank), **tolerance)
+    mrr_at_k = [float(retrieval_reciprocal_rank(score_C[:k], is_target_C[:k])) for is_target_C in is_target]
+    np.testing.assert_allclose(metrics.reciprocal_rank(targets, k=k), mrr_at_k, **tolerance)
+    np.testing.assert_allclose(
+        metrics.average_precision(targets, k=NUM_CANDIDATES), torchmetrics_values(retrieval_average_precision), **tolerance
+    )
+    np.testing.assert_allclose(metrics.auc(targets), torchmetrics_values(binary_auroc), **tolerance)
 
 
-def test_metrics_of_tied_scores_equal_scikit_learn_with_the_ties_in_the_fixed_order() -> None:
+def test_metrics_of_tied_scores_equal_scikit_learn_with_scores_without_ties_in_the_same_order() -> None:
     random, num_users, num_items = np.random.default_rng(4), 40, 60
     query, item = random.integers(-1, 2, (num_users, 3)), random.integers(-1, 2, (num_items, 3))
-    is_target = random.random((num_users, num_items)) < 0.15
-    is_target[:, 0] = True
-    user, row = np.nonzero(is_target)
+    is_target_UI = random.random((num_users, num_items)) < 0.15
+    is_target_UI[:, 0] = True  # each user has a target
+    user_T, item_T = np.nonzero(is_target_UI)
     queries = Queries(
         torch.tensor(query, dtype=torch.float32),
         is_known_B=np.ones(num_users, bool),
         seen=JaggedArray.empty(num_users),
-        targets=JaggedArray.from_pairs(user, row, num_lists=num_users),
+        targets=JaggedArray.from_pairs(user_T, item_T, num_lists=num_users),
     )
     ranking = rank_catalogue(queries, item_vector_ID=torch.tensor(item, dtype=torch.float32), k=0)
     targets = ranking.target_positions()
-    # Subtracting less than the difference of two scores makes the scores distinct, in the order of the ties.
-    score = query @ item.T - np.argsort(tie_order(num_items)) / (10 * num_items)
+    # Subtract less than the difference of two scores, so that the scores are distinct and the ties stay in their order.
+    score_UI = query @ item.T - np.argsort(tie_order(num_items)) / (10 * num_items)
     assert len(np.unique(query @ item.T)) < 10
-    pairs = list(zip(is_target, score, strict=True))
-    close = {"rtol": 0, "atol": 1e-6}
+    pairs = list(zip(is_target_UI, score_UI, strict=True))
+    tolerance = {"rtol": 0, "atol": 1e-6}
     for k in (1, 5, 20):
-        expected = [ndcg_score(t[None], s[None], k=k, ignore_ties=True) for t, s in pairs]
-        np.testing.assert_allclose(metrics.ndcg(targets, k=k), expected, **close)
-    expected_map = [average_precision_score(t, s) for t, s in pairs]
-    np.testing.assert_allclose(metrics.average_precision(targets, k=num_items), expected_map, **close)
-    auc = [roc_auc_score(t, s) for t, s in pairs]
-    np.testing.assert_allclose(metrics.auc(targets), auc, **close)
+        expected = [ndcg_score(is_target_I[None], score_I[None], k=k, ignore_ties=True) for is_target_I, score_I in pairs]
+        np.testing.assert_allclose(metrics.ndcg(targets, k=k), expected, **tolerance)
+    average_precision = [average_precision_score(is_target_I, score_I) for is_target_I, score_I in pairs]
+    np.testing.assert_allclose(metrics.average_precision(targets, k=num_items), average_precision, **tolerance)
+    auc = [roc_auc_score(is_target_I, score_I) for is_target_I, score_I in pairs]
+    np.testing.assert_allclose(metrics.auc(targets), auc, **tolerance)
     mean_auc = metrics.weighted_mean(metrics.auc(targets), weight_U=targets.num_targets_U)
-    assert mean_auc == pytest.approx(np.average(auc, weights=is_target.sum(axis=1)), abs=1e-6)
+    assert mean_auc == pytest.approx(np.average(auc, weights=is_target_UI.sum(axis=1)), abs=1e-6)
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(relevance, min_size=1, max_size=4), st.integers(1, CANDIDATES - 1))
+@given(st.lists(relevance_rows, min_size=1, max_size=4), st.integers(1, NUM_CANDIDATES - 1))
 def test_metrics_are_between_0_and_1_and_do_not_fall_with_a_better_position(rows: list[list[bool]], k: int) -> None:
     relevant_UC = np.array(rows)
     first_target_U = relevant_UC.argmax(axis=1)
@@ -127,13 +132,13 @@ def test_users_without_targets_are_not_counted() -> None:
     assert targets.num_candidates_U.tolist() == [5]
 
 
-def test_the_metrics_of_users_survive_in_a_file(tmp_path: Path) -> None:
-    rows = np.array([3, 8])
-    model = UserMetrics(rows, {"recall@20": np.array([0.0, 1 / 3]), "ndcg@20": np.array([1.0, 0.1])})
-    popularity = UserMetrics(rows, {"recall@20": np.array([0.5, 0.5])})
-    metrics.write_user_metrics({"model": model, "popularity": popularity}, tmp_path / "m.parquet")
-    read = metrics.read_user_metrics(tmp_path / "m.parquet")
-    assert read["popularity"].means("x") == popularity.means("x")
+def test_the_metrics_of_users_are_read_from_a_file_as_they_were_written(tmp_path: Path) -> None:
+    user_row_U = np.array([3, 8])
+    model = UserMetrics(user_row_U, {"recall@20": np.array([0.0, 1 / 3]), "ndcg@20": np.array([1.0, 0.1])})
+    popularity = UserMetrics(user_row_U, {"recall@20": np.array([0.5, 0.5])})
+    metrics.write_user_metrics({"model": model, "popularity": popularity}, tmp_path / "user_metrics.parquet")
+    metrics_by_ranker = metrics.read_user_metrics(tmp_path / "user_metrics.parquet")
+    assert metrics_by_ranker["popularity"].means("x") == popularity.means("x")
     for name, value_U in model.value_U_by_metric.items():
-        np.testing.assert_array_equal(read["model"].value_U_by_metric[name], value_U)
-    np.testing.assert_array_equal(read["model"].user_row_U, rows)
+        np.testing.assert_array_equal(metrics_by_ranker["model"].value_U_by_metric[name], value_U)
+    np.testing.assert_array_equal(metrics_by_ranker["model"].user_row_U, user_row_U)

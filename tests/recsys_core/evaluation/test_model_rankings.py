@@ -1,4 +1,4 @@
-"""Rankings in files: equal to the ranking that was written, and rejected if the log has changed."""
+"""Rankings that the export stores: they are read as they were written, and rejected if the log has changed."""
 
 from pathlib import Path
 
@@ -12,49 +12,49 @@ from recsys_core.manifests import ExportManifest
 from tests.recsys_core.evaluation.ranking.sorted_scores import queries_of
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
-QUERIES, ITEMS = np.random.default_rng(0).normal(size=(4, 3)), np.random.default_rng(1).normal(size=(9, 3))
-KNOWN_QUERIES = queries_of(QUERIES, seen=[[1], [], [2, 3], [4]], targets=[[0, 1], [5], [6, 7], []])
+QUERY_VECTORS, ITEM_VECTORS = np.random.default_rng(0).normal(size=(4, 3)), np.random.default_rng(1).normal(size=(9, 3))
+QUERIES_OF_LOG = queries_of(QUERY_VECTORS, seen=[[1], [], [2, 3], [4]], targets=[[0, 1], [5], [6, 7], []])
 
 
 @pytest.fixture
 def export(tmp_path: Path) -> ExportManifest:
     """Write an export with a ranking of its test queries."""
-    manifest = export_stage(tmp_path / "export", item_vectors=ITEMS, queries={"test": (range(4), QUERIES)})
-    ranking = rank_catalogue(KNOWN_QUERIES, item_vector_ID=KNOWN_QUERIES.query_BD.new_tensor(ITEMS), k=3)
+    manifest = export_stage(tmp_path / "export", item_vectors=ITEM_VECTORS, queries={"test": (range(4), QUERY_VECTORS)})
+    ranking = rank_catalogue(QUERIES_OF_LOG, item_vector_ID=QUERIES_OF_LOG.query_BD.new_tensor(ITEM_VECTORS), k=3)
     names = [ranking_file("test", content) for content in ("top", "positions", "cold_positions")]
     for name, array in zip(names, (ranking.top_BK, ranking.position_T, ranking.position_T), strict=True):
         np.save(manifest.folder / name, array)
     return manifest.model_copy(update={"files": manifest.files | dict.fromkeys(names, manifest.files["model.json"])})
 
 
-def test_a_ranking_that_is_read_equals_the_computed_one(export: ExportManifest) -> None:
-    ranking = rank_catalogue(KNOWN_QUERIES, item_vector_ID=KNOWN_QUERIES.query_BD.new_tensor(ITEMS), k=3)
-    stored_ranking = StoredRanking(export, split="test", is_cold=False).read(KNOWN_QUERIES, num_items=9)
+def test_a_stored_ranking_equals_the_computed_ranking(export: ExportManifest) -> None:
+    ranking = rank_catalogue(QUERIES_OF_LOG, item_vector_ID=QUERIES_OF_LOG.query_BD.new_tensor(ITEM_VECTORS), k=3)
+    stored_ranking = StoredRanking(export, split="test", is_cold=False).read(QUERIES_OF_LOG, num_items=9)
     for field in ("query_T", "item_T", "position_T", "num_candidates_B", "top_BK"):
         np.testing.assert_array_equal(getattr(stored_ranking, field), getattr(ranking, field))
     assert (stored_ranking.num_seen_targets, stored_ranking.num_items) == (ranking.num_seen_targets, 9) == (1, 9)
-    assert StoredRanking(export, split="test", is_cold=True).read(KNOWN_QUERIES, num_items=9).top_BK.shape == (4, 0)
+    assert StoredRanking(export, split="test", is_cold=True).read(QUERIES_OF_LOG, num_items=9).top_BK.shape == (4, 0)
 
 
 def test_a_ranking_of_another_log_is_rejected(export: ExportManifest) -> None:
-    other = queries_of(QUERIES[:3], seen=[[], [], []], targets=[[0], [5], [6]])
+    other_queries = queries_of(QUERY_VECTORS[:3], seen=[[], [], []], targets=[[0], [5], [6]])
     message = (
         r"ranking_test_positions\.npy: the ranking has 4 users and 4 targets, but the log has 3 known users with 3 targets"
     )
     with pytest.raises(StageError, match=message):
         stored_ranking = StoredRanking(export, split="test", is_cold=False)
-        stored_ranking.read(other, num_items=9)
+        stored_ranking.read(other_queries, num_items=9)
         stored_ranking.check_end()
 
 
-def test_a_ranking_is_read_in_chunks_until_its_end(export: ExportManifest) -> None:
-    whole_ranking = StoredRanking(export, split="test", is_cold=False).read(KNOWN_QUERIES, num_items=9)
+def test_a_ranking_is_read_in_chunks_but_not_beyond_its_end(export: ExportManifest) -> None:
+    whole_ranking = StoredRanking(export, split="test", is_cold=False).read(QUERIES_OF_LOG, num_items=9)
     stored_ranking = StoredRanking(export, split="test", is_cold=False)
-    chunks = [stored_ranking.read(KNOWN_QUERIES.take(np.array(indices)), num_items=9) for indices in ([0, 1, 2], [3])]
+    chunks = [stored_ranking.read(QUERIES_OF_LOG.take(np.array(indices)), num_items=9) for indices in ([0, 1, 2], [3])]
     stored_ranking.check_end()
     for field in ("position_T", "top_BK", "num_candidates_B"):
         np.testing.assert_array_equal(
             np.concatenate([getattr(chunk, field) for chunk in chunks]), getattr(whole_ranking, field)
         )
     with pytest.raises(StageError, match="has 4 users and 4 targets, but the log has 8 known users with 8 targets; repeat"):
-        stored_ranking.read(KNOWN_QUERIES, num_items=9)
+        stored_ranking.read(QUERIES_OF_LOG, num_items=9)

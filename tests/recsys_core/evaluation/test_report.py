@@ -1,3 +1,5 @@
+"""Tables and plots of the evaluation report."""
+
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def test_the_table_lists_the_model_and_its_baselines() -> None:
     assert to_markdown(table).splitlines()[-1] == "| popularity | 0.1000 | 0.0300 |"
 
 
-def test_cold_items_have_their_own_rows_and_a_note_with_their_number() -> None:
+def test_cold_items_have_rows_of_their_own_and_a_note_with_their_number() -> None:
     cold = {
         "test/cold/recall@20": 0.7,
         "test/cold/users": 5.0,
@@ -53,7 +55,7 @@ def test_the_best_share_of_known_negatives_is_the_lowest() -> None:
     assert table.best_comparable("model, cold") == (0.7, 0.0, 0.0)
 
 
-def test_a_value_has_its_interval_and_a_line_has_those_of_the_model() -> None:
+def test_each_value_has_its_interval_and_a_note_has_the_intervals_of_the_model() -> None:
     table = metric_table(METRICS, half_widths={"test/recall@20": 0.05, "baseline/popularity/recall@20": 0.01})
     lines = to_markdown(table).splitlines()
     assert lines[2:4] == ["| model | 0.4000 ± 0.0500 | 0.1000 |", "| popularity | 0.1000 ± 0.0100 | 0.0300 |"]
@@ -61,16 +63,16 @@ def test_a_value_has_its_interval_and_a_line_has_those_of_the_model() -> None:
     assert metric_table(METRICS).interval_note == ""
 
 
-def test_cold_metrics_at_cut_offs_that_are_not_shown_have_no_row() -> None:
+def test_cold_items_have_no_row_if_their_cut_off_is_not_a_column() -> None:
     table = metric_table(METRICS | {"test/cold/users": 2.0, "test/cold/items": 3.0, "test/cold/recall@2": 0.5})
     assert list(table.rows) == ["model", "popularity"]
     assert table.note == ""
 
 
-def train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
-    """Four epochs of 10 steps; the loss falls between epochs and rises within them."""
+def write_train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
+    """Write a training of four epochs with 10 steps each. The loss falls from epoch to epoch and rises within an epoch."""
 
-    def build(out: Path) -> dict[str, Any]:
+    def write_files(output_folder: Path) -> dict[str, Any]:
         lines = [
             Progress(
                 step=step, total_steps=100, epoch=1 + (step - 1) // 10, learning_rate=0.1, samples_per_s=10.0,
@@ -79,13 +81,13 @@ def train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
             )
             for step in range(2, 42, 2)
         ]  # fmt: skip
-        (out / "metrics.jsonl").write_text("".join(line.model_dump_json() + "\n" for line in lines))
+        (output_folder / "metrics.jsonl").write_text("".join(line.model_dump_json() + "\n" for line in lines))
         return {
             "world_size": 1, "num_steps": 40, "num_epochs": 4, "num_examples": 40, "final_loss": 1.0, "samples_per_s": 10.0,
             "num_attempts": 1, "best_epoch": best_epoch, "validation": {},
         }  # fmt: skip
 
-    return commit_stage(folder, TrainManifest, fingerprint="train", build=build)
+    return commit_stage(folder, TrainManifest, fingerprint="train", build=write_files)
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 def test_the_training_plot_has_a_panel_of_validation_metrics_if_they_were_measured(
     best_epoch: int | None, figures: list[Figure], tmp_path: Path
 ) -> None:
-    path = plot_loss(train_stage(tmp_path / "train", best_epoch=best_epoch), path=tmp_path / "loss.png")
+    path = plot_loss(write_train_stage(tmp_path / "train", best_epoch=best_epoch), path=tmp_path / "loss.png")
     assert path.is_file()
     labels = [axes.get_legend_handles_labels()[1] for axes in figures[0].axes]
     validation_labels = ["recall@10", "ndcg@10", "best epoch: 3"]

@@ -1,4 +1,4 @@
-"""Slices by the values of features, counted by hand."""
+"""Slices of the test targets by feature values, counted by hand."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from recsys_core.evaluation.slices import feature_slices
 from recsys_core.manifests import Dataset, EvaluationManifest, FeaturesManifest, IngestedFeature
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
 
-FACTS = {
+INGESTED_BY_FEATURE = {
     name: IngestedFeature(
         kind=kind,
         num_rows=3,
@@ -39,19 +39,19 @@ FACTS = {
 
 @pytest.fixture
 def features(tmp_path: Path) -> FeaturesManifest:
-    def column(rows: list[int], **arrays: np.ndarray) -> Feature:
+    def feature(rows: list[int], **arrays: np.ndarray) -> Feature:
         return Feature(np.array(rows, np.int32), arrays.get("offset"), arrays.get("weights"))
 
     store = FeatureStore(
         {
-            "item.brand": column([1, 2, 1, 0]),
-            "item.tags": column([1, 2, 2], offset=np.array([0, 2, 3, 3, 3])),
-            "user.age": column([1, 2, 2]),
-            "item.price": column([1, 1, 1, 1], weights=np.ones(4, np.float32)),
-            "context.hash": column([1, 1, 2, 1, 2, 2, 2, 1]),
+            "item.brand": feature([1, 2, 1, 0]),
+            "item.tags": feature([1, 2, 2], offset=np.array([0, 2, 3, 3, 3])),
+            "user.age": feature([1, 2, 2]),
+            "item.price": feature([1, 1, 1, 1], weights=np.ones(4, np.float32)),
+            "context.hash": feature([1, 1, 2, 1, 2, 2, 2, 1]),
         }
     )
-    manifest = features_stage(tmp_path / "features", store, facts=FACTS)
+    manifest = features_stage(tmp_path / "features", store, ingested_by_feature=INGESTED_BY_FEATURE)
     for name in ("item.brand", "item.tags"):
         pq.write_table(pa.table({"value": [None, "red", "blue"]}), manifest.folder / f"{name}.vocabulary.parquet")
     files = {
@@ -62,7 +62,7 @@ def features(tmp_path: Path) -> FeaturesManifest:
 
 
 @pytest.mark.parametrize(
-    ("name", "owners", "expected"),
+    ("name", "owners", "expected_targets"),
     [
         ("item.brand", [0, 2, 1, 3], {"red": [0, 1], "(other)": [3], "blue": [2]}),
         ("item.tags", [0, 1, 3], {"blue": [0, 1], "red": [0]}),
@@ -70,12 +70,12 @@ def features(tmp_path: Path) -> FeaturesManifest:
         ("context.hash", [2, 4, 7], {"(hash 2)": [0, 1], "(hash 1)": [2]}),
     ],
 )
-def test_each_value_is_a_slice(
-    name: str, owners: list[int], expected: dict[str, list[int]], features: FeaturesManifest
+def test_a_slice_has_the_targets_whose_owners_have_its_value(
+    name: str, owners: list[int], expected_targets: dict[str, list[int]], features: FeaturesManifest
 ) -> None:
     masks = feature_slices(FeatureSlice(feature=name), features, owner_T=np.array(owners))
     assert {slice_name: np.flatnonzero(mask).tolist() for slice_name, mask in masks.items()} == {
-        f"{name}={value}": targets for value, targets in expected.items()
+        f"{name}={value}": targets for value, targets in expected_targets.items()
     }
 
 
@@ -85,26 +85,28 @@ def test_only_the_most_frequent_values_are_slices(features: FeaturesManifest) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("item.color", r"item.color is not declared .*item\.brand"), ("item.price", "standardised")]
+    ("name", "message"), [("item.color", r"item.color is not declared .*item\.brand"), ("item.price", "standardised")]
 )
-def test_a_feature_without_values_is_rejected(name: str, text: str, features: FeaturesManifest) -> None:
-    with pytest.raises(InputError, match=text):
+def test_a_feature_that_is_not_declared_or_has_no_buckets_is_rejected(
+    name: str, message: str, features: FeaturesManifest
+) -> None:
+    with pytest.raises(InputError, match=message):
         feature_slices(FeatureSlice(feature=name), features, owner_T=np.array([0]))
 
 
-def test_slices_without_declared_features_are_rejected() -> None:
+def test_a_slice_is_rejected_if_no_feature_is_declared() -> None:
     with pytest.raises(InputError, match="declared: none"):
         feature_slices(FeatureSlice(feature="user.age"), None, owner_T=np.array([0]))
 
 
 def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest) -> EvaluationManifest:
     interactions = interactions_stage(
-        folder / "interactions", train=[[0, 1], [0], [3]], validation=[[], [], []], test=[[2], [1, 3], [0]], items=4
+        folder / "interactions", train=[[0, 1], [0], [3]], validation=[[], [], []], test=[[2], [1, 3], [0]], num_items=4
     )
-    query = np.array([[0, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 1.0]])
+    query_vectors = np.array([[0, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 1.0]])
     return evaluate(
         config,
-        export=export_stage(folder / "export", item_vectors=np.eye(4), queries={"test": ([0, 1, 2], query)}),
+        export=export_stage(folder / "export", item_vectors=np.eye(4), queries={"test": ([0, 1, 2], query_vectors)}),
         dataset=Dataset(interactions, None, features),
         folder=folder / "evaluation",
     )
@@ -113,15 +115,15 @@ def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest
 def test_the_evaluation_reports_slices_of_items_users_and_context(tmp_path: Path, features: FeaturesManifest) -> None:
     slices = tuple(FeatureSlice(feature=name, min_users=1) for name in ("item.brand", "user.age", "context.hash"))
     reports = {report.name: report for report in _evaluate(tmp_path, EvaluationConfig(ks=(1,), slices=slices), features).slices}
-    # Items of the three users' events, with test items between bars: 0 1 |2|, 0 |1 3|, 3 |0|. The test events have the indices
+    # The items of the three users, with the test items after a bar: 0 1 | 2, 0 | 1 3, 3 | 0. The test events have the indices
     # 2, 4, 5 and 7 in the log.
-    counts = {name: (report.num_users, report.num_targets) for name, report in reports.items() if "=" in name}
-    assert counts == {
+    num_users_and_targets = {name: (report.num_users, report.num_targets) for name, report in reports.items() if "=" in name}
+    assert num_users_and_targets == {
         "item.brand=red": (2, 2), "item.brand=(other)": (1, 1), "item.brand=blue": (1, 1),
         "user.age=[30, inf)": (2, 3), "user.age=[-inf, 30)": (1, 1),
         "context.hash=(hash 2)": (2, 3), "context.hash=(hash 1)": (1, 1),
     }  # fmt: skip
-    assert reports["item.brand=blue"].metrics["recall@1"] == 1  # item 1 is the first of user 1
+    assert reports["item.brand=blue"].metrics["recall@1"] == 1  # user 1 has item 1 in first place
     assert reports["context.hash=(hash 2)"].metrics["recall@1"] == pytest.approx((1 + 1 / 2) / 2)
 
 

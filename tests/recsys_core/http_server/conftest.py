@@ -1,4 +1,4 @@
-"""A small served model, and a client of its application."""
+"""A small served model, and clients of its HTTP application."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,10 +15,10 @@ from recsys_core.http_server.release import RELEASE_NAME, Champion, Release
 from recsys_core.manifests import PackageManifest
 from recsys_core.serving.description import description_sha256
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.serving.conftest import ITEM_FILES, Build
-from tests.recsys_core.serving.conftest import build as build  # a fixture
+from tests.recsys_core.serving.conftest import ITEM_FILES, ModelBuilder
+from tests.recsys_core.serving.conftest import build_packaged_model as build_packaged_model  # a fixture
 
-Client = Callable[..., TestClient]
+ClientStarter = Callable[..., TestClient]
 
 
 def release_of(package: PackageManifest, *, version: str) -> Release:
@@ -26,8 +26,8 @@ def release_of(package: PackageManifest, *, version: str) -> Release:
 
 
 @pytest.fixture(scope="session")
-def package(build: Build) -> PackageManifest:
-    return build(item_files=ITEM_FILES, features=("user.number",))[1]
+def package(build_packaged_model: ModelBuilder) -> PackageManifest:
+    return build_packaged_model(item_files=ITEM_FILES, features=("user.number",))[1]
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,8 @@ def follower(package: PackageManifest, tmp_path: Path) -> Iterator[Follower]:
 
 
 @pytest.fixture
-def client(follower: Follower) -> Iterator[Client]:
+def start_client(follower: Follower) -> Iterator[ClientStarter]:
+    """A function that starts an application with these settings and returns a client of it."""
     with ExitStack() as stack:
 
         def start(*, token: str | None = None, **settings: object) -> TestClient:

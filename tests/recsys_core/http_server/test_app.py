@@ -1,4 +1,4 @@
-"""The HTTP application, compared with the Retriever, and requests that it must refuse."""
+"""The HTTP application: its answers compared with the Retriever, and the requests that it rejects."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from recsys_core.http_server.config import ServeConfig
 from recsys_core.http_server.follower import Follower
 from recsys_core.serving.requests import PARAMS
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.http_server.conftest import Client
+from tests.recsys_core.http_server.conftest import ClientStarter
 from tests.recsys_core.serving.conftest import ITEM_IDS, USER_IDS
 
 TOKEN = "a-token-of-24-characters"  # noqa: S105
@@ -26,9 +26,9 @@ def recommend(client: TestClient, rows: list[Any], **params: Any) -> list[dict[s
     return predictions
 
 
-def test_a_response_has_the_answers_of_the_retriever(client: Client, retriever: Retriever) -> None:
+def test_a_response_has_the_answers_of_the_retriever(start_client: ClientStarter, retriever: Retriever) -> None:
     rows = [{"user_id": USER_IDS[4]}, {"history": ITEM_IDS[:3]}, {"user_id": 1, "history": ["no item"]}, {}]
-    predictions = recommend(client(), rows, k=6)
+    predictions = recommend(start_client(), rows, k=6)
     expected = retriever.recommend([USER_IDS[4], None, 1, None], 6, histories=[None, ITEM_IDS[:3], ["no item"], None])
     for prediction, answer in zip(predictions, expected, strict=True):
         assert prediction["item_ids"] == answer.item_ids
@@ -38,10 +38,10 @@ def test_a_response_has_the_answers_of_the_retriever(client: Client, retriever: 
         assert "query_vector" not in prediction
 
 
-def test_params_reach_the_retriever(client: Client, retriever: Retriever) -> None:
+def test_params_reach_the_retriever(start_client: ClientStarter, retriever: Retriever) -> None:
     conditions = {"genre": {"in": ["rock"]}, "price": {"lt": 20}}
     (prediction,) = recommend(
-        client(), [ROW], k=4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
+        start_client(), [ROW], k=4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
     )
     (expected,) = retriever.recommend(
         [USER_IDS[0]], 4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
@@ -51,11 +51,13 @@ def test_params_reach_the_retriever(client: Client, retriever: Retriever) -> Non
     assert len(prediction["item_vectors"]) == 4
 
 
-def test_similar_items_are_those_of_the_retriever(client: Client, retriever: Retriever) -> None:
-    response = client().post("/similar", json={"rows": [{"item_id": ITEM_IDS[3]}, {"item_id": "no item"}], "params": {"k": 5}})
-    first, second = response.json()["predictions"]
-    assert first["item_ids"] == retriever.similar([ITEM_IDS[3]], 5)[0].item_ids
-    assert second["error"] == "item_id 'no item' is not in the catalogue"
+def test_similar_items_are_the_items_of_the_retriever(start_client: ClientStarter, retriever: Retriever) -> None:
+    response = start_client().post(
+        "/similar", json={"rows": [{"item_id": ITEM_IDS[3]}, {"item_id": "no item"}], "params": {"k": 5}}
+    )
+    prediction, unknown_prediction = response.json()["predictions"]
+    assert prediction["item_ids"] == retriever.similar([ITEM_IDS[3]], 5)[0].item_ids
+    assert unknown_prediction["error"] == "item_id 'no item' is not in the catalogue"
 
 
 @pytest.mark.parametrize(
@@ -81,78 +83,82 @@ def test_similar_items_are_those_of_the_retriever(client: Client, retriever: Ret
         ('{"rows": [' + ",".join(["{}"] * 900) + '], "params": {"k": 900}}', 422, "900 rows with k = 900 are 810000 items"),
     ],
 )  # fmt: skip
-def test_an_invalid_request_gets_its_reason(client: Client, body: str, status: int, expected: str) -> None:
-    response = client().post("/recommend", content=body, headers={"Content-Type": "application/json"})
+def test_an_invalid_request_gets_a_status_and_a_reason(
+    start_client: ClientStarter, body: str, status: int, expected: str
+) -> None:
+    response = start_client().post("/recommend", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
     assert response.json()["error"].startswith(expected) or (expected == "colour" and expected in response.json()["error"])
 
 
-def test_an_invalid_row_does_not_affect_the_others(client: Client) -> None:
-    first, second = recommend(client(), [{"user_id": "x"}, ROW], k=2)
-    assert first["error"].startswith("user_id 'x' is not an integer") and first["item_ids"] == []
-    assert second["error"] is None and len(second["item_ids"]) == 2
+def test_an_invalid_row_does_not_affect_another_row(start_client: ClientStarter) -> None:
+    invalid_prediction, prediction = recommend(start_client(), [{"user_id": "x"}, ROW], k=2)
+    assert invalid_prediction["error"].startswith("user_id 'x' is not an integer") and invalid_prediction["item_ids"] == []
+    assert prediction["error"] is None and len(prediction["item_ids"]) == 2
 
 
-def test_a_large_body_and_another_content_type_are_refused(client: Client) -> None:
-    small = client(max_body_bytes=2_000)
-    response = small.post("/recommend", json={"rows": [{"history": list(range(3_000))}]})
+def test_a_large_body_and_another_content_type_are_refused(start_client: ClientStarter) -> None:
+    client = start_client(max_body_bytes=2_000)
+    response = client.post("/recommend", json={"rows": [{"history": list(range(3_000))}]})
     assert (response.status_code, response.json()["error"]) == (
         413,
         "the body is larger than 2,000 bytes; send fewer rows per request",
     )
-    response = small.post("/recommend", content=b"user_id=3", headers={"Content-Type": "text/plain"})
+    response = client.post("/recommend", content=b"user_id=3", headers={"Content-Type": "text/plain"})
     assert (response.status_code, response.json()["error"]) == (415, "the content type is 'text/plain'; send application/json")
 
 
-def test_with_a_token_only_requests_that_have_it_are_answered(client: Client) -> None:
-    guarded = client(token=TOKEN)
+def test_with_a_token_only_requests_that_have_it_are_answered(start_client: ClientStarter) -> None:
+    client = start_client(token=TOKEN)
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
-        response = guarded.post("/recommend", json={"rows": [ROW]}, headers=header)
+        response = client.post("/recommend", json={"rows": [ROW]}, headers=header)
         assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
-    accepted = guarded.post("/recommend", json={"rows": [ROW]}, headers={"Authorization": f"Bearer {TOKEN}"})
+    accepted = client.post("/recommend", json={"rows": [ROW]}, headers={"Authorization": f"Bearer {TOKEN}"})
     assert accepted.status_code == 200
-    assert guarded.get("/healthz").status_code == 200  # a probe of an orchestrator has no token
+    assert client.get("/healthz").status_code == 200  # a probe of an orchestrator has no token
 
 
-def test_readyz_names_the_version_and_an_unknown_path_gets_a_sentence(client: Client) -> None:
-    started = client()
-    assert started.get("/readyz").json() == {
+def test_readyz_reports_the_version_and_an_unknown_path_gets_a_hint(start_client: ClientStarter) -> None:
+    client = start_client()
+    assert client.get("/readyz").json() == {
         "status": "ready",
         "version": "7",
         "problem": None,
         "registry": {"answered_at": "1970-01-01T00:00:00Z", "down_since": None, "problem": None},
     }
-    response = started.get("/nothing")
+    response = client.get("/nothing")
     assert (response.status_code, response.json()["error"]) == (404, "Not Found; the paths and methods are in /openapi.json")
 
 
-def test_a_bug_ends_the_request_with_500_but_not_the_server(client: Client, follower: Follower, monkeypatch: Any) -> None:
-    started = client()
+def test_an_unexpected_exception_gets_status_500_and_the_next_request_is_answered(
+    start_client: ClientStarter, follower: Follower, monkeypatch: Any
+) -> None:
+    client = start_client()
 
     def fail(queries: object) -> None:
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patch:
         patch.setattr(follower._model, "respond", fail)
-        response = started.post("/recommend", json={"rows": [ROW]})
+        response = client.post("/recommend", json={"rows": [ROW]})
     assert (response.status_code, response.json()) == (500, {"error": "the server could not answer; the reason is in its log"})
-    assert started.post("/recommend", json={"rows": [ROW]}).status_code == 200
+    assert client.post("/recommend", json={"rows": [ROW]}).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/recommend", "/similar"])
-def test_generated_requests_get_documented_statuses_and_never_5xx(client: Client, path: str) -> None:
-    started = client()
-    operation = schemathesis.openapi.from_dict(started.get("/openapi.json").json())[path]["POST"]
+def test_generated_requests_get_documented_statuses_and_never_5xx(start_client: ClientStarter, path: str) -> None:
+    client = start_client()
+    operation = schemathesis.openapi.from_dict(client.get("/openapi.json").json())[path]["POST"]
 
     @settings(max_examples=300, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy())
-    def send(case: Any) -> None:
-        response = started.post(path, json=case.body)
+    def check_status(case: Any) -> None:
+        response = client.post(path, json=case.body)
         assert response.status_code in (200, 422), (response.status_code, response.text, case.body)
 
-    send()
+    check_status()
 
 
-def test_the_model_of_the_params_has_the_params_of_the_retriever() -> None:
+def test_the_schema_of_the_params_has_every_param_of_a_request() -> None:
     params = request_bodies(ServeConfig()).recommend.model_json_schema()["$defs"]["Params"]["properties"]
     assert tuple(params) == PARAMS

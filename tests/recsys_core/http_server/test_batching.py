@@ -1,4 +1,4 @@
-"""Batches of concurrent requests: shared searches, a bounded queue, timeouts and errors of single requests."""
+"""Batches of concurrent requests: shared searches, a bounded queue, timeouts, and errors that affect one request."""
 
 import asyncio
 import threading
@@ -16,12 +16,12 @@ from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import USER_IDS
 
 
-def query(user_id: object, k: int = 3) -> Query:
+def query_of(user_id: object, k: int = 3) -> Query:
     return Query(parse({"rows": [{"user_id": user_id}], "params": {"k": k}}), is_similar=False)
 
 
 class BlockedModel:
-    """Answers a batch when `release` is set, and stores the sizes of the batches."""
+    """A model that stores the size of each batch, and answers when `release` is set."""
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -34,15 +34,15 @@ class BlockedModel:
         return [[Answer([], [], "1", "s")] for _ in queries]
 
 
-def run(body: Callable[[Batcher, BlockedModel], object], **settings: object) -> BlockedModel:
-    """Run the coroutine function `body` with a started batcher."""
+def run_with_batcher(use_batcher: Callable[[Batcher, BlockedModel], object], **settings: object) -> BlockedModel:
+    """Run the coroutine function `use_batcher` with a started batcher. Return the model with its batch sizes."""
     model = BlockedModel()
 
     async def main() -> None:
         batcher = Batcher(model.respond, limits=ServeConfig.model_validate(settings), observe=lambda num_rows: None)
         batcher.start()
         try:
-            await body(batcher, model)  # type: ignore[misc]
+            await use_batcher(batcher, model)  # type: ignore[misc]
         finally:
             model.release.set()
             await batcher.stop()
@@ -51,52 +51,53 @@ def run(body: Callable[[Batcher, BlockedModel], object], **settings: object) -> 
     return model
 
 
-async def until_begun(model: BlockedModel) -> None:
+async def wait_until_begun(model: BlockedModel) -> None:
+    """Wait until the model has received its first batch."""
     await asyncio.to_thread(model.has_begun.wait, 30)
 
 
 def test_requests_that_arrive_during_a_search_share_the_next_one() -> None:
-    async def body(batcher: Batcher, model: BlockedModel) -> None:
-        first = asyncio.create_task(batcher.submit(query(1)))
-        await until_begun(model)
-        others = [asyncio.create_task(batcher.submit(query(user))) for user in range(5)]
+    async def use_batcher(batcher: Batcher, model: BlockedModel) -> None:
+        first_task = asyncio.create_task(batcher.submit(query_of(1)))
+        await wait_until_begun(model)
+        later_tasks = [asyncio.create_task(batcher.submit(query_of(user))) for user in range(5)]
         await asyncio.sleep(0)
         model.release.set()
-        await asyncio.gather(first, *others)
+        await asyncio.gather(first_task, *later_tasks)
 
-    assert run(body, max_batch_rows=4).batch_sizes == [1, 4, 1]
+    assert run_with_batcher(use_batcher, max_batch_rows=4).batch_sizes == [1, 4, 1]
 
 
-def test_a_full_queue_refuses_a_request() -> None:
-    async def body(batcher: Batcher, model: BlockedModel) -> None:
-        tasks = [asyncio.create_task(batcher.submit(query(1)))]
-        await until_begun(model)
-        tasks += [asyncio.create_task(batcher.submit(query(2))) for _ in range(2)]
+def test_a_request_is_refused_if_the_queue_is_full() -> None:
+    async def use_batcher(batcher: Batcher, model: BlockedModel) -> None:
+        tasks = [asyncio.create_task(batcher.submit(query_of(1)))]
+        await wait_until_begun(model)
+        tasks += [asyncio.create_task(batcher.submit(query_of(2))) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError):
-            await batcher.submit(query(3))
+            await batcher.submit(query_of(3))
         model.release.set()
         await asyncio.gather(*tasks)
 
-    run(body, max_queued_requests=2)
+    run_with_batcher(use_batcher, max_queued_requests=2)
 
 
-def test_a_request_without_an_answer_in_time_is_not_answered_later() -> None:
-    async def body(batcher: Batcher, model: BlockedModel) -> None:
-        first = asyncio.create_task(batcher.submit(query(1)))
-        await until_begun(model)
+def test_a_request_that_times_out_in_the_queue_is_not_searched_later() -> None:
+    async def use_batcher(batcher: Batcher, model: BlockedModel) -> None:
+        first_task = asyncio.create_task(batcher.submit(query_of(1)))
+        await wait_until_begun(model)
         with pytest.raises(TimeoutError):
-            await batcher.submit(query(2))
+            await batcher.submit(query_of(2))
         model.release.set()
         with pytest.raises(TimeoutError):
-            await first
-        await batcher.submit(query(3))
+            await first_task
+        await batcher.submit(query_of(3))
 
-    assert run(body, timeout_s=0.2).batch_sizes == [1, 1]  # the request that timed out in the queue is not searched
+    assert run_with_batcher(use_batcher, timeout_s=0.2).batch_sizes == [1, 1]  # without query 2
 
 
-def test_each_request_of_a_batch_has_the_answer_that_it_has_outside_a_batch(retriever: Retriever) -> None:
-    queries = [query(USER_IDS[0]), query(USER_IDS[1], k=5), query(USER_IDS[2]), query("x")]
+def test_each_request_of_a_batch_has_the_same_answer_as_alone(retriever: Retriever) -> None:
+    queries = [query_of(USER_IDS[0]), query_of(USER_IDS[1], k=5), query_of(USER_IDS[2]), query_of("x")]
     results = ServedModel(retriever).respond(queries)
     for user_id, k, result in zip(USER_IDS, (3, 5, 3), results, strict=False):
         assert not isinstance(result, Exception)
@@ -107,6 +108,6 @@ def test_each_request_of_a_batch_has_the_answer_that_it_has_outside_a_batch(retr
 
 def test_a_request_that_fails_does_not_fail_the_others_of_its_batch(retriever: Retriever) -> None:
     unknown_column = Query(parse({"rows": [{"user_id": USER_IDS[0], "colour": "red"}], "params": {"k": 3}}), is_similar=False)
-    good, bad = ServedModel(retriever).respond([query(USER_IDS[0]), unknown_column])
-    assert isinstance(good, list) and good[0].error is None
-    assert isinstance(bad, InputError) and "colour" in str(bad)
+    result, error = ServedModel(retriever).respond([query_of(USER_IDS[0]), unknown_column])
+    assert isinstance(result, list) and result[0].error is None
+    assert isinstance(error, InputError) and "colour" in str(error)

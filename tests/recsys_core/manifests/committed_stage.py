@@ -1,4 +1,4 @@
-"""Stage folders with files and manifest fields that a test chooses."""
+"""Commits of stage folders whose files and manifest fields a test chooses."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ def commit_stage(
     build: Callable[[Path], Mapping[str, Any]],
     min_bytes: int = 0,
 ) -> ManifestT:
-    """Commit the stage whose files `build` writes and whose fields it returns; reuse the stage if it is complete."""
+    """Commit a stage: `build` writes its files and returns its manifest fields. A complete stage is reused without `build`."""
     stage = StageFolder(folder, manifest_type, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest

@@ -1,4 +1,4 @@
-"""Files that nightjar did not create are neither deleted nor overwritten."""
+"""Files that nightjar did not create: they are neither deleted nor overwritten."""
 
 from pathlib import Path
 
@@ -10,60 +10,60 @@ from recsys_core.manifests.stage_folder import create_own_folder, remove_own_fol
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
-def build(folder: Path) -> dict[str, object]:
+def write_plan(folder: Path) -> dict[str, object]:
     (folder / "plan.json").write_text("{}")
     return {"world_size": 2, "device": "cpu"}
 
 
-@pytest.mark.parametrize("place", ["plan", "plan.tmp"])
-@pytest.mark.parametrize("how", ["folder", "link", "file"])
-def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, place: str, how: str) -> None:
-    user_path = tmp_path / ("elsewhere" if how == "link" else place)
-    if how == "file":
+@pytest.mark.parametrize("name", ["plan", "plan.tmp"])
+@pytest.mark.parametrize("user_kind", ["folder", "link", "file"])
+def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, name: str, user_kind: str) -> None:
+    user_path = tmp_path / ("elsewhere" if user_kind == "link" else name)
+    if user_kind == "file":
         user_path.write_text("kept")
     else:
         user_path.mkdir()
         (user_path / "mine.npy").write_text("kept")
-    if how == "link":
-        (tmp_path / place).symlink_to(user_path)
-    with pytest.raises(InputError, match=str(tmp_path / place)):
-        commit_stage(tmp_path / "plan", PlanManifest, fingerprint="f", build=build)
-    assert (user_path if how == "file" else user_path / "mine.npy").read_text() == "kept"
-    assert (tmp_path / place).is_symlink() == (how == "link")
+    if user_kind == "link":
+        (tmp_path / name).symlink_to(user_path)
+    with pytest.raises(InputError, match=str(tmp_path / name)):
+        commit_stage(tmp_path / "plan", PlanManifest, fingerprint="f", build=write_plan)
+    assert (user_path if user_kind == "file" else user_path / "mine.npy").read_text() == "kept"
+    assert (tmp_path / name).is_symlink() == (user_kind == "link")
 
 
 def test_a_stage_replaces_an_older_stage_or_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
     for fingerprint in ("a", "b"):
-        manifest = commit_stage(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=build)
+        manifest = commit_stage(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=write_plan)
         assert manifest.fingerprint == fingerprint and set(manifest.files) == {"plan.json"}
 
 
-def test_removing_a_folder_removes_links_but_not_their_targets(tmp_path: Path) -> None:
-    user_path = tmp_path / "theirs"
+def test_the_removal_of_a_folder_removes_links_but_not_their_targets(tmp_path: Path) -> None:
+    user_path = tmp_path / "user"
     user_path.mkdir()
     (user_path / "mine.npy").write_text("kept")
-    create_own_folder(tmp_path / "ours")
-    (tmp_path / "ours" / "link").symlink_to(user_path)
-    remove_own_folder(tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
+    create_own_folder(tmp_path / "stage")
+    (tmp_path / "stage" / "link").symlink_to(user_path)
+    remove_own_folder(tmp_path / "stage")
+    assert not (tmp_path / "stage").exists()
     assert (user_path / "mine.npy").read_text() == "kept"
 
 
-def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create_own_folder(tmp_path / "ours")
+def test_a_removal_that_was_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_own_folder(tmp_path / "stage")
     for name in "abc":
-        (tmp_path / "ours" / name).write_text("")
+        (tmp_path / "stage" / name).write_text("")
     unlink = Path.unlink
 
-    def once(path: Path, missing_ok: bool = False) -> None:
+    def unlink_once(path: Path, missing_ok: bool = False) -> None:
         monkeypatch.undo()
         unlink(path)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "unlink", once)
+    monkeypatch.setattr(Path, "unlink", unlink_once)
     with pytest.raises(KeyboardInterrupt):
-        remove_own_folder(tmp_path / "ours")
-    assert (tmp_path / "ours" / MARKER_NAME).is_file()
-    remove_own_folder(tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
+        remove_own_folder(tmp_path / "stage")
+    assert (tmp_path / "stage" / MARKER_NAME).is_file()
+    remove_own_folder(tmp_path / "stage")
+    assert not (tmp_path / "stage").exists()

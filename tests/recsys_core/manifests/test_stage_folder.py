@@ -36,7 +36,7 @@ from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
 class SquaresManifest(Manifest):
-    """Write squares.txt and deep/cubes.txt."""
+    """Manifest of a stage with the files squares.txt and deep/cubes.txt."""
 
     stage: ClassVar[str] = "squares"
     count: int
@@ -50,18 +50,18 @@ def write_squares(folder: Path) -> dict[str, object]:
     return {"count": 4, "mean": 3.5}
 
 
-def never(folder: Path) -> dict[str, object]:
+def fail_if_called(folder: Path) -> dict[str, object]:
     raise AssertionError(f"{folder} was built again")
 
 
-def make(
+def commit_squares(
     folder: Path, *, build: Callable[[Path], dict[str, object]] = write_squares, fingerprint: str = "a"
 ) -> SquaresManifest:
     return commit_stage(folder, SquaresManifest, fingerprint=fingerprint, build=build)
 
 
 def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
-    manifest = make(tmp_path / "stage")
+    manifest = commit_squares(tmp_path / "stage")
     assert set(manifest.files) == {"squares.txt", "deep/cubes.txt"}
     assert manifest.files["squares.txt"].size_bytes == 7
     assert manifest.path("deep/cubes.txt").read_text() == "0 1 8 27"
@@ -69,42 +69,42 @@ def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
 
 
-def test_the_path_of_an_unlisted_file_raises(tmp_path: Path) -> None:
+def test_the_path_of_a_file_that_the_manifest_does_not_list_raises(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"squares manifest does not list the file 'roots\.txt'; it lists \['deep/cubes\.txt'"):
-        make(tmp_path / "stage").path("roots.txt")
+        commit_squares(tmp_path / "stage").path("roots.txt")
 
 
-def test_the_same_fingerprint_is_reused_and_nothing_is_built(tmp_path: Path) -> None:
-    assert make(tmp_path / "stage") == make(tmp_path / "stage", build=never)
+def test_a_stage_with_the_same_fingerprint_is_reused_and_not_built_again(tmp_path: Path) -> None:
+    assert commit_squares(tmp_path / "stage") == commit_squares(tmp_path / "stage", build=fail_if_called)
 
 
-def test_a_stage_can_be_moved(tmp_path: Path) -> None:
-    make(tmp_path / "stage")
+def test_a_moved_stage_is_reused(tmp_path: Path) -> None:
+    commit_squares(tmp_path / "stage")
     (tmp_path / "stage").rename(tmp_path / "moved")
-    assert make(tmp_path / "moved", build=never).path("squares.txt") == tmp_path / "moved" / "squares.txt"
+    assert commit_squares(tmp_path / "moved", build=fail_if_called).path("squares.txt") == tmp_path / "moved" / "squares.txt"
 
 
 def test_another_fingerprint_rebuilds_the_stage_and_removes_old_files(tmp_path: Path) -> None:
-    def only_roots(folder: Path) -> dict[str, object]:
+    def write_roots(folder: Path) -> dict[str, object]:
         (folder / "roots.txt").write_text("0 1")
         return {"count": 2}
 
-    make(tmp_path / "stage")
-    manifest = make(tmp_path / "stage", build=only_roots, fingerprint="b")
+    commit_squares(tmp_path / "stage")
+    manifest = commit_squares(tmp_path / "stage", build=write_roots, fingerprint="b")
     assert (manifest.fingerprint, set(manifest.files)) == ("b", {"roots.txt"})
     assert {path.name for path in (tmp_path / "stage").iterdir()} == {"roots.txt", MANIFEST_NAME, MARKER_NAME}
 
 
 @pytest.mark.parametrize("error", [ValueError("bad row"), KeyboardInterrupt()])
-def test_an_exception_in_build_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> None:
-    def fail(folder: Path) -> dict[str, object]:
+def test_a_build_that_raises_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> None:
+    def write_and_fail(folder: Path) -> dict[str, object]:
         write_squares(folder)
         raise error
 
     with pytest.raises(type(error)):
-        make(tmp_path / "stage", build=fail)
+        commit_squares(tmp_path / "stage", build=write_and_fail)
     assert list(tmp_path.iterdir()) == []
-    assert make(tmp_path / "stage").count == 4
+    assert commit_squares(tmp_path / "stage").count == 4
 
 
 def test_files_that_are_not_committed_are_removed(tmp_path: Path) -> None:
@@ -116,51 +116,51 @@ def test_files_that_are_not_committed_are_removed(tmp_path: Path) -> None:
 
 def test_an_unknown_manifest_field_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cuont"):
-        make(tmp_path / "stage", build=lambda folder: {"cuont": 4})
+        commit_squares(tmp_path / "stage", build=lambda folder: {"cuont": 4})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["squares.txt", "deep/cubes.txt", MANIFEST_NAME])
-def test_every_flipped_bit_in_any_file_is_noticed(tmp_path: Path, name: str) -> None:
-    manifest = make(tmp_path / "stage")
+def test_a_flipped_bit_in_any_file_makes_the_stage_incomplete(tmp_path: Path, name: str) -> None:
+    manifest = commit_squares(tmp_path / "stage")
     path = tmp_path / "stage" / name
-    intact = path.read_bytes()
-    for position in range(len(intact)):
-        damaged = bytearray(intact)
-        damaged[position] ^= 1 << position % 8
-        path.write_bytes(damaged)
-        # A flip in the manifest may keep its meaning, as from 1e-05 to 1E-05; a flip in a file must be noticed.
+    intact_content = path.read_bytes()
+    for position in range(len(intact_content)):
+        damaged_content = bytearray(intact_content)
+        damaged_content[position] ^= 1 << position % 8
+        path.write_bytes(damaged_content)
+        # A flipped bit may keep the meaning of a manifest, for example from 1e-05 to 1E-05, but not the content of a file.
         loaded = load_manifest(tmp_path / "stage", SquaresManifest)
         assert loaded is None or (name == MANIFEST_NAME and loaded == manifest), (
-            f"byte {position}: {bytes(damaged[max(0, position - 20) : position + 20])!r}"
+            f"byte {position}: {bytes(damaged_content[max(0, position - 20) : position + 20])!r}"
         )
-    assert make(tmp_path / "stage").path("squares.txt").read_text() == "0 1 4 9"
-    assert path.read_bytes() == intact or name == MANIFEST_NAME  # which holds the seconds
+    assert commit_squares(tmp_path / "stage").path("squares.txt").read_text() == "0 1 4 9"
+    assert path.read_bytes() == intact_content or name == MANIFEST_NAME  # a new manifest has other seconds
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"7", b"null", b"{}", b"\xff\xfe\x00", b'{"sha256": "x"}'])
-def test_a_damaged_manifest_counts_as_none(tmp_path: Path, damage: bytes) -> None:
-    make(tmp_path / "stage")
+def test_a_damaged_manifest_is_read_as_none_and_the_stage_is_built_again(tmp_path: Path, damage: bytes) -> None:
+    commit_squares(tmp_path / "stage")
     (tmp_path / "stage" / MANIFEST_NAME).write_bytes(damage)
     assert load_manifest(tmp_path / "stage", SquaresManifest) is None
-    assert make(tmp_path / "stage").count == 4
+    assert commit_squares(tmp_path / "stage").count == 4
 
 
-def test_a_missing_or_longer_file_is_noticed_even_without_hashing(tmp_path: Path) -> None:
+def test_a_stage_with_a_missing_or_longer_file_is_incomplete_even_without_hashing(tmp_path: Path) -> None:
     for damage in (Path.unlink, lambda path: path.write_text("0 1 4 9 16")):
-        manifest = make(tmp_path / "stage")
+        manifest = commit_squares(tmp_path / "stage")
         damage(manifest.path("squares.txt"))
         assert load_manifest(tmp_path / "stage", SquaresManifest, verify=False) is None
         with pytest.raises(StageError, match="the squares stage is incomplete"):
             require_manifest(tmp_path / "stage", SquaresManifest)
 
 
-def test_a_manifest_of_another_kind_or_format_counts_as_none(tmp_path: Path) -> None:
+def test_a_manifest_of_another_stage_or_format_is_read_as_none(tmp_path: Path) -> None:
     class CubesManifest(Manifest):
         stage: ClassVar[str] = "cubes"
         sides: int
 
-    make(tmp_path / "stage")
+    commit_squares(tmp_path / "stage")
     assert load_manifest(tmp_path / "stage", CubesManifest) is None
     content = json.loads((tmp_path / "stage" / MANIFEST_NAME).read_text())
     del content["sha256"]
@@ -174,12 +174,12 @@ def test_a_manifest_of_another_kind_or_format_counts_as_none(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-320])
 def test_every_number_is_read_back_unchanged(tmp_path: Path, value: float) -> None:
-    make(tmp_path / "stage", build=lambda folder: {"count": 1, "mean": value})
-    assert make(tmp_path / "stage", build=never).mean == pytest.approx(value, rel=0, abs=0, nan_ok=True)
+    commit_squares(tmp_path / "stage", build=lambda folder: {"count": 1, "mean": value})
+    assert commit_squares(tmp_path / "stage", build=fail_if_called).mean == pytest.approx(value, rel=0, abs=0, nan_ok=True)
 
 
-def _killed_at(point: str, folder: Path) -> None:
-    """Build the stage in a child process that kills itself with SIGKILL just before `point`."""
+def _build_and_die(point: str, folder: Path) -> None:
+    """Build the stage, and kill this process with SIGKILL just before `point`."""
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -192,45 +192,46 @@ def _killed_at(point: str, folder: Path) -> None:
             die()
         return write_squares(staging)
 
-    targets = {"hashing": "record_files", "manifest": "_write_durably"}
-    if point in targets:
-        mock.patch.object(stage_folder, targets[point], die).start()
+    function_by_point = {"hashing": "record_files", "manifest": "_write_durably"}
+    if point in function_by_point:
+        mock.patch.object(stage_folder, function_by_point[point], die).start()
     if point == "rename":
         mock.patch.object(Path, "rename", die).start()
-    make(folder, build=build, fingerprint="b")
+    commit_squares(folder, build=build, fingerprint="b")
 
 
-@pytest.mark.parametrize("before", [None, "a"], ids=["nothing before", "an older stage before"])
+@pytest.mark.parametrize("old_fingerprint", [None, "a"], ids=["no older stage", "an older stage"])
 @pytest.mark.parametrize("point", ["first file", "last file", "hashing", "manifest", "rename"])
-def test_a_build_killed_at_any_point_is_redone(tmp_path: Path, point: str, before: str | None) -> None:
+def test_a_build_that_was_killed_at_any_point_is_repeated(tmp_path: Path, point: str, old_fingerprint: str | None) -> None:
     folder = tmp_path / "stage"
-    if before is not None:
-        make(folder, fingerprint=before)
-    child = multiprocessing.get_context("fork").Process(target=_killed_at, args=(point, folder))
+    if old_fingerprint is not None:
+        commit_squares(folder, fingerprint=old_fingerprint)
+    child = multiprocessing.get_context("fork").Process(target=_build_and_die, args=(point, folder))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
     assert load_manifest(folder, SquaresManifest) is None
-    manifest = make(folder, fingerprint="b")
+    manifest = commit_squares(folder, fingerprint="b")
     assert manifest.path("squares.txt").read_text() == "0 1 4 9"
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
 
 
 class Settings(Frozen):
-    """Two settings in the order of their declaration."""
+    """Settings of a stage."""
 
     layers: tuple[int, ...] = (64,)
     rate: float = 0.1
 
 
-def test_the_fingerprint_follows_values_and_upstream_stages(tmp_path: Path) -> None:
-    upstream = make(tmp_path / "one", fingerprint="a")
-    same, other = make(tmp_path / "two", fingerprint="a"), make(tmp_path / "three", fingerprint="b")
-    base = fingerprint_of("train", Settings(), upstream, {"x": Path("data")})
-    assert base == fingerprint_of("train", Settings(layers=(64,)), same, {"x": "data"})
-    assert base != fingerprint_of("train", Settings(rate=0.2), upstream, {"x": Path("data")})
-    assert base != fingerprint_of("train", Settings(), other, {"x": Path("data")})
-    assert base != fingerprint_of("index", Settings(), upstream, {"x": Path("data")})
+def test_the_fingerprint_depends_on_the_stage_its_settings_and_upstream_stages(tmp_path: Path) -> None:
+    upstream = commit_squares(tmp_path / "one", fingerprint="a")
+    equal_upstream = commit_squares(tmp_path / "two", fingerprint="a")
+    other_upstream = commit_squares(tmp_path / "three", fingerprint="b")
+    fingerprint = fingerprint_of("train", Settings(), upstream, {"x": Path("data")})
+    assert fingerprint == fingerprint_of("train", Settings(layers=(64,)), equal_upstream, {"x": "data"})
+    assert fingerprint != fingerprint_of("train", Settings(rate=0.2), upstream, {"x": Path("data")})
+    assert fingerprint != fingerprint_of("train", Settings(), other_upstream, {"x": Path("data")})
+    assert fingerprint != fingerprint_of("index", Settings(), upstream, {"x": Path("data")})
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -242,12 +243,12 @@ def test_the_fingerprint_does_not_depend_on_the_order_of_keys(parts: dict[str, o
 
 
 @given(st.lists(scalars), st.lists(scalars))
-def test_different_parts_have_different_fingerprints(first: list[object], second: list[object]) -> None:
-    assert (fingerprint_of(*first) == fingerprint_of(*second)) == (json.dumps(first) == json.dumps(second))
+def test_fingerprints_are_equal_if_and_only_if_their_parts_are_equal(parts: list[object], other_parts: list[object]) -> None:
+    assert (fingerprint_of(*parts) == fingerprint_of(*other_parts)) == (json.dumps(parts) == json.dumps(other_parts))
 
 
 @pytest.mark.parametrize(
-    "write",
+    "write_large_file",
     [
         lambda path: path.write_bytes(bytes(2**21)),
         lambda path: np.save(path, np.zeros(2**18)),
@@ -258,25 +259,29 @@ def test_different_parts_have_different_fingerprints(first: list[object], second
     ],
     ids=["write", "numpy", "parquet", "faiss", "safetensors", "torch"],
 )
-def test_a_full_disk_raises_one_error_and_leaves_nothing_behind(small_disk: Path, write: Callable[[Path], object]) -> None:
+def test_a_full_disk_raises_the_same_error_for_every_library_and_leaves_nothing_behind(
+    small_disk: Path, write_large_file: Callable[[Path], object]
+) -> None:
     def build(folder: Path) -> dict[str, object]:
-        write(folder / "large")
+        write_large_file(folder / "large")
         return {"count": 1}
 
     with pytest.raises(InputError, match=rf"^{small_disk}/stage: the stage does not fit, but the disk has 0\.0.* GiB free; "):
-        make(small_disk / "stage", build=build)
+        commit_squares(small_disk / "stage", build=build)
     assert not any(small_disk.iterdir())
 
 
-def test_too_little_disk_space_raises_before_the_stage_begins(small_disk: Path) -> None:
-    says = (
+def test_too_little_disk_space_raises_before_the_build_unless_the_stage_is_complete(small_disk: Path) -> None:
+    message = (
         rf"^{small_disk}/stage: the squares stage takes at least 1\.000 GiB, but the disk has 0\.001 GiB free; "
         rf"free some space, or set workspace to a folder on a larger disk than the one at {small_disk}$"
     )
-    with pytest.raises(InputError, match=says):
-        commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, min_bytes=2**30)
-    manifest = make(small_disk / "stage")
-    assert commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, min_bytes=2**30) == manifest
+    with pytest.raises(InputError, match=message):
+        commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=fail_if_called, min_bytes=2**30)
+    manifest = commit_squares(small_disk / "stage")
+    assert (
+        commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=fail_if_called, min_bytes=2**30) == manifest
+    )
 
 
 def flat_index() -> faiss.IndexFlatIP:

@@ -1,25 +1,29 @@
+"""A small pipeline whose package is refreshed, and its tables, which tests change."""
+
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.recsys_core.refresh.refreshed import Tables
+from tests.recsys_core.refresh.refreshed import TableWriter
 from tests.recsys_core.refresh.small_pipeline import ITEMS, SmallPipeline, build_pipeline, write_items, write_vectors
 
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> SmallPipeline:
+    """The pipeline whose package is the parent of the refreshed packages."""
     return build_pipeline(tmp_path_factory.mktemp("parent") / "files")
 
 
 @pytest.fixture
-def tables(parent: SmallPipeline) -> Iterator[Tables]:
-    """A function that writes the tables with these items; after the test they are as in the training."""
+def write_tables(parent: SmallPipeline) -> Iterator[TableWriter]:
+    """A function that writes the vectors and the table of items. After the test, both are as in the training."""
 
-    def write(vectors: Any = ITEMS, items: Any = None, **changed: dict[int, Any]) -> None:
-        ids = list(vectors)
-        write_vectors(parent.files, ids)
-        write_items(parent.files, ids if items is None else items, **changed)
+    def write(vector_ids: Any = ITEMS, item_ids: Any = None, **changed_columns: dict[int, Any]) -> None:
+        """Write vectors of `vector_ids` and a table of `item_ids`, by default of the same items."""
+        ids = list(vector_ids)
+        write_vectors(parent.input_folder, ids)
+        write_items(parent.input_folder, ids if item_ids is None else item_ids, **changed_columns)
 
     yield write
     write()

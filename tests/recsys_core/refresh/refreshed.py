@@ -14,7 +14,7 @@ from recsys_core.refresh.refresh import Refreshed, refresh
 from recsys_core.serving.description import DESCRIPTION_NAME
 from tests.recsys_core.refresh.small_pipeline import SmallPipeline
 
-Tables = Callable[..., None]
+TableWriter = Callable[..., None]
 
 
 def refresh_small(
@@ -25,7 +25,7 @@ def refresh_small(
     inputs: InputConfig | None = None,
     **limits: float,
 ) -> Refreshed | None:
-    """Refresh the package of `parent`, or the one in `package_folder`, into the new folder `folder`."""
+    """Refresh the package of `parent`, or the package in `package_folder`, into the new folder `folder`."""
     package_folder = package_folder or parent.package_folder
     folder.mkdir()
     return refresh(
@@ -37,16 +37,18 @@ def refresh_small(
     )
 
 
-def folder_of(refresh_result: Refreshed | None) -> Path:
+def package_folder_of(refresh_result: Refreshed | None) -> Path:
+    """Return the folder of the refreshed package, which must exist."""
     assert refresh_result is not None
     return refresh_result.package.folder / "package"
 
 
-def vectors_of(folder: Path) -> dict[Any, bytes]:
-    """Return the bytes of each item's vector in a package."""
-    return {item_id: vector.tobytes() for item_id, vector in values_of(folder).items()}
+def vector_bytes_by_id(folder: Path) -> dict[Any, bytes]:
+    """Return the bytes of each item's vector in a package, for comparisons bit by bit."""
+    return {item_id: vector.tobytes() for item_id, vector in vector_by_id(folder).items()}
 
 
-def values_of(folder: Path) -> dict[Any, np.ndarray]:
+def vector_by_id(folder: Path) -> dict[Any, np.ndarray]:
+    """Return the vector of each item in a package."""
     items = pq.read_table(folder / "items.parquet").to_pydict()
     return {item_id: np.array(vector, np.float32) for item_id, vector in zip(items["item_id"], items["vector"], strict=True)}

@@ -1,4 +1,4 @@
-"""A package from real parquet files, ingests, index and evaluation, of a model with random weights instead of a training."""
+"""A small pipeline from parquet files to a package, in which a model with random weights replaces the training."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ from recsys_core.serving.package import build_package
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
 ITEMS, EVENT_ITEMS, NUM_USERS, VECTOR_DIM = range(1000, 1300), range(1000, 1240), 60, 12
-"""All items, and those that may have an event; the others are in the catalogue because of their vector."""
+"""Ids of all items, and of the items that may have events. The other items are in the catalogue because of their vectors."""
 GENRES = ("rock", "pop", "jazz", None)
 MODEL = {
     "embedding_dim": 8,
@@ -54,17 +54,19 @@ FEATURES = (
 )
 
 
-def write_vectors(folder: Path, ids: Iterable[int], *, dim: int = VECTOR_DIM, same: Mapping[int, int] | None = None) -> None:
-    """Write vectors.parquet. The vector of an item depends on its id alone. same: the id that replaces an id for this."""
+def write_vectors(
+    folder: Path, ids: Iterable[int], *, dim: int = VECTOR_DIM, seed_by_id: Mapping[int, int] | None = None
+) -> None:
+    """Write vectors.parquet. The seed of each random vector is the item id, or its seed in `seed_by_id`."""
     id_list = list(ids)
-    seeds = [(same or {}).get(item_id, item_id) for item_id in id_list]
+    seeds = [(seed_by_id or {}).get(item_id, item_id) for item_id in id_list]
     vectors = [np.random.default_rng(seed).normal(size=dim).astype(np.float32) for seed in seeds]
     columns = {"item_id": pa.array(id_list, pa.int64()), "vector": pa.array(vectors, pa.list_(pa.float32()))}
     pq.write_table(pa.table(columns), folder / "vectors.parquet")
 
 
-def write_items(folder: Path, ids: Iterable[int], **changed: dict[int, Any]) -> None:
-    """Write items.parquet. changed: other values of a column by id."""
+def write_items(folder: Path, ids: Iterable[int], **changed_columns: dict[int, Any]) -> None:
+    """Write items.parquet. changed_columns: changed values of a column by item id."""
     id_list = list(ids)
     columns: dict[str, list[Any]] = {
         "item_id": id_list,
@@ -75,19 +77,16 @@ def write_items(folder: Path, ids: Iterable[int], **changed: dict[int, Any]) -> 
         "price": [float(item_id % 50) if item_id % 11 else None for item_id in id_list],
         "in_stock": [item_id % 6 > 0 for item_id in id_list],
     }
-    for name, value_by_id in changed.items():
+    for name, value_by_id in changed_columns.items():
         columns[name] = [value_by_id.get(item_id, value) for item_id, value in zip(id_list, columns[name], strict=True)]
-    schema = pa.schema({"tags": pa.list_(pa.string())})
-    arrays = {
-        name: pa.array(values, schema.field(name).type if name in schema.names else None) for name, values in columns.items()
-    }
+    arrays = {name: pa.array(values, pa.list_(pa.string()) if name == "tags" else None) for name, values in columns.items()}
     pq.write_table(pa.table(arrays), folder / "items.parquet")
 
 
 def inputs_of(
     folder: Path, *, has_vectors: bool = True, features: Sequence[dict[str, Any]] | None = FEATURES, shards: int = 1
 ) -> InputConfig:
-    """Return the settings of the files in `folder`. features: None for no table of items."""
+    """Return the input settings for the files in `folder`. features: features of items; None for no table of items."""
     items = {
         "paths": str(folder / "items.parquet"),
         "id_column": "item_id",
@@ -112,13 +111,9 @@ def inputs_of(
 
 
 class SmallPipeline(NamedTuple):
-    """The package of a model, and the task that computed its vectors.
+    """The inputs, the dataset and the package of a model, and the task that computed its vectors."""
 
-    Attributes:
-        files: folder of the input files.
-    """
-
-    files: Path
+    input_folder: Path
     inputs: InputConfig
     package: PackageManifest
     task: RetrievalTask
@@ -141,7 +136,14 @@ def build_pipeline(
     index_shards: int = 1,
     **package: Any,
 ) -> SmallPipeline:
-    """Write the input files, and run the pipeline on them. model: settings that differ from MODEL."""
+    """Write the input files, and run the pipeline on them.
+
+    Args:
+        transfer: use of the pretrained vectors in the table `item`.
+        model: settings that differ from MODEL.
+        shards: number of shards of the log.
+        package: settings of the package.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(1)
     histories = [random.choice(EVENT_ITEMS, size, replace=False) for size in random.integers(4, 20, NUM_USERS)]
@@ -157,8 +159,8 @@ def build_pipeline(
     dataset = _ingest(inputs, folder)
     tables = {"item": TableConfig(transfer=transfer)} if has_vectors else {}  # type: ignore[arg-type]
     spec = ModelSpec.of(TwoTowerConfig.model_validate({**MODEL, **(model or {})}), dataset=dataset, tables=tables)
-    task = _task(spec, dataset)
-    export = _export(task, dataset, folder / "export")
+    task = _make_task(spec, dataset)
+    export = _write_export(task, dataset, folder / "export")
     manifest = build_package(
         PackageConfig(**package),
         export=export,
@@ -186,8 +188,8 @@ def _ingest(inputs: InputConfig, folder: Path) -> Dataset:
     return Dataset(interactions, embeddings=embeddings, features=features)
 
 
-def _task(spec: ModelSpec, dataset: Dataset) -> RetrievalTask:
-    """Return a task with random weights, whose item rows are the pretrained vectors."""
+def _make_task(spec: ModelSpec, dataset: Dataset) -> RetrievalTask:
+    """Return a task with random weights, whose table `item` has the pretrained vectors, if there are some."""
     torch.manual_seed(0)
     store = EventStore.open(dataset.interactions)
     head = RetrievalHead(
@@ -198,7 +200,7 @@ def _task(spec: ModelSpec, dataset: Dataset) -> RetrievalTask:
     for parameter in (*task.embedding_tables.parameters(), *head.parameters()):
         nn.init.normal_(parameter, std=0.5)
     if dataset.embeddings is not None:
-        vector_row_I, weight = store.vector_rows("item"), _weight(task, "item")
+        vector_row_I, weight = store.vector_rows("item"), _table_weight(task, "item")
         assert vector_row_I is not None
         vectors = torch.from_numpy(np.load(dataset.embeddings.vectors_path("item"))[vector_row_I])
         with torch.no_grad():
@@ -207,11 +209,11 @@ def _task(spec: ModelSpec, dataset: Dataset) -> RetrievalTask:
     return task.eval()
 
 
-def _weight(task: RetrievalTask, table: str) -> torch.Tensor:
+def _table_weight(task: RetrievalTask, table: str) -> torch.Tensor:
     return task.embedding_tables.get_parameter(parameter_name(task.head.spec, table))
 
 
-def _export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
+def _write_export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
     store = EventStore.open(dataset.interactions)
     features = None if dataset.features is None else FeatureStore.open(dataset.features)
     assembler = Assembler(user_batch_key=task.head.spec.user_batch_key, features=features)
@@ -227,7 +229,7 @@ def _export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
         item_vectors=vector_ID,
         queries={"validation": ([], query_BD[:0]), "test": (users.tolist(), query_BD)},
         spec=spec,
-        tables={name: _weight(task, name).detach().numpy() for name in spec.tables},
+        tables={name: _table_weight(task, name).detach().numpy() for name in spec.tables},
         history_items=history_ID,
         dense=task.head.state_dict(),
         block_store=None if spec.config.spectral_block is None else store,

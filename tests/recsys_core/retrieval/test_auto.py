@@ -1,3 +1,5 @@
+"""The index kinds that `auto` tries, and its choice among them."""
+
 import pytest
 
 from recsys_core.errors import InputError
@@ -6,6 +8,7 @@ from recsys_core.retrieval.compressed import OpqPq, PqFastScan
 
 FLAT, HNSW = Candidate("flat", 1.0, 3.0, 300), Candidate("hnsw", 0.97, 0.1, 500)
 PQ = Candidate("opq_pq", 0.8, 0.05, 40)
+"""Candidates with recall, latency in milliseconds and size in bytes."""
 
 
 @pytest.mark.parametrize(
@@ -17,31 +20,31 @@ PQ = Candidate("opq_pq", 0.8, 0.05, 40)
         (5_000_001, ["flat", "ivf_flat", "ivf_sq8", "pq_fastscan"]),
     ],
 )
-def test_the_candidates_depend_on_the_size_of_the_catalogue(num_items: int, kinds: list[str]) -> None:
+def test_the_candidates_depend_on_the_number_of_items(num_items: int, kinds: list[str]) -> None:
     assert [kind.kind for kind in Auto().candidates(num_items=num_items, dim=64)] == kinds
 
 
 @pytest.mark.parametrize("dim", [1, 7, 48, 50, 64, 96, 768])
-def test_every_candidate_fits_the_width(dim: int) -> None:
+def test_every_candidate_can_index_vectors_of_any_width(dim: int) -> None:
     candidates = Auto(max_bytes=10**12).candidates(num_items=100_000, dim=dim)
     assert "pq_fastscan" in {kind.kind for kind in candidates}
     assert [kind.problem(dim) for kind in candidates] == [None] * len(candidates)
 
 
 def test_with_less_memory_only_more_compressed_kinds_remain() -> None:
-    def candidates(bytes_per_item: int) -> dict[str, object]:
+    def candidate_by_kind(bytes_per_item: int) -> dict[str, object]:
         kinds = Auto(max_bytes=1_000_000 * bytes_per_item).candidates(num_items=1_000_000, dim=64)
         assert all(kind.min_bytes(num_items=1_000_000, dim=64) <= 1_000_000 * bytes_per_item for kind in kinds)
         return {kind.kind: kind for kind in kinds}
 
-    assert {*candidates(600)} == {"flat", "hnsw", "ivf_flat", "ivf_sq8", "pq_fastscan", "opq_pq"}
-    assert {*candidates(200)} == {"ivf_sq8", "pq_fastscan", "opq_pq"}
-    assert candidates(200)["pq_fastscan"] == PqFastScan()
-    assert candidates(60) == {"opq_pq": OpqPq(pq_m=32)}
-    assert candidates(40) == {"opq_pq": OpqPq(pq_m=16)}
-    assert candidates(17) == {"opq_pq": OpqPq(pq_m=1)}
+    assert {*candidate_by_kind(600)} == {"flat", "hnsw", "ivf_flat", "ivf_sq8", "pq_fastscan", "opq_pq"}
+    assert {*candidate_by_kind(200)} == {"ivf_sq8", "pq_fastscan", "opq_pq"}
+    assert candidate_by_kind(200)["pq_fastscan"] == PqFastScan()
+    assert candidate_by_kind(60) == {"opq_pq": OpqPq(pq_m=32)}
+    assert candidate_by_kind(40) == {"opq_pq": OpqPq(pq_m=16)}
+    assert candidate_by_kind(17) == {"opq_pq": OpqPq(pq_m=1)}
     with pytest.raises(InputError, match=r"max_bytes is 16,000,000, but the smallest index of 1,000,000 items of width 64"):
-        candidates(16)
+        candidate_by_kind(16)
 
 
 @pytest.mark.parametrize(

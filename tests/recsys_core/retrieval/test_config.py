@@ -1,4 +1,4 @@
-"""Short and earlier forms of the group `index`."""
+"""The settings in `index`: their short forms, their names in earlier versions, and contradictions."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def test_the_name_of_a_kind_is_short_for_its_default_settings(settings: dict[str
     assert IndexConfig.model_validate(expected.model_dump(mode="json")) == expected
 
 
-def test_the_settings_of_earlier_versions_belong_to_every_kind_that_has_them() -> None:
+def test_a_setting_in_its_earlier_form_applies_to_every_kind_that_has_it() -> None:
     settings = {"served_kind": "ivf_flat", "compared_kinds": ["ivf_pq", "hnsw"]}
     settings |= {"nlist": 10, "nprobe": 2, "pq_m": 4, "pq_nbits": 6, "hnsw_m": 16, "ef_construction": 40, "ef_search": 50}
     config = IndexConfig.model_validate(settings)
@@ -56,6 +56,6 @@ def test_the_settings_of_earlier_versions_belong_to_every_kind_that_has_them() -
         ({"compared": 3}, "Input should be a valid tuple"),
     ],
 )
-def test_a_setting_that_contradicts_another_one_is_rejected(settings: dict[str, Any], message: str) -> None:
+def test_contradictory_and_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         IndexConfig(**settings)

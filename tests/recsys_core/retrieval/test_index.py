@@ -1,3 +1,5 @@
+"""The index stage: recall against a brute-force search, tuning, the choice of `auto`, and its errors."""
+
 from pathlib import Path
 from typing import Any
 
@@ -26,106 +28,112 @@ CONFIG = IndexConfig(
 )
 
 
-def _export(folder: Path, *, items: int = 800, dim: int = 16, queries: int = 60) -> ExportManifest:
-    """Clustered vectors of very different lengths, where inner product and L2 disagree."""
+def _write_export(folder: Path, *, num_items: int = 800, dim: int = 16, num_queries: int = 60) -> ExportManifest:
+    """Write an export of clustered vectors with very different norms, which inner product and L2 rank differently."""
     random = np.random.default_rng(0)
     centre = random.normal(size=(12, dim))
-    vectors = (centre[random.integers(12, size=items)] + 0.3 * random.normal(size=(items, dim))) * random.uniform(
-        0.3, 3, (items, 1)
-    )
-    query_vectors = centre[random.integers(12, size=queries)] + 0.3 * random.normal(size=(queries, dim))
-    return export_stage(folder, item_vectors=vectors, queries={"test": (range(queries), query_vectors)})
+    vectors = centre[random.integers(12, size=num_items)] + 0.3 * random.normal(size=(num_items, dim))
+    vectors *= random.uniform(0.3, 3, (num_items, 1))
+    query_vectors = centre[random.integers(12, size=num_queries)] + 0.3 * random.normal(size=(num_queries, dim))
+    return export_stage(folder, item_vectors=vectors, queries={"test": (range(num_queries), query_vectors)})
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
-    return _export(tmp_path_factory.mktemp("export") / "export")
+    return _write_export(tmp_path_factory.mktemp("export") / "export")
 
 
 @pytest.fixture(scope="module")
-def built(export: ExportManifest, tmp_path_factory: pytest.TempPathFactory):
+def manifest(export: ExportManifest, tmp_path_factory: pytest.TempPathFactory) -> IndexManifest:
+    """The manifest of the indexes that CONFIG builds."""
     return build_indexes(CONFIG, export=export, folder=tmp_path_factory.mktemp("index") / "index")
 
 
-def _exact(export: ExportManifest, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _exact_search(export: ExportManifest, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the query vectors of the test split, and the rows of the k best items of each query."""
     item, query = np.load(export.path("item_vectors.npy")), np.load(export.path("query_vectors_test.npy"))
-    score = query @ item.T
-    row = np.argsort(-score, axis=1, kind="stable")[:, :k]
-    return query, row, np.take_along_axis(score, row, axis=1)
+    return query, np.argsort(-query @ item.T, axis=1, kind="stable")[:, :k]
 
 
-def _load(manifest: IndexManifest, kind: AnyIndexKind) -> Any:
+def _recall_by_query(row_BK: np.ndarray, exact_row_BK: np.ndarray) -> list[float]:
+    """Return the share of the exact results of each query that were found."""
+    return [len({*rows} & {*exact_rows}) / len(exact_rows) for rows, exact_rows in zip(row_BK, exact_row_BK, strict=True)]
+
+
+def _load_kind(manifest: IndexManifest, kind: AnyIndexKind) -> Any:
     return load_index({manifest.path(f"{kind.kind}.faiss"): manifest.files[f"{kind.kind}.faiss"]})
 
 
-def test_reported_recall_equals_the_overlap_with_brute_force(built, export: ExportManifest) -> None:
-    query, exact_row, _ = _exact(export, CONFIG.recall_k)
+def test_the_reported_recall_equals_the_overlap_with_a_brute_force_search(manifest, export: ExportManifest) -> None:
+    query, exact_row = _exact_search(export, CONFIG.recall_k)
     for kind in CONFIG.configured_indexes:
-        index, report = _load(built, kind), built.reports[kind.kind]
+        index, report = _load_kind(manifest, kind), manifest.reports[kind.kind]
         _, row = search(index, query, kind=kind, depth=CONFIG.recall_k)
-        overlap = np.mean([len({*returned} & {*exact}) / len(exact) for returned, exact in zip(row, exact_row, strict=True)])
-        assert report.recall == pytest.approx(overlap, abs=1e-3)
-        assert report.size_bytes == built.path(f"{kind.kind}.faiss").stat().st_size
-    assert (built.reports["flat"].recall, built.warning, built.choice) == (1.0, None, None)
-    assert built.reports["hnsw"].recall > 0.9
-    assert built.reports["ivf_pq"].recall < 1.0
+        assert report.recall == pytest.approx(np.mean(_recall_by_query(row, exact_row)), abs=1e-3)
+        assert report.size_bytes == manifest.path(f"{kind.kind}.faiss").stat().st_size
+    assert (manifest.reports["flat"].recall, manifest.warning, manifest.choice) == (1.0, None, None)
+    assert manifest.reports["hnsw"].recall > 0.9
+    assert manifest.reports["ivf_pq"].recall < 1.0
 
 
 @pytest.mark.parametrize(
     "kind", [IvfFlat(nlist=20), IvfPq(nlist=20, pq_m=16, pq_nbits=8), PqFastScan(nlist=20, pq_m=16), Hnsw(hnsw_m=4)]
 )
-def test_the_search_is_the_fastest_that_reaches_the_target_and_its_recall_is_measured_on_other_queries(
+def test_the_fastest_search_that_reaches_the_target_on_validation_is_used_and_measured_on_the_test(
     kind: AnyIndexKind, tmp_path: Path
 ) -> None:
     random = np.random.default_rng(0)
-    vectors, test, validation = (random.normal(size=(rows, 32)) for rows in (3_000, 50, 60))
+    vectors, test, validation = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50, 60))
     queries = {"test": (range(50), test), "validation": (range(60), validation)}
     export = export_stage(tmp_path / "export", item_vectors=vectors, queries=queries)
     config = IndexConfig(served=kind, recall_target=0.7, recall_k=20)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report, item_vector_ID = manifest.reports[kind.kind], np.load(export.path("item_vectors.npy"))
-    tuned = next(point for point in report.tried if point.parameters == report.parameters)
-    assert tuned.ms_per_query == min(point.ms_per_query for point in report.tried if point.recall >= 0.7)
-    fastest, index = kind.model_validate({"kind": kind.kind} | report.parameters), _load(manifest, kind)
-    for query_vectors, recall in ((validation, tuned.recall), (test, report.recall)):
+    tuned_point = next(point for point in report.tried if point.parameters == report.parameters)
+    assert tuned_point.ms_per_query == min(point.ms_per_query for point in report.tried if point.recall >= 0.7)
+    fastest_kind, index = kind.model_validate({"kind": kind.kind} | report.parameters), _load_kind(manifest, kind)
+    for query_vectors, recall in ((validation, tuned_point.recall), (test, report.recall)):
         exact_row = np.argsort(-query_vectors @ item_vector_ID.T, axis=1)[:, :20]
-        _, row = search(index, query_vectors, kind=fastest, depth=20)
-        overlap = np.mean([len({*rows} & {*exact}) / 20 for rows, exact in zip(row, exact_row, strict=True)])
-        assert recall == pytest.approx(overlap, abs=2e-3)
+        _, row = search(index, query_vectors, kind=fastest_kind, depth=20)
+        assert recall == pytest.approx(np.mean(_recall_by_query(row, exact_row)), abs=2e-3)
 
 
-def test_a_target_that_no_search_reaches_gives_the_best_one_and_settings_of_the_user_stay(
+def test_a_target_that_no_search_reaches_gives_the_best_search_and_a_setting_of_the_user_is_not_tuned(
     export: ExportManifest, tmp_path: Path
 ) -> None:
     config = IndexConfig(served=IvfPq(nlist=10, pq_m=2, pq_nbits=2), compared=(Hnsw(ef_search=9),), recall_target=1.0)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     tried, hnsw = manifest.reports["ivf_pq"].tried, manifest.reports["hnsw"]
     assert [point.parameters["nprobe"] for point in tried] == [1, 2, 3, 4, 6, 8, 10][: len(tried)]
-    best = max(tried, key=lambda point: point.recall)
-    assert manifest.reports["ivf_pq"].parameters == best.parameters
+    best_point = max(tried, key=lambda point: point.recall)
+    assert manifest.reports["ivf_pq"].parameters == best_point.parameters
     assert manifest.warning is not None
-    assert f"the ivf_pq index reaches a recall@100 of {best.recall:.4f}, below index.recall_target 1;" in manifest.warning
+    assert f"the ivf_pq index reaches a recall@100 of {best_point.recall:.4f}, below index.recall_target 1;" in manifest.warning
     assert (hnsw.parameters["ef_search"], hnsw.tried) == (9, ())
 
 
-def test_a_larger_nprobe_searches_more_cells(built, export: ExportManifest) -> None:
-    query, _, _ = _exact(export, 1)
-    index = _load(built, IvfFlat())
-    few, many = ((search(index, query, kind=IvfFlat(nprobe=nprobe), depth=export.num_items)[1] >= 0).sum() for nprobe in (1, 5))
-    assert few < many < export.num_items * len(query)
+def test_a_larger_nprobe_searches_more_cells(manifest, export: ExportManifest) -> None:
+    query, _ = _exact_search(export, 1)
+    index = _load_kind(manifest, IvfFlat())
+    num_results, num_more_results = (
+        (search(index, query, kind=IvfFlat(nprobe=nprobe), depth=export.num_items)[1] >= 0).sum() for nprobe in (1, 5)
+    )
+    assert num_results < num_more_results < export.num_items * len(query)
 
 
 def test_a_small_catalogue_lowers_nlist_and_pq_nbits(tmp_path: Path) -> None:
     manifest = build_indexes(
         IndexConfig(compared=(IvfPq(),), recall_k=50),
-        export=_export(tmp_path / "export", items=100, queries=5),
+        export=_write_export(tmp_path / "export", num_items=100, num_queries=5),
         folder=tmp_path / "index",
     )
     assert manifest.reports["ivf_pq"].parameters == {"nlist": 2, "nprobe": 2, "pq_m": 8, "pq_nbits": 6, "rescore": 0}
-    tiny = build_indexes(
-        IndexConfig(recall_k=5), export=_export(tmp_path / "export2", items=2, queries=1), folder=tmp_path / "index2"
+    tiny_manifest = build_indexes(
+        IndexConfig(recall_k=5),
+        export=_write_export(tmp_path / "export2", num_items=2, num_queries=1),
+        folder=tmp_path / "index2",
     )
-    assert tiny.reports["hnsw"].recall == 1.0
+    assert tiny_manifest.reports["hnsw"].recall == 1.0
 
 
 def test_a_pq_m_that_does_not_divide_the_width_is_rejected(tmp_path: Path, export: ExportManifest) -> None:
@@ -134,33 +142,33 @@ def test_a_pq_m_that_does_not_divide_the_width_is_rejected(tmp_path: Path, expor
     assert not any(tmp_path.iterdir())
 
 
-def test_a_changed_index_file_is_rejected(built, tmp_path: Path) -> None:
-    content = bytearray(built.path("hnsw.faiss").read_bytes())
+def test_a_changed_or_missing_index_file_is_rejected(manifest, tmp_path: Path) -> None:
+    content = bytearray(manifest.path("hnsw.faiss").read_bytes())
     content[len(content) // 2] ^= 1
-    for name, damaged in {"flipped": bytes(content), "cut": bytes(content[:-9])}.items():
-        (tmp_path / name).write_bytes(damaged)
+    for name, damaged_content in {"flipped": bytes(content), "cut": bytes(content[:-9])}.items():
+        (tmp_path / name).write_bytes(damaged_content)
         with pytest.raises(StageError, match="the file was changed"):
-            load_index({tmp_path / name: built.files["hnsw.faiss"]})
+            load_index({tmp_path / name: manifest.files["hnsw.faiss"]})
     with pytest.raises(StageError, match="missing"):
-        load_index({tmp_path / "absent": built.files["hnsw.faiss"]})
+        load_index({tmp_path / "absent": manifest.files["hnsw.faiss"]})
 
 
-def test_building_again_gives_the_same_files(built, export: ExportManifest, tmp_path: Path) -> None:
-    again = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
-    assert again.files == built.files
+def test_building_again_gives_the_same_files(manifest, export: ExportManifest, tmp_path: Path) -> None:
+    repeated_manifest = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
+    assert repeated_manifest.files == manifest.files
 
 
-def test_the_plot_has_a_labelled_point_per_index(built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[Figure] = []
-    monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or path)
-    plot_indexes(built, tmp_path / "index.png")
-    labels = [text.get_text() for text in saved[0].axes[0].get_legend().get_texts()]
-    assert [label.split(",")[0] for label in labels] == [*built.reports, "recall target"]
+def test_the_plot_has_a_labelled_point_per_index(manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: figures.append(figure) or path)
+    plot_indexes(manifest, tmp_path / "index.png")
+    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert [label.split(",")[0] for label in labels] == [*manifest.reports, "recall target"]
     assert [label.startswith("hnsw") for label in labels] == ["(served)" in label for label in labels]
-    assert saved[0].axes[0].lines[-1].get_ydata()[0] == CONFIG.recall_target
+    assert figures[0].axes[0].lines[-1].get_ydata()[0] == CONFIG.recall_target
 
 
-def test_only_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Path, export: ExportManifest) -> None:
+def test_only_the_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Path, export: ExportManifest) -> None:
     manifest = build_indexes(IndexConfig(), export=export, folder=tmp_path / "served")
     assert {*manifest.reports} == {"flat", "hnsw"}
     assert {*manifest.files} == {"flat.faiss", "hnsw.faiss", "served_recall.parquet"}
@@ -170,25 +178,24 @@ def test_only_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Path, e
 
 
 def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> None:
-    items = 2_000  # rows are numbered by falling popularity
+    num_items = 2_000  # rows are numbered by falling popularity
     query = np.ones((3, 8), np.float32)
-    export = export_stage(tmp_path / "export", item_vectors=np.ones((items, 8)), queries={"test": (range(3), query)})
-    collapsed = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
+    export = export_stage(tmp_path / "export", item_vectors=np.ones((num_items, 8)), queries={"test": (range(3), query)})
+    manifest = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
     for kind in CONFIG.configured_indexes:
-        index = _load(collapsed, kind)
+        index = _load_kind(manifest, kind)
         for _, row in (search(index, query, kind=kind, depth=100), search_exhaustively(index, query, kind=kind, depth=100)):
-            assert 0.3 < row[row >= 0].mean() / items < 0.7
-        assert collapsed.reports[kind.kind].recall == 1.0  # all items have the score of the exact ones
+            assert 0.3 < row[row >= 0].mean() / num_items < 0.7
+        assert manifest.reports[kind.kind].recall == 1.0  # every item has the score of the exact results
 
 
-def test_the_recall_of_the_served_index_is_stored_for_each_measured_user(built, export: ExportManifest) -> None:
-    query, exact_row, _ = _exact(export, CONFIG.recall_k)
-    users, recall = served_recall_by_user(built)
-    _, row = search(_load(built, Hnsw()), query, kind=Hnsw(ef_search=16), depth=CONFIG.recall_k)
-    overlap = [len({*returned} & {*exact}) / len(exact) for returned, exact in zip(row, exact_row, strict=True)]
+def test_the_recall_of_the_served_index_is_stored_for_each_measured_user(manifest, export: ExportManifest) -> None:
+    query, exact_row = _exact_search(export, CONFIG.recall_k)
+    users, recall = served_recall_by_user(manifest)
+    _, row = search(_load_kind(manifest, Hnsw()), query, kind=Hnsw(ef_search=16), depth=CONFIG.recall_k)
     assert users.tolist() == list(range(60))
-    assert recall.tolist() == pytest.approx(overlap)
-    assert built.reports["hnsw"].recall == pytest.approx(recall.mean())
+    assert recall.tolist() == pytest.approx(_recall_by_query(row, exact_row))
+    assert manifest.reports["hnsw"].recall == pytest.approx(recall.mean())
 
 
 def test_a_sample_of_the_test_users_is_measured_if_there_are_many(
@@ -206,7 +213,7 @@ def test_auto_serves_the_fastest_kind_that_reaches_the_target_and_removes_the_ot
     config = IndexConfig(served=Auto(), compared=(IvfPq(pq_m=1, pq_nbits=1),), recall_target=0.9)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     assert {*manifest.reports} == {"flat", "ivf_pq", "hnsw"}
-    assert manifest.served_index in {"flat", "hnsw"}  # ivf_pq does not reach .9
+    assert manifest.served_index in {"flat", "hnsw"}  # ivf_pq does not reach the target
     assert manifest.choice is not None
     assert manifest.choice.startswith(f"{manifest.served_index} has the least latency")
     assert manifest.choice.endswith(" of the 2 kinds that reach a recall of 0.9 on validation queries")
@@ -214,14 +221,14 @@ def test_auto_serves_the_fastest_kind_that_reaches_the_target_and_removes_the_ot
     assert manifest.warning is None
 
 
-def test_a_target_above_what_the_memory_allows_serves_the_best_index_with_a_warning(
+def test_if_no_index_within_the_memory_reaches_the_target_the_best_one_is_served_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
     random = np.random.default_rng(0)
-    vectors, test = (random.normal(size=(rows, 32)) for rows in (3_000, 50))
+    vectors, test = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50))
     export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(50), test)})
-    config = IndexConfig(served=Auto(max_bytes=200_000), recall_target=0.99)  # the vectors have 384,000 bytes
+    config = IndexConfig(served=Auto(max_bytes=200_000), recall_target=0.99)  # the vectors take 384,000 bytes
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report = manifest.reports["opq_pq"]
     assert (manifest.served_index, {*manifest.reports}) == ("opq_pq", {"flat", "opq_pq"})
@@ -235,46 +242,51 @@ def test_a_target_above_what_the_memory_allows_serves_the_best_index_with_a_warn
     assert not (tmp_path / "none").exists()
 
 
-LARGE = MAX_SMALL_ITEMS + 1_000
+NUM_MANY_ITEMS = MAX_SMALL_ITEMS + 1_000
+"""Number of items for which `auto` tries all kinds."""
 CHEAP_HNSW, CHEAP_OPQ = Hnsw(hnsw_m=8, ef_construction=20), OpqPq(nlist=64, pq_m=4, pq_nbits=4)
 
 
 @pytest.fixture(scope="module")
 def large_export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
-    """A catalogue for which auto tries all kinds, with clusters that IVF finds."""
+    """An export of many items, whose vectors are in clusters so that IVF reaches a high recall."""
     rng = np.random.default_rng(0)
     centre = rng.normal(size=(200, 8))
-    vectors = centre[rng.integers(200, size=LARGE)] + 0.4 * rng.normal(size=(LARGE, 8))
+    vectors = centre[rng.integers(200, size=NUM_MANY_ITEMS)] + 0.4 * rng.normal(size=(NUM_MANY_ITEMS, 8))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    queries = vectors[rng.integers(LARGE, size=(2, 60))] + 0.1 * rng.normal(size=(2, 60, 8))
+    queries = vectors[rng.integers(NUM_MANY_ITEMS, size=(2, 60))] + 0.1 * rng.normal(size=(2, 60, 8))
     by_split = {split: (range(60), query) for split, query in zip(("test", "validation"), queries, strict=True)}
     return export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=by_split)
 
 
-def test_auto_tries_all_kinds_for_a_large_catalogue_and_another_kind_if_the_best_one_is_too_large(
+def test_auto_tries_all_kinds_for_a_large_catalogue_and_serves_another_one_if_the_best_is_too_large(
     large_export: ExportManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
     config = IndexConfig(served=Auto(), compared=(CHEAP_HNSW,), recall_target=0.9, recall_k=20)
-    free = build_indexes(config, export=large_export, folder=tmp_path / "free")
-    tried = [(kind, point) for kind, report in free.reports.items() for point in report.tried]
-    assert {*free.reports} == {"flat", "hnsw", "ivf_flat", "ivf_sq8", "pq_fastscan"}
-    assert {kind for kind, _ in tried} == {*free.reports} - {"flat"}
-    assert free.choice is not None and free.warning is None
-    assert free.choice.startswith(f"{free.served_index} has the least latency")
-    chosen = {"nlist": None} | free.reports[free.served_index].parameters
-    best = [point for kind, point in tried if kind == free.served_index and point.parameters.items() <= chosen.items()]
-    assert best[0].recall >= 0.9
-    assert best[0].ms_per_query == min(point.ms_per_query for _, point in tried if point.recall >= 0.9)
-    plot_indexes(free, tmp_path / "indexes.png")
-    table = index_table(free.reports, served_kind=free.served_index, notes=free.notes)
-    assert free.choice in table and table.count("| pq_fastscan |") > 4
+    unlimited = build_indexes(config, export=large_export, folder=tmp_path / "unlimited")
+    tried = [(kind, point) for kind, report in unlimited.reports.items() for point in report.tried]
+    assert {*unlimited.reports} == {"flat", "hnsw", "ivf_flat", "ivf_sq8", "pq_fastscan"}
+    assert {kind for kind, _ in tried} == {*unlimited.reports} - {"flat"}
+    assert unlimited.choice is not None and unlimited.warning is None
+    assert unlimited.choice.startswith(f"{unlimited.served_index} has the least latency")
+    served_parameters = {"nlist": None} | unlimited.reports[unlimited.served_index].parameters
+    served_points = [
+        point
+        for kind, point in tried
+        if kind == unlimited.served_index and point.parameters.items() <= served_parameters.items()
+    ]
+    assert served_points[0].recall >= 0.9
+    assert served_points[0].ms_per_query == min(point.ms_per_query for _, point in tried if point.recall >= 0.9)
+    plot_indexes(unlimited, tmp_path / "indexes.png")
+    table = index_table(unlimited.reports, served_kind=unlimited.served_index, notes=unlimited.notes)
+    assert unlimited.choice in table and table.count("| pq_fastscan |") > 4
 
-    max_bytes = free.reports[free.served_index].size_bytes - 1
-    small = config.model_copy(update={"served": Auto(max_bytes=max_bytes), "compared": (CHEAP_HNSW, CHEAP_OPQ)})
-    limited = build_indexes(small, export=large_export, folder=tmp_path / "limited")
-    assert limited.choice is not None and free.served_index in limited.choice.partition("too large: ")[2].partition(")")[0]
-    assert limited.served_index != free.served_index
+    max_bytes = unlimited.reports[unlimited.served_index].size_bytes - 1
+    limited_config = config.model_copy(update={"served": Auto(max_bytes=max_bytes), "compared": (CHEAP_HNSW, CHEAP_OPQ)})
+    limited = build_indexes(limited_config, export=large_export, folder=tmp_path / "limited")
+    assert limited.choice is not None and unlimited.served_index in limited.choice.partition("too large: ")[2].partition(")")[0]
+    assert limited.served_index != unlimited.served_index
     assert limited.reports[limited.served_index].size_bytes <= max_bytes
     assert (tmp_path / "limited" / f"{limited.served_index}.faiss").is_file()
 
@@ -283,20 +295,20 @@ def test_auto_serves_the_best_kind_of_a_large_catalogue_if_no_kind_within_the_me
     large_export: ExportManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
-    max_bytes = LARGE * 30  # less than whole vectors, which have 32 bytes
+    max_bytes = NUM_MANY_ITEMS * 30  # a whole vector takes 32 bytes
     config = IndexConfig(served=Auto(max_bytes=max_bytes), compared=(CHEAP_OPQ,), recall_target=1.0, recall_k=20)
     manifest = build_indexes(config, export=large_export, folder=tmp_path / "index")
-    best_recalls = {
+    recall_by_kind = {
         kind: max(point.recall for point in report.tried) for kind, report in manifest.reports.items() if report.tried
     }
-    assert (manifest.served_index, {*best_recalls}) == ("ivf_sq8", {"ivf_sq8", "opq_pq"})
-    assert best_recalls["opq_pq"] < best_recalls["ivf_sq8"] < 1
+    assert (manifest.served_index, {*recall_by_kind}) == ("ivf_sq8", {"ivf_sq8", "opq_pq"})
+    assert recall_by_kind["opq_pq"] < recall_by_kind["ivf_sq8"] < 1
     assert (
         manifest.warning
         == manifest.choice
         == (
             "no kind reaches a recall of 1 within max_bytes (1.5 MiB; too large: flat, hnsw, ivf_flat, pq_fastscan); "
-            f"ivf_sq8 has the highest, {best_recalls['ivf_sq8']:.4f}"
+            f"ivf_sq8 has the highest, {recall_by_kind['ivf_sq8']:.4f}"
         )
     )
 
@@ -314,7 +326,7 @@ def test_a_vector_that_is_not_finite_stops_the_stage(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("value", [70_000.0, -65_505.0])
-def test_a_value_above_half_precision_stops_an_index_that_rescores_and_no_other(value: float, tmp_path: Path) -> None:
+def test_a_value_that_overflows_half_precision_stops_only_indexes_that_rescore(value: float, tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).normal(size=(400, 8))
     vectors[17, 3] = value
     vectors[18, 0] = 65_504.0
@@ -326,26 +338,26 @@ def test_a_value_above_half_precision_stops_an_index_that_rescores_and_no_other(
     assert {path.name for path in tmp_path.iterdir()} == {"export"}
     for served in (IvfSq8(), IvfPq(pq_m=4), PqFastScan(rescore=0)):
         manifest = build_indexes(IndexConfig(served=served, recall_k=5), export=export, folder=tmp_path / served.kind)
-        score, _ = search_exhaustively(_load(manifest, served), vectors[:20], kind=served.fitted(400, 8), depth=5)
+        score, _ = search_exhaustively(_load_kind(manifest, served), vectors[:20], kind=served.fitted(400, 8), depth=5)
         assert np.isfinite(score).all()
     vectors[17, 3] = 65_504.0
-    rescored = IvfSq8(nlist=2, nprobe=2, rescore=4)
-    score, _ = search(build_index(rescored, vectors.astype(np.float32)), vectors[:20], kind=rescored, depth=5)
+    rescored_kind = IvfSq8(nlist=2, nprobe=2, rescore=4)
+    score, _ = search(build_index(rescored_kind, vectors.astype(np.float32)), vectors[:20], kind=rescored_kind, depth=5)
     assert np.isfinite(score).all()
 
 
-def test_a_gpu_builds_the_kinds_that_faiss_has_for_it_and_the_index_keeps_its_row_numbers(
+def test_a_gpu_builds_the_kinds_that_faiss_supports_there_and_the_index_keeps_its_row_numbers(
     export: ExportManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy in host memory replaces the one on the GPU, so that the choice and the way back are tested without a GPU."""
+    """An index in host memory replaces the index on the GPU, so that no GPU is needed."""
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
-    moved: list[str] = []
+    moved_classes: list[str] = []
     clone = faiss.clone_index
     monkeypatch.setattr("recsys_core.retrieval.index.num_gpus", lambda: 1)
     monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", lambda resources, device, index: clone(index), raising=False)
     monkeypatch.setattr(
-        faiss, "index_gpu_to_cpu", lambda index: moved.append(type(index).__name__) or clone(index), raising=False
+        faiss, "index_gpu_to_cpu", lambda index: moved_classes.append(type(index).__name__) or clone(index), raising=False
     )
     vectors = np.load(export.path("item_vectors.npy"))
     for kind in (IvfFlat(), IvfSq8(), IvfPq(), IvfPq(rescore=2), IvfPq(pq_nbits=4), Hnsw(), OpqPq(), PqFastScan(pq_m=8)):
@@ -355,23 +367,19 @@ def test_a_gpu_builds_the_kinds_that_faiss_has_for_it_and_the_index_keeps_its_ro
         assert (np.sort(row, axis=1) == np.arange(len(vectors))).all()
         best_score = (vectors[:9] @ vectors.T).max(axis=1)
         assert (vectors[:9] * vectors[row[:, 0]]).sum(axis=1) == pytest.approx(best_score, rel=0.3)
-    assert moved == ["IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ"]
+    assert moved_classes == ["IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ"]
 
 
 @pytest.mark.skipif(num_gpus() == 0, reason="FAISS sees no GPU (faiss-gpu is not installed or no GPU is there)")
-def test_an_index_that_a_gpu_built_has_the_recall_of_one_built_without(export: ExportManifest) -> None:
-    query, exact_row, _ = _exact(export, 10)
+def test_an_index_has_nearly_the_same_recall_if_a_gpu_built_it(export: ExportManifest) -> None:
+    query, exact_row = _exact_search(export, 10)
     vectors = np.load(export.path("item_vectors.npy"))
     for kind in (IvfFlat(nprobe=5), IvfSq8(nprobe=5), IvfPq(nprobe=5)):
         fitted_kind = kind.fitted(*vectors.shape)
         recalls = []
-        for gpus in (num_gpus(), 0):
+        for num_used_gpus in (num_gpus(), 0):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("recsys_core.retrieval.index.num_gpus", lambda gpus=gpus: gpus)
+                patch.setattr("recsys_core.retrieval.index.num_gpus", lambda num_used_gpus=num_used_gpus: num_used_gpus)
                 _, row = search(build_index(fitted_kind, vectors), query, kind=fitted_kind, depth=10)
-            recalls.append(
-                np.mean(
-                    [len({*found_rows} & {*exact_rows}) / 10 for found_rows, exact_rows in zip(row, exact_row, strict=True)]
-                )
-            )
+            recalls.append(np.mean(_recall_by_query(row, exact_row)))
         assert recalls[0] == pytest.approx(recalls[1], abs=0.1)

@@ -1,3 +1,5 @@
+"""The recall of each query, and the choice of the search settings from measured points."""
+
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ def test_the_recall_of_each_query_is_its_overlap_with_the_exact_results(
 ) -> None:
     monkeypatch.setattr("recsys_core.retrieval.measure.MAX_GATHERED_VALUES", max_gathered_values)
     random = np.random.default_rng(0)
-    items, queries = (random.normal(size=(rows, 5)).astype(np.float32) for rows in (90, 30))
+    items, queries = (random.normal(size=(num_vectors, 5)).astype(np.float32) for num_vectors in (90, 30))
     exact_row = np.argsort(-queries @ items.T, axis=1)[:, :10]
     row = np.array([random.choice(np.arange(-1, 30), size=12, replace=False) for _ in queries])
     recall = recall_per_query(row, exact_row_BK=exact_row, query_BD=queries, item_vector_ID=items)
@@ -27,34 +29,42 @@ def test_the_recall_of_each_query_is_its_overlap_with_the_exact_results(
 
 @dataclass
 class ScriptedQueries:
-    """Queries whose recall and latency are given by nprobe and rescore."""
+    """Queries that return a fixed recall and latency for each setting, instead of a measurement.
+
+    Attributes:
+        point_by_setting: (recall, milliseconds per query) by (nprobe, rescore).
+        measured_settings: the settings that were asked for, in order.
+    """
 
     point_by_setting: dict[tuple[int, int], tuple[float, float]]
-    measured: list[tuple[int, int]] = field(default_factory=list)
+    measured_settings: list[tuple[int, int]] = field(default_factory=list)
     exact_row_BK: np.ndarray = field(default_factory=lambda: np.zeros((1, 10), np.int64))
 
     def measure(self, index: Any, kind: Any) -> SearchPoint:
         setting = (kind.nprobe, getattr(kind, "rescore", 0))
-        self.measured.append(setting)
+        self.measured_settings.append(setting)
         recall, ms_per_query = self.point_by_setting[setting]
         return SearchPoint(parameters=kind.model_dump(exclude={"kind"}), recall=recall, ms_per_query=ms_per_query)
 
 
-def test_of_several_series_the_fastest_setting_is_chosen_and_a_slower_series_is_not_continued() -> None:
+def test_the_fastest_setting_of_all_rescore_series_is_chosen_and_a_slower_series_is_not_continued() -> None:
+    # Each line is a series of one rescore value, which ends at the target or at the latency of the best setting.
     points = {(1, 2): (0.5, 1.0), (2, 2): (0.7, 2.0), (3, 2): (0.96, 3.0)}
     points |= {(1, 4): (0.6, 1.5), (2, 4): (0.95, 2.5)}
-    points |= {(1, 8): (0.8, 2.6)} | {(1, 16): (0.9, 2.7)}
+    points |= {(1, 8): (0.8, 2.6)}
+    points |= {(1, 16): (0.9, 2.7)}
     queries = ScriptedQueries(points)
     kind, tried = tune(PqFastScan(nlist=4, pq_m=2), None, queries, recall_target=0.95)  # type: ignore[arg-type]
     assert (kind.nprobe, kind.rescore) == (2, 4)  # type: ignore[union-attr]
-    assert queries.measured == [*points]
+    assert queries.measured_settings == [*points]
     assert [point.recall for point in tried] == [recall for recall, _ in points.values()]
 
 
-def test_a_series_ends_where_the_recall_no_longer_grows_and_gives_the_highest_recall() -> None:
+def test_a_series_below_the_target_ends_when_the_recall_stops_growing_and_gives_the_highest_recall() -> None:
     recalls = [0.0, 0.0, 0.0, 0.4, 0.8, 0.8004, 0.8003]
     nprobes = [1, 2, 3, 4, 6, 8, 12]
-    queries = ScriptedQueries({(nprobe, 0): (recall, float(nprobe)) for nprobe, recall in zip(nprobes, recalls, strict=True)})
+    points = {(nprobe, 0): (recall, float(nprobe)) for nprobe, recall in zip(nprobes, recalls, strict=True)}
+    queries = ScriptedQueries(points)
     kind, tried = tune(IvfFlat(nlist=1_000), None, queries, recall_target=0.95)  # type: ignore[arg-type]
     assert kind == IvfFlat(nlist=1_000, nprobe=8)
     assert [point.recall for point in tried] == recalls

@@ -1,6 +1,7 @@
-"""The contract of an index in shards, checked for every kind: what one index finds, in files that are built one by one."""
+"""Indexes in shards, for every kind: they find what one index finds, and are built one shard at a time."""
 
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,7 +28,7 @@ from recsys_core.retrieval.search import (
 from recsys_core.retrieval.shards import index_paths, merge, rows_by_shard, shards_of
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
-NUM_ITEMS, DIM, DEPTH, TARGET = 3_001, 16, 20, 0.9
+NUM_ITEMS, DIM, DEPTH, RECALL_TARGET = 3_001, 16, 20, 0.9
 KINDS: tuple[AnyIndexKind, ...] = (
     Flat(),
     Hnsw(hnsw_m=8, ef_construction=40),
@@ -40,16 +41,17 @@ KINDS: tuple[AnyIndexKind, ...] = (
 )
 
 
-def _name(kind: AnyIndexKind) -> str:
+def _kind_id(kind: AnyIndexKind) -> str:
     return f"{kind.kind}-{getattr(kind, 'rescore', 0)}"
 
 
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=_name)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=_kind_id)
 every_number_of_shards = pytest.mark.parametrize("num_shards", [1, 3])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_iterations() -> Any:
+def few_iterations() -> Iterator[None]:
+    """Train the rotation of opq_pq for a shorter time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
         yield
@@ -57,7 +59,7 @@ def few_iterations() -> Any:
 
 @pytest.fixture(scope="module")
 def vectors() -> np.ndarray:
-    """Vectors in clusters; each of the last 100 items has the vector of one of the first 100."""
+    """Unit vectors in clusters. The last 100 items have the vectors of the first 100 items."""
     random = np.random.default_rng(0)
     centre = random.normal(size=(30, DIM))
     vector = centre[random.integers(30, size=NUM_ITEMS)] + 0.5 * random.normal(size=(NUM_ITEMS, DIM))
@@ -73,14 +75,16 @@ def export(vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Exp
 
 
 @pytest.fixture(scope="module")
-def built(vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> dict[AnyIndexKind, tuple[Any, AnyIndexKind]]:
-    """The index of each kind in three shards, and its widest search."""
+def index_and_search_by_kind(
+    vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory
+) -> dict[AnyIndexKind, tuple[Any, AnyIndexKind]]:
+    """The index of each kind in three shards, with its widest search."""
     folder = tmp_path_factory.mktemp("built")
-    return {kind: _build(kind, vectors, folder / str(number), num_shards=3) for number, kind in enumerate(KINDS)}
+    return {kind: _build_mapped(kind, vectors, folder / str(number), num_shards=3) for number, kind in enumerate(KINDS)}
 
 
-def _build(kind: AnyIndexKind, vectors: np.ndarray, folder: Path, *, num_shards: int) -> tuple[Any, AnyIndexKind]:
-    """Return a mapped index and its widest search."""
+def _build_mapped(kind: AnyIndexKind, vectors: np.ndarray, folder: Path, *, num_shards: int) -> tuple[Any, AnyIndexKind]:
+    """Write an index, and return it as a mapped index with its widest search."""
     folder.mkdir(exist_ok=True)
     paths = index_paths(folder, kind.kind, num_shards=num_shards)
     fitted_kind = kind.fitted(len(vectors), DIM)
@@ -89,7 +93,7 @@ def _build(kind: AnyIndexKind, vectors: np.ndarray, folder: Path, *, num_shards:
     return map_index(paths), widest
 
 
-def _load(manifest: IndexManifest, kind: str) -> Any:
+def _load_kind(manifest: IndexManifest, kind: str) -> Any:
     paths = index_paths(manifest.folder, kind, num_shards=manifest.reports[kind].shards)
     return load_index({path: manifest.files[path.name] for path in paths})
 
@@ -100,63 +104,70 @@ def test_every_kind_is_checked() -> None:
 
 @every_kind
 @every_number_of_shards
-def test_the_stage_reaches_the_target_with_any_number_of_shards(
+def test_an_index_reaches_the_target_with_any_number_of_shards(
     kind: AnyIndexKind, num_shards: int, export: ExportManifest, vectors: np.ndarray, tmp_path: Path
 ) -> None:
-    config = IndexConfig(served=kind, recall_k=DEPTH, recall_target=TARGET, shards=num_shards)
+    config = IndexConfig(served=kind, recall_k=DEPTH, recall_target=RECALL_TARGET, shards=num_shards)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     query_BD, report = np.load(export.path("query_vectors_test.npy")), manifest.reports[kind.kind]
-    index, fitted_kind = _load(manifest, kind.kind), kind.model_validate({"kind": kind.kind} | report.parameters)
+    index, fitted_kind = _load_kind(manifest, kind.kind), kind.model_validate({"kind": kind.kind} | report.parameters)
     exact_row_BK = np.argsort(-query_BD @ vectors.T, axis=1)[:, :DEPTH]
     _, row_BK = search(index, query_BD, kind=fitted_kind, depth=DEPTH)
     recall_B = recall_per_query(row_BK, exact_row_BK=exact_row_BK, query_BD=query_BD, item_vector_ID=vectors)
-    assert report.recall == pytest.approx(recall_B.mean()) and report.recall > TARGET - 0.05
+    assert report.recall == pytest.approx(recall_B.mean()) and report.recall > RECALL_TARGET - 0.05
     assert (len(shards_of(index)), index.ntotal, index.d) == (num_shards, NUM_ITEMS, DIM)
     assert report.size_bytes == sum(path.stat().st_size for path in manifest.folder.glob(f"{kind.kind}.*"))
     assert manifest.warning is None and manifest.reports["flat"].recall == 1
 
 
-@pytest.mark.parametrize("kind", [*KINDS, PqFastScan(nlist=20, rescore=0)], ids=_name)
+@pytest.mark.parametrize("kind", [*KINDS, PqFastScan(nlist=20, rescore=0)], ids=_kind_id)
 def test_three_shards_find_what_one_index_finds(kind: AnyIndexKind, vectors: np.ndarray, tmp_path: Path) -> None:
-    """Shards with the same cells find the same items as one index. Other indexes find more with three shards."""
+    """The scores are equal for kinds whose shards have the same cells. The others search more in three shards than in one."""
     for catalogue in (vectors, vectors[:-100]):  # with and without equal vectors, whose order is arbitrary
-        index, widest = _build(kind, catalogue, tmp_path, num_shards=3)
-        one, query_BD = build_index(kind.fitted(len(catalogue), DIM), catalogue), catalogue[:7]
+        index, widest = _build_mapped(kind, catalogue, tmp_path, num_shards=3)
+        one_index, query_BD = build_index(kind.fitted(len(catalogue), DIM), catalogue), catalogue[:7]
         for depth in (1, 10, 150):
             for search_kind in (widest, widest.model_copy(update={"nprobe": 2})):
-                (one_score, one_row), (score, row) = (search(a, query_BD, kind=search_kind, depth=depth) for a in (one, index))
+                one_score, one_row = search(one_index, query_BD, kind=search_kind, depth=depth)
+                score, row = search(index, query_BD, kind=search_kind, depth=depth)
                 if getattr(kind, "rescore", 0) == 0 and kind.kind != "hnsw":
                     assert np.array_equal(score, one_score)
                     assert catalogue is vectors or "pq" in kind.kind or np.array_equal(row, one_row)
                 else:
                     exact_row = np.argsort(-query_BD @ catalogue.T, axis=1)[:, :depth]
-                    recalls = [
+                    one_recall, recall = (
                         recall_per_query(rows, exact_row_BK=exact_row, query_BD=query_BD, item_vector_ID=catalogue).mean()
                         for rows in (one_row, row)
-                    ]
-                    assert recalls[0] <= recalls[1]
+                    )
+                    assert one_recall <= recall
 
 
 @every_kind
-def test_a_search_beyond_the_catalogue_returns_every_item_once(kind: AnyIndexKind, built: Any, vectors: np.ndarray) -> None:
-    index, widest = built[kind]
+def test_a_search_beyond_the_catalogue_returns_every_item_once(
+    kind: AnyIndexKind, index_and_search_by_kind: Any, vectors: np.ndarray
+) -> None:
+    index, widest = index_and_search_by_kind[kind]
     for search_items in (search, search_exhaustively):
         score, row = search_items(index, vectors[:5], kind=widest, depth=NUM_ITEMS + 2)
         assert (np.diff(score) <= 0).all() and (row[:, NUM_ITEMS:] == -1).all()
-        for row_N in row:
-            assert len({*row_N}) == (row_N >= 0).sum() + 1
+        for row_K in row:
+            assert len({*row_K}) == (row_K >= 0).sum() + 1  # one more for -1
     assert (np.sort(row[:, :NUM_ITEMS]) == np.arange(NUM_ITEMS)).all()
 
 
 @every_kind
-@pytest.mark.parametrize("max_exact", [0, 10_000])
-def test_a_selection_is_searched_in_each_shard(
-    kind: AnyIndexKind, max_exact: int, built: Any, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_exact_items", [0, 10_000])
+def test_a_search_among_selected_items_finds_nearly_all_of_the_best_ones(
+    kind: AnyIndexKind,
+    max_exact_items: int,
+    index_and_search_by_kind: Any,
+    vectors: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact)
-    index, widest = built[kind]
+    monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact_items)
+    index, widest = index_and_search_by_kind[kind]
     is_selected_I = np.zeros(NUM_ITEMS, np.bool_)
-    is_selected_I[rows_by_shard(NUM_ITEMS, num_shards=3)[1][:600]] = True  # none in the other shards
+    is_selected_I[rows_by_shard(NUM_ITEMS, num_shards=3)[1][:600]] = True  # items of one shard
     is_selected_I[1_000:1_400] = True
     selection = Selection(index, is_selected_I)
     assert selection.num_items == is_selected_I.sum() == sum(part.num_items for part in selection.shards)
@@ -164,14 +175,16 @@ def test_a_selection_is_searched_in_each_shard(
     _, row = search(index, vectors[:50], kind=widest, depth=DEPTH, selection=selection)
     assert is_selected_I[row[row >= 0]].all()
     recall_B = recall_per_query(row, exact_row_BK=exact_row, query_BD=vectors[:50], item_vector_ID=vectors)
-    assert recall_B.mean() > TARGET
-    nothing = Selection(index, np.zeros(NUM_ITEMS, np.bool_))
-    assert (search_exhaustively(index, vectors[:2], kind=widest, depth=3, selection=nothing)[1] == -1).all()
+    assert recall_B.mean() > RECALL_TARGET
+    empty_selection = Selection(index, np.zeros(NUM_ITEMS, np.bool_))
+    assert (search_exhaustively(index, vectors[:2], kind=widest, depth=3, selection=empty_selection)[1] == -1).all()
 
 
 @every_kind
-def test_the_vectors_of_all_shards_are_read_by_item_row(kind: AnyIndexKind, built: Any, vectors: np.ndarray) -> None:
-    index, _ = built[kind]
+def test_the_vectors_of_all_shards_are_read_by_item_row(
+    kind: AnyIndexKind, index_and_search_by_kind: Any, vectors: np.ndarray
+) -> None:
+    index, _ = index_and_search_by_kind[kind]
     assert (stored_vectors(index) is not None) == isinstance(kind, Flat | Hnsw)
     if kind.has_readable_vectors:
         reader, rows = stored_vectors(index) or decoded_vectors(index), np.random.default_rng(1).integers(NUM_ITEMS, size=500)
@@ -180,7 +193,7 @@ def test_the_vectors_of_all_shards_are_read_by_item_row(kind: AnyIndexKind, buil
 
 
 @pytest.mark.parametrize("num_shards", [1, 3, 10])
-def test_the_vectors_of_one_shard_at_a_time_are_in_memory(
+def test_the_vectors_of_only_one_shard_are_in_memory_at_a_time(
     num_shards: int, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live_indexes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -207,23 +220,23 @@ def test_the_vectors_of_one_shard_at_a_time_are_in_memory(
         ("auto", IvfSq8(), 15_790_321, 1),
     ],
 )
-def test_auto_divides_an_index_that_is_larger_than_a_shard(
+def test_the_number_of_shards_is_the_setting_or_for_auto_follows_from_the_size(
     shards: Any, kind: AnyIndexKind, num_items: int, expected: int
 ) -> None:
     assert IndexConfig(shards=shards).num_shards(kind, num_items=num_items, dim=66) == expected
 
 
-def test_one_shard_keeps_the_fingerprint_of_a_config_without_the_setting() -> None:
+def test_the_setting_for_one_shard_is_left_out_of_the_fingerprint() -> None:
     assert "shards" not in IndexConfig(shards=1).result_settings()
     assert IndexConfig(shards="auto").result_settings()["shards"] == "auto"
 
 
-def test_equal_scores_are_in_the_order_of_the_shards_and_missing_items_are_last() -> None:
+def test_merged_items_with_equal_scores_are_in_the_order_of_their_shards() -> None:
     no_score = np.finfo(np.float32).min
-    results = [
+    results_of_shards = [
         (np.array([[3, 2, no_score], [1, 1, 1]], np.float32), np.array([[5, 6, -1], [1, 2, 3]])),
         (np.array([[3, no_score, no_score], [4, 1, 0]], np.float32), np.array([[7, -1, -1], [8, 9, 4]])),
     ]
-    scores, rows = merge(results)
+    scores, rows = merge(results_of_shards)
     assert scores.tolist() == [[3, 3, 2], [4, 1, 1]]
     assert rows.tolist() == [[5, 7, 6], [8, 1, 2]]

@@ -1,4 +1,4 @@
-"""A small model with random weights, its stages, and its package."""
+"""A packaged model with random weights, and the recommendations that a test expects from it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -25,37 +25,44 @@ from tests.recsys_core.ingest.random_features import feature_store, ingested_fea
 
 NUM_ITEMS, NUM_USERS, DIM = 300, 40, 16
 ITEM_IDS = [f"item-{(7 * row) % NUM_ITEMS:03d}" for row in range(NUM_ITEMS)]
+"""Id of each item row; the ids are not sorted."""
 USER_IDS = [9000 - 3 * row for row in range(NUM_USERS)]
-
 
 USER_FEATURES = ("user.single", "user.list", "user.weighted_list", "user.number")
 CONTEXT_FEATURES = ("context.single", "context.number")
-"""Features of an event: not available at serving time."""
+"""Features of an event; at serving time only the request has them."""
 
-
-GENRES, PRICES = ("rock", "pop", None), [float(row % 50) for row in range(NUM_ITEMS)]
+GENRES = ("rock", "pop", None)
 TIMES = [datetime(2026, 1, 1) + timedelta(days=row) for row in range(NUM_ITEMS)]
+ITEM_TABLE_ROWS = range(NUM_ITEMS - 10)
+"""Rows of the items that the table of items has."""
 ITEM_FILES = {
     "item_titles.parquet": pa.table(
         {"row": range(0, NUM_ITEMS, 2), "title": [f"title {row}" for row in range(0, NUM_ITEMS, 2)]}
     ),
     "item_columns.parquet": pa.table(
         {
-            "row": range(NUM_ITEMS - 10),  # the last items are not in the table of items
-            "genre": [GENRES[row % 3] for row in range(NUM_ITEMS - 10)],
-            "price": PRICES[:-10],
-            "stock": [row % 7 for row in range(NUM_ITEMS - 10)],
-            "is_new": [row % 2 == 0 for row in range(NUM_ITEMS - 10)],
-            "since": pa.array(TIMES[:-10], pa.timestamp("us")),
+            "row": ITEM_TABLE_ROWS,
+            "genre": [GENRES[row % 3] for row in ITEM_TABLE_ROWS],
+            "price": [float(row % 50) for row in ITEM_TABLE_ROWS],
+            "stock": [row % 7 for row in ITEM_TABLE_ROWS],
+            "is_new": [row % 2 == 0 for row in ITEM_TABLE_ROWS],
+            "since": pa.array([TIMES[row] for row in ITEM_TABLE_ROWS], pa.timestamp("us")),
         }
     ),
 }
+"""Titles and filter columns of the items, as the features stage stores them."""
 
 
-def config_of(
+def small_model_config(
     *, history: dict[str, object] | None = None, layers: Sequence[int] = (24, DIM), **model: object
 ) -> TwoTowerConfig:
-    """Return a query tower of `layers` over histories of 6 items. history: other history settings."""
+    """Return the config of a model that reads the last 6 items of a history.
+
+    Args:
+        history: settings of the history; `length` replaces the length of 6.
+        layers: layer widths of the query tower.
+    """
     return TwoTowerConfig(
         **{
             "embedding_dim": DIM,
@@ -66,17 +73,27 @@ def config_of(
     )
 
 
-Values = tuple[list[int], list[float] | None]
-"""Table rows and weights of a feature in a request."""
+RowsAndWeights = tuple[list[int], list[float] | None]
+"""Table rows of the values of a feature in a request, and their weights or None."""
 
 
 class ExportedModel:
-    """The float model and the log, from which a test computes the expected recommendations."""
+    """A float model with random weights and a random log, from which a test computes the expected recommendations.
+
+    Attributes:
+        ingested_by_feature: manifest entry of each feature.
+        features: table rows and weights of each feature.
+        tables: weights of each embedding table.
+        train: item rows of each user's events before the test.
+        test: item row of each user's test event, in a list.
+        history_items: vectors that represent the items in histories [items, dimensions].
+        item_vectors: vectors with which a query vector is multiplied [items, dimensions].
+    """
 
     def __init__(self, config: TwoTowerConfig, *, features: Sequence[str] = ()) -> None:
         random = np.random.default_rng(1)
         torch.manual_seed(1)
-        self.facts = ingested_features(*features) if features else {}
+        self.ingested_by_feature = ingested_features(*features) if features else {}
         self.features = FeatureStore(
             {
                 key: value
@@ -84,7 +101,9 @@ class ExportedModel:
                 if key in features
             }
         )
-        self.spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=self.facts)
+        self.spec = ModelSpec.sized(
+            config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=self.ingested_by_feature
+        )
         self.tables = {
             name: random.normal(0, 0.3, (table.num_rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())
@@ -94,14 +113,14 @@ class ExportedModel:
             if "recency" in name or "attention" in name or "popularity" in name:
                 nn.init.normal_(parameter)
         self.train = [random.choice(NUM_ITEMS, size, replace=False).tolist() for size in random.integers(1, 25, NUM_USERS)]
-        self.train[3] = list(range(NUM_ITEMS - 2))  # the user has seen all but two items
+        self.train[3] = list(range(NUM_ITEMS - 2))  # user 3 has seen all but two items
         self.test = [random.choice(NUM_ITEMS, 1).tolist() for _ in range(NUM_USERS)]
         self.test[3] = [0]
         with torch.no_grad():
             item_vector_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
             candidate_ID = self.towers["item"](item_vector_ID, features={})
-        uses_tower = config.history.item_representation == "candidate_tower"
-        self.history_items = (candidate_ID if uses_tower else item_vector_ID).numpy()
+        histories_use_tower = config.history.item_representation == "candidate_tower"
+        self.history_items = (candidate_ID if histories_use_tower else item_vector_ID).numpy()
         if config.has_popularity:
             count_I = np.bincount(np.concatenate(self.train), minlength=NUM_ITEMS)
             candidate_ID = append_popularity(candidate_ID, torch.from_numpy(item_popularity(count_I)))
@@ -109,41 +128,44 @@ class ExportedModel:
 
     @property
     def log(self) -> list[list[int]]:
-        """All events of each user."""
+        """Item rows of all events of each user."""
         return [train + test for train, test in zip(self.train, self.test, strict=True)]
 
     @property
     def query_tables(self) -> dict[str, np.ndarray]:
-        """The tables of the query tower except the history."""
+        """The tables of the user and of features, which the query tower reads in addition to the history."""
         return {name: self.tables[name] for name in self.spec.on_side("query")}
 
     @property
     def user_features(self) -> FeatureStore:
-        """The features that are available at serving time."""
+        """The features of users, which a package contains."""
         return FeatureStore({key: value for key, value in self.features.feature_by_key.items() if key.startswith("user.")})
 
-    def query(
-        self,
-        user: int | None,
-        history: Sequence[int],
-        *,
-        given: Mapping[str, tuple[list[int], list[float] | None]] | None = None,
+    def query_vector(
+        self, user: int | None, history: Sequence[int], *, given_features: Mapping[str, RowsAndWeights] | None = None
     ) -> np.ndarray:
-        """Return the float query vector. The rows of the user are pooled in NumPy; an unknown user has zeros.
+        """Return the query vector of the float model, with features that are pooled in NumPy.
 
-        given: table rows and weights of features in the request.
+        Args:
+            user: user row; None for an unknown user, whose features are zeros.
+            history: item rows, oldest first.
+            given_features: features of the request, which replace those of the user.
         """
         length = self.spec.config.history.length
         recent = list(history)[-length:] if length else []
-        pooled = {name: torch.from_numpy(self._pooled(name, user, (given or {}).get(name)))[None] for name in self.query_tables}
+        pooled_by_table = {
+            name: torch.from_numpy(self._pooled(name, user, (given_features or {}).get(name)))[None]
+            for name in self.query_tables
+        }
         items = torch.from_numpy(self.history_items)
         with torch.no_grad():
             vector = self.towers["query"](
-                items, torch.tensor(recent, dtype=torch.int64), torch.tensor([0, len(recent)]), features=pooled
+                items, torch.tensor(recent, dtype=torch.int64), torch.tensor([0, len(recent)]), features=pooled_by_table
             )
         return vector[0].numpy()
 
-    def _pooled(self, name: str, user: int | None, given: Values | None) -> np.ndarray:
+    def _pooled(self, name: str, user: int | None, given: RowsAndWeights | None) -> np.ndarray:
+        """Return the weighted sum of the rows of a table, divided by the total weight for a list."""
         table = self.tables[name]
         if given is None and (user is None or name.startswith("context.")):
             return np.zeros(table.shape[1], np.float32)
@@ -152,34 +174,39 @@ class ExportedModel:
         rows, weights = values_of(self.features, name, user) if given is None else given  # type: ignore[arg-type]
         if not rows:
             return np.zeros(table.shape[1], np.float32)
-        total = table[rows].T @ np.array(weights if weights else [1.0] * len(rows), np.float32)
-        return (total / (np.sum(weights) if weights else len(rows)) if "list" in name else total).astype(np.float32)
+        weight_L = np.array(weights if weights else [1.0] * len(rows), np.float32)
+        weighted_sum_D = table[rows].T @ weight_L
+        return (weighted_sum_D / weight_L.sum(dtype=np.float64) if "list" in name else weighted_sum_D).astype(np.float32)
 
-    def best(self, query: np.ndarray, *, seen: Sequence[int], k: int, allowed: Collection[int] = range(NUM_ITEMS)) -> list[str]:
-        """Return the ids of the best allowed items by sorting the whole catalogue."""
-        seen = {*seen} | {*range(NUM_ITEMS)} - {*allowed}
+    def best_ids(
+        self, query: np.ndarray, *, seen: Sequence[int], k: int, allowed: Collection[int] = range(NUM_ITEMS)
+    ) -> list[str]:
+        """Return the ids of the k best items that are allowed and not seen, by a sort of the whole catalogue."""
+        candidates = {*allowed} - {*seen}
         order = np.argsort(-(self.item_vectors @ query), kind="stable")
-        return [ITEM_IDS[row] for row in order if row not in seen][:k]
+        return [ITEM_IDS[row] for row in order if row in candidates][:k]
 
 
 def _vocabularies(ingested_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
-    """Return the vocabularies: the value of row n of a feature is "<key> n"."""
+    """Return the vocabulary file of each feature that has one. The value in row n of a feature is "<key> n"."""
     return {
-        f"{key}.vocabulary.parquet": pa.table({"value": [None, *(f"{key} {row}" for row in range(1, facts.num_rows))]})
-        for key, facts in ingested_by_feature.items()
-        if facts.kind != "numeric"
+        f"{key}.vocabulary.parquet": pa.table({"value": [None, *(f"{key} {row}" for row in range(1, feature.num_rows))]})
+        for key, feature in ingested_by_feature.items()
+        if feature.kind != "numeric"
     }
 
 
-Build = Callable[..., tuple[ExportedModel, PackageManifest]]
+ModelBuilder = Callable[..., tuple[ExportedModel, PackageManifest]]
 
 
 @pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    def build_it(
+def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuilder:
+    """A function that writes the stages and the package of a model. model: arguments of `small_model_config`."""
+
+    def build(
         *,
-        index: str = "flat",
-        index_shards: int = 1,
+        index_kind: str = "flat",
+        num_index_shards: int = 1,
         item_vectors: str = "fp32",
         quantization: str = "none",
         users: str = "stored",
@@ -191,14 +218,14 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         item_files: Mapping[str, pa.Table] | None = None,
         **model: object,
     ) -> tuple[ExportedModel, PackageManifest]:
-        folder = tmp_path_factory.mktemp("chain")
-        exported_model = ExportedModel(config_of(**model), features=features)  # type: ignore[arg-type]
+        folder = tmp_path_factory.mktemp("stages")
+        exported_model = ExportedModel(small_model_config(**model), features=features)  # type: ignore[arg-type]
         interactions = interactions_stage(
             folder / "interactions",
             train=exported_model.train,
             validation=[[] for _ in exported_model.train],
             test=exported_model.test,
-            items=NUM_ITEMS,
+            num_items=NUM_ITEMS,
             item_ids=ITEM_IDS,
             user_ids=USER_IDS,
         )
@@ -208,7 +235,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             queries={
                 "test": (
                     range(NUM_USERS),
-                    np.stack([exported_model.query(user, exported_model.train[user]) for user in range(NUM_USERS)]),
+                    np.stack([exported_model.query_vector(user, exported_model.train[user]) for user in range(NUM_USERS)]),
                 )
             },
             spec=exported_model.spec,
@@ -228,8 +255,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             export=export,
             index=build_indexes(
                 IndexConfig(
-                    served_kind=index,
-                    shards=index_shards,
+                    served_kind=index_kind,
+                    shards=num_index_shards,
                     nlist=7,
                     nprobe=nprobe,
                     hnsw_m=4,
@@ -244,8 +271,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
                 features=features_stage(
                     folder / "features",
                     exported_model.features,
-                    facts=exported_model.facts,
-                    tables=_vocabularies(exported_model.facts) | dict(item_files or {}),
+                    ingested_by_feature=exported_model.ingested_by_feature,
+                    table_by_file_name=_vocabularies(exported_model.ingested_by_feature) | dict(item_files or {}),
                 )
                 if features or item_files
                 else None,
@@ -255,4 +282,4 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         )
         return exported_model, package
 
-    return build_it
+    return build

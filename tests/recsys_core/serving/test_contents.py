@@ -1,4 +1,4 @@
-"""Changed packages are rejected with the name of the changed file."""
+"""The files of a package: each is listed and needed, and an error about a changed file names it."""
 
 import hashlib
 import io
@@ -28,20 +28,23 @@ from recsys_core.serving.package import build_package
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
 from tests.recsys_core.refresh.small_pipeline import build_pipeline
-from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, NUM_ITEMS, NUM_USERS, USER_FEATURES, USER_IDS, Build
+from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, NUM_ITEMS, NUM_USERS, USER_FEATURES, USER_IDS, ModelBuilder
 
 
 @pytest.fixture(scope="module")
-def package_manifest(build: Build) -> PackageManifest:
-    return build(index="ivf_flat", quantization="int8", learn_user_embedding=True, features=USER_FEATURES)[1]
+def package_manifest(build_packaged_model: ModelBuilder) -> PackageManifest:
+    return build_packaged_model(index_kind="ivf_flat", quantization="int8", learn_user_embedding=True, features=USER_FEATURES)[
+        1
+    ]
 
 
 @pytest.fixture
-def copy(package_manifest: PackageManifest, tmp_path: Path) -> Path:
+def package_copy(package_manifest: PackageManifest, tmp_path: Path) -> Path:
+    """A copy of the package folder, which a test may change."""
     return Path(shutil.copytree(package_manifest.folder / "package", tmp_path / "package"))
 
 
-def describe(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
+def edit_description(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
     """Edit package.json and return its new sha256."""
     path = folder / DESCRIPTION_NAME
     description = json.loads(path.read_bytes())
@@ -50,10 +53,10 @@ def describe(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def rehash(folder: Path, name: str) -> str:
-    """Update the record of `name` in package.json and return the new sha256 of package.json."""
+def update_record(folder: Path, name: str) -> str:
+    """Update the size and checksum of the file `name` in package.json. Return the new sha256 of package.json."""
     record = record_file(folder / name).model_dump()
-    return describe(folder, lambda description: description["files"].update({name: record}))
+    return edit_description(folder, lambda description: description["files"].update({name: record}))
 
 
 def test_every_file_of_the_package_is_listed_and_needed(package_manifest: PackageManifest) -> None:
@@ -62,24 +65,26 @@ def test_every_file_of_the_package_is_listed_and_needed(package_manifest: Packag
     assert names == contents.package.file_names | {DESCRIPTION_NAME} == contents.package.files.keys() | {DESCRIPTION_NAME}
 
 
-def test_a_flipped_bit_or_a_missing_file_is_rejected_by_name(package_manifest: PackageManifest, copy: Path) -> None:
-    for path in sorted(copy.iterdir()):
+def test_an_error_about_a_flipped_bit_or_a_missing_file_names_the_file(
+    package_manifest: PackageManifest, package_copy: Path
+) -> None:
+    for path in sorted(package_copy.iterdir()):
         content = path.read_bytes()
         for offset in (0, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
             with pytest.raises(StageError, match=path.name):
-                read_package(copy, sha256=description_sha256(package_manifest))
+                read_package(package_copy, sha256=description_sha256(package_manifest))
         path.unlink()
         with pytest.raises(StageError, match=path.name):
-            read_package(copy, sha256=description_sha256(package_manifest))
+            read_package(package_copy, sha256=description_sha256(package_manifest))
         path.write_bytes(content)
-    read_package(copy, sha256=description_sha256(package_manifest))
+    read_package(package_copy, sha256=description_sha256(package_manifest))
 
 
-def test_a_surplus_file_is_rejected_by_name(package_manifest: PackageManifest, copy: Path) -> None:
-    (copy / "user.more.row.npy").touch()
+def test_an_error_about_a_surplus_file_names_the_file(package_manifest: PackageManifest, package_copy: Path) -> None:
+    (package_copy / "user.more.row.npy").touch()
     with pytest.raises(StageError, match=r"user.more.row.npy: package.json does not list this file"):
-        read_package(copy, sha256=description_sha256(package_manifest))
+        read_package(package_copy, sha256=description_sha256(package_manifest))
 
 
 @pytest.mark.parametrize(
@@ -91,43 +96,45 @@ def test_a_surplus_file_is_rejected_by_name(package_manifest: PackageManifest, c
     ],
 )
 def test_an_edited_description_is_rejected_even_if_it_is_valid(
-    package_manifest: PackageManifest, copy: Path, change: Callable[[dict[str, Any]], object]
+    package_manifest: PackageManifest, package_copy: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
-    describe(copy, change)
+    edit_description(package_copy, change)
     with pytest.raises(StageError, match=r"package.json: the sha256 is \w+, but the file was written with"):
-        read_package(copy, sha256=description_sha256(package_manifest))
+        read_package(package_copy, sha256=description_sha256(package_manifest))
 
 
-def test_a_package_of_another_format_is_rejected_in_one_line_with_both_formats(copy: Path) -> None:
-    sha256 = describe(copy, lambda description: description.update(format_version=3, removed_setting=True))
+def test_an_error_about_another_format_is_one_line_with_both_formats(package_copy: Path) -> None:
+    sha256 = edit_description(package_copy, lambda description: description.update(format_version=3, removed_setting=True))
     with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 7; .* nightjar .*\w$"):
-        read_package(copy, sha256=sha256)
+        read_package(package_copy, sha256=sha256)
 
 
-def test_updated_records_need_the_new_checksum_of_the_description(package_manifest: PackageManifest, copy: Path) -> None:
-    order = np.load(copy / "popularity.npy")
-    np.save(copy / "popularity.npy", order[::-1])
-    sha256 = rehash(copy, "popularity.npy")
+def test_a_package_with_updated_records_loads_only_with_the_new_checksum_of_its_description(
+    package_manifest: PackageManifest, package_copy: Path
+) -> None:
+    item_row_I = np.load(package_copy / "popularity.npy")
+    np.save(package_copy / "popularity.npy", item_row_I[::-1])
+    sha256 = update_record(package_copy, "popularity.npy")
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
-        read_package(copy, sha256=description_sha256(package_manifest))
-    assert (read_package(copy, sha256=sha256).popularity.item_row_I == order[::-1]).all()
+        read_package(package_copy, sha256=description_sha256(package_manifest))
+    assert (read_package(package_copy, sha256=sha256).popularity.item_row_I == item_row_I[::-1]).all()
 
 
-def _array(values: np.ndarray) -> bytes:
+def _array_file(values: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, values)
     return file.getvalue()
 
 
-def _ids(ids: list[str]) -> bytes:
+def _item_file(ids: list[str]) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table({"item_id": ids}), file)
     return file.getvalue()
 
 
-def _index(items: int, dim: int) -> bytes:
+def _index_file(num_items: int, dim: int) -> bytes:
     index = faiss.IndexFlatIP(dim)
-    index.add(np.ones((items, dim), np.float32))
+    index.add(np.ones((num_items, dim), np.float32))
     return faiss.serialize_index(index).tobytes()
 
 
@@ -136,27 +143,29 @@ def _index(items: int, dim: int) -> bytes:
     [
         *((name, b"") for name in ("tower.safetensors", "index.faiss", "items.parquet", "popularity.npy")),
         *((name, b"\x93NUMPY garbage" * 9) for name in ("tower.safetensors", "index.faiss", "users.arrow")),
-        ("popularity.npy", _array(np.zeros(NUM_ITEMS, np.int32))),
-        ("popularity.npy", _array(np.arange(NUM_ITEMS, dtype=np.int64))),
-        ("popularity_share.npy", _array(np.zeros(NUM_ITEMS - 1, np.float32))),
-        ("items.parquet", _ids(ITEM_IDS[1:])),
-        ("index.faiss", _index(NUM_ITEMS - 1, DIM)),
-        ("index.faiss", _index(NUM_ITEMS, DIM + 4)),
-        ("index.faiss", _index(NUM_ITEMS, DIM)),
+        ("popularity.npy", _array_file(np.zeros(NUM_ITEMS, np.int32))),
+        ("popularity.npy", _array_file(np.arange(NUM_ITEMS, dtype=np.int64))),
+        ("popularity_share.npy", _array_file(np.zeros(NUM_ITEMS - 1, np.float32))),
+        ("items.parquet", _item_file(ITEM_IDS[1:])),
+        ("index.faiss", _index_file(NUM_ITEMS - 1, DIM)),
+        ("index.faiss", _index_file(NUM_ITEMS, DIM + 4)),
+        ("index.faiss", _index_file(NUM_ITEMS, DIM)),  # of another kind than the configured one
     ],
 )
-def test_mismatching_contents_are_rejected_by_name_even_if_all_checksums_match(copy: Path, name: str, content: bytes) -> None:
-    (copy / name).write_bytes(content)
+def test_an_error_about_mismatching_contents_names_the_file_even_if_all_checksums_match(
+    package_copy: Path, name: str, content: bytes
+) -> None:
+    (package_copy / name).write_bytes(content)
     with pytest.raises(StageError, match=name):
-        read_package(copy, sha256=rehash(copy, name))
+        read_package(package_copy, sha256=update_record(package_copy, name))
 
 
-def test_an_index_for_another_similarity_is_rejected(copy: Path) -> None:
+def test_an_index_for_another_similarity_is_rejected(package_copy: Path) -> None:
     index = faiss.IndexIDMap(faiss.IndexFlatL2(DIM))
     index.add_with_ids(np.ones((NUM_ITEMS, DIM), np.float32), np.arange(NUM_ITEMS))
-    faiss.write_index(index, str(copy / "index.faiss"))
+    faiss.write_index(index, str(package_copy / "index.faiss"))
     with pytest.raises(StageError, match=r"index.faiss: the file has an index with FAISS metric 1, but the model needs inner"):
-        read_package(copy, sha256=rehash(copy, "index.faiss"))
+        read_package(package_copy, sha256=update_record(package_copy, "index.faiss"))
 
 
 def test_an_index_of_other_vectors_than_the_export_is_not_packaged(package_manifest: PackageManifest, tmp_path: Path) -> None:
@@ -166,23 +175,23 @@ def test_an_index_of_other_vectors_than_the_export_is_not_packaged(package_manif
         for name, manifest_type in (("index", IndexManifest), ("export", ExportManifest))
     )
     other_index = index.model_copy(update={"dim": DIM + 1, "similarity": "dot"})
-    stages = {"dataset": None, "evaluation": None}  # the index is checked before they are read
+    unread_stages = {"dataset": None, "evaluation": None}  # an index that does not match is rejected before they are read
     message = rf"has {NUM_ITEMS} vectors of width {DIM + 1} for dot similarity, but the export .* has {NUM_ITEMS} vectors of"
     with pytest.raises(StageError, match=message):
-        build_package(PackageConfig(), export=export, index=other_index, folder=tmp_path / "package", **stages)  # type: ignore[arg-type]
+        build_package(PackageConfig(), export=export, index=other_index, folder=tmp_path / "package", **unread_stages)  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
 
 
-def test_the_whole_file_of_the_users_can_be_verified(copy: Path) -> None:
-    verify_users(copy)
-    content = bytearray((copy / "users.arrow").read_bytes())
+def test_verify_users_rejects_a_changed_and_a_missing_user_file(package_copy: Path) -> None:
+    verify_users(package_copy)
+    content = bytearray((package_copy / "users.arrow").read_bytes())
     content[-300] ^= 1
-    (copy / "users.arrow").write_bytes(content)
+    (package_copy / "users.arrow").write_bytes(content)
     with pytest.raises(StageError, match=r"users.arrow: the file was changed after it was written"):
-        verify_users(copy)
-    (copy / "users.arrow").unlink()
+        verify_users(package_copy)
+    (package_copy / "users.arrow").unlink()
     with pytest.raises(StageError, match=r"package: cannot be verified \(FileNotFoundError"):
-        verify_users(copy)
+        verify_users(package_copy)
 
 
 @pytest.mark.parametrize(
@@ -192,70 +201,86 @@ def test_the_whole_file_of_the_users_can_be_verified(copy: Path) -> None:
         (lambda table: table.drop_columns(["user.list"]), "needs 40 rows .*user.list large_list"),
         (lambda table: table.append_column("user.more", table["user_id"]), "the file has 40 rows .*user.more int64"),
         (
-            lambda table: _replaced(table, "history", pa.array([[NUM_ITEMS]] * NUM_USERS, pa.large_list(pa.int32()))),
+            lambda table: _with_column(table, "history", pa.array([[NUM_ITEMS]] * NUM_USERS, pa.large_list(pa.int32()))),
             "but .* 0 to 299",
         ),
-        (lambda table: _replaced(table, "user.single", pa.array([10_000] * NUM_USERS, pa.int32())), "but the model needs 0 to"),
-        (lambda table: _replaced(table, "bucket_rows", pa.array([[-1]] * NUM_USERS, pa.list_(pa.int32()))), "values -1 to -1"),
-        (lambda table: _replaced(table, "user.number.weight", pa.array([1.0] * NUM_USERS)), "user.number.weight double"),
+        (
+            lambda table: _with_column(table, "user.single", pa.array([10_000] * NUM_USERS, pa.int32())),
+            "but the model needs 0 to",
+        ),
+        (
+            lambda table: _with_column(table, "bucket_rows", pa.array([[-1]] * NUM_USERS, pa.list_(pa.int32()))),
+            "values -1 to -1",
+        ),
+        (lambda table: _with_column(table, "user.number.weight", pa.array([1.0] * NUM_USERS)), "user.number.weight double"),
     ],
 )
-def test_users_of_another_model_are_rejected(copy: Path, change: Callable[[pa.Table], pa.Table], message: str) -> None:
-    with pa.memory_map(str(copy / "users.arrow")) as file:
-        changed = change(pa.ipc.open_file(file).read_all())
-        with pa.OSFile(str(copy / "changed.arrow"), "wb") as sink, pa.ipc.new_file(sink, changed.schema) as writer:
-            writer.write_table(changed.combine_chunks())
-    (copy / "changed.arrow").replace(copy / "users.arrow")
-    write_block_checksums(copy / "users.arrow", copy / "users.sha256")
+def test_a_user_file_of_another_model_is_rejected(
+    package_copy: Path, change: Callable[[pa.Table], pa.Table], message: str
+) -> None:
+    with pa.memory_map(str(package_copy / "users.arrow")) as file:
+        users = change(pa.ipc.open_file(file).read_all())
+        with pa.OSFile(str(package_copy / "changed.arrow"), "wb") as sink, pa.ipc.new_file(sink, users.schema) as writer:
+            writer.write_table(users.combine_chunks())
+    (package_copy / "changed.arrow").replace(package_copy / "users.arrow")
+    write_block_checksums(package_copy / "users.arrow", package_copy / "users.sha256")
     for name in ("users.arrow", "users.sha256"):
-        sha256 = rehash(copy, name)
+        sha256 = update_record(package_copy, name)
     with pytest.raises(StageError, match=f"users.arrow: .*{message}"):
-        Retriever.load(copy, sha256=sha256, verify=False).recommend(USER_IDS)
+        Retriever.load(package_copy, sha256=sha256, verify=False).recommend(USER_IDS)
 
 
-def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+def _with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, values)
 
 
-def test_a_shard_of_the_index_that_is_missing_or_of_another_index_is_rejected(build: Build, tmp_path: Path) -> None:
-    world, package = build(index="ivf_flat", index_shards=3)
-    copy = Path(shutil.copytree(package.folder / "package", tmp_path / "package"))
+def test_an_index_is_rejected_if_a_shard_repeats_another_one_or_is_not_used(
+    build_packaged_model: ModelBuilder, tmp_path: Path
+) -> None:
+    exported_model, package = build_packaged_model(index_kind="ivf_flat", num_index_shards=3)
+    package_copy = Path(shutil.copytree(package.folder / "package", tmp_path / "package"))
     query_BD = np.random.default_rng(0).normal(size=(5, DIM)).astype(np.float32)
-    _, row_BN = search_exhaustively(Retriever.load(copy)._index, query_BD, kind=IvfFlat(), depth=9)
-    assert np.array_equal(row_BN, np.argsort(-query_BD @ world.item_vectors.T, axis=1)[:, :9])
-    sha256 = rehash(copy, "index.1.faiss")
-    first = (copy / "index.0.faiss").read_bytes()
-    (copy / "index.0.faiss").write_bytes((copy / "index.1.faiss").read_bytes())
+    _, row_BK = search_exhaustively(Retriever.load(package_copy)._index, query_BD, kind=IvfFlat(), depth=9)
+    assert np.array_equal(row_BK, np.argsort(-query_BD @ exported_model.item_vectors.T, axis=1)[:, :9])
+    sha256 = update_record(package_copy, "index.1.faiss")
+    first_shard = (package_copy / "index.0.faiss").read_bytes()
+    (package_copy / "index.0.faiss").write_bytes((package_copy / "index.1.faiss").read_bytes())
     with pytest.raises(StageError, match=r"index\.0\.faiss: the file has .* the file was changed"):
-        read_package(copy, sha256=sha256)
+        read_package(package_copy, sha256=sha256)
     with pytest.raises(StageError, match=r"differs|answer"):
-        Retriever.load(copy, sha256=rehash(copy, "index.0.faiss"))
-    (copy / "index.0.faiss").write_bytes(first)
-    rehash(copy, "index.0.faiss")
+        Retriever.load(package_copy, sha256=update_record(package_copy, "index.0.faiss"))
+    (package_copy / "index.0.faiss").write_bytes(first_shard)
+    update_record(package_copy, "index.0.faiss")
     with pytest.raises(StageError, match=r"index\.2\.faiss: package.json lists it, but the model does not use it"):
-        read_package(copy, sha256=describe(copy, lambda description: description.update(index_shards=2)))
+        read_package(
+            package_copy, sha256=edit_description(package_copy, lambda description: description.update(index_shards=2))
+        )
 
 
-def test_an_index_is_mapped_and_returns_the_results_of_a_copy_in_memory(build: Build) -> None:
+def test_an_index_of_every_kind_is_mapped_and_returns_the_results_of_an_index_in_memory(
+    build_packaged_model: ModelBuilder,
+) -> None:
     for kind in get_args(get_args(AnyIndexKind)[0]):
-        _, package = build(index=kind.model_fields["kind"].default)
+        _, package = build_packaged_model(index_kind=kind.model_fields["kind"].default)
         path = package.folder / "package" / "index.faiss"
         index = Retriever.load(package.folder)._index
         assert str(path) in Path("/proc/self/maps").read_text(), kind
         query_BD = np.random.default_rng(0).normal(size=(5, DIM)).astype(np.float32)
-        for mapped, expected in zip(index.search(query_BD, 7), faiss.read_index(str(path)).search(query_BD, 7), strict=True):
-            assert (mapped == expected).all(), kind
+        expected_arrays = faiss.read_index(str(path)).search(query_BD, 7)
+        for array, expected in zip(index.search(query_BD, 7), expected_arrays, strict=True):
+            assert (array == expected).all(), kind
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths to all members of a JSON value."""
+def _member_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the keys and indices that lead to each member of a JSON value, at any depth. path: those that lead to `value`."""
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [leaf for key, member in members for leaf in _leaves(member, (*path, key))]
+    nested_paths = [nested for key, member in members for nested in _member_paths(member, (*path, key))]
+    return [path, *nested_paths] if path else nested_paths
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_a_description_with_one_changed_value_loads_or_is_rejected_with_a_message(
+def test_a_description_with_one_changed_value_answers_or_is_rejected_with_its_path(
     package_manifest: PackageManifest, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("edited")
@@ -263,27 +288,31 @@ def test_a_description_with_one_changed_value_loads_or_is_rejected_with_a_messag
         (folder / path.name).hardlink_to(path)
     (folder / DESCRIPTION_NAME).unlink()
     description = json.loads((package_manifest.folder / "package" / DESCRIPTION_NAME).read_bytes())
-    *parents, last = data.draw(st.sampled_from(_leaves(description)))
-    holder = description
-    for key in parents:
-        holder = holder[key]
+    *parent_keys, last_key = data.draw(st.sampled_from(_member_paths(description)))
+    parent = description
+    for key in parent_keys:
+        parent = parent[key]
     if data.draw(st.booleans()):
-        del holder[last]
+        del parent[last_key]
     else:
-        holder[last] = data.draw(st.sampled_from([None, 0, -1, 7, 10**9, 0.5, "", "hnsw", "none", "sum", "dot", [], {}, True]))
+        parent[last_key] = data.draw(
+            st.sampled_from([None, 0, -1, 7, 10**9, 0.5, "", "hnsw", "none", "sum", "dot", [], {}, True])
+        )
     content = json.dumps(description).encode()
     (folder / DESCRIPTION_NAME).write_bytes(content)
     try:
-        loaded = Retriever.load(folder, sha256=hashlib.sha256(content).hexdigest())
+        retriever = Retriever.load(folder, sha256=hashlib.sha256(content).hexdigest())
     except StageError as error:
         assert str(folder) in str(error)
     else:
-        assert len(loaded.recommend([1], k=3)[0][0]) == 3
+        assert len(retriever.recommend([1], k=3)[0].item_ids) == 3
 
 
-def test_a_package_does_not_depend_on_the_number_of_shards(tmp_path: Path) -> None:
-    one, several = (build_pipeline(tmp_path / f"{shards}", shards=shards).package_folder for shards in (1, 7))
-    names = {path.name for path in one.iterdir()} - {"package.json"}
-    assert "users.arrow" in names and names == {path.name for path in several.iterdir()} - {"package.json"}
+def test_a_package_does_not_depend_on_the_number_of_log_shards(tmp_path: Path) -> None:
+    folder, sharded_folder = (
+        build_pipeline(tmp_path / str(num_shards), shards=num_shards).package_folder for num_shards in (1, 7)
+    )
+    names = {path.name for path in folder.iterdir()} - {"package.json"}
+    assert "users.arrow" in names and names == {path.name for path in sharded_folder.iterdir()} - {"package.json"}
     for name in names:
-        assert (one / name).read_bytes() == (several / name).read_bytes(), name
+        assert (folder / name).read_bytes() == (sharded_folder / name).read_bytes(), name

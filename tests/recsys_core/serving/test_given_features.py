@@ -1,4 +1,4 @@
-"""A value in a request gets the rows and weights that the ingest stored for the same value."""
+"""Features of a request: a value gets the table rows and weights that the ingest stores for it."""
 
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,17 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
 
 NUM_USERS = 40
 RANDOM = np.random.default_rng(4)
-LETTERS = [[str(letter) for letter in RANDOM.choice(list("abcdé"), RANDOM.integers(1, 5))] for _ in range(NUM_USERS)]
+LETTERS_OF_USERS = [[str(letter) for letter in RANDOM.choice(list("abcdé"), RANDOM.integers(1, 5))] for _ in range(NUM_USERS)]
 COLUMNS: dict[str, Any] = {
     "country": [f"country {value}" for value in RANDOM.integers(0, 6, NUM_USERS)],
     "number": RANDOM.integers(-5, 5, NUM_USERS).tolist(),
     "is_member": (RANDOM.random(NUM_USERS) < 0.5).tolist(),
     "age": RANDOM.normal(40, 20, NUM_USERS).tolist(),
-    "tags": LETTERS,
-    "topics": LETTERS,
-    "topic_weights": [RANDOM.random(len(letters)).astype(np.float32).tolist() for letters in LETTERS],
+    "tags": LETTERS_OF_USERS,
+    "topics": LETTERS_OF_USERS,
+    "topic_weights": [RANDOM.random(len(letters)).astype(np.float32).tolist() for letters in LETTERS_OF_USERS],
 }
+"""Columns of the table of users, which are also the columns of the request."""
 FEATURES: list[dict[str, Any]] = [
     {"name": "country", "min_count": 3},
     {"name": "number"},
@@ -63,13 +64,13 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
     )
 
 
-def test_a_value_has_the_same_rows_and_weights_as_in_the_ingest(manifest: FeaturesManifest) -> None:
+def test_a_value_gets_the_rows_and_weights_that_the_ingest_stored(manifest: FeaturesManifest) -> None:
     features = {key: QueryFeature.of(key, manifest) for key in manifest.features}
     encoded = RequestFeatures(features, folder=manifest.folder).encode(COLUMNS, num_rows=NUM_USERS)
-    stored = FeatureStore.open(manifest).feature_by_key
-    assert encoded.keys() == stored.keys()
+    stored_features = FeatureStore.open(manifest).feature_by_key
+    assert encoded.keys() == stored_features.keys()
     for key, feature in encoded.items():
-        rows, weights = stored[key].rows_and_weights(np.arange(NUM_USERS))
+        rows, weights = stored_features[key].rows_and_weights(np.arange(NUM_USERS))
         assert feature.is_given_B.all(), key
         np.testing.assert_array_equal(feature.rows.offset, rows.offset, err_msg=key)
         np.testing.assert_array_equal(feature.rows.values_L, rows.values_L, err_msg=key)
@@ -78,7 +79,7 @@ def test_a_value_has_the_same_rows_and_weights_as_in_the_ingest(manifest: Featur
             np.testing.assert_array_equal(feature.weight_L, weights, err_msg=key)
 
 
-def test_a_value_that_the_ingest_has_not_seen_is_out_of_vocabulary(manifest: FeaturesManifest, tmp_path: Path) -> None:
+def test_a_value_that_the_ingest_has_not_seen_gets_row_0(manifest: FeaturesManifest, tmp_path: Path) -> None:
     features = {key: QueryFeature.of(key, manifest) for key in ("user.country", "user.number", "user.tags")}
     encoded = RequestFeatures(features, folder=manifest.folder).encode(
         {"country": ["nowhere", None], "number": [10**6, -5.0], "tags": [["z"], []]}, num_rows=2
@@ -89,14 +90,14 @@ def test_a_value_that_the_ingest_has_not_seen_is_out_of_vocabulary(manifest: Fea
     assert encoded["user.tags"].rows.offset.tolist() == [0, 1, 1]
 
 
-def test_an_ambiguous_column_is_called_by_its_side() -> None:
+def test_a_column_that_users_and_context_share_has_a_prefix_in_requests() -> None:
     features = {
         "user.country": QueryFeature(kind="categorical", column="country"),
-        "context.where": QueryFeature(kind="categorical", column="country"),
+        "context.place": QueryFeature(kind="categorical", column="country"),
         "context.history": QueryFeature(kind="weighted_list", column="history", weight_column="weights"),
     }
     assert request_columns(features) == {
         "user.country": ("user.country", None),
-        "context.where": ("context.country", None),
+        "context.place": ("context.country", None),
         "context.history": ("context.history", "weights"),
     }

@@ -1,4 +1,4 @@
-"""A package whose answers differ from those of its golden queries is refused, even if all its checksums match."""
+"""A package is rejected if its answers to its golden queries are not the stored ones, even if all checksums match."""
 
 import json
 import shutil
@@ -15,107 +15,106 @@ from recsys_core.manifests import PackageManifest
 from recsys_core.serving.answers import Answer
 from recsys_core.serving.golden import GoldenAnswer, GoldenQueries, _difference
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, USER_FEATURES, Build
-from tests.recsys_core.serving.test_contents import describe, rehash
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, USER_FEATURES, ModelBuilder
+from tests.recsys_core.serving.test_contents import edit_description, update_record
 
 
 @pytest.fixture(scope="module")
-def package_manifest(build: Build) -> PackageManifest:
-    return build(index="hnsw", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1]
+def package_manifest(build_packaged_model: ModelBuilder) -> PackageManifest:
+    return build_packaged_model(index_kind="hnsw", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1]
 
 
 @pytest.fixture
-def copy(package_manifest: PackageManifest, tmp_path: Path) -> Path:
+def package_copy(package_manifest: PackageManifest, tmp_path: Path) -> Path:
+    """A copy of the package folder, which a test may change."""
     return Path(shutil.copytree(package_manifest.folder / "package", tmp_path / "package"))
 
 
-def swap_index(copy: Path, other: Path) -> None:
-    shutil.copyfile(other / "index.faiss", copy / "index.faiss")
-    rehash(copy, "index.faiss")
+def replace_index(package_copy: Path, other_folder: Path) -> None:
+    shutil.copyfile(other_folder / "index.faiss", package_copy / "index.faiss")
+    update_record(package_copy, "index.faiss")
 
 
-def swap_tower(copy: Path, other: Path) -> None:
-    shutil.copyfile(other / "tower.safetensors", copy / "tower.safetensors")
-    rehash(copy, "tower.safetensors")
+def replace_tower(package_copy: Path, other_folder: Path) -> None:
+    shutil.copyfile(other_folder / "tower.safetensors", package_copy / "tower.safetensors")
+    update_record(package_copy, "tower.safetensors")
 
 
-def swap_items(copy: Path, other: Path) -> None:
-    shutil.copyfile(other / "items.parquet", copy / "items.parquet")
-    rehash(copy, "items.parquet")
+def replace_items(package_copy: Path, other_folder: Path) -> None:
+    shutil.copyfile(other_folder / "items.parquet", package_copy / "items.parquet")
+    update_record(package_copy, "items.parquet")
 
 
-def reverse_ids(copy: Path, other: Path) -> None:
-    items = pq.read_table(copy / "items.parquet")
+def reverse_ids(package_copy: Path, other_folder: Path) -> None:
+    items = pq.read_table(package_copy / "items.parquet")
     ids = items["item_id"].combine_chunks().take(np.arange(len(items))[::-1].copy())
-    pq.write_table(items.set_column(0, items.schema.field("item_id"), ids), copy / "items.parquet")
-    rehash(copy, "items.parquet")
+    pq.write_table(items.set_column(0, items.schema.field("item_id"), ids), package_copy / "items.parquet")
+    update_record(package_copy, "items.parquet")
 
 
-def reverse_popularity(copy: Path, other: Path) -> None:
-    np.save(copy / "popularity.npy", np.load(copy / "popularity.npy")[::-1])
-    rehash(copy, "popularity.npy")
+def reverse_popularity(package_copy: Path, other_folder: Path) -> None:
+    np.save(package_copy / "popularity.npy", np.load(package_copy / "popularity.npy")[::-1])
+    update_record(package_copy, "popularity.npy")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            swap_index,
-            "golden.json: row 0 of the request .* is expected; the query tower, the index and the ids",
-        ),
-        (swap_tower, "tower.safetensors: the file has the space_id .*: query tower and items are of different versions"),
-        (swap_items, "items.parquet: the file has the space_id .*: query tower and items are of different versions"),
+        (replace_index, "golden.json: row 0 of the request .* is expected; the query tower, the index and the ids"),
+        (replace_tower, "tower.safetensors: the file has the space_id .*: query tower and items are of different versions"),
+        (replace_items, "items.parquet: the file has the space_id .*: query tower and items are of different versions"),
         (reverse_ids, "golden.json: row 0 of the request"),
-        (reverse_popularity, "golden.json: row 8 of the request"),
+        (reverse_popularity, "golden.json: row 8 of the request"),  # the first row without a history
     ],
 )
-def test_parts_of_another_version_are_refused(
-    copy: Path, build: Build, change: Callable[[Path, Path], None], message: str
+def test_a_file_of_another_version_or_in_another_order_is_rejected(
+    package_copy: Path, build_packaged_model: ModelBuilder, change: Callable[[Path, Path], None], message: str
 ) -> None:
     features = (*USER_FEATURES, *CONTEXT_FEATURES)
-    other = build(index="hnsw", features=features, item_files=ITEM_FILES, similarity="dot")[1]
-    change(copy, other.folder / "package")
+    other_manifest = build_packaged_model(index_kind="hnsw", features=features, item_files=ITEM_FILES, similarity="dot")[1]
+    change(package_copy, other_manifest.folder / "package")
     with pytest.raises(StageError, match=message):
-        Retriever.load(copy)
+        Retriever.load(package_copy)
     if message.startswith("golden"):
-        Retriever.load(copy, verify=False)
+        Retriever.load(package_copy, verify=False)
 
 
-def test_a_changed_expectation_or_space_is_refused(copy: Path) -> None:
-    golden = json.loads((copy / "golden.json").read_bytes())
+def test_a_changed_golden_answer_or_space_id_is_rejected(package_copy: Path) -> None:
+    golden = json.loads((package_copy / "golden.json").read_bytes())
     golden["requests"][0]["answers"][2]["scores"][0] += 0.1
-    (copy / "golden.json").write_text(json.dumps(golden))
-    rehash(copy, "golden.json")
+    (package_copy / "golden.json").write_text(json.dumps(golden))
+    update_record(package_copy, "golden.json")
     with pytest.raises(StageError, match=r"golden.json: row 2 of the request \{'rows': .* but the score .* is expected"):
-        Retriever.load(copy)
-    (copy / "golden.json").write_text("{}")
-    rehash(copy, "golden.json")
+        Retriever.load(package_copy)
+    (package_copy / "golden.json").write_text("{}")
+    update_record(package_copy, "golden.json")
     with pytest.raises(StageError, match=r"golden.json: cannot be read"):
-        Retriever.load(copy)
-    describe(copy, lambda described: described.update(space_id="other"))
+        Retriever.load(package_copy)
+    edit_description(package_copy, lambda description: description.update(space_id="other"))
     with pytest.raises(StageError, match=r"tower.safetensors: the file has the space_id \w+, but the package has other"):
-        Retriever.load(copy)
+        Retriever.load(package_copy)
 
 
-def test_every_kind_of_request_is_compared(package_manifest: PackageManifest) -> None:
+def test_golden_queries_cover_every_kind_of_request(package_manifest: PackageManifest) -> None:
     golden = GoldenQueries.model_validate_json((package_manifest.folder / "package" / "golden.json").read_bytes())
     answers = [answer for request in golden.requests for answer in request.answers]
     assert len(answers) >= 32
     assert {answer.fallback for answer in answers} == {None, "history", "popularity"}
-    assert sum(1 for request in golden.requests if "filter" in request.request["params"]) == 1
-    assert sum(1 for request in golden.requests if "item_id" in request.request.get("inputs", {})) == 1
+    assert sum("filter" in request.request["params"] for request in golden.requests) == 1
+    assert sum("item_id" in request.request.get("inputs", {}) for request in golden.requests) == 1
 
 
-def test_items_with_nearly_equal_scores_may_change_places() -> None:
+def test_only_items_with_nearly_equal_scores_may_change_places() -> None:
     def difference(item_ids: list[int], scores: list[float], **fields: Any) -> str | None:
-        expected = GoldenAnswer(item_ids=(1, 2, 3), scores=(0.9, 0.5, 0.4999), fallback=None)
+        expected = GoldenAnswer(item_ids=(1, 2, 3), scores=tuple(expected_scores), fallback=None)
         return _difference(Answer(item_ids, scores, "", "", **fields), expected)
 
-    assert difference([1, 3, 2], [0.9, 0.5, 0.4999]) is None
-    assert difference([1, 2, 4], [0.9, 0.5, 0.4999]) is None
-    assert "item 1 has no place in the answer" in str(difference([4, 2, 3], [0.9, 0.5, 0.4999]))
-    assert "item 1 has the score 0.5" in str(difference([2, 1, 3], [0.9, 0.5, 0.4999]))
+    expected_scores = [0.9, 0.5, 0.4999]
+    assert difference([1, 2, 3], expected_scores) is None
+    assert difference([1, 3, 2], expected_scores) is None
+    assert difference([1, 2, 4], expected_scores) is None  # the item after the last one may have nearly its score
+    assert "item 1 has no place in the answer" in str(difference([4, 2, 3], expected_scores))
+    assert "item 1 has the score 0.5" in str(difference([2, 1, 3], expected_scores))
     assert "the answer has 2 items" in str(difference([1, 2], [0.9, 0.5]))
-    assert "the answer has nothing" not in str(difference([1, 2, 3], [0.9, 0.5, 0.4999]))
-    assert "the answer has 3 items from popularity" in str(difference([1, 2, 3], [0.9, 0.5, 0.4999], fallback="popularity"))
+    assert "the answer has 3 items from popularity" in str(difference([1, 2, 3], expected_scores, fallback="popularity"))
     assert "the score nan" in str(difference([1, 2, 3], [float("nan")] * 3))

@@ -1,3 +1,5 @@
+"""Maps between ids and rows, compared with lookups in a list, and errors about invalid ids."""
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -23,12 +25,14 @@ def test_ids_are_mapped_to_rows_and_back(known_and_requested_ids: tuple[list, li
         assert (ids.rows([]) == []).all()
         return
     assert ids.rows(known_ids).tolist() == list(range(len(known_ids)))
-    assert ids.rows(requested_ids).tolist() == [known_ids.index(i) if i in known_ids else -1 for i in requested_ids]
+    assert ids.rows(requested_ids).tolist() == [
+        known_ids.index(requested_id) if requested_id in known_ids else -1 for requested_id in requested_ids
+    ]
     assert ids.ids(np.arange(len(known_ids))).tolist() == known_ids
 
 
 @pytest.mark.parametrize(
-    ("ids", "value", "message"),
+    ("known_ids", "requested_id", "message"),
     [
         (["a"], 5, "user_id 5 is not a string, but the model was trained on string ids"),
         (["a"], None, "user_id is missing"),
@@ -47,19 +51,21 @@ def test_ids_are_mapped_to_rows_and_back(known_and_requested_ids: tuple[list, li
         ([5], {}, "user_id {} is not an integer"),
     ],
 )
-def test_an_invalid_id_is_rejected(ids: list, value: object, message: str) -> None:
-    for other_ids in ([], ids):
+def test_an_invalid_id_is_rejected_alone_and_after_a_valid_one(known_ids: list, requested_id: object, message: str) -> None:
+    for valid_ids in ([], known_ids):
         with pytest.raises(InputError, match=message):
-            IdMap(pa.array(ids), id_name="user_id").rows([*other_ids, value])
+            IdMap(pa.array(known_ids), id_name="user_id").rows([*valid_ids, requested_id])
 
 
 def test_integer_ids_may_be_decimal_strings_and_whole_floats() -> None:
-    numbers = IdMap(pa.array([5, -7]), id_name="user_id")
-    assert numbers.rows(["5", np.int32(5), 5.0, np.float64(-7), "-7", "6"]).tolist() == [0, 0, 0, 1, 1, -1]
-    assert numbers.rows(np.array([5.0, -7.0])).tolist() == [0, 1]
+    ids = IdMap(pa.array([5, -7]), id_name="user_id")
+    assert ids.rows(["5", np.int32(5), 5.0, np.float64(-7), "-7", "6"]).tolist() == [0, 0, 0, 1, 1, -1]
+    assert ids.rows(np.array([5.0, -7.0])).tolist() == [0, 1]
 
 
 def test_strings_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pandas.util.hash_array", lambda values, categorize: np.array([len(v) for v in values], np.uint64))
+    monkeypatch.setattr(
+        "pandas.util.hash_array", lambda values, categorize: np.array([len(text) for text in values], np.uint64)
+    )
     ids = IdMap(pa.array(["bb", "aa", "c", "dd"]), id_name="id")
     assert ids.rows(["dd", "aa", "zz", "c", "bb", "q", "long"]).tolist() == [3, 1, -1, 2, 0, -1, -1]

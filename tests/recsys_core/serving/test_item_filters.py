@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recsys_core.serving.items import ItemTable, write_items
 
-COMPARISONS: dict[str, Callable[[object, object], bool]] = {
+COMPARISON_BY_OPERATOR: dict[str, Callable[[object, object], bool]] = {
     "ge": operator.ge,
     "gt": operator.gt,
     "le": operator.le,
@@ -32,24 +32,25 @@ def table_of(folder: Path, values: pa.Array) -> ItemTable:
 @given(
     values=st.lists(st.one_of(INTEGERS, st.integers(-9, 9)), min_size=1, max_size=8),
     operand=OPERANDS,
-    name=st.sampled_from(sorted(COMPARISONS)),
+    operator_name=st.sampled_from(sorted(COMPARISON_BY_OPERATOR)),
 )
 def test_integers_are_compared_exactly_with_integers_and_floats(
-    tmp_path: Path, values: list[int], operand: float, name: str
+    tmp_path: Path, values: list[int], operand: float, operator_name: str
 ) -> None:
     table = table_of(tmp_path, pa.array(values, pa.int64()))
-    expected = [COMPARISONS[name](value, operand) for value in values]
-    assert table.matching({"value": {name: operand}}).tolist() == expected
-    assert table.matching({"value": {"in": [operand, values[0]]}}).tolist() == [v in (operand, values[0]) for v in values]
+    expected = [COMPARISON_BY_OPERATOR[operator_name](value, operand) for value in values]
+    assert table.matching({"value": {operator_name: operand}}).tolist() == expected
+    operands = [operand, values[0]]
+    assert table.matching({"value": {"in": operands}}).tolist() == [value in operands for value in values]
 
 
-def test_a_column_of_floats_is_compared_with_large_integers(tmp_path: Path) -> None:
+def test_a_column_of_floats_is_compared_exactly_with_large_integers(tmp_path: Path) -> None:
     table = table_of(tmp_path, pa.array([1.0, 2.0, 1e300]))
     assert table.matching({"value": {"in": [2, 2**60 + 1]}}).tolist() == [False, True, False]
     assert table.matching({"value": {"lt": 2**60 + 1, "ge": 1.5}}).tolist() == [False, True, False]
 
 
-def test_text_may_have_characters_that_cannot_be_printed(tmp_path: Path) -> None:
+def test_a_filter_on_text_may_have_characters_that_cannot_be_printed(tmp_path: Path) -> None:
     table = table_of(tmp_path, pa.array(["rock\u00a0and roll", "rock\x00", None]))
     assert table.matching({"value": ["rock\u00a0and roll", "rock\x00"]}).tolist() == [True, True, False]
 

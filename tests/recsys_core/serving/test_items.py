@@ -1,4 +1,4 @@
-"""Item vectors are in items.parquet in the configured precision, or only in the index."""
+"""Item vectors of a package: in items.parquet in the configured precision, or only in the index."""
 
 from pathlib import Path
 
@@ -10,32 +10,34 @@ import pytest
 from recsys_core.errors import StageError
 from recsys_core.serving.items import write_items
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.serving.conftest import DIM, ITEM_FILES, ITEM_IDS, NUM_ITEMS, Build
+from tests.recsys_core.serving.conftest import DIM, ITEM_FILES, ITEM_IDS, NUM_ITEMS, ModelBuilder
 
 
-@pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])
+@pytest.mark.parametrize("index_kind", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])
 @pytest.mark.parametrize("item_vectors", ["fp32", "fp16", "none"])
-def test_item_vectors_have_the_precision_of_their_file_or_of_the_index(build: Build, index: str, item_vectors: str) -> None:
-    exported_model, package = build(index=index, item_files=ITEM_FILES, item_vectors=item_vectors)
+def test_item_vectors_have_the_precision_of_items_parquet_or_of_the_index(
+    build_packaged_model: ModelBuilder, index_kind: str, item_vectors: str
+) -> None:
+    exported_model, package = build_packaged_model(index_kind=index_kind, item_files=ITEM_FILES, item_vectors=item_vectors)
     retriever = Retriever.load(package.folder)
     assert ("vector" in pq.read_schema(package.folder / "package" / "items.parquet").names) == (item_vectors != "none")
-    has_bytes = index == "ivf_sq8" and item_vectors == "none"
-    tolerance = 0.02 if has_bytes else 1e-3 if item_vectors == "fp16" else 1e-6
+    is_read_from_sq8 = index_kind == "ivf_sq8" and item_vectors == "none"
+    tolerance = 0.02 if is_read_from_sq8 else 1e-3 if item_vectors == "fp16" else 1e-6
     rows = np.random.default_rng(0).permutation(NUM_ITEMS)
     np.testing.assert_allclose(retriever.item_vectors(rows), exported_model.item_vectors[rows], atol=tolerance)
     assert retriever.item_vectors(rows[:0]).shape == (0, DIM)
-    blocks = list(retriever.item_batches(128))
-    assert [len(block) for block in blocks] == [128, 128, 44] and blocks[0].column_names[-1] == "vector"
-    vectors = np.concatenate([block["vector"].combine_chunks().flatten().to_numpy() for block in blocks])
+    batches = list(retriever.item_batches(128))
+    assert [len(batch) for batch in batches] == [128, 128, 44] and batches[0].column_names[-1] == "vector"
+    vectors = np.concatenate([batch["vector"].combine_chunks().flatten().to_numpy() for batch in batches])
     np.testing.assert_array_equal(vectors.reshape(NUM_ITEMS, DIM), retriever.item_vectors(np.arange(NUM_ITEMS)))
-    assert [item_id for block in blocks for item_id in block["item_id"].to_pylist()] == ITEM_IDS
+    assert [item_id for batch in batches for item_id in batch["item_id"].to_pylist()] == ITEM_IDS
     (answer,) = retriever.similar([ITEM_IDS[7]], k=3, with_vectors=True)
     np.testing.assert_allclose(answer.query_vector, exported_model.item_vectors[7], atol=tolerance)
 
 
-def test_a_package_with_an_index_without_vectors_needs_item_vectors(build: Build) -> None:
+def test_a_package_needs_item_vectors_if_its_index_has_none(build_packaged_model: ModelBuilder) -> None:
     with pytest.raises(StageError, match=r"items.parquet: the file has no vectors, and they cannot be read from an index ivf"):
-        build(index="ivf_pq", item_vectors="none")
+        build_packaged_model(index_kind="ivf_pq", item_vectors="none")
 
 
 def test_item_vectors_that_overflow_half_precision_are_rejected(tmp_path: Path) -> None:

@@ -6,19 +6,19 @@ import sys
 
 from recsys_core.serving.description import description_sha256
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.serving.conftest import USER_FEATURES, USER_IDS, Build
+from tests.recsys_core.serving.conftest import USER_FEATURES, USER_IDS, ModelBuilder
 
 BLOCKED_MODULES = ("torchrec", "fbgemm_gpu", "prefect", "mlflow", "recsys_core.training")
-SERVE = """
+SERVE_SCRIPT = """
 import json, sys
 from pathlib import Path
 
-class Block:
+class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name in sys.argv[4].split(","):
             raise ImportError(f"{name} is blocked")
 
-sys.meta_path.insert(0, Block())
+sys.meta_path.insert(0, Blocker())
 from recsys_core.serving.retriever import Retriever
 
 retriever = Retriever.load(Path(sys.argv[1]), sha256=sys.argv[2])
@@ -27,11 +27,11 @@ print(json.dumps([row.tolist() for row in ids]))
 """
 
 
-def test_a_package_is_served_without_torchrec_and_fbgemm(build: Build) -> None:
-    _, package = build(quantization="int8", learn_user_embedding=True, features=USER_FEATURES)
+def test_a_package_is_served_in_a_process_that_cannot_import_these_libraries(build_packaged_model: ModelBuilder) -> None:
+    _, package = build_packaged_model(quantization="int8", learn_user_embedding=True, features=USER_FEATURES)
     folder, sha256 = package.folder / "package", description_sha256(package)
-    command = [sys.executable, "-c", SERVE, str(folder), sha256, json.dumps(USER_IDS), ",".join(BLOCKED_MODULES)]
-    served = subprocess.run(command, capture_output=True, text=True)
-    assert served.returncode == 0, served.stderr
-    here = Retriever.load(folder, sha256=sha256).recommend(USER_IDS, k=10).item_ids
-    assert json.loads(served.stdout) == [row.tolist() for row in here]
+    command = [sys.executable, "-c", SERVE_SCRIPT, str(folder), sha256, json.dumps(USER_IDS), ",".join(BLOCKED_MODULES)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    expected_ids = Retriever.load(folder, sha256=sha256).recommend(USER_IDS, k=10).item_ids
+    assert json.loads(result.stdout) == [item_ids.tolist() for item_ids in expected_ids]

@@ -1,3 +1,5 @@
+"""Served query towers with quantised tables, compared with the float tower and with FBGEMM."""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.serving.quantise import IntegerTable, ServedQueryTower, build_tower, load_tower, make_table, save_tower
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, NUM_ITEMS, NUM_USERS, USER_FEATURES, ExportedModel, config_of
+from tests.recsys_core.serving.conftest import (
+    CONTEXT_FEATURES,
+    NUM_ITEMS,
+    NUM_USERS,
+    USER_FEATURES,
+    ExportedModel,
+    small_model_config,
+)
 
 EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
 
-SHAPES = {
+MODEL_BY_NAME = {
     "history": {},
     "history and user": {"learn_user_embedding": True},
     "user alone": {"learn_user_embedding": True, "history": {"length": 0, "last_item_feature": False}},
@@ -31,11 +40,11 @@ SHAPES = {
 }
 
 
-def _world(*, features: tuple[str, ...] = (), **model: object) -> ExportedModel:
-    return ExportedModel(config_of(**model), features=features)  # type: ignore[arg-type]
+def _exported_model(*, features: tuple[str, ...] = (), **model: object) -> ExportedModel:
+    return ExportedModel(small_model_config(**model), features=features)  # type: ignore[arg-type]
 
 
-def _tower(exported_model: ExportedModel, quantization: str) -> ServedQueryTower:
+def _build_tower(exported_model: ExportedModel, quantization: str) -> ServedQueryTower:
     return build_tower(
         exported_model.spec,
         history_items=exported_model.history_items,
@@ -45,63 +54,64 @@ def _tower(exported_model: ExportedModel, quantization: str) -> ServedQueryTower
     )
 
 
-@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("model", MODEL_BY_NAME.values(), ids=MODEL_BY_NAME)
 def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_path: Path) -> None:
-    exported_model = _world(**model)
-    # All users with their logs, an unknown user with a history, and an unknown user without one.
+    exported_model = _exported_model(**model)
+    # All users with their logs, an unknown user with a history, and an unknown user without a history (-1 is unknown).
     users, histories = [*range(NUM_USERS), -1, -1], [*exported_model.log, [5, 6], []]
     expected = np.stack(
-        [exported_model.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)]
+        [exported_model.query_vector(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)]
     )
-    user_row, lengths = np.array(users), np.array([*map(len, histories)])
-    history = JaggedArray.from_lengths(lengths, np.concatenate(histories).astype(np.int64))
+    user_row_B, history_length_B = np.array(users), np.array([*map(len, histories)])
+    history = JaggedArray.from_lengths(history_length_B, np.concatenate(histories).astype(np.int64))
     for quantization in ("fp32", "fp16", "int8", "int4"):
-        tower = _tower(exported_model, quantization)
+        tower = _build_tower(exported_model, quantization)
         save_tower(tower, tmp_path / "tower.safetensors")
         loaded = load_tower(tmp_path / "tower.safetensors", spec=exported_model.spec, quantization=quantization)
-        served, same = (one(user_row, history, features=exported_model.user_features).numpy() for one in (loaded, tower))
-        np.testing.assert_array_equal(served, same)
+        actual, saved = (
+            served_tower(user_row_B, history, features=exported_model.user_features).numpy() for served_tower in (loaded, tower)
+        )
+        np.testing.assert_array_equal(actual, saved)
         if quantization.startswith("fp"):
-            error = 1e-2 if quantization == "fp16" else 1e-5
-            np.testing.assert_allclose(served, expected, rtol=10 * error, atol=error)
+            tolerance = 1e-2 if quantization == "fp16" else 1e-5
+            np.testing.assert_allclose(actual, expected, rtol=10 * tolerance, atol=tolerance)
         else:
-            norms = np.linalg.norm(served, axis=1) * np.linalg.norm(expected, axis=1)
-            cosine = (served * expected).sum(axis=1)[norms > 0] / norms[norms > 0]
-            assert cosine.min() > (0.99 if quantization == "int8" else 0.8)
-            assert not np.array_equal(served, expected)
+            norm_product_B = np.linalg.norm(actual, axis=1) * np.linalg.norm(expected, axis=1)
+            cosine_B = (actual * expected).sum(axis=1)[norm_product_B > 0] / norm_product_B[norm_product_B > 0]
+            assert cosine_B.min() > (0.99 if quantization == "int8" else 0.8)
+            assert not np.array_equal(actual, expected)
 
 
 def test_an_empty_batch_has_no_query_vectors() -> None:
-    exported_model = _world(learn_user_embedding=True, features=USER_FEATURES)
-    tower = _tower(exported_model, "int8")
+    exported_model = _exported_model(learn_user_embedding=True, features=USER_FEATURES)
+    tower = _build_tower(exported_model, "int8")
     assert tower(np.zeros(0, np.int64), JaggedArray.empty(0), features=exported_model.user_features).shape == (0, 16)
 
 
-def test_int8_rows_equal_those_of_fbgemm() -> None:
-    values = (
-        np.random.default_rng(3).normal(size=(500, 12)).astype(np.float32) * np.logspace(-6, 3, 500, dtype=np.float32)[:, None]
-    )
-    values[:3] = np.array([0, 3.25, 1e-9], np.float32)[:, None]
+def test_int8_rows_equal_the_rows_of_fbgemm() -> None:
+    values = np.random.default_rng(3).normal(size=(500, 12)).astype(np.float32)
+    values *= np.logspace(-6, 3, 500, dtype=np.float32)[:, None]
+    values[:3] = np.array([0, 3.25, 1e-9], np.float32)[:, None]  # rows of equal values
     reference = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=[EMBEDDING_BAG], device=torch.device("cpu"))})
     reference["bags"].embedding_bags["t"].weight.data.copy_(torch.from_numpy(values))
     quantize_embeddings(reference, dtype=torch.qint8, inplace=True)
-    features = KeyedJaggedTensor(keys=["f"], values=torch.arange(500), lengths=torch.ones(500, dtype=torch.int32))
-    rows = IntegerTable(500, 12, num_bits=8)
-    rows.fill(values)
-    assert torch.equal(rows(torch.arange(500)), reference["bags"](features).values())
+    every_row = KeyedJaggedTensor(keys=["f"], values=torch.arange(500), lengths=torch.ones(500, dtype=torch.int32))
+    table = IntegerTable(500, 12, num_bits=8)
+    table.fill(values)
+    assert torch.equal(table(torch.arange(500)), reference["bags"](every_row).values())
 
 
 @pytest.mark.parametrize("dim", [12, 7])
-def test_int4_rows_equal_those_of_fbgemm(dim: int) -> None:
+def test_int4_rows_equal_the_rows_of_fbgemm(dim: int) -> None:
     values = np.random.default_rng(3).normal(size=(500, dim)).astype(np.float32)
     values *= np.logspace(-4, 3, 500, dtype=np.float32)[:, None]
-    padded = torch.from_numpy(np.pad(values, ((0, 0), (0, dim % 2)), mode="edge"))  # FBGEMM has an even number of codes
-    fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(padded, 4)
-    rows = IntegerTable(500, dim, num_bits=4)
-    rows.fill(values)
-    expected = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(fused, 4)[:, :dim]
-    assert rows.code.shape == (500, (dim + 1) // 2)
-    torch.testing.assert_close(rows(torch.arange(500)), expected, rtol=1e-6, atol=1e-6)
+    padded = torch.from_numpy(np.pad(values, ((0, 0), (0, dim % 2)), mode="edge"))  # FBGEMM needs an even number of columns
+    quantised = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(padded, 4)
+    expected = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(quantised, 4)[:, :dim]
+    table = IntegerTable(500, dim, num_bits=4)
+    table.fill(values)
+    assert table.code.shape == (500, (dim + 1) // 2)
+    torch.testing.assert_close(table(torch.arange(500)), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp16"])
@@ -113,7 +123,7 @@ def test_a_row_that_overflows_float16_is_rejected(quantization: Any) -> None:
 
 
 def test_int8_tables_are_stored_as_bytes(tmp_path: Path) -> None:
-    save_tower(_tower(_world(), "int8"), tmp_path / "tower")
+    save_tower(_build_tower(_exported_model(), "int8"), tmp_path / "tower")
     tensors = load_file(tmp_path / "tower")
     code, scale_offset = tensors["tables.history.code"], tensors["tables.history.scale_offset"]
     assert (code.dtype, code.shape) == (torch.uint8, (NUM_ITEMS, 16))
@@ -133,14 +143,14 @@ def test_int8_tables_are_stored_as_bytes(tmp_path: Path) -> None:
         ("surplus", lambda _: torch.zeros(1), r"is float32 \[1\], but the model expects no such tensor"),
     ],
 )
-def test_a_tensor_that_the_model_does_not_expect_is_rejected_by_name(
+def test_an_error_about_a_tensor_that_does_not_fit_the_model_names_it(
     tmp_path: Path, name: str, change: Callable[[torch.Tensor | None], torch.Tensor] | None, message: str
 ) -> None:
-    save_tower(_tower(_world(), "int8"), tmp_path / "tower")
+    save_tower(_build_tower(_exported_model(), "int8"), tmp_path / "tower")
     tensors = load_file(tmp_path / "tower")
     tensor = tensors.pop(name, None)
     if change is not None:
         tensors[name] = change(tensor)
     save_file(tensors, tmp_path / "other")
     with pytest.raises(StageError, match=f"other: tensor {name} {message}"):
-        load_tower(tmp_path / "other", spec=_world().spec, quantization="int8")
+        load_tower(tmp_path / "other", spec=_exported_model().spec, quantization="int8")

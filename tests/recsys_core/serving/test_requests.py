@@ -1,3 +1,5 @@
+"""Requests in the forms of MLflow: their columns or rows, their params, and the errors of invalid ones."""
+
 import math
 from typing import Any
 
@@ -8,12 +10,12 @@ from recsys_core.errors import InputError
 from recsys_core.serving.queries import DEFAULT_OPTIONS
 from recsys_core.serving.requests import PARAMS, Request, parse, respond
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, USER_FEATURES, USER_IDS, Build
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, USER_FEATURES, USER_IDS, ModelBuilder
 
 
 @pytest.fixture(scope="module")
-def retriever(build: Build) -> Retriever:
-    _, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)
+def retriever(build_packaged_model: ModelBuilder) -> Retriever:
+    _, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)
     return Retriever.load(package.folder)
 
 
@@ -49,12 +51,12 @@ def test_a_request_has_columns_or_rows() -> None:
         ({"inputs": {"user_id": [1]}, "params": {"filter": "[]"}}, r"filter is \[\]; it must be a JSON object"),
     ],
 )
-def test_an_invalid_request_is_rejected_with_its_cause(request_object: dict[str, Any], message: str) -> None:
+def test_the_error_of_an_invalid_request_names_the_cause(request_object: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse(request_object)
 
 
-def test_an_invalid_row_has_an_error_and_the_others_are_answered(retriever: Retriever) -> None:
+def test_an_invalid_row_gets_an_error_and_the_other_rows_get_their_answers(retriever: Retriever) -> None:
     rows = [
         {"user_id": USER_IDS[0], "context.number": 0.5},
         {"user_id": "x"},
@@ -81,9 +83,9 @@ def test_an_invalid_row_has_an_error_and_the_others_are_answered(retriever: Retr
     assert [len(answer.item_ids) for answer in answers] == [0 if answer.error else 3 for answer in answers]
     assert [answer.fallback for answer in answers[6:]] == ["features", "popularity", "history"]
     for row, answer in zip(rows, answers, strict=True):
-        (alone,) = respond(retriever, {"rows": [row], "params": {"k": 3}})
-        assert alone._replace(scores=[]) == answer._replace(scores=[])
-        np.testing.assert_allclose(alone.scores, answer.scores, rtol=1e-5)
+        (single_answer,) = respond(retriever, {"rows": [row], "params": {"k": 3}})
+        assert single_answer._replace(scores=[]) == answer._replace(scores=[])
+        np.testing.assert_allclose(single_answer.scores, answer.scores, rtol=1e-5)
 
 
 def test_similar_items_are_requested_by_the_column_item_id(retriever: Retriever) -> None:
@@ -106,6 +108,8 @@ def test_similar_items_are_requested_by_the_column_item_id(retriever: Retriever)
         ({"inputs": {"user_id": [1]}, "params": {"filter": {"colour": "red"}}}, "unknown column 'colour'"),
     ],
 )
-def test_a_request_that_no_row_survives_is_rejected(retriever: Retriever, request_object: dict[str, Any], message: str) -> None:
+def test_a_request_whose_columns_or_params_are_invalid_is_rejected(
+    retriever: Retriever, request_object: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         respond(retriever, request_object)

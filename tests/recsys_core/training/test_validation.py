@@ -35,7 +35,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
         train=[*items_of_old_users, *[[]] * num_new_users],
         validation=[*[[]] * num_old_users, *[[0]] * num_new_users],
         test=[[]] * (num_old_users + num_new_users),
-        items=NUM_ITEMS,
+        num_items=NUM_ITEMS,
     )
     config = TwoTowerConfig(embedding_dim=8, history=MeanHistory(length=5), query=TowerConfig(layers=(8,)))
     spec = ModelSpec.of(config, dataset=Dataset(interactions))
@@ -66,5 +66,5 @@ def _validate_new_users(rank: int, folder: Path) -> None:
 def test_users_who_had_seen_all_their_validation_items_are_not_validated(
     tmp_path: Path, validation: list[list[int]], validated_users: list[int]
 ) -> None:
-    stage = interactions_stage(tmp_path / "stage", train=[[0], [1, 2]], validation=validation, test=[[], []], items=3)
+    stage = interactions_stage(tmp_path / "stage", train=[[0], [1, 2]], validation=validation, test=[[], []], num_items=3)
     assert users_to_validate(ValidationConfig(), store=EventStore.open(stage), cold_items=None).tolist() == validated_users

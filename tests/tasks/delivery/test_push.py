@@ -20,15 +20,15 @@ from tasks.delivery import vector_store
 from tasks.delivery.config import AnyStore, DeliveryConfig, StoreConfig
 from tasks.delivery.push import exact_top_scores, push, push_to_all
 from tasks.delivery.vector_store import VectorStore
-from tests.recsys_core.serving.conftest import ITEM_FILES, ITEM_IDS, NUM_ITEMS, build  # noqa: F401  build is a fixture
+from tests.recsys_core.serving.conftest import ITEM_FILES, ITEM_IDS, NUM_ITEMS, build_packaged_model  # noqa: F401  a fixture
 
 KINDS = ("lancedb", "qdrant", "milvus")
 STORE: TypeAdapter[AnyStore] = TypeAdapter(StoreConfig)
 
 
 @pytest.fixture(scope="session")
-def package(build: Callable[..., Any]) -> PackageManifest:  # noqa: F811
-    made: PackageManifest = build(item_files=ITEM_FILES)[1]
+def package(build_packaged_model: Callable[..., Any]) -> PackageManifest:  # noqa: F811
+    made: PackageManifest = build_packaged_model(item_files=ITEM_FILES)[1]
     return made
 
 

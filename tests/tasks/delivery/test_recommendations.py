@@ -12,14 +12,14 @@ from recsys_core.errors import InputError
 from recsys_core.serving.retriever import Retriever
 from tasks.delivery import recommendations
 from tasks.delivery.recommendations import BatchSummary, version_in, write_recommendations
-from tests.recsys_core.serving.conftest import ITEM_IDS, USER_IDS, Build
+from tests.recsys_core.serving.conftest import ITEM_IDS, USER_IDS, ModelBuilder
 
 K = 7
 
 
 @pytest.fixture(scope="module")
-def retriever(build: Build) -> Retriever:
-    return Retriever.load(build(features=("user.number",))[1].folder)
+def retriever(build_packaged_model: ModelBuilder) -> Retriever:
+    return Retriever.load(build_packaged_model(features=("user.number",))[1].folder)
 
 
 @pytest.fixture
@@ -153,8 +153,8 @@ def test_a_failed_rename_leaves_the_earlier_recommendations(
     assert list(output.parent.glob(".recs*")) == []
 
 
-def test_a_model_without_users_needs_files_of_users(build: Build, output: Path) -> None:
-    retriever = Retriever.load(build(users="none")[1].folder)
+def test_a_model_without_users_needs_files_of_users(build_packaged_model: ModelBuilder, output: Path) -> None:
+    retriever = Retriever.load(build_packaged_model(users="none")[1].folder)
     with pytest.raises(InputError, match="stores no users"):
         write(retriever, [], output)
     assert not output.exists() and version_in(output) is None

@@ -289,7 +289,7 @@ def test_the_slices_of_a_guarded_feature_are_compared_user_by_user(
         is_continued=False,
     )
     store = FeatureStore({"item.brand": Feature(brand_I, None, None)})
-    features = features_stage(tmp_path / "features", store, facts={"item.brand": facts})
+    features = features_stage(tmp_path / "features", store, ingested_by_feature={"item.brand": facts})
     options: dict[str, Any] = {"feature_slices": (FeatureSlice(feature="item.brand", max_values=2, min_users=10),)}
     for run_id, is_confused in (("one", False), ("two", True)):
         context = run_of(workspace, run_id)

@@ -31,7 +31,7 @@ def interactions(tmp_path: Path) -> InteractionsManifest:
         train=[[0] if has_test_event else [0, 1] for has_test_event in is_test],
         validation=[[]] * NUM_USERS,
         test=[[2] if has_test_event else [] for has_test_event in is_test],
-        items=30,
+        num_items=30,
         arrays={"event_time": np.array(times, np.int64)},
         test_days=5.0,
     )

@@ -33,7 +33,7 @@ def sample(tmp_path: Path) -> ServedSample:
         train=[[0, 1], [2], [3]],
         validation=[[2], [], []],
         test=[[4, 5, 4], [], [3]],
-        items=NUM_ITEMS,
+        num_items=NUM_ITEMS,
         item_ids=list(range(100, 100 + NUM_ITEMS)),
         user_ids=[7, 8, 9],
     )
@@ -122,7 +122,7 @@ def test_a_version_that_writes_no_parquet_file_is_unusable(sample: ServedSample,
 @pytest.mark.parametrize(("test_items", "num_users"), [([], 0), ([0], 2)])
 def test_a_log_without_a_new_test_item_stops_the_stage(test_items: list[int], num_users: int, tmp_path: Path) -> None:
     interactions = interactions_stage(
-        tmp_path / "interactions", train=[[0], [0]], validation=[[], []], test=[test_items, test_items], items=3
+        tmp_path / "interactions", train=[[0], [0]], validation=[[], []], test=[test_items, test_items], num_items=3
     )
     with pytest.raises(
         StageError, match=f"none of {num_users} test users has a test item that is not in .*; choose another test"
@@ -137,7 +137,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
         train=[[0, 1], [0], [3]],
         validation=[[]] * 3,
         test=[[2, 2], [0, 1, 3], [0]],
-        items=4,
+        num_items=4,
         context=pa.table({"hour": [7.0, 7.0, 8.0, 7.0, 7.0, 7.0, 8.0, 7.0, 7.0, float("nan")]}),
     )
     rows_by_feature = {"user.age": [1, 2, 2], "item.brand": [1, 2, 1, 0], "context.hour": [1, 1, 2, 1, 1, 1, 2, 1, 1, 2]}
@@ -154,7 +154,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
         interactions,
         max_users=3,
         folder=tmp_path / "sample",
-        features=features_stage(tmp_path / "features", FeatureStore(columns), facts=facts),
+        features=features_stage(tmp_path / "features", FeatureStore(columns), ingested_by_feature=facts),
         feature_slices=[FeatureSlice(feature=key, min_users=7 if key == "user.age" else None) for key in columns],
     )
     assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]
@@ -179,7 +179,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
 
 def test_the_sample_is_reproducible(tmp_path: Path) -> None:
     interactions = interactions_stage(
-        tmp_path / "interactions", train=[[0]] * 50, validation=[[]] * 50, test=[[1]] * 50, items=3
+        tmp_path / "interactions", train=[[0]] * 50, validation=[[]] * 50, test=[[1]] * 50, num_items=3
     )
     first, second = (prepare_sample(interactions, max_users=5, folder=tmp_path / name) for name in ("a", "b"))
     assert first.num_users == 5

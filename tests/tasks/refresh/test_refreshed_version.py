@@ -55,8 +55,8 @@ def client(workspace: Path, parent: SmallPipeline) -> MlflowClient:
 
 
 def set_items(parent: SmallPipeline, ids: Any) -> None:
-    write_vectors(parent.files, ids)
-    write_items(parent.files, ids)
+    write_vectors(parent.input_folder, ids)
+    write_items(parent.input_folder, ids)
 
 
 def make_champion(

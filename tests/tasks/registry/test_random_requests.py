@@ -19,15 +19,17 @@ from recsys_core.serving.description import DESCRIPTION_NAME, PackageDescription
 from tasks.registry.loading import PACKAGE_SHA256_KEY, VERSION_KEY
 from tasks.registry.versions import MODEL_CODE_FILE, signature_for
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, NUM_ITEMS, USER_FEATURES, USER_IDS
-from tests.recsys_core.serving.conftest import build as build
+from tests.recsys_core.serving.conftest import build_packaged_model as build_packaged_model
 
 NUM_REQUESTS = 500
-Build = Callable[..., tuple[Any, PackageManifest]]
+ModelBuilder = Callable[..., tuple[Any, PackageManifest]]
 
 
 @pytest.fixture(scope="module")
-def model(build: Build, tmp_path_factory: pytest.TempPathFactory) -> PyFuncModel:
-    _, package = build(index="hnsw", quantization="int8", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)
+def model(build_packaged_model: ModelBuilder, tmp_path_factory: pytest.TempPathFactory) -> PyFuncModel:
+    _, package = build_packaged_model(
+        index_kind="hnsw", quantization="int8", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES
+    )
     folder = tmp_path_factory.mktemp("mlflow") / "model"
     description = PackageDescription.model_validate_json((package.folder / "package" / DESCRIPTION_NAME).read_bytes())
     mlflow.pyfunc.save_model(

@@ -7,15 +7,15 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.serving.retriever import Retriever
 from tasks.registry.version_overlap import overlap
-from tests.recsys_core.serving.conftest import ITEM_FILES, USER_IDS, Build
-from tests.recsys_core.serving.conftest import build as build  # a fixture
+from tests.recsys_core.serving.conftest import ITEM_FILES, USER_IDS, ModelBuilder
+from tests.recsys_core.serving.conftest import build_packaged_model as build_packaged_model  # a fixture
 
 K = 5
 
 
 @pytest.fixture(scope="module")
-def versions(build: Build) -> tuple[Retriever, Retriever]:
-    manifests = [build(item_files=ITEM_FILES, history={"length": length})[1] for length in (2, 6)]
+def versions(build_packaged_model: ModelBuilder) -> tuple[Retriever, Retriever]:
+    manifests = [build_packaged_model(item_files=ITEM_FILES, history={"length": length})[1] for length in (2, 6)]
     return Retriever.load(manifests[0].folder), Retriever.load(manifests[1].folder)
 
 
@@ -45,7 +45,9 @@ def test_the_sample_of_users_has_the_requested_size(versions: tuple[Retriever, R
     assert overlap(*versions, num_users=7, k=K).num_users == 7
 
 
-def test_versions_without_a_common_user_are_refused(build: Build, versions: tuple[Retriever, Retriever]) -> None:
-    without_users = Retriever.load(build(users="none")[1].folder)
+def test_versions_without_a_common_user_are_refused(
+    build_packaged_model: ModelBuilder, versions: tuple[Retriever, Retriever]
+) -> None:
+    without_users = Retriever.load(build_packaged_model(users="none")[1].folder)
     with pytest.raises(InputError, match="have no user in common"):
         overlap(versions[0], without_users, num_users=7, k=K)

@@ -42,7 +42,7 @@ def _stage(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) 
 def build_template(folder: Path) -> Path:
     """Build the stages that retention reads, and a stage of files only; return the folder of the run."""
     create_own_folder(folder)
-    interactions_stage(folder / "ingest_interactions", train=[[0], [1]], validation=[[], []], test=[[1], [0]], items=2)
+    interactions_stage(folder / "ingest_interactions", train=[[0], [1]], validation=[[], []], test=[[1], [0]], num_items=2)
     report = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
     _stage(folder / "check_data", DataReportManifest, report)
     registration = {

@@ -1,4 +1,4 @@
-"""Random queries and items with many equal scores."""
+"""Random queries, and items of which many have equal scores."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from recsys_core.evaluation.ranking.queries import Queries
 
 
 def random_queries_and_items(*, num_queries: int, num_items: int, dim: int) -> tuple[Queries, torch.Tensor]:
-    """Return queries with seen items and targets, and item vectors of which a third are equal to another one."""
+    """Return queries with seen items and targets, and item vectors of which a third are copies of other vectors."""
     random = np.random.default_rng(7)
     item_vector_ID = random.normal(size=(num_items, dim)).astype(np.float32)
     copied_items = random.choice(num_items, num_items // 3)

@@ -1,4 +1,4 @@
-"""Chunks that are ranked block by block, compared bit by bit with a ranking of the whole score matrix."""
+"""Chunks of queries that are ranked in blocks of items, compared bit by bit with a ranking of the whole score matrix."""
 
 from functools import partial
 
@@ -38,25 +38,25 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
         "CHUNK_SCORES": 64 * NUM_ITEMS,
     }.items():
         monkeypatch.setattr(chunks_module, name, value)
-    whole = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
+    whole_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
     grid, row_C = Grid.of(NUM_ITEMS, k=k, top_only=top_only), tie_order(NUM_ITEMS)
     assert grid.block_columns == 640
     blocks = [(start, item_vector_ID[row_C[start : start + 640]]) for start in range(0, NUM_ITEMS, 640)]
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray):
-        ranked = CpuChunk(grid, queries.query_BD[chunk], seen=seen, targets=targets)
-        for take in (ranked.add,) if top_only else (ranked.find_target_scores, ranked.add):
+        cpu_chunk = CpuChunk(grid, queries.query_BD[chunk], seen=seen, targets=targets)
+        for process_block in (cpu_chunk.add,) if top_only else (cpu_chunk.find_target_scores, cpu_chunk.add):
             for block in blocks:
-                take(*block)
-        return ranked.result()
+                process_block(*block)
+        return cpu_chunk.result()
 
     chunk_queries = grid.chunk_queries(on_gpu=False)
-    in_blocks = rank_in_chunks(queries, partial(map, rank_chunk), row_C=row_C, k=grid.k, chunk_queries=chunk_queries)
-    np.testing.assert_array_equal(in_blocks.top_BK, whole.top_BK)
-    np.testing.assert_array_equal(in_blocks.position_T, whole.position_T)
+    block_ranking = rank_in_chunks(queries, partial(map, rank_chunk), row_C=row_C, k=grid.k, chunk_queries=chunk_queries)
+    np.testing.assert_array_equal(block_ranking.top_BK, whole_ranking.top_BK)
+    np.testing.assert_array_equal(block_ranking.position_T, whole_ranking.position_T)
 
 
-def test_the_score_of_a_target_has_the_bits_of_its_own_tile(queries_and_items: tuple[Queries, torch.Tensor]) -> None:
+def test_the_score_of_a_target_equals_bit_by_bit_its_score_in_a_tile(queries_and_items: tuple[Queries, torch.Tensor]) -> None:
     queries, item_vector_ID = queries_and_items
     grid = Grid.of(NUM_ITEMS, k=0, top_only=False)
     block_CD = item_vector_ID[:4_100]  # two whole tiles and a narrow one
@@ -70,9 +70,7 @@ def test_the_score_of_a_target_has_the_bits_of_its_own_tile(queries_and_items: t
     np.testing.assert_array_equal(chunk._target_score_T, score_BC[targets.list_index_L, targets.values_L])
 
 
-def test_more_items_than_rows_of_32_bits_are_rejected() -> None:
+def test_more_items_than_32_bit_rows_can_number_are_rejected() -> None:
     assert Grid.of(2**31, k=10, top_only=True).num_columns == 2**31
-    with pytest.raises(
-        InputError, match=r"has 2,147,483,649 items, but a ranking has at most 2,147,483,648; remove rare items"
-    ):
+    with pytest.raises(InputError, match="has 2,147,483,649 items, but a ranking has at most 2,147,483,648; remove rare items"):
         Grid.of(2**31 + 1, k=10, top_only=True)

@@ -10,75 +10,79 @@ from recsys_core.evaluation.ranking.served import rank_among, rank_by_order, ran
 from tests.recsys_core.evaluation.ranking.sorted_scores import (
     NUM_ITEMS,
     NUM_QUERIES,
-    check,
-    lists_of,
-    oracle,
+    assert_ranking,
+    jagged_of,
+    lists_of_item_rows,
     queries_of,
-    row_lists,
+    sorted_ranking,
 )
 
 
 @settings(deadline=None)
-@given(st.permutations(range(NUM_ITEMS)), row_lists, row_lists, st.integers(0, NUM_ITEMS + 3))
-def test_ranking_by_one_order_equals_ranking_by_falling_scores(
+@given(st.permutations(range(NUM_ITEMS)), lists_of_item_rows, lists_of_item_rows, st.integers(0, NUM_ITEMS + 3))
+def test_a_ranking_by_one_order_equals_a_ranking_by_scores_that_fall_in_this_order(
     order: list[int], seen: list[list[int]], targets: list[list[int]], k: int
 ) -> None:
     queries = queries_of(np.zeros((NUM_QUERIES, 1)), seen=seen, targets=targets)
     ranking = rank_by_order(queries, order_I=np.array(order), k=k)
     score = np.tile(-np.argsort(order), (NUM_QUERIES, 1))
-    positions, orders = oracle(score, seen=seen, targets=targets)
-    check(ranking, positions=positions, orders=orders, k=k)
+    positions, orders = sorted_ranking(score, seen=seen, targets=targets)
+    assert_ranking(ranking, positions=positions, orders=orders, k=k)
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), row_lists, row_lists, st.lists(st.booleans(), min_size=NUM_QUERIES, max_size=NUM_QUERIES))
+@given(
+    st.integers(0, 10_000),
+    lists_of_item_rows,
+    lists_of_item_rows,
+    st.lists(st.booleans(), min_size=NUM_QUERIES, max_size=NUM_QUERIES),
+)
 def test_unknown_queries_are_ranked_by_popularity(
     seed: int, seen: list[list[int]], targets: list[list[int]], known: list[bool]
 ) -> None:
     random = np.random.default_rng(seed)
-    query, item, order = (
-        random.integers(-1, 2, (NUM_QUERIES, 3)),
-        random.integers(-1, 2, (NUM_ITEMS, 3)),
-        random.permutation(NUM_ITEMS),
-    )
-    counted: list[int] = []
+    query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (NUM_ITEMS, 3))
+    popularity_order_I = random.permutation(NUM_ITEMS)
+    progress_counts: list[int] = []
     ranking = rank_served(
         queries_of(query, seen=seen, targets=targets, known=known),
         item_vector_ID=torch.tensor(item, dtype=torch.float32),
-        order_I=order,
+        order_I=popularity_order_I,
         k=4,
-        on_progress=counted.append,
+        on_progress=progress_counts.append,
     )
-    score = np.where(np.array(known)[:, None], query @ item.T, -np.argsort(order))
-    positions, orders = oracle(score, seen=seen, targets=targets)
-    check(ranking, positions=positions, orders=orders, k=4)
-    assert sum(counted) == NUM_QUERIES
+    score = np.where(np.array(known)[:, None], query @ item.T, -np.argsort(popularity_order_I))
+    positions, orders = sorted_ranking(score, seen=seen, targets=targets)
+    assert_ranking(ranking, positions=positions, orders=orders, k=4)
+    assert sum(progress_counts) == NUM_QUERIES
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), row_lists, row_lists, st.sets(st.integers(0, NUM_ITEMS - 1)))
-def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_items(
+@given(st.integers(0, 10_000), lists_of_item_rows, lists_of_item_rows, st.sets(st.integers(0, NUM_ITEMS - 1)))
+def test_a_ranking_among_candidates_is_the_full_ranking_without_other_items_and_queries(
     seed: int, seen: list[list[int]], targets: list[list[int]], candidates: set[int]
 ) -> None:
     random = np.random.default_rng(seed)
-    query, item = (torch.tensor(random.integers(-1, 2, (rows, 3)), dtype=torch.float32) for rows in (NUM_QUERIES, NUM_ITEMS))
+    query, item = (
+        torch.tensor(random.integers(-1, 2, (num_rows, 3)), dtype=torch.float32) for num_rows in (NUM_QUERIES, NUM_ITEMS)
+    )
     candidate_rows = np.array(sorted(candidates), np.int64)
     # Avoid ties: `rank_among` breaks ties in another order than `rank_served`.
     query, item = query.double(), item.double() + torch.tensor(random.permutation(NUM_ITEMS))[:, None] / 1e3
     is_known_B, popularity_order_I = random.random(NUM_QUERIES) < 0.7, random.permutation(NUM_ITEMS)
-    all_queries = Queries(query + 1e-3, is_known_B=is_known_B, seen=lists_of(seen), targets=lists_of(targets))
+    all_queries = Queries(query + 1e-3, is_known_B=is_known_B, seen=jagged_of(seen), targets=jagged_of(targets))
     arguments = {"item_vector_ID": item, "order_I": popularity_order_I, "k": NUM_ITEMS}
     full_ranking = rank_served(all_queries, **arguments)
     ranking = rank_among(all_queries, candidate_rows=candidate_rows, **arguments)
 
-    query_numbers = [number for number in range(NUM_QUERIES) if candidates & set(targets[number])]
-    expected_rows = [[row for row in full_ranking.top_BK[number].tolist() if row in candidates] for number in query_numbers]
+    queries_with_target = [query for query in range(NUM_QUERIES) if candidates & set(targets[query])]
+    expected_rows = [[row for row in full_ranking.top_BK[query].tolist() if row in candidates] for query in queries_with_target]
     assert [[int(candidate_rows[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == expected_rows
     assert ranking.num_candidates_B.tolist() == [len(rows) for rows in expected_rows]
     assert ranking.num_items == len(candidates)
     pairs = zip(ranking.query_T.tolist(), candidate_rows[ranking.item_T].tolist(), ranking.position_T.tolist(), strict=True)
     assert set(pairs) == {
         (query_index, row, expected_rows[query_index].index(row))
-        for query_index, number in enumerate(query_numbers)
-        for row in candidates & set(targets[number]) - set(seen[number])
+        for query_index, query in enumerate(queries_with_target)
+        for row in candidates & set(targets[query]) - set(seen[query])
     }

@@ -1,4 +1,4 @@
-"""The exported query tower: in processes without this project, with every form of the model, and files that differ."""
+"""Exported query towers, compared with the served tower, also in processes that do not import this project."""
 
 import json
 import subprocess
@@ -27,9 +27,9 @@ from recsys_core.serving.given_features import GivenFeature
 from recsys_core.serving.quantise import ServedQueryTower, build_tower
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.refresh.small_pipeline import build_pipeline
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, USER_FEATURES, ExportedModel, config_of
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, USER_FEATURES, ExportedModel, small_model_config
 
-RUN_PT2 = """
+PT2_SCRIPT = """
 import sys, json, torch
 query = torch.export.load(sys.argv[1]).module()
 vectors = []
@@ -39,7 +39,8 @@ for arrays in json.load(open(sys.argv[2])):
 print(json.dumps(vectors))
 assert not {name for name in sys.modules if name.startswith(("recsys_core", "tasks", "flows", "torchrec"))}
 """
-RUN_ONNX = """
+"""Print the query vectors of an exported program for the inputs in a JSON file."""
+ONNX_SCRIPT = """
 import sys, json, numpy, onnxruntime
 session = onnxruntime.InferenceSession(sys.argv[1])
 vectors = []
@@ -62,23 +63,26 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-def queries(exported_model: ExportedModel) -> tuple[np.ndarray, JaggedArray, dict[str, GivenFeature]]:
-    """Return known and unknown users, histories from empty to longer than the model reads, and features of the context."""
+def queries_for(exported_model: ExportedModel) -> tuple[np.ndarray, JaggedArray, dict[str, GivenFeature]]:
+    """Return user rows, histories and context features of six queries.
+
+    Some users are unknown. The histories have 0 to 9 items, and the model reads 6.
+    """
     random = np.random.default_rng(3)
-    length = np.array([0, 1, 3, 9, 0, 6])
-    user_row = np.array([0, 1, 2, 39, -1, -1])
-    history = JaggedArray.from_lengths(length, random.integers(0, 300, length.sum()))
-    is_given = np.array([True, False, True, True, False, True])
+    history_length_B = np.array([0, 1, 3, 9, 0, 6])
+    user_row_B = np.array([0, 1, 2, 39, -1, -1])
+    histories = JaggedArray.from_lengths(history_length_B, random.integers(0, 300, history_length_B.sum()))
+    is_given_B = np.array([True, False, True, True, False, True])
     weights = {"context.single": None, "context.number": random.normal(size=4).astype(np.float32)}
     given_features = {
-        key: GivenFeature(is_given, JaggedArray.from_lengths(is_given, random.integers(0, 6, 4)), weight)
+        key: GivenFeature(is_given_B, JaggedArray.from_lengths(is_given_B, random.integers(0, 6, 4)), weight)
         for key, weight in weights.items()
         if key in exported_model.tables
     }
-    return user_row, history, given_features
+    return user_row_B, histories, given_features
 
 
-def tower_of(exported_model: ExportedModel, *, quantization: Any = "fp32") -> ServedQueryTower:
+def served_tower(exported_model: ExportedModel, *, quantization: Any = "fp32") -> ServedQueryTower:
     return build_tower(
         exported_model.spec,
         history_items=exported_model.history_items,
@@ -101,48 +105,55 @@ def tower_of(exported_model: ExportedModel, *, quantization: Any = "fp32") -> Se
     ],
 )
 @pytest.mark.parametrize("quantization", ["fp32", "int8", "int4"])
-def test_padded_lists_give_the_vectors_of_the_served_tower(
+def test_the_padded_tower_gives_the_vectors_of_the_served_tower(
     pooling: str, model: dict[str, Any], features: tuple[str, ...], quantization: str
 ) -> None:
     history = {"pooling": pooling} | model.get("history", {})
-    exported_model = ExportedModel(config_of(**(model | {"history": history})), features=features)
-    tower = tower_of(exported_model, quantization=quantization)
-    user_row, lists, given_features = queries(exported_model)
-    expected = tower(user_row, lists, features=exported_model.user_features, given_features=given_features).numpy()
-    inputs = padded_inputs(tower, user_row, lists, features=exported_model.user_features, given_features=given_features)
+    exported_model = ExportedModel(small_model_config(**(model | {"history": history})), features=features)
+    tower = served_tower(exported_model, quantization=quantization)
+    user_row, histories, given_features = queries_for(exported_model)
+    expected = tower(user_row, histories, features=exported_model.user_features, given_features=given_features).numpy()
+    inputs = padded_inputs(tower, user_row, histories, features=exported_model.user_features, given_features=given_features)
     actual = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
     np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_may_be_on_either_side_and_have_any_value() -> None:
-    exported_model = ExportedModel(config_of(history={"pooling": "recency"}))
-    tower = PaddedQueryTower(tower_of(exported_model))
-    right = {"history": torch.tensor([[4, 9, 2, -1, -1, -1]]), "history_mask": torch.tensor([[1, 1, 1, 0, 0, 0]]).bool()}
-    left = {"history": torch.tensor([[777777, 0, 0, 4, 9, 2]]), "history_mask": torch.tensor([[0, 0, 0, 1, 1, 1]]).bool()}
-    torch.testing.assert_close(tower(left), tower(right))
+def test_the_padding_of_a_history_may_be_on_either_side_and_have_any_value() -> None:
+    exported_model = ExportedModel(small_model_config(history={"pooling": "recency"}))
+    tower = PaddedQueryTower(served_tower(exported_model))
+    right_padded = {"history": torch.tensor([[4, 9, 2, -1, -1, -1]]), "history_mask": torch.tensor([[1, 1, 1, 0, 0, 0]]).bool()}
+    left_padded = {
+        "history": torch.tensor([[777777, 0, 0, 4, 9, 2]]),
+        "history_mask": torch.tensor([[0, 0, 0, 1, 1, 1]]).bool(),
+    }
+    torch.testing.assert_close(tower(left_padded), tower(right_padded))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=["all features", "recency, dot, int4", "self-attention", "ensemble"])
-def test_processes_without_this_project_give_the_same_vectors(
-    build: Callable[..., Any], model: dict[str, Any], tmp_path: Path
+def test_exported_files_give_the_same_vectors_in_a_process_without_this_project(
+    build_packaged_model: Callable[..., Any], model: dict[str, Any], tmp_path: Path
 ) -> None:
-    exported_model, package = build(exports=("pt2", "onnx"), **model)
+    exported_model, package = build_packaged_model(exports=("pt2", "onnx"), **model)
     folder = package.folder / "package"
     assert Retriever.load(package.folder).package.exports == ("pt2", "onnx")
     description = PackageDescription.model_validate_json((folder / "package.json").read_bytes())
     contents = open_contents(folder, description)
-    user_row, lists, given_features = queries(exported_model)
+    user_row, histories, given_features = queries_for(exported_model)
     batches, expected_batches = [], []
-    for start, end in ((0, 6), (3, 4)):  # a batch, and a single query
+    for start, end in ((0, 6), (3, 4)):  # all queries, and a single one
         rows = np.arange(start, end)
-        arguments = (user_row[rows], lists.take(rows))
-        given_rows = {key: feature.take(rows) for key, feature in given_features.items()}
-        expected = contents.tower(*arguments, features=contents.users.features, given_features=given_rows).numpy()
-        inputs = padded_inputs(contents.tower, *arguments, features=contents.users.features, given_features=given_rows)
+        users_and_histories = (user_row[rows], histories.take(rows))
+        features_of_rows = {key: feature.take(rows) for key, feature in given_features.items()}
+        expected = contents.tower(
+            *users_and_histories, features=contents.users.features, given_features=features_of_rows
+        ).numpy()
+        inputs = padded_inputs(
+            contents.tower, *users_and_histories, features=contents.users.features, given_features=features_of_rows
+        )
         expected_batches.append(expected)
         batches.append({name: (str(values.dtype), values.tolist()) for name, values in inputs.items()})
     (tmp_path / "inputs.json").write_text(json.dumps(batches))
-    for script, name in ((RUN_PT2, "query.pt2"), (RUN_ONNX, "query.onnx")):
+    for script, name in ((PT2_SCRIPT, "query.pt2"), (ONNX_SCRIPT, "query.onnx")):
         command = [sys.executable, "-I", "-c", script, str(folder / name), str(tmp_path / "inputs.json")]
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
         assert result.returncode == 0, result.stderr[-2000:]
@@ -150,8 +161,8 @@ def test_processes_without_this_project_give_the_same_vectors(
             np.testing.assert_allclose(vectors, expected, atol=1e-5, err_msg=name)
 
 
-def test_a_pt2_file_contains_no_pickle(build: Callable[..., Any]) -> None:
-    _, package = build(exports=("pt2",), quantization="int8", history={"pooling": "attention"})
+def test_a_pt2_file_contains_no_pickle(build_packaged_model: Callable[..., Any]) -> None:
+    _, package = build_packaged_model(exports=("pt2",), quantization="int8", history={"pooling": "attention"})
     with zipfile.ZipFile(package.folder / "package" / "query.pt2") as archive:
         tensors = json.loads(archive.read("query/data/weights/model_weights_config.json"))["config"]
         assert {tensor["use_pickle"] for tensor in tensors.values()} == {False}
@@ -159,22 +170,24 @@ def test_a_pt2_file_contains_no_pickle(build: Callable[..., Any]) -> None:
         assert archive.read("query/data/sample_inputs/model.pt") == b""
 
 
-def test_a_file_with_other_vectors_ends_the_stage_by_name(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    load = export._load_pt2
-    monkeypatch.setattr(export, "_load_pt2", lambda path: lambda inputs: load(path)(inputs) + 1e-3)
+def test_an_export_that_gives_other_vectors_stops_the_stage_with_the_name_of_its_file(
+    build_packaged_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_pt2 = export._load_pt2
+    monkeypatch.setattr(export, "_load_pt2", lambda path: lambda inputs: load_pt2(path)(inputs) + 1e-3)
     with pytest.raises(StageError, match=r"query.pt2: .* differ by 0.001.* leave pt2 out of package.exports"):
-        build(exports=("pt2",), history={"pooling": "sum"})
+        build_packaged_model(exports=("pt2",), history={"pooling": "sum"})
 
 
-def test_tables_that_are_too_large_for_onnx_end_the_stage_by_name(
-    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_tables_that_are_too_large_for_onnx_stop_the_stage(
+    build_packaged_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "MAX_ONNX_BYTES", 100)
     with pytest.raises(StageError, match=r"but an ONNX file holds 100; leave out onnx, or set package.quantization"):
-        build(exports=("onnx",))
+        build_packaged_model(exports=("onnx",))
 
 
-def test_every_history_that_a_config_may_export_has_a_padded_form() -> None:
+def test_exactly_the_histories_that_are_marked_as_exportable_have_a_padded_form() -> None:
     for history_class in get_args(get_args(HistoryConfig)[0]):
         history: HistorySettings = history_class(length=3)
         encoder = make_encoder(history, dim=4, std=1.0)
@@ -186,16 +199,16 @@ def test_every_history_that_a_config_may_export_has_a_padded_form() -> None:
                 _pool_history(encoder, items, mask, torch.zeros(2, 3, dtype=torch.int64))
 
 
-def test_a_pooling_without_a_padded_form_is_rejected_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_exports_a_pooling_without_a_padded_form_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionHistory, "has_padded_form", False)
-    log = {"paths": "log.parquet", "timestamp_column": "t"}
-    settings = {"interactions": log, "model": {"history": {"pooling": "attention"}}}
+    interactions = {"paths": "log.parquet", "timestamp_column": "t"}
+    settings = {"interactions": interactions, "model": {"history": {"pooling": "attention"}}}
     PipelineConfig.model_validate(settings)
     with pytest.raises(ValueError, match=r"package.exports is pt2, but model.history.pooling attention cannot be exported"):
         PipelineConfig.model_validate(settings | {"package": {"exports": ["pt2"]}})
 
 
-def test_a_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_missing_libraries_names_them_and_the_extra_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_config, "find_spec", lambda library: None)
     PackageConfig(exports=("pt2",)).require_libraries()
     with pytest.raises(InputError, match="needs onnx, onnxscript; install nightjar with the extra onnx"):
@@ -203,6 +216,6 @@ def test_a_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_with_a_spectral_block_is_exported(tmp_path: Path) -> None:
-    block = {"dim": 8, "weights": [0.5], "output_dim": 12, "history_length": 20}
-    pipeline = build_pipeline(tmp_path, model={"spectral_block": block}, exports=("pt2",))
+    spectral_block = {"dim": 8, "weights": [0.5], "output_dim": 12, "history_length": 20}
+    pipeline = build_pipeline(tmp_path, model={"spectral_block": spectral_block}, exports=("pt2",))
     assert [path.name for path in pipeline.package_folder.glob("*.pt2")] == [export_name("pt2")]

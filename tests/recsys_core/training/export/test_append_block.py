@@ -98,7 +98,7 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
         train=[items[:10] for items in items_by_user],
         validation=[items[10:13] for items in items_by_user],
         test=[items[13:] for items in items_by_user],
-        items=NUM_ITEMS,
+        num_items=NUM_ITEMS,
     )
     store, spec = EventStore.open(manifest), spec_of(request.param, {})
     torch.manual_seed(0)

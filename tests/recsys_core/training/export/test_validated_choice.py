@@ -42,7 +42,7 @@ def exported_vectors(tmp_path: Path) -> Exported:
         train=[items[:8] for items in items_by_user],
         validation=[items[8:10] for items in items_by_user],
         test=[items[10:] for items in items_by_user],
-        items=NUM_ITEMS,
+        num_items=NUM_ITEMS,
     )
     store = EventStore.open(manifest)
     query_vector_UD, item_vector_ID = (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_USERS, NUM_ITEMS))

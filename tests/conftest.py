@@ -12,10 +12,11 @@ hypothesis.settings.register_profile("nightjar", deadline=None)  # no test depen
 hypothesis.settings.load_profile("nightjar")
 gc.disable()  # until all test modules are imported, as in recsys_core.imports.fast_imports
 SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
+"""Folders whose tests start processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the folders whose tests start processes first, so that no worker ends with a long file of its own."""
+    """Run the slow folders first, because a worker that starts a slow file last keeps the other workers waiting."""
     items.sort(
         key=lambda item: next(
             (folder_index for folder_index, name in enumerate(SLOW_FOLDERS) if name in item.path.parts), len(SLOW_FOLDERS)
@@ -30,19 +31,19 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """The mount point of a file system of 1 MiB."""
+    """The mount point of an empty file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
-    if mounted.returncode:
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
+    if mount.returncode:
         pytest.skip("only root may mount a file system")
     yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)  # a map of it may live on in a traceback
+    subprocess.run(["umount", "--lazy", folder], check=True)  # lazy, because a traceback may still map a file
 
 
 @pytest.fixture(scope="session")
 def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty MLflow database to copy, because its migration takes seconds."""
+    """The path of an empty MLflow database. Tests copy the file because creating a database takes seconds."""
     from tasks.registry.mlflow_client import connect
 
     folder = tmp_path_factory.mktemp("mlflow")

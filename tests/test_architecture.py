@@ -58,29 +58,31 @@ MAY_IMPORT = {
         "cli": {"", "settings", "servers", "doctor", "runs", "scheduled"},
     },
 }
-"""Folders that each folder of a package may import, apart from itself and the modules directly in recsys_core and tasks.
+"""For each folder of a package, the other folders of the package that it may import.
 
-"" means the modules directly in the package, such as recsys_core.errors and flows.nightly.
+"" means the modules directly in the package, such as recsys_core.errors and flows.nightly. All folders of recsys_core and tasks
+may import the modules directly in their package.
 """
 
 MAX_MODULES = 12
-"""Modules of a folder, without its __init__.py and __main__.py."""
+"""Largest number of modules in a folder, without its `__init__.py` and `__main__.py`."""
 
-NAMELESS = {"utils", "helpers", "common", "misc", "util"}
+CATCH_ALL_NAMES = {"utils", "helpers", "common", "misc", "util"}
 
 
-def sources(*folders: str) -> list[Path]:
+def source_paths(*folders: str) -> list[Path]:
+    """Return the paths of all Python files below the folders."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def name_of(path: Path) -> str:
-    """Return the dotted name of a module; of its package for an __init__.py."""
+def module_name(path: Path) -> str:
+    """Return the dotted name of the module in `path`. An `__init__.py` has the name of its package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_by(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of every import at any depth; `from a import b` gives a.b, which may be a module."""
+def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line number and dotted name of every import at any depth. `from a import b` yields a.b, which may be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -90,82 +92,84 @@ def imported_by(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def imports_of(*folders: str) -> Iterator[tuple[str, str, str]]:
-    """Yield location (file:line), importing module and imported name of every import."""
-    for path in sources(*folders):
-        for line, name in imported_by(ast.parse(path.read_text())):
-            yield f"{path.relative_to(ROOT)}:{line}", name_of(path), name
+    """Yield the location (file:line), the importing module and the imported name of every import."""
+    for path in source_paths(*folders):
+        for line_number, name in imports_in(ast.parse(path.read_text())):
+            yield f"{path.relative_to(ROOT)}:{line_number}", module_name(path), name
 
 
 def folder_of(name: str) -> str:
-    """Return the first folder of a module in its package: dataset for recsys_core.dataset.events, "" for recsys_core.errors."""
-    package, *parts = name.split(".")
-    return parts[0] if parts and (ROOT / package / parts[0]).is_dir() else ""
+    """Return the folder of a module in its package: dataset for recsys_core.dataset.events, "" for recsys_core.errors."""
+    package, *names = name.split(".")
+    return names[0] if names and (ROOT / package / names[0]).is_dir() else ""
 
 
 def test_imports_inside_functions_are_found() -> None:
     tree = ast.parse("import flows\ndef f():\n    if True:\n        from tasks import run\n")
-    assert list(imported_by(tree)) == [(1, "flows"), (4, "tasks.run")]
+    assert list(imports_in(tree)) == [(1, "flows"), (4, "tasks.run")]
 
 
 def test_flows_import_tasks_and_tasks_import_the_core_but_never_the_reverse() -> None:
-    wrong = [
-        f"{place}: {module} imports {name}"
-        for place, module, name in imports_of(*LAYERS)
+    violations = [
+        f"{location}: {module} imports {name}"
+        for location, module, name in imports_of(*LAYERS)
         if name.split(".")[0] in LAYERS and LAYERS.index(name.split(".")[0]) > LAYERS.index(module.split(".")[0])
     ]
-    assert wrong == []
+    assert violations == []
 
 
 def test_the_core_imports_neither_orchestrator_nor_tracker() -> None:
-    wrong = [
-        f"{place} imports {name}" for place, _, name in imports_of("recsys_core") if name.split(".")[0] in ("prefect", "mlflow")
+    violations = [
+        f"{location} imports {name}"
+        for location, _, name in imports_of("recsys_core")
+        if name.split(".")[0] in ("prefect", "mlflow")
     ]
-    assert wrong == []
+    assert violations == []
 
 
 def test_a_stage_imports_no_other_stage() -> None:
-    shared = {"tasks.stages.__init__", "tasks.stages.stage", "tasks.stages.model_stages"}
-    stages = {f"tasks.stages.{path.stem}" for path in (ROOT / "tasks" / "stages").glob("*.py")} - shared
-    wrong = [
-        f"{place}: {module} imports {name}"
-        for place, module, name in imports_of("tasks/stages")
+    shared_modules = {"tasks.stages.__init__", "tasks.stages.stage", "tasks.stages.model_stages"}
+    stages = {f"tasks.stages.{path.stem}" for path in (ROOT / "tasks" / "stages").glob("*.py")} - shared_modules
+    violations = [
+        f"{location}: {module} imports {name}"
+        for location, module, name in imports_of("tasks/stages")
         if module != "tasks.stages"
         and any(
             f"{name}.".startswith(f"{stage}.")
             for stage in stages - {module, "tasks.stages.__init__", "tasks.stages.model_stages"}
         )
     ]
-    assert wrong == []
+    assert violations == []
 
 
 def test_each_folder_imports_only_the_folders_it_may() -> None:
-    wrong = []
-    for place, module, name in imports_of(*LAYERS):
+    violations = []
+    for location, module, name in imports_of(*LAYERS):
         package = module.split(".")[0]
-        is_door = module == package  # the names of a package for notebooks
-        if not name.startswith(f"{package}.") or is_door:
+        is_package_module = module == package  # its __init__.py collects names for notebooks from all folders
+        if not name.startswith(f"{package}.") or is_package_module:
             continue
         allowed = MAY_IMPORT[package][folder_of(module)] | {folder_of(module)} | ({""} if package != "flows" else set())
         if folder_of(name) not in allowed:
-            wrong.append(f"{place}: {module} imports {name}")
-    assert wrong == []
+            violations.append(f"{location}: {module} imports {name}")
+    assert violations == []
 
 
 def test_only_the_engine_of_the_log_ingest_uses_duckdb() -> None:
     folder = ROOT / "recsys_core" / "ingest" / "log"
-    neutral = {name_of(path) for path in [*folder.glob("*.py"), *sources("recsys_core/dataset")]}
-    assert "recsys_core.ingest.log.incremental" in neutral
-    wrong = [
-        f"{place} imports {name}"
-        for place, module, name in imports_of("recsys_core/ingest/log", "recsys_core/dataset")
-        if module in neutral and name.startswith(("duckdb", "recsys_core.parquet.duckdb_session"))
+    engine_free_modules = {module_name(path) for path in [*folder.glob("*.py"), *source_paths("recsys_core/dataset")]}
+    assert "recsys_core.ingest.log.incremental" in engine_free_modules
+    violations = [
+        f"{location} imports {name}"
+        for location, module, name in imports_of("recsys_core/ingest/log", "recsys_core/dataset")
+        if module in engine_free_modules and name.startswith(("duckdb", "recsys_core.parquet.duckdb_session"))
     ]
-    assert wrong == []
+    assert violations == []
 
 
-def test_no_folder_has_more_modules_than_a_reader_can_list() -> None:
+def test_no_folder_has_more_modules_than_the_limit() -> None:
     modules_by_folder: dict[Path, int] = {}
-    for path in sources(*LAYERS):
+    for path in source_paths(*LAYERS):
         if not path.stem.startswith("__"):
             modules_by_folder[path.parent] = modules_by_folder.get(path.parent, 0) + 1
     assert {folder: count for folder, count in modules_by_folder.items() if count > MAX_MODULES} == {}
@@ -174,7 +178,7 @@ def test_no_folder_has_more_modules_than_a_reader_can_list() -> None:
 IMPORT_ALL = """
 import importlib, sys
 
-class Watch:
+class ImportPrinter:
     def find_spec(self, name, path=None, target=None):
         if name in ("prefect", "mlflow"):
             frame, chain = sys._getframe(1), []
@@ -185,7 +189,7 @@ class Watch:
                 frame = frame.f_back
             print(name, "<-", " <- ".join(chain))
 
-sys.meta_path.insert(0, Watch())
+sys.meta_path.insert(0, ImportPrinter())
 for module in sys.argv[1:]:
     importlib.import_module(module)
 print("loaded:", *(name for name in ("prefect", "mlflow") if name in sys.modules))
@@ -193,16 +197,19 @@ print("loaded:", *(name for name in ("prefect", "mlflow") if name in sys.modules
 
 
 def import_all(modules: list[str], *, folder: Path) -> list[str]:
-    """Import `modules` in a fresh interpreter; return its lines: importers of prefect or mlflow, and which is loaded."""
+    """Import `modules` in a fresh interpreter.
+
+    Return its output lines: the chain of importers for each import of prefect or mlflow, and then which of the two are loaded.
+    """
     command = [sys.executable, "-c", IMPORT_ALL, *modules]
-    answer = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert answer.returncode == 0, answer.stderr
-    return [line.strip() for line in answer.stdout.splitlines()]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert process.returncode == 0, process.stderr
+    return [line.strip() for line in process.stdout.splitlines()]
 
 
 def test_importing_the_whole_core_loads_neither_prefect_nor_mlflow_even_indirectly() -> None:
-    modules = [name_of(path) for path in sources("recsys_core")]
-    if find_spec("pyspark") is None:  # an extra
+    modules = [module_name(path) for path in source_paths("recsys_core")]
+    if find_spec("pyspark") is None:  # pyspark is installed only with the extra `spark`
         modules = [name for name in modules if not name.startswith("recsys_core.ingest.log.spark_engine.")]
     assert {"recsys_core.manifests", "recsys_core.training.train", "recsys_core.training.__main__"} <= set(modules)
     assert import_all(modules, folder=ROOT) == ["loaded:"]
@@ -216,7 +223,7 @@ def test_the_check_names_the_module_that_imports_a_tracker(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "reason"),
+    ("file", "code", "message"),
     [
         ("recsys_core/x.py", "import prefect", "imports no orchestrator"),
         (
@@ -230,12 +237,12 @@ def test_the_check_names_the_module_that_imports_a_tracker(tmp_path: Path) -> No
         ("tasks/stages/x.py", "from tasks.stages import model_stages", "a stage imports no other stage"),
     ],
 )
-def test_ruff_reports_a_forbidden_import(file: str, line: str, reason: str) -> None:
+def test_ruff_reports_a_forbidden_import(file: str, code: str, message: str) -> None:
     command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--no-cache", "--stdin-filename", file, "-"]
-    answer = subprocess.run(command, input=line + "\n", capture_output=True, text=True, cwd=ROOT)
-    assert answer.returncode == 1, answer.stderr
-    assert reason in answer.stdout
+    process = subprocess.run(command, input=code + "\n", capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 1, process.stderr
+    assert message in process.stdout
 
 
 def test_no_module_has_a_catch_all_name() -> None:
-    assert {path.stem for path in sources(*LAYERS, "tests", "infra")} & NAMELESS == set()
+    assert {path.stem for path in source_paths(*LAYERS, "tests", "infra")} & CATCH_ALL_NAMES == set()

@@ -83,7 +83,7 @@ def refresh(parent: SmallPipeline, workspace: Path, *publishers: Any, **limits: 
     return refresh_champion(RefreshConfig(**limits), parent.inputs, registry, workspace=workspace, pipeline="films")
 
 
-def aliases(client: MlflowClient) -> dict[str, str]:
+def version_by_alias(client: MlflowClient) -> dict[str, str]:
     return {alias: str(number) for alias, number in client.get_registered_model("m").aliases.items()}
 
 
@@ -94,7 +94,7 @@ def test_a_refreshed_version_becomes_champion_with_the_lineage_of_its_parent(
     recorder = Recorder()
     refreshed = refresh(parent, workspace, recorder)
     assert refreshed is not None and refreshed.problems == ()
-    assert aliases(client) == {"champion": "2"} and recorder.changes == [("champion", "1", "2")]
+    assert version_by_alias(client) == {"champion": "2"} and recorder.changes == [("champion", "1", "2")]
     version = client.get_model_version("m", "2")
     counts = {"added": 10, "removed": 3, "changed": 0}
     assert (version.tags["nightjar.parent"], json.loads(version.tags["nightjar.refresh"])) == ("1", counts)
@@ -133,12 +133,12 @@ def test_a_second_refresh_names_the_first_one_and_describes_itself_once(
         set_items(parent, range(1000, stop))
         refresh(parent, workspace)
     version = client.get_model_version("m", "3")
-    assert (version.tags["nightjar.parent"], aliases(client)) == ("2", {"champion": "3"})
+    assert (version.tags["nightjar.parent"], version_by_alias(client)) == ("2", {"champion": "3"})
     assert version.description.count("Refreshed from version") == 1
 
 
 def test_a_former_champion_is_promoted_again_although_the_log_lacks_its_new_items(
-    parent: SmallPipeline, client: MlflowClient, workspace: Path, predicted_here: list[str]
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, predicted_uris: list[str]
 ) -> None:
     set_items(parent, range(1000, 1310))
     refresh(parent, workspace)
@@ -146,7 +146,7 @@ def test_a_former_champion_is_promoted_again_although_the_log_lacks_its_new_item
     shutil.copytree(parent.dataset.interactions.folder, run_folder / "ingest_interactions")
     for change, version in ((partial(roll_back, None), "1"), (partial(promote_version, 2), "2")):
         text = change(Decision(RegistryConfig(model_name="m"), workspace, "a test", []))
-        assert text.startswith(f"m version {version} is champion") and aliases(client)["champion"] == version
+        assert text.startswith(f"m version {version} is champion") and version_by_alias(client)["champion"] == version
 
 
 def test_an_interrupted_refresh_is_repeated_and_leaves_no_files(
@@ -160,12 +160,12 @@ def test_an_interrupted_refresh_is_repeated_and_leaves_no_files(
         patch.setattr(refreshed_version, "register_package", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             refresh(parent, workspace)
-    assert aliases(client) == {"champion": "1"} and not (workspace / "refresh.tmp").exists()
+    assert version_by_alias(client) == {"champion": "1"} and not (workspace / "refresh.tmp").exists()
     experiment_id = client.get_experiment_by_name("tests").experiment_id
     newest_run, *_ = client.search_runs([experiment_id])
     assert newest_run.info.status == "FAILED"
     refreshed = refresh(parent, workspace)
-    assert refreshed is not None and aliases(client) == {"champion": "2"}
+    assert refreshed is not None and version_by_alias(client) == {"champion": "2"}
 
 
 def test_without_a_change_nothing_is_registered(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_broken_index_is_registered_but_refused(
         "recall@100 of the index for the vectors of users",
         "recall@100 of the index for the vectors of items",
     ]
-    assert aliases(client) == {"champion": "1", "challenger": "2"} and recorder.changes == [("challenger", None, "2")]
+    assert version_by_alias(client) == {"champion": "1", "challenger": "2"} and recorder.changes == [("challenger", None, "2")]
     assert "refused: recall@100 of the index" in client.get_model_version("m", "2").tags["nightjar.reasons"]
     assert FORMER_CHAMPION_TAG not in client.get_model_version("m", "1").tags
 
@@ -207,7 +207,7 @@ def test_a_version_that_does_not_load_is_refused(
     set_items(parent, range(1000, 1310))
     refreshed = refresh(parent, workspace)
     assert refreshed is not None and refreshed.problems == ("items.parquet: the file was changed",)
-    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     assert client.get_model_version("m", "2").tags["nightjar.smoke"].startswith("failed: items.parquet")
 
 
@@ -222,7 +222,7 @@ def test_a_champion_that_changes_during_the_refresh_stays(
     refreshed = refresh(parent, workspace)
     assert refreshed is not None
     assert refreshed.problems == ("another version became champion during the refresh; repeat it",)
-    assert aliases(client) == {"champion": "3", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "3", "challenger": "2"}
 
 
 def test_without_a_champion_there_is_nothing_to_refresh(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:

@@ -12,7 +12,7 @@ from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, predict_in
 from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_version
 from tasks.registry.mlflow_client import connect
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -70,9 +70,9 @@ def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Pa
 
 @pytest.mark.parametrize("edited_file", ["pyfunc_model.py", "code/recsys_core/errors.py", "MLmodel", "new.py"])
 def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
-    workspace: Path, outside: Path, stages: BuildStages, predicted_here: list[str], edited_file: str
+    workspace: Path, outside: Path, stages: BuildStages, predicted_uris: list[str], edited_file: str
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     load_version(workspace, model_name="m")
     (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
     with (mlmodel.parent / edited_file).open("a") as file:

@@ -11,7 +11,7 @@ from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.serve import registry_champion
 from tasks.serve.registry_champion import RegistryChampion
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -20,11 +20,11 @@ BuildStages = Callable[..., Stages]
 
 @pytest.fixture
 def choose(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
     """Register three versions in an MLflow that is not that of the server; return a function that moves the alias."""
     for run_id in ("one", "two", "three"):
-        do_register(stages(), run_of(workspace, run_id))
+        register_version(stages(), context_of(workspace, run_id))
     client = connect(workspace)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(workspace))
     return lambda version: client.set_registered_model_alias("m", "champion", version)

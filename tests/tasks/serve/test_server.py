@@ -22,7 +22,7 @@ from tasks.registry.mlflow_client import connect
 from tasks.serve import registry_champion
 from tasks.serve.server import serve
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -98,10 +98,10 @@ def workers() -> list[psutil.Process]:
 
 
 def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id in ("one", "two"):
-        do_register(stages(), run_of(workspace, run_id))
+        register_version(stages(), context_of(workspace, run_id))
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
     with running(workspace) as server:
@@ -136,10 +136,10 @@ def damage(workspace: Path, client: MlflowClient, version: str) -> None:
 
 
 def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_says_why(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
     for run_id in ("one", "two", "three"):
-        do_register(stages(), run_of(workspace, run_id))
+        register_version(stages(), context_of(workspace, run_id))
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
     damage(workspace, client, "2")
@@ -161,9 +161,9 @@ def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_says_w
 
 
 def test_a_registry_that_hangs_does_not_delay_the_end(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     is_asked, is_over = threading.Event(), threading.Event()
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 10 * PATIENCE_S)
 
@@ -180,9 +180,9 @@ def test_a_registry_that_hangs_does_not_delay_the_end(
 
 
 def test_a_registry_whose_disk_is_full_does_not_end_the_server(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
 
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -194,11 +194,11 @@ def test_a_registry_whose_disk_is_full_does_not_end_the_server(
 
 
 def test_without_a_champion_or_with_a_used_port_the_start_ends_with_a_sentence(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(StageError, match="has no version with the alias champion; register one"), running(workspace):
         pass
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     with running(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1 port {port}"):
@@ -208,8 +208,8 @@ def test_without_a_champion_or_with_a_used_port_the_start_ends_with_a_sentence(
         pass
 
 
-def test_open_requests_are_answered_before_the_end(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+def test_open_requests_are_answered_before_the_end(workspace: Path, stages: BuildStages, predicted_uris: list[str]) -> None:
+    register_version(stages(), context_of(workspace, "one"))
     config = CONFIG.model_copy(update={"workers": 1, "max_wait_ms": 800.0})
     statuses: list[int] = []
     with running(workspace, config) as server:

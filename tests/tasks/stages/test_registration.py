@@ -24,13 +24,13 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of, list_releases
 from tasks.stages.registration import verdict_page
 from tests.tasks.conftest import NUM_ITEMS, STEPS, Stages
-from tests.tasks.registration import aliases, do_register, run_of, version_tags
+from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
 
 BuildStages = Callable[..., Stages]
 
 
 def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, stages: BuildStages) -> None:
-    registration = do_register(stages(), run_of(workspace, "one"))
+    registration = register_version(stages(), context_of(workspace, "one"))
     assert (registration.version, registration.alias, registration.promoted, registration.reasons) == (
         "1",
         "champion",
@@ -77,9 +77,9 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
 
 
 def test_the_logged_model_has_its_own_code_and_no_pickle(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     (model,) = (workspace / "mlartifacts" / "models").iterdir()
     files = {str(path.relative_to(model / "artifacts")) for path in model.rglob("*") if path.is_file()}
     files.discard(f"__pycache__/pyfunc_model.{sys.implementation.cache_tag}.pyc")  # written by Python when it loads the model
@@ -91,9 +91,9 @@ def test_the_logged_model_has_its_own_code_and_no_pickle(
 
 
 def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_page(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    new_registration = do_register(stages(), run_of(workspace, "one"))
+    new_registration = register_version(stages(), context_of(workspace, "one"))
     page = verdict_page(new_registration, evaluation=stages().evaluation, data_report=stages().data_report)
     assert page.startswith("## m version 1 is champion\n\nthere was no champion\n\n")
     (decision_path,) = re.findall(r"All comparisons: `(.*)`", page)
@@ -101,65 +101,65 @@ def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_pag
 
 
 def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
     monkeypatch.setattr(publishers.PrefectEvents, "publish", lambda _, change: changes.append(change))
-    do_register(stages(), run_of(workspace, "one"))
-    worse_registration = do_register(stages(confused=True), run_of(workspace, "two"))
+    register_version(stages(), context_of(workspace, "one"))
+    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "two"))
     assert (worse_registration.version, worse_registration.alias, worse_registration.promoted) == ("2", "challenger", False)
     assert worse_registration.metrics["served/recall@20"] < worse_registration.metrics["champion/recall@20"]
     assert "less than 0.98 times the" in worse_registration.reasons[0]
     client = connect(workspace)
-    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     assert version_tags(client, "2")["nightjar.reasons"] == worse_registration.reasons[0]
 
-    same_registration = do_register(stages(), run_of(workspace, "three"))
+    same_registration = register_version(stages(), context_of(workspace, "three"))
     assert (same_registration.version, same_registration.alias) == ("3", "champion")
-    assert aliases(client) == {"champion": "3", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "3", "challenger": "2"}
     assert [(change.alias, change.old_version, change.new_version) for change in changes] == [
         ("champion", None, "1"),
         ("challenger", None, "2"),
         ("champion", "1", "3"),
     ]
-    assert predicted_here == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
+    assert predicted_uris == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
 
 
 @pytest.mark.parametrize("killed_after", ["the alias", "the version"])
 def test_a_run_killed_while_it_registers_finds_its_version_again(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], killed_after: str
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], killed_after: str
 ) -> None:
-    do_register(stages(confused=True), run_of(workspace, "zero"))
-    undisturbed = do_register(stages(), run_of(workspace, "one"))
-    context, client = run_of(workspace, "one"), connect(workspace)
+    register_version(stages(shuffled=True), context_of(workspace, "zero"))
+    undisturbed = register_version(stages(), context_of(workspace, "one"))
+    context, client = context_of(workspace, "one"), connect(workspace)
     shutil.rmtree(context.folder(RegistrationManifest))
     if killed_after == "the version":
         client.set_registered_model_alias("m", "champion", "1")
         for tag in version_tags(client, "2"):
             if tag not in ("nightjar.run_id", "nightjar.package", "nightjar.package_sha256"):
                 client.delete_model_version_tag("m", "2", tag)
-    repeated = do_register(stages(), context)
+    repeated = register_version(stages(), context)
     assert repeated.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
     assert len(client.search_model_versions("name = 'm'")) == 2
-    assert aliases(client)["champion"] == "2"
+    assert version_by_alias(client)["champion"] == "2"
 
 
 def test_a_run_killed_before_it_created_a_version_leaves_no_model_without_a_version(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    context, client = run_of(workspace, "one"), connect(workspace)
-    do_register(stages(), context)
+    context, client = context_of(workspace, "one"), connect(workspace)
+    register_version(stages(), context)
     shutil.rmtree(context.folder(RegistrationManifest))
     client.delete_model_version("m", "1")  # the logged model stays, as after a kill
-    registration = do_register(stages(), context)
+    registration = register_version(stages(), context)
     (model_file,) = (workspace / "mlartifacts" / "models").glob("*/artifacts/MLmodel")
     assert client.get_model_version("m", registration.version).source == f"models:/{model_file.parents[1].name}"
 
 
-def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
-    first = do_register(stages(), run_of(workspace, "one"))
-    assert do_register(stages(), run_of(workspace, "one")) == first
-    assert len(predicted_here) == 1
+def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, predicted_uris: list[str]) -> None:
+    first = register_version(stages(), context_of(workspace, "one"))
+    assert register_version(stages(), context_of(workspace, "one")) == first
+    assert len(predicted_uris) == 1
 
 
 def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
@@ -169,12 +169,12 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
         return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
-    context = run_of(workspace, "one")
+    context = context_of(workspace, "one")
     with pytest.raises(StageError, match="600 items that are not in the catalogue"):
-        do_register(stages(), context)
+        register_version(stages(), context)
     client = connect(workspace)
     assert version_tags(client, "1")["nightjar.smoke"].startswith("failed: models:/m/1: the smoke test found")
-    assert aliases(client) == {}
+    assert version_by_alias(client) == {}
     assert not context.folder(RegistrationManifest).exists()
     with pytest.raises(InputError, match="has no champion"):
         load_version(workspace, model_name="m")
@@ -194,8 +194,8 @@ def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(work
         )
 
 
-def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: BuildStages, predicted_uris: list[str]) -> None:
+    register_version(stages(), context_of(workspace, "one"))
     model = mlflow.pyfunc.load_model("models:/m@champion")
     users = pd.DataFrame({"user_id": ["user-0", "user-1"]})
     first = model.predict(users, params={"k": 3})

@@ -20,7 +20,7 @@ NUM_USERS = 40
 
 @pytest.fixture
 def interactions(tmp_path: Path) -> InteractionsManifest:
-    """A log of 40 users. The last event of user u is u days and an hour before the end of the log, and of user 0 at the end.
+    """A log of 40 users. User 0 has an event at the end of the log, and the last event of user u is u days and an hour earlier.
 
     The users 0 to 4 have test events.
     """

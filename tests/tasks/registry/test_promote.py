@@ -1,4 +1,4 @@
-"""The gate when the person who starts a run decides: promote never, promote force, dry run; real packages on a real MLflow."""
+"""The gate of runs with `promote: never`, `promote: force` or a dry run; real packages on a real MLflow."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +25,16 @@ def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promo
     workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
     register_version(stages(), context_of(workspace, "one"))
-    equal = register_version(stages(), context_of(workspace, "two", promote="never", reason="try a new loss"))
-    assert (equal.alias, equal.promoted, equal.promote, equal.run_reason) == ("challenger", False, "never", "try a new loss")
-    assert equal.reasons[0].startswith("promote is never; recall@20 is") and equal.reasons[0].endswith("of version 1")
+    equal_registration = register_version(stages(), context_of(workspace, "two", promote="never", reason="try a new loss"))
+    assert (
+        equal_registration.alias,
+        equal_registration.promoted,
+        equal_registration.promote,
+        equal_registration.run_reason,
+    ) == ("challenger", False, "never", "try a new loss")
+    assert equal_registration.reasons[0].startswith("promote is never; recall@20 is") and equal_registration.reasons[
+        0
+    ].endswith("of version 1")
     client = connect(workspace)
     assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     tags = version_tags(client, "2")
@@ -61,10 +68,13 @@ def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_t
     assert (tags["nightjar.promote"], tags["nightjar.reasons"]) == ("force", forced.reasons[0])
     assert "nightjar.champion_until" in version_tags(client, "1")
     assert client.get_run(forced.mlflow_run_id).data.tags["nightjar.run_reason"] == "legal: item 7 must go"
-    written = load_manifest(context.folder(RegistrationManifest), RegistrationManifest)
-    assert written is not None and (written.promote, written.run_reason) == ("force", "legal: item 7 must go")
+    saved_manifest = load_manifest(context.folder(RegistrationManifest), RegistrationManifest)
+    assert saved_manifest is not None and (saved_manifest.promote, saved_manifest.run_reason) == (
+        "force",
+        "legal: item 7 must go",
+    )
 
-    # Force does not skip the smoke test.
+    # A forced promotion also needs a passed smoke test.
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
     with pytest.raises(StageError, match="items that are not in the catalogue"):
         register_version(stages(), context_of(workspace, "three", promote="force", reason="now"))
@@ -76,9 +86,9 @@ def test_a_broken_champion_is_reported_and_replaced_only_by_force(
 ) -> None:
     register_version(stages(), context_of(workspace, "one"))
     flip_a_bit(workspace, "1")
-    never = register_version(stages(), context_of(workspace, "two", promote="never"))
-    assert never.alarm is not None and never.alarm.startswith("the champion, version 1, does not load")
-    assert never.alarm.endswith("; no other version becomes champion")
+    unpromoted = register_version(stages(), context_of(workspace, "two", promote="never"))
+    assert unpromoted.alarm is not None and unpromoted.alarm.startswith("the champion, version 1, does not load")
+    assert unpromoted.alarm.endswith("; no other version becomes champion")
     assert version_by_alias(connect(workspace)) == {"champion": "1", "challenger": "2"}
 
     forced = register_version(stages(), context_of(workspace, "two", promote="force", reason="repair"))
@@ -92,10 +102,10 @@ def test_a_dry_run_logs_the_metrics_and_registers_nothing_until_it_is_resumed(
     context, client = context_of(workspace, "one", dry_run=True, reason="look first"), connect(workspace)
     assert register_version(stages(), context) is None
     assert client.search_registered_models() == [] and not context.folder(RegistrationManifest).exists()
-    (logged,) = client.search_runs(["1"])
-    assert logged.data.metrics["test/recall_at_20"] == stages().evaluation.metrics["test/recall@20"]
-    assert logged.data.tags["nightjar.run_reason"] == "look first"
+    (mlflow_run,) = client.search_runs(["1"])
+    assert mlflow_run.data.metrics["test/recall_at_20"] == stages().evaluation.metrics["test/recall@20"]
+    assert mlflow_run.data.tags["nightjar.run_reason"] == "look first"
 
     resumed_registration = register_version(stages(), context_of(workspace, "one", reason="looks good"))
-    assert (resumed_registration.alias, resumed_registration.mlflow_run_id) == ("champion", logged.info.run_id)
-    assert client.get_run(logged.info.run_id).data.tags["nightjar.run_reason"] == "looks good"
+    assert (resumed_registration.alias, resumed_registration.mlflow_run_id) == ("champion", mlflow_run.info.run_id)
+    assert client.get_run(mlflow_run.info.run_id).data.tags["nightjar.run_reason"] == "looks good"

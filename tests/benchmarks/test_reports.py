@@ -41,11 +41,11 @@ def test_a_small_comparison_of_index_kinds_writes_a_result_and_its_report(
     index.main(["--items", "3000", "--queries", "20", "--rounds", "2"])
     result = json.loads((tmp_path / "index.json").read_text())
     assert (result["items"], result["queries"], result["rounds"]) == (3_000, 20, 2)
-    assert list(result["rows"]) == ["flat", "ivf_flat", "pq_fastscan", index.SEED]
+    assert list(result["rows"]) == ["flat", "ivf_flat", "pq_fastscan", index.FIRST_INDEX]
     for row in result["rows"].values():
         assert 0 < row["recall"] <= 1 and len(row["queries_per_s"]) == 2 and row["bytes"] > 3_000
     assert result["rows"]["flat"]["recall"] == 1
-    assert result["rows"]["ivf_flat"]["recall"] > result["rows"][index.SEED]["recall"]
+    assert result["rows"]["ivf_flat"]["recall"] > result["rows"][index.FIRST_INDEX]["recall"]
     assert (tmp_path / "index.md").read_text() == index.to_markdown(result)
 
 

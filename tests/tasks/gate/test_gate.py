@@ -1,4 +1,4 @@
-"""The gate with concurrent runs and with a broken champion; real packages on a real sqlite MLflow."""
+"""The gate in concurrent runs, with a broken champion and with too few users; real packages on a real sqlite MLflow."""
 
 import logging
 import shutil
@@ -72,16 +72,16 @@ def test_a_version_is_also_compared_with_a_champion_that_is_promoted_during_its_
     register_version(stages(shuffled=True), context_of(workspace, "one"))
     predict, better_stages = version_tester.predict_in_subprocess, [stages()]
 
-    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
-        answers = predict(sample, model_uri=model_uri, **rest)
+    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+        answers = predict(sample, model_uri=model_uri, **options)
         if model_uri == "models:/m/1" and better_stages:
             register_version(better_stages.pop(), context_of(workspace, "better"))
         return answers
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
-    slower_registration = register_version(stages(shuffled=True), context_of(workspace, "slower"))
+    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "worse"))
     assert version_by_alias(connect(workspace)) == {"champion": "3", "challenger": "2"}
-    assert (slower_registration.alias, slower_registration.reasons[0].endswith("of version 3")) == ("challenger", True)
+    assert (worse_registration.alias, worse_registration.reasons[0].endswith("of version 3")) == ("challenger", True)
     assert predicted_uris.count("models:/m/2") == 1  # the answers of version 2 are used twice
 
 
@@ -196,12 +196,12 @@ def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_wo
     register_version(stages(), context_of(workspace, "one"))
     predict, unreachable_uris = version_tester.predict_in_subprocess, {"models:/m/1"}
 
-    def fetch(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
+    def fetch(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
         if model_uri in unreachable_uris:
             if cause == "MLflow does not work":
                 unreachable_uris.add("models:/m/2")
             raise NotFetchedError(f"{model_uri}: not fetched")
-        return predict(sample, model_uri=model_uri, **rest)
+        return predict(sample, model_uri=model_uri, **options)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", fetch)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 0.0)
@@ -252,8 +252,8 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the
     register_version(stages(), context_of(workspace, "one"))
     predict = version_tester.predict_in_subprocess
 
-    def rename_first_items(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
-        answers = predict(sample, model_uri=model_uri, **rest)
+    def rename_first_items(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+        answers = predict(sample, model_uri=model_uri, **options)
         if model_uri == "models:/m/2":
             return answers
         lists = [[-7, *item_ids[:-1]] for item_ids in answers.item_ids.to_pylist()]

@@ -95,9 +95,9 @@ def server(model: PyFuncModel) -> TestClient:
 def post(server: TestClient, records: list[dict[str, Any]], **params: Any) -> tuple[int, Any]:
     """Send the records. Return the HTTP status, and the predictions or the error message."""
     request = json.dumps({"dataframe_records": records, "params": params})
-    answer = server.post("/invocations", content=request, headers={"content-type": "application/json"})
-    content = answer.json()
-    return answer.status_code, content.get("predictions", content.get("message"))
+    response = server.post("/invocations", content=request, headers={"content-type": "application/json"})
+    content = response.json()
+    return response.status_code, content.get("predictions", content.get("message"))
 
 
 def test_a_version_requires_public_releases_of_the_packages_that_serving_imports(workspace: Path) -> None:

@@ -96,7 +96,7 @@ def run_server(workspace: Path, config: ServeConfig = CONFIG) -> Iterator[Runnin
 
 
 def workers() -> list[psutil.Process]:
-    """Return the run_server worker processes."""
+    """Return the running worker processes."""
     children = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
     return [child for child in children if "recsys_core.http_server" in child.cmdline()]
 

@@ -164,15 +164,15 @@ def test_folders_that_nightjar_did_not_create_are_not_removed(tmp_path: Path, ad
     assert (tmp_path / "runs" / "0-link").is_symlink()
 
 
-def _clean_until_killed(workspace: Path, num_removals: int) -> None:
-    """Clean a workspace, but kill this process after `num_removals` file operations."""
+def _clean_until_killed(workspace: Path, num_operations: int) -> None:
+    """Clean a workspace, but kill this process after `num_operations` file operations."""
     num_calls = 0
 
     def kill_after_limit(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal num_calls
             num_calls += 1
-            if num_calls > num_removals:
+            if num_calls > num_operations:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
@@ -193,11 +193,11 @@ def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_on
     shutil.copytree(original_workspace, cleaned_workspace, copy_function=os.link)
     clean(cleaned_workspace)
     fork = multiprocessing.get_context("fork")
-    num_removals, exit_code = 0, -signal.SIGKILL
+    num_operations, exit_code = 0, -signal.SIGKILL
     while exit_code == -signal.SIGKILL:
-        workspace = tmp_path / str(num_removals)
+        workspace = tmp_path / str(num_operations)
         shutil.copytree(original_workspace, workspace, copy_function=os.link)
-        process = fork.Process(target=_clean_until_killed, args=(workspace, num_removals))
+        process = fork.Process(target=_clean_until_killed, args=(workspace, num_operations))
         process.start()
         process.join()
         assert process.exitcode is not None
@@ -211,8 +211,8 @@ def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_on
         clean(workspace)
         assert files_below(workspace) == files_below(cleaned_workspace)
         shutil.rmtree(workspace)
-        num_removals += 9  # every ninth operation, to save time
-    assert num_removals > 30  # at least four processes were started
+        num_operations += 9  # every ninth operation, to save time
+    assert num_operations > 30  # at least four processes were started
 
 
 Step = tuple[str, int]

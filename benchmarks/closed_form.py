@@ -1,8 +1,8 @@
-"""Metrics of the truncated SVD, the baseline `closed_form` of large catalogues, by its exponents, on the validation split.
+"""Benchmark of the truncated SVD, which is the baseline `closed_form` of large catalogues, with several exponents.
 
     python -m benchmarks.closed_form      # writes benchmarks/closed_form.json
 
-The model has the training events alone, and no test event is read.
+The model is computed from the training events, and the metrics from the validation events. No test event is read.
 """
 
 import json
@@ -39,7 +39,7 @@ def logs(folder: Path) -> Iterator[tuple[str, InteractionsConfig]]:
 
 
 def measure(config: InteractionsConfig, *, folder: Path) -> list[dict[str, float]]:
-    """Return the metrics of the validation users for each exponent of the items, from the training events."""
+    """Return the mean metrics over the validation users, for each item exponent."""
     store = EventStore.open(ingest_interactions(config, embeddings=None, folder=folder))
     results = []
     for item_exponent, positions in validation_positions(CONFIG, store=store):

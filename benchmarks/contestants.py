@@ -44,6 +44,7 @@ from recsys_core.training.loop import Trainer, make_loader
 from recsys_core.training.sharded_model import initial_model
 
 NUM_ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
+"""Rows of each of the two tables, their width, and the widths of the layers of each tower."""
 NUM_EVENTS = 3 << 20
 WARM_UP_STEPS, WINDOW_STEPS, NUM_WINDOWS = 20, 20, 3
 """For the comparison of sharding types: steps before the measurement, steps per timed window, number of windows."""
@@ -58,10 +59,10 @@ FUNCTION_BY_PATCH = {
     "batch scheduling": (rank_process, "use_batch_scheduling"),
 }
 PATCH_NAMES = (CPU_FEATURES, *FUNCTION_BY_PATCH)
-"""Patches that make a step faster. FUNCTION_BY_PATCH has the module and the function of each patch. To measure a step
-without a patch, a no-op replaces the function of the patch."""
+"""Patches that make a step faster. FUNCTION_BY_PATCH has the module and the function of each patch. A no-op replaces this
+function in the measurement without the patch."""
 Pace = Callable[[Iterable[Any]], Iterator[Any]]
-"""Function that yields batches, but only during the turns of its contestant; see Turns.pace."""
+"""Function that yields the given batches during the turns of its contestant; see Turns.pace."""
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -91,14 +92,14 @@ class Contestant(NamedTuple):
 
 
 def write_log(folder: Path) -> InteractionsManifest:
-    """Write a parquet log of random pairs, in which every user and every item occurs, and ingest it."""
+    """Write and ingest a parquet log of random pairs in which every user and every item occurs."""
     rng = np.random.default_rng(0)
-    num_repeated = NUM_EVENTS - NUM_ROWS
-    user_ids = np.concatenate([rng.permutation(NUM_ROWS), rng.integers(0, NUM_ROWS, num_repeated)])
-    item_ids = np.concatenate([rng.permutation(NUM_ROWS), rng.integers(0, NUM_ROWS, num_repeated)])
+    num_random_events = NUM_EVENTS - NUM_ROWS
+    user_ids = np.concatenate([rng.permutation(NUM_ROWS), rng.integers(0, NUM_ROWS, num_random_events)])
+    item_ids = np.concatenate([rng.permutation(NUM_ROWS), rng.integers(0, NUM_ROWS, num_random_events)])
     table = pa.table({"user_id": user_ids, "item_id": item_ids})
     pq.write_table(table, folder / "log.parquet")
-    pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # required by the split, never used
+    pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # the split requires a test file
     split = FileSplit(test_paths=(str(folder / "test.parquet"),), validation_share=0.0)
     config = InteractionsConfig(paths=(str(folder / "log.parquet"),), split=split)
     return ingest_interactions(config, embeddings=None, folder=folder / "interactions")

@@ -1,10 +1,10 @@
-"""Both engines of the log ingest on one generated log with every filter: the same store bit by bit, and their times.
+"""Comparison of the two engines of the log ingest on a generated log with every filter: their stores and their times.
 
     python -m benchmarks.engines          # writes benchmarks/engines.json
     python -m benchmarks.engines 1000000  # another number of events; prints the result
 
-The log has bots, repeats, rare ids, labels below the threshold, bad rows, weights, context columns and an end of the log. Each
-engine runs in its own process. The time of Spark includes the start of the Java process.
+The log has bots, repeated events, rare ids, labels below the threshold, bad rows, weights, context columns, and events after
+`until`. Each engine runs in its own process. The time of Spark includes the start of the Java process.
 """
 
 import json
@@ -54,15 +54,15 @@ ENGINES: dict[str, dict[str, Any]] = {
     "spark": {"kind": "spark", "master": "local[2]", "conf": {"spark.driver.memory": "3g", "spark.sql.shuffle.partitions": 16}},
 }
 UNEQUAL_FIELDS = {"files", "folder", "parts", "seconds"}
-"""Fields of a manifest that differ between engines: the parts, and the bytes of files that the engine itself writes."""
+"""Fields of a manifest that may differ between engines. `files` and `parts` are compared in `differences`."""
 
 
 def write_log(folder: Path, *, num_events: int, num_files: int = 4) -> None:
-    """Write files of the log: string ids with skewed frequencies, in random order. The last file has times in nanoseconds."""
+    """Write a log with string ids of skewed frequencies in random order. The last file has times in nanoseconds."""
     folder.mkdir(parents=True)
     num_users, num_items, num_rows = num_events // 12, num_events // 60, num_events // num_files
-    for number in range(num_files):
-        rng = np.random.default_rng(number)
+    for file_index in range(num_files):
+        rng = np.random.default_rng(file_index)
         user_index = (num_users * rng.random(num_rows) ** 1.5).astype(np.int64)
         user_index[rng.random(num_rows) < 0.03] %= 5  # bots
         item_index = (num_items * rng.random(num_rows) ** 3).astype(np.int64)
@@ -70,13 +70,13 @@ def write_log(folder: Path, *, num_events: int, num_files: int = 4) -> None:
         rating = rng.integers(0, 11, num_rows) / 2
         rating[rng.random(num_rows) < 0.002] = np.nan
         rating[rng.random(num_rows) < 0.001] = 7.0
-        unit, factor = ("ns", 1_000) if number == num_files - 1 else ("us", 1)
+        time_unit, units_per_us = ("ns", 1_000) if file_index == num_files - 1 else ("us", 1)
         users = pa.array(np.char.add("u", user_index.astype(str)), mask=rng.random(num_rows) < 0.001)
         table = pa.table(
             {
                 "user_id": users,
                 "item_id": pa.array(np.char.add("Ä", item_index.astype(str))),
-                "time": pa.array(time_us * factor, pa.timestamp(unit, "UTC")),
+                "time": pa.array(time_us * units_per_us, pa.timestamp(time_unit, "UTC")),
                 "rating": rating.astype(np.float32),
                 "weight": rng.integers(0, 1_000, num_rows) / 7,
                 "device": pa.array(rng.choice(["phone", "tv", "web"], num_rows), mask=rng.random(num_rows) < 0.1),
@@ -85,7 +85,7 @@ def write_log(folder: Path, *, num_events: int, num_files: int = 4) -> None:
         )
         repeated_rows = rng.integers(0, num_rows, num_rows // 20)
         table = pa.concat_tables([table.slice(0, num_rows - len(repeated_rows)), table.take(repeated_rows)])
-        pq.write_table(table, folder / f"{number}.parquet", row_group_size=1_000_000)
+        pq.write_table(table, folder / f"{file_index}.parquet", row_group_size=1_000_000)
 
 
 def ingest(paths: Path, folder: Path, *, engine: dict[str, Any], **settings: Any) -> InteractionsManifest:
@@ -95,24 +95,23 @@ def ingest(paths: Path, folder: Path, *, engine: dict[str, Any], **settings: Any
 
 
 def differences(first: InteractionsManifest, second: InteractionsManifest) -> list[str]:
-    """Return the names of fields and files in which two stores differ. Parts are not compared."""
-    fields = (manifest.model_dump(exclude=UNEQUAL_FIELDS) for manifest in (first, second))
-    first_fields, second_fields = fields
-    different = [name for name, value in first_fields.items() if second_fields[name] != value]
+    """Return the names of fields and files in which two stores differ. Of the parts, only the read log files are compared."""
+    first_fields, second_fields = (manifest.model_dump(exclude=UNEQUAL_FIELDS) for manifest in (first, second))
+    differing_names = [name for name, value in first_fields.items() if second_fields[name] != value]
     if [part.files for part in first.parts] != [part.files for part in second.parts]:
-        different.append("parts")
+        differing_names.append("parts")
     file_names = [{name for name in manifest.files if not name.startswith("parts/")} for manifest in (first, second)]
-    different += sorted(file_names[0] ^ file_names[1])
+    differing_names += sorted(file_names[0] ^ file_names[1])
     for name in sorted(file_names[0] & file_names[1]):
-        is_table = name.endswith(".parquet")  # an engine writes the codes, so the bytes of the file may differ
+        is_table = name.endswith(".parquet")  # engines may encode the same table in different bytes
         if first.files[name] != second.files[name] and not (is_table and _same_table(first.path(name), second.path(name))):
-            different.append(name)
-    return different
+            differing_names.append(name)
+    return differing_names
 
 
 def _same_table(first: Path, second: Path) -> bool:
     first_table, second_table = pq.read_table(first), pq.read_table(second)
-    # DuckDB also declares that an id is never null.
+    # Schemas are not compared, because DuckDB also declares that an id is never null.
     return (first_table.column_names, first_table.columns) == (second_table.column_names, second_table.columns)
 
 

@@ -113,7 +113,7 @@ def search_with_faiss(
 def evaluate_with_nightjar(
     case: Case, query_BD: NDArray[np.float32], item_vector_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
 ) -> float:
-    """Return the recall. Compute all metrics with the default cut-offs, unless the case is compared with FAISS."""
+    """Compute the metrics and return the recall: only this metric if FAISS is the reference, otherwise all metrics."""
     config = EvaluationConfig()
     if case.reference == "faiss":
         config = EvaluationConfig(ks=(case.k,), metrics=("recall",))
@@ -134,7 +134,7 @@ CONTESTANTS: dict[str, Callable[..., float | None]] = {
 
 
 def measure(case: Case, contestant: str) -> dict[str, float | None]:
-    """Return the seconds, the CPU seconds of all cores, the memory in addition to the data, and the recall of one run."""
+    """Return the duration, the CPU time of all cores, the memory in addition to the data, and the recall of one run."""
     data = random_data(case)
     start_cpu_s, recalls = time.process_time(), []
     measurement = measure_work(lambda: recalls.append(CONTESTANTS[contestant](case, *data)))
@@ -159,7 +159,7 @@ def busy_cores(num_cores: int) -> Iterator[None]:
 
 
 def compare(name: str, *, rounds: int, num_queries: int, num_cores: int) -> list[dict[str, Any]]:
-    """Return all runs of nightjar and the reference of a case, with 0, 1 and `num_cores` other busy processes.
+    """Return all runs of nightjar and of the reference of a case, with 0, 1 and `num_cores` other busy processes.
 
     Raises AssertionError if the contestants compute different recalls.
     """

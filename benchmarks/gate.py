@@ -2,8 +2,8 @@
 
     make bench-gate              # writes benchmarks/gate.json and gate.md
 
-A simulated run draws the hits of the test users with the champion and with the new version. The recall of the champion is 0.2.
-With an equally good version, 4.5 % of the users gain a hit and 4.5 % lose one, as with two trainings on the same data.
+Each test user of a simulated run has a hit or no hit with the champion, and with the new version. The recall of the champion is
+0.2. With an equally good version, 4.5 % of the users gain a hit and 4.5 % lose one, as with two trainings on the same data.
 """
 
 import json
@@ -19,6 +19,7 @@ from recsys_core.comparison.bootstrap import resample_means
 from recsys_core.comparison.rules import Outcome, PairedBootstrap
 
 RECALL, FLIP_RATE = 0.2, 0.045
+"""Recall of the champion, and share of the users who gain a hit with an equally good version. As many lose one."""
 NUM_RUNS, NUM_TIMED_USERS = 500, 100_000
 RULE = PairedBootstrap(num_resamples=2_000)
 DROPS, NUM_USERS = (0.0, 0.02, 0.05, 0.1), (1_000, 5_000, 20_000)
@@ -51,7 +52,7 @@ def outcome_rates(rule: PairedBootstrap, *, relative_drop: float, num_users: int
 
 
 def bootstrap_seconds(num_users: int, *, has_equal_users: bool) -> float:
-    """Return the duration of 10,000 resamples of two measures. has_equal_users: hits, instead of values that all differ."""
+    """Return the duration of 10,000 resamples of two metrics. has_equal_users: the values are hits, otherwise all differ."""
     value_UM = np.random.default_rng(0).random((num_users, 2))
     start_s = time.perf_counter()
     resample_means((value_UM < RECALL).astype(np.float64) if has_equal_users else value_UM, num_resamples=10_000)
@@ -66,11 +67,11 @@ def measure() -> dict[str, Any]:
         for drop in DROPS
         for num_users in NUM_USERS
     ]
-    seconds = {
+    duration_s_by_kind = {
         kind: bootstrap_seconds(NUM_TIMED_USERS, has_equal_users=has_equal_users)
         for kind, has_equal_users in (("hits", True), ("distinct values", False))
     }
-    return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "num_runs": NUM_RUNS, "rates": rates, "bootstrap_s": seconds}
+    return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "num_runs": NUM_RUNS, "rates": rates, "bootstrap_s": duration_s_by_kind}
 
 
 def to_markdown(result: dict[str, Any]) -> str:

@@ -6,9 +6,9 @@
 Each index is built in a separate process. Then all indexes search the same queries in turns with one thread, so that a change
 in the speed of the machine affects all of them.
 
-The vectors imitate those of a trained model. 300 directions are random; each is the centre of about 33 of 10,000 groups whose
-sizes differ by a power law, and an item is its group's centre with noise. A query is the sum of an item and half of another
-item, like a user with two interests. All vectors have length 1.
+The vectors resemble the vectors of a trained model. There are 300 random directions and 10,000 groups of items, whose sizes
+follow a power law. The centre of a group is one of the directions plus noise, and an item is the centre of its group plus
+noise. A query is the sum of an item and half of another item, like a user with two interests. All vectors have norm 1.
 """
 
 import argparse
@@ -37,7 +37,8 @@ from recsys_core.units import MIB
 
 NUM_ITEMS, NUM_QUERIES, DIM, K, RECALL_TARGET = 1_000_000, 500, 64, 100, 0.95
 NUM_DIRECTIONS, NUM_GROUPS = 300, 10_000
-SEED = "IVF-PQ, L2"
+FIRST_INDEX = "IVF-PQ, L2"
+"""Name of the index with which the project began."""
 KINDS: dict[str, AnyIndexKind] = {
     "flat": Flat(),
     "ivf_flat": IvfFlat(),
@@ -52,7 +53,7 @@ FOLDER = Path(__file__).parent
 
 
 def random_vectors(num_items: int, *, num_queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return item vectors and query vectors of length 1."""
+    """Return item vectors and query vectors of norm 1, as the module docstring describes them."""
     rng = np.random.default_rng(0)
     direction_RD = rng.standard_normal((NUM_DIRECTIONS, DIM), np.float32)
     centre_RD = direction_RD[rng.integers(NUM_DIRECTIONS, size=NUM_GROUPS)]
@@ -73,12 +74,12 @@ def write_vectors(folder: Path, *, num_items: int, num_queries: int) -> None:
 
 
 def build(name: str, folder: Path) -> dict[str, Any]:
-    """Build an index from the memory-mapped vectors and write it; return seconds, anonymous memory and bytes."""
+    """Build an index from the memory-mapped vectors and write it. Return duration, anonymous memory and file size."""
     item_vector_ID = np.load(folder / "item_vectors.npy", mmap_mode="r")
     path = index_path(folder, name)
 
     def work() -> None:
-        if name == SEED:
+        if name == FIRST_INDEX:
             index = faiss.IndexIVFPQ(faiss.IndexFlatL2(DIM), DIM, 100, 8, 8)
             index.train(item_vector_ID[:: max(1, len(item_vector_ID) // 65_536)])
             index.add(item_vector_ID)
@@ -100,10 +101,10 @@ def index_path(folder: Path, name: str) -> Path:
 
 
 def compare(folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
-    """Build and tune all indexes, and measure them in turns; return one row per index."""
+    """Build and tune all indexes, and measure them in turns. Return one row per index."""
     item_vector_ID, query_RD = (np.load(folder / f"{side}_vectors.npy", mmap_mode="r") for side in ("item", "query"))
     rows: dict[str, dict[str, Any]] = {
-        name: run_in_new_process("benchmarks.index", "--build", name, "--folder", str(folder)) for name in (*KINDS, SEED)
+        name: run_in_new_process("benchmarks.index", "--build", name, "--folder", str(folder)) for name in (*KINDS, FIRST_INDEX)
     }
     index_by_name = {name: faiss.read_index(str(index_path(folder, name))) for name in rows}
     tuning, test = (
@@ -114,10 +115,10 @@ def compare(folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
     )
     kind_by_name: dict[str, AnyIndexKind] = {}
     for name, kind in KINDS.items():
-        fitted = kind.fitted(*item_vector_ID.shape)
-        kind_by_name[name], _ = tune(fitted, index_by_name[name], tuning, recall_target=RECALL_TARGET)
+        fitted_kind = kind.fitted(*item_vector_ID.shape)
+        kind_by_name[name], _ = tune(fitted_kind, index_by_name[name], tuning, recall_target=RECALL_TARGET)
         rows[name]["parameters"] = kind_by_name[name].model_dump(exclude={"kind"})
-    rows[SEED]["parameters"] = {"nlist": 100, "nprobe": 8, "pq_m": 8, "pq_nbits": 8}
+    rows[FIRST_INDEX]["parameters"] = {"nlist": 100, "nprobe": 8, "pq_m": 8, "pq_nbits": 8}
 
     for row in rows.values():
         row["queries_per_s"] = []
@@ -125,7 +126,7 @@ def compare(folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
         for _ in range(rounds):
             for name, index in index_by_name.items():
                 start_s = time.perf_counter()
-                if name == SEED:
+                if name == FIRST_INDEX:
                     _, row_BK = index.search(test.query_BD, K, params=IvfFlat(nprobe=8).search_parameters(K))
                 else:
                     _, row_BK = search(index, test.query_BD, kind=kind_by_name[name], depth=K)
@@ -156,7 +157,9 @@ def to_markdown(results: dict[str, Any]) -> str:
         "|:---|---:|---:|---:|---:|---:|---:|:---|",
     ]
     for name, row in rows.items():
-        ratio = median(own / flat for own, flat in zip(row["queries_per_s"], rows["flat"]["queries_per_s"], strict=True))
+        ratio = median(
+            speed / flat_speed for speed, flat_speed in zip(row["queries_per_s"], rows["flat"]["queries_per_s"], strict=True)
+        )
         settings = ", ".join(f"{setting} {value}" for setting, value in row["parameters"].items()) or "none"
         lines.append(
             f"| {name} | {row['recall']:.4f} | {median(row['queries_per_s']):,.0f} | {ratio:,.1f} | {row['build_s']:,.0f} "
@@ -166,12 +169,12 @@ def to_markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and write index.json and index.md; with --build build one index and print its measurement."""
+    """Measure, and write index.json and index.md. With --build, build one index and print its measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=NUM_ITEMS)
     parser.add_argument("--queries", type=int, default=NUM_QUERIES, help="number of queries that tune, and of those that test")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--build", choices=(*KINDS, SEED), help="build one index in --folder")
+    parser.add_argument("--build", choices=(*KINDS, FIRST_INDEX), help="build one index in --folder")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args(arguments)
     if options.build:

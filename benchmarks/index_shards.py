@@ -3,7 +3,7 @@
     python -m benchmarks.index_shards          # writes benchmarks/index_shards.json
     python -m benchmarks.index_shards --items 20000 --queries 200
 
-The vectors are those of `benchmarks.index`. Each index is built in a separate process from mapped vectors.
+The vectors are the same as in `benchmarks.index`. Each index is built in a separate process from memory-mapped vectors.
 """
 
 import argparse
@@ -34,7 +34,7 @@ FOLDER = Path(__file__).parent
 
 
 def build(name: str, folder: Path, *, num_shards: int) -> dict[str, Any]:
-    """Build and write an index; return seconds, anonymous memory and bytes."""
+    """Build and write an index. Return the duration, the anonymous memory and the size of its files."""
     item_vector_ID = np.load(folder / "item_vectors.npy", mmap_mode="r")
     kind = KINDS[name].fitted(len(item_vector_ID), DIM)
     paths = index_paths(folder, name, num_shards=num_shards)
@@ -63,16 +63,16 @@ def compare(folder: Path) -> list[dict[str, Any]]:
                     )
                     for query_BD in np.split(query_RD, 2)
                 )
-            fitted = kind.fitted(len(item_vector_ID), DIM)
-            tuned, _ = tune(fitted, index, tuning, recall_target=RECALL_TARGET)
-            recall_B, ms_per_query = test.recall_and_latency(index, tuned)
+            fitted_kind = kind.fitted(len(item_vector_ID), DIM)
+            tuned_kind, _ = tune(fitted_kind, index, tuning, recall_target=RECALL_TARGET)
+            recall_B, ms_per_query = test.recall_and_latency(index, tuned_kind)
             row |= {"recall": float(recall_B.mean()), "queries_per_s": 1000 / ms_per_query}
-            rows.append(row | {"parameters": tuned.model_dump(exclude={"kind"})})
+            rows.append(row | {"parameters": tuned_kind.model_dump(exclude={"kind"})})
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and write index_shards.json; with --build build one index and print its measurement."""
+    """Measure, and write index_shards.json. With --build, build one index and print its measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--queries", type=int, default=500, help="number of queries that tune, and of those that test")

@@ -6,8 +6,9 @@
 - `pandas_block` copies the block of a wide data frame. This is faster than stacking its columns.
 - `nightjar` is the complete stage: checks, hashes, fsync and rename. Afterwards every rank maps the matrix.
 
-Each measurement is a separate process, and the methods alternate. Import time is excluded. Anonymous memory is RssAnon of
-/proc/self/status, sampled every 5 ms. It includes the interpreter and libraries, but not mapped files and shared memory.
+Each measurement runs in a separate process, and the methods alternate. The time of imports is excluded. Anonymous memory is
+RssAnon of /proc/self/status, sampled every 5 ms. It includes the interpreter and libraries, but not mapped files and shared
+memory.
 """
 
 import json
@@ -25,7 +26,7 @@ import pyarrow.parquet as pq
 from benchmarks.measuring import measure_work, run_in_new_process, summarise_runs, table_cells
 
 METHODS_BY_LAYOUT = {"list": ("pandas", "nightjar"), "wide": ("pandas", "pandas_block", "nightjar")}
-"""Methods for each layout of the file; the first one is the reference."""
+"""Methods for each layout of the file. The first method is the reference."""
 DIMENSION_PREFIX = "dim_"
 
 

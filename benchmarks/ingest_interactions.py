@@ -5,8 +5,8 @@
 Two pandas programs serve as references: `pandas` uses value_counts and get_indexer, and the faster `pandas_factorize` uses
 factorize and counts of codes. Both split by time, number string ids by decreasing frequency, sort by user, split, time and
 item, and write the arrays with numpy. Unlike nightjar's stage, they do not check rows, do not hash files or sync them to disk,
-and cannot continue from a previous run. Each measurement is a separate process, the methods alternate, and import time is
-excluded.
+and cannot continue from a previous run. Each measurement runs in a separate process, the methods alternate, and the time of
+imports is excluded.
 """
 
 import json

@@ -72,7 +72,7 @@ def write_store(folder: Path) -> None:
 
 
 def open_store(folder: Path) -> tuple[EventStore, FeatureStore]:
-    """Map the arrays of write_store in `folder`."""
+    """Open the store that `write_store` wrote into `folder`, with memory-mapped arrays."""
     array_names = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row")
     arrays = EventArrays(**{name: memory_map(folder / array_file(name)) for name in array_names})
     store = EventStore(arrays, is_ordered=True)
@@ -107,7 +107,7 @@ def _loader(folder: Path, case_name: str, *, batch_size: int, rank: int, world_s
 def _load_batches(
     folder: Path, case_name: str, batch_size: int, rank: int, world_size: int, start_barrier: Any, results: Any
 ) -> None:
-    """Load batches for SECONDS in one rank, and put the samples per second into the queue `results`."""
+    """Load batches for MEASURED_S in one rank, and put the samples per second into the queue `results`."""
     torch.set_num_threads(1)
     loader = _loader(folder, case_name, batch_size=batch_size, rank=rank, world_size=world_size)
     batches = (batch for epoch in range(1_000) for batch in loader.epoch(epoch))
@@ -134,7 +134,7 @@ def measure_speed(folder: Path, case_name: str, *, batch_size: int, num_processe
 
 
 def _run_processes(processes: list[Any], results: Any) -> list[Any]:
-    """Run the processes to their end; return the values that they put into the queue `results`."""
+    """Run the processes to their end. Return the values that they put into the queue `results`."""
     for process in processes:
         process.start()
     queued_values: list[Any] = []

@@ -24,7 +24,7 @@ def run_in_new_process(module: str, *arguments: str) -> dict[str, Any]:
 
 
 def measure_work(work: Callable[[], object]) -> dict[str, Any]:
-    """Run `work`; return its seconds, and the anonymous memory (RssAnon of /proc/self/status) at the start and at the peak."""
+    """Run `work`. Return its duration, and the anonymous memory of this process at the start and at the peak."""
     start_bytes = anonymous_bytes()
     anon_bytes, is_finished = [start_bytes], threading.Event()
 
@@ -41,12 +41,12 @@ def measure_work(work: Callable[[], object]) -> dict[str, Any]:
     finally:
         is_finished.set()
         sampler.join()
-    del result  # the last sample includes its memory
+    del result  # kept until now, so that the last sample includes its memory
     return {"seconds": seconds, "peak_anon_bytes": max(anon_bytes), "start_anon_bytes": start_bytes}
 
 
 def summarise_runs(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the seconds of all runs, and the maxima of their anonymous memory."""
+    """Return the durations of all runs, and the largest anonymous memory at the start and at the peak of a run."""
     return {
         "seconds": [round(run["seconds"], 2) for run in runs],
         "peak_anon_bytes": max(int(run["peak_anon_bytes"]) for run in runs),
@@ -55,7 +55,7 @@ def summarise_runs(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table_cells(measurement: dict[str, Any], *, references: Sequence[dict[str, Any]]) -> list[str]:
-    """Return table cells: the median and all runs, the speed-up over each reference, and the peak memory in MB."""
+    """Return table cells: the median duration with all durations, the speed-up over each reference, and the peak memory."""
     median_s = median(measurement["seconds"])
     run_seconds_text = ", ".join(f"{run_s:.2f}" for run_s in sorted(measurement["seconds"]))
     speed_ups = [f"{median(reference['seconds']) / median_s:.1f}" for reference in references]

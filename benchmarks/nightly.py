@@ -1,8 +1,8 @@
-"""Benchmark of complete runs: metrics, baselines and seconds per stage, and the time that a run adds to its stages.
+"""Benchmark of complete runs: metrics of the model and of baselines, duration of each stage, and time outside of the stages.
 
     make bench-nightly          # writes benchmarks/nightly.json and benchmarks/nightly.md
 
-Beauty needs `python examples/get_data.py beauty`; it is skipped if data/beauty does not exist.
+The dataset beauty is skipped if data/beauty does not exist. `python examples/get_data.py beauty` downloads it.
 """
 
 import json

@@ -20,17 +20,17 @@ START_TIMEOUT_S = 120.0
 
 
 def measure_orchestration() -> dict[str, dict[str, float]]:
-    """Return wall time, sum of the stages and their difference in seconds, for each kind of server.
+    """Return wall time, total time of the stages and their difference in seconds, for each kind of server.
 
-    Both runs read the same generated data and use a new workspace. The stages are the times in the lines that the command
-    prints, which include the imports, reports and artifacts of a stage.
+    Both runs read the same generated data and use a new workspace. The time of a stage is the time that the command prints. It
+    includes the imports, reports and artifacts of the stage.
     """
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         config_path = write_demo(folder / "demo")
         results = {"embedded server": _time_run(config_path, workspace=folder / "embedded", environment={})}
         with running_servers(folder) as environment:
-            # The services of a new server work for some seconds, and its first requests import modules.
+            # A new server is busy for some seconds, and imports modules at its first requests.
             _time_run(config_path, workspace=folder / "warm-up", environment=environment)
             results["running servers"] = _time_run(config_path, workspace=folder / "servers", environment=environment)
     return results
@@ -47,7 +47,7 @@ def _time_run(config_path: Path, *, workspace: Path, environment: Mapping[str, s
 
 @contextmanager
 def running_servers(folder: Path) -> Iterator[dict[str, str]]:
-    """Start Prefect's and MLflow's own servers on sqlite, and yield the environment of a run that uses them."""
+    """Start a Prefect server and an MLflow server on sqlite, and yield the environment variables of a run that uses them."""
     prefect_port, mlflow_port = _free_port(), _free_port()
     prefect_url, mlflow_url = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
     commands = {
@@ -79,8 +79,8 @@ def _free_port() -> int:
 
 
 def _wait_until_healthy(url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
         with suppress(OSError), urllib.request.urlopen(url, timeout=5):  # noqa: S310  http on loopback
             return
         time.sleep(0.2)

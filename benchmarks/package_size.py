@@ -1,9 +1,10 @@
-"""Benchmark of the size of a package: each file, and the recall, with several precisions of its parts.
+"""Benchmark of the size of a package and its files, and of its recall, with several precisions.
 
     nightjar run examples/beauty.yaml --set workspace=beauty        # data of examples/get_data.py
     python -m benchmarks.package_size beauty/runs/RUN_ID            # 2 minutes; writes package_size.json and package_size.md
 
-The packages are built from the stages of one run. Each answers the histories of all test users before their test events.
+The packages are built from the stages of one run. For the recall, each package gets the histories of all test users before
+their test events.
 
 Shapes: U test users.
 """
@@ -57,7 +58,7 @@ PRECISIONS = (
     Precision("int8", "ivf_sq8", "none"),
     Precision("int4", "ivf_sq8", "none"),
 )
-"""The first one is the reference. The default settings are int8, hnsw, fp32."""
+"""The first precision is the reference. The default settings are int8, hnsw and fp32."""
 
 
 class Stages(NamedTuple):
@@ -94,7 +95,7 @@ def build(stages: Stages, precision: Precision, folder: Path) -> PackageManifest
 
 
 def recall(stages: Stages, package: PackageManifest) -> float:
-    """Return the share of the test items among the best K items of the histories before them, averaged over the users."""
+    """Return the share of a user's test items among the best K items for the history before them, averaged over the users."""
     store, retriever = EventStore.open(stages.dataset.interactions), Retriever.load(package.folder)
     user_row_U = store.users_with_targets("test")
     item_ids = retriever.item_ids.ids(np.arange(store.num_items))
@@ -103,7 +104,7 @@ def recall(stages: Stages, package: PackageManifest) -> float:
         None, K, histories=[ids.tolist() for ids in np.split(item_ids[histories.values_L], histories.offset[1:-1])]
     )
     target_ids = np.split(item_ids[targets.values_L], targets.offset[1:-1])
-    return float(np.mean([np.isin(ids, best).mean() for ids, best in zip(target_ids, answers.item_ids, strict=True)]))
+    return float(np.mean([np.isin(ids, best_ids).mean() for ids, best_ids in zip(target_ids, answers.item_ids, strict=True)]))
 
 
 def measure(run: Path) -> list[dict[str, Any]]:
@@ -112,8 +113,8 @@ def measure(run: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="bench-package-") as folder_name:
         for precision in PRECISIONS:
             package = build(stages, precision, Path(folder_name))
-            sizes = {path.name: path.stat().st_size for path in sorted((package.folder / "package").iterdir())}
-            rows.append(precision._asdict() | {"recall": recall(stages, package), "sizes": sizes})
+            bytes_by_file = {path.name: path.stat().st_size for path in sorted((package.folder / "package").iterdir())}
+            rows.append(precision._asdict() | {"recall": recall(stages, package), "sizes": bytes_by_file})
     return rows
 
 
@@ -131,9 +132,9 @@ def to_markdown(result: dict[str, Any]) -> str:
     reference = result["packages"][0]
     reference_bytes = sum(reference["sizes"].values())
     for row in result["packages"]:
-        sizes, all_bytes = row["sizes"], sum(row["sizes"].values())
-        parts = [sizes[name] for name in ("tower.safetensors", "index.faiss", "items.parquet")]
-        cells = [f"{size / 1e3:,.0f}" for size in (*parts, sum(sizes[name] for name in USER_FILES), all_bytes)]
+        bytes_by_file, all_bytes = row["sizes"], sum(row["sizes"].values())
+        model_bytes = [bytes_by_file[name] for name in ("tower.safetensors", "index.faiss", "items.parquet")]
+        cells = [f"{size / 1e3:,.0f}" for size in (*model_bytes, sum(bytes_by_file[name] for name in USER_FILES), all_bytes)]
         change = row["recall"] / reference["recall"] - 1
         cells += [f"{all_bytes / reference_bytes:.1%}", f"{row['recall']:.4f}", f"{change:+.2%}"]
         lines.append(f"| {row['quantization']} | {row['index_kind']} | {row['item_vectors']} | {' | '.join(cells)} |")

@@ -1,10 +1,10 @@
-"""The constants of `nightjar plan` from the results of the benchmarks, and its estimates compared with two measured runs.
+"""Derivation of the constants of `nightjar plan` from benchmark results, and its estimates compared with measured runs.
 
     make bench-plan                            # writes plan.json, plan.md, the constants, and a table of docs/scale.md
-    python -m benchmarks.plan --constants      # without the measurements, which take about ten minutes
+    python -m benchmarks.plan --constants      # the same without new measurements, which take about ten minutes
 
-Most constants come from other benchmarks. The two runs give bytes, and the times of the data report and of the encoding. Two
-trainings on random pairs give the time of a training step.
+Most constants come from other benchmarks. This benchmark measures two runs, for file sizes and for the times of the data report
+and of the encoding, and two trainings on random pairs, for the time of a training step.
 """
 
 import json
@@ -50,7 +50,7 @@ TRAINING_BY_CASE: dict[str, Settings] = {
     },
     "history": {"loss": {"num_negatives": 512}, "training": {"batch_size": 1_024}},
 }
-"""Two trainings on the pairs of benchmarks/quality/speed.py. The one with histories has in-batch and sampled negatives."""
+"""Two trainings on the pairs of benchmarks/quality/speed.py. `history` has in-batch and sampled negatives."""
 NUM_RANKS, NUM_EPOCHS, TRAINED_CANDIDATES, TRAINED_DIM = 2, 3, 1_024 + 512, 64
 BEAUTY_USERS = 22_363
 """Test users of Amazon Beauty, which nightly.json has measured on an idle machine."""
@@ -59,7 +59,7 @@ BEAUTY_USERS = 22_363
 def measure() -> dict[str, Any]:
     """Execute the two runs, both with the config of the demo, and the two trainings.
 
-    Returns the stages, sizes and workloads of the runs, and the samples per second of the trainings.
+    Return the stages, sizes and workloads of the runs, and the samples per second of the trainings.
     """
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder_name:
@@ -72,23 +72,25 @@ def measure() -> dict[str, Any]:
 
 
 def measure_trainings(folder: Path) -> dict[str, Any]:
-    """Return the samples per second of both ranks together, for each training and for each epoch but the first."""
+    """Return the samples per second of both ranks together, for each training and each epoch except the first."""
     pairs_path = speed.write_pairs(folder)
-    ranks: Settings = {"sharding": {"cluster": {"device": "cpu", "processes_per_node": NUM_RANKS}}}
+    rank_settings: Settings = {"sharding": {"cluster": {"device": "cpu", "processes_per_node": NUM_RANKS}}}
     samples_per_s = {}
     for case, case_settings in TRAINING_BY_CASE.items():
-        settings = merge_settings(speed.settings(pairs_path), ranks, case_settings, {"training": {"epochs": NUM_EPOCHS}})
+        settings = merge_settings(
+            speed.settings(pairs_path), rank_settings, case_settings, {"training": {"epochs": NUM_EPOCHS}}
+        )
         epoch_s = speed.epoch_seconds(settings, folder=folder / "training", num_epochs=NUM_EPOCHS)
         samples_per_s[case] = [round(speed.NUM_PAIRS / seconds) for seconds in epoch_s]
     return {"items": speed.NUM_ITEMS, "samples_per_s": samples_per_s}
 
 
 def execute_run(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Execute a run without package and registration; return seconds and bytes of its stages, and its workload."""
+    """Execute a run up to `build_index`. Return the seconds and bytes of its stages, and its workload."""
     arguments = [str(write_demo(folder)), *(word for setting in settings for word in ("--set", setting))]
-    output = nightjar("run", *arguments, "--until", "build_index", "--json")
+    output = run_nightjar("run", *arguments, "--until", "build_index", "--json")
     (run_folder,) = (path for path in (folder / "runs").iterdir() if path.is_dir())
-    nightjar("plan", *arguments)
+    run_nightjar("plan", *arguments)
     estimate = RunEstimate.model_validate_json((folder / "plan" / ESTIMATE_FILE_NAME).read_bytes())
     return {
         "seconds": {stage: round(result["seconds"], 2) for stage, result in json.loads(output)["stages"].items()},
@@ -99,8 +101,8 @@ def execute_run(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def nightjar(*arguments: str) -> str:
-    """Execute a command of nightjar; return the last line of its output."""
+def run_nightjar(*arguments: str) -> str:
+    """Execute a nightjar command. Return the last line of its output."""
     process = subprocess.run([*NIGHTJAR, *arguments], cwd=FOLDER.parent, check=True, stdout=subprocess.PIPE, text=True)
     return process.stdout.splitlines()[-1]
 
@@ -124,7 +126,7 @@ class Result:
         return float(median(value) if isinstance(value, list) else value)
 
     def constant(self, path: str, unit: str, *, size: float | None = None, value: float | None = None) -> Constant:
-        """Return the number at a path, divided by `size`. value: the constant, if it is computed from more than this number."""
+        """Return the number at a path divided by `size`, or `value` if the constant is computed from several numbers."""
         value = self.number(path) / (size or 1) if value is None else value
         date = self.content["date"] if "date" in self.content else self.content[path.partition(".")[0]]["date"]
         return Constant(value=value, unit=unit, source=f"{self.name}.json: {path}", date=date, measured_at=size)
@@ -154,7 +156,7 @@ def _data_constants() -> dict[str, Constant]:
 
 
 def _training_constants(plan: Result, *, ingest: Result) -> dict[str, Constant]:
-    """Return a and f of the step time B a + 6 B C D f. a: the training with two ids; f: the training with histories."""
+    """Return a and f of the step time B a + 6 B C D f. The training `two_ids` measures a, and `history` measures f."""
     two_ids, history = (f"trainings.samples_per_s.{case}" for case in TRAINING_BY_CASE)
     example_s, history_s = (NUM_RANKS / plan.number(path) for path in (two_ids, history))
     operation_s = (history_s - example_s) / (FLOPS_PER_SCORE_VALUE * TRAINED_CANDIDATES * TRAINED_DIM)
@@ -215,10 +217,12 @@ def _index_constants() -> dict[str, Constant]:
 
 
 def comparisons() -> list[str]:
-    """Return table rows with estimated and measured seconds and bytes, without the stages from which constants come."""
+    """Return table rows with estimated and measured seconds and megabytes, except of stages whose numbers are constants."""
     runs, nightly = Result("plan").content["runs"], Result("nightly").content["runs"]
     log_s = {stage: seconds for stage, seconds in runs[LOG]["seconds"].items() if stage not in ("check_data", "export")}
-    disk_mb = {stage: num_bytes / 1e6 for stage, num_bytes in runs[DEMO]["bytes"].items() if stage != "train"}  # not its peak
+    disk_mb = {
+        stage: num_bytes / 1e6 for stage, num_bytes in runs[DEMO]["bytes"].items() if stage != "train"
+    }  # the estimate is the peak during training
     cases = [(DEMO, "s", nightly[DEMO]["seconds"]), (LOG, "s", log_s), (DEMO, "MB", disk_mb)]
     rows = []
     for run, unit, measured_by_stage in cases:
@@ -253,9 +257,9 @@ def to_markdown() -> str:
 
 
 def ten_billion_events() -> str:
-    """Return the section of docs/scale.md: the command, and the table that it prints."""
+    """Return the section of docs/scale.md with COMMAND and the table that it prints."""
     with tempfile.TemporaryDirectory() as workspace:
-        nightjar(*COMMAND.split(), "--set", f"workspace={workspace}")
+        run_nightjar(*COMMAND.split(), "--set", f"workspace={workspace}")
         estimate = RunEstimate.model_validate_json((Path(workspace) / "plan" / ESTIMATE_FILE_NAME).read_bytes())
     table = [ESTIMATE_TITLES, ("---", "---", "---:", "---:", "---:", "---"), *estimate_rows(estimate)]
     lines = [f"    nightjar {COMMAND}", "", *(f"| {' | '.join(row)} |" for row in table)]
@@ -263,7 +267,7 @@ def ten_billion_events() -> str:
 
 
 def main() -> None:
-    """Measure, unless --constants is given, and write the constants, the report and the section of docs/scale.md."""
+    """Measure unless --constants is given. Write the constants, the report and the section of docs/scale.md."""
     if "--constants" not in sys.argv[1:]:
         RESULT_PATH.write_text(json.dumps(measure(), indent=2) + "\n", encoding="utf-8")
     constants_json = ConstantsFile(constants=measured_constants()).model_dump_json(indent=2)

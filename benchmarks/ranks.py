@@ -1,11 +1,12 @@
-"""Benchmark of the exact ranking on several ranks: duration and memory of each rank, for 1, 2 and 4 ranks of one machine.
+"""Benchmark of the exact ranking on several ranks: duration and memory per rank, with 1, 2 and 4 ranks of one machine.
 
     make bench-ranks             # writes benchmarks/ranks.json and ranks.md
     python -m benchmarks.ranks --queries 20000 --items 50000
 
-Each rank makes its own query vectors and item vectors, with 20 seen items and 5 targets per query, and ranks all items while
-the item vectors travel. The contestant `one process` ranks all queries in one process, without ranks. All contestants use all
-cores, and must compute the same top lists and positions. The memory of a rank includes its vectors, but not the libraries.
+Each rank creates its share of the query vectors and item vectors, with 20 seen items and 5 targets per query. It ranks all
+items for its queries while the ranks pass the item vectors on to each other. The contestant `one process` ranks all queries in
+one process, without ranks. All contestants use all cores, and must compute the same top lists and positions. The memory of a
+rank includes its vectors, but not the libraries.
 """
 
 import argparse
@@ -42,7 +43,10 @@ FOLDER = Path(__file__).parent
 
 
 def random_rows(rows: slice, *, columns: int, kind: int, bound: int | None = None) -> NDArray[Any]:
-    """Return rows of a random array that is the same for any number of ranks: numbers below `bound`, or normal float32."""
+    """Return rows of a random array that does not depend on the number of ranks.
+
+    kind: seed that makes arrays differ. bound: the values are integers below `bound`; None: normally distributed float32.
+    """
     blocks = []
     for seed in range(rows.start // ROWS_PER_SEED, -(-rows.stop // ROWS_PER_SEED)):
         rng, shape = np.random.default_rng((kind, seed)), (ROWS_PER_SEED, columns)
@@ -51,7 +55,7 @@ def random_rows(rows: slice, *, columns: int, kind: int, bound: int | None = Non
     return np.concatenate(blocks)[rows.start - first_row : rows.stop - first_row]
 
 
-def own_queries(rows: slice, *, num_items: int) -> Queries:
+def queries_of_rows(rows: slice, *, num_items: int) -> Queries:
     """Return the queries of these rows."""
     num_queries = rows.stop - rows.start
     seen, targets = (
@@ -70,12 +74,12 @@ def measure_rank(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // process.world_size))
     rows, top_only = rows_of_rank(options.queries, process), options.top_only
     if options.world_size:
-        store = f"file://{options.folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=process.rank, world_size=process.world_size)
+        rendezvous_url = f"file://{options.folder}/store"
+        dist.init_process_group("gloo", init_method=rendezvous_url, rank=process.rank, world_size=process.world_size)
         dist.barrier()
 
     def rank() -> None:
-        queries, items = own_queries(rows, num_items=options.items), Share(options.items, dim=DIM, process=process)
+        queries, items = queries_of_rows(rows, num_items=options.items), Share(options.items, dim=DIM, process=process)
         items.add(items.rows.start, 0, torch.from_numpy(random_rows(items.rows, columns=DIM, kind=1)))
         ranking: PartOfRanking | Ranking
         if options.world_size:
@@ -96,7 +100,7 @@ def measure_rank(options: argparse.Namespace) -> dict[str, Any]:
 def measure_ranks(world_size: int, *, options: argparse.Namespace, top_only: bool) -> dict[str, Any]:
     """Return the duration, the CPU time of all ranks, the largest memory of a rank, and a hash of the ranking.
 
-    world_size: number of ranks; 0 for one process without ranks.
+    world_size: number of ranks, or 0 for one process without ranks.
     """
     num_processes = max(1, world_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +155,7 @@ def to_markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and write ranks.json and ranks.md; with --folder measure one rank and print the result."""
+    """Measure, and write ranks.json and ranks.md. With --folder, measure one rank and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queries", type=int, default=200_000)
     parser.add_argument("--items", type=int, default=200_000)

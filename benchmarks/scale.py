@@ -34,7 +34,7 @@ HOST = {
     "pcie_gb_s": 55,
     "ddr_bandwidth_gb_s": 300,
 }
-"""Data-sheet values of an H100 SXM: NVLink per direction, one 400 Gbit/s port per GPU, PCIe 5."""
+"""Data-sheet values of an H100 SXM, with NVLink in one direction, one port of 400 Gbit/s per GPU, and PCIe 5."""
 ASSUMPTIONS: dict[str, Any] = {
     "dim": 128,
     "batch_size": 8192,
@@ -56,7 +56,7 @@ LARGEST = "20 B rows, 32 x 8 GPUs"
 
 
 def spec_of(model_size: dict[str, Any], *, has_pooled_users: bool, optimizer: str = "rowwise_adagrad") -> ModelSpec:
-    """Return the model of one size; `has_pooled_users` sets tables.user.lookup to pooled."""
+    """Return the model of one size. `has_pooled_users` sets tables.user.lookup to `pooled`."""
     config = TwoTowerConfig(embedding_dim=ASSUMPTIONS["dim"], learn_user_embedding=model_size["users"] > 0)
     tables = {"user": TableConfig(lookup="pooled")} if has_pooled_users and config.learn_user_embedding else {}
     return ModelSpec.sized(
@@ -86,7 +86,7 @@ def plan_model_size(
 
 
 def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], bytes_per_number: int) -> dict[str, float]:
-    """Return the bytes that the busiest rank sends per step for rows and gradients: in total and between hosts."""
+    """Return the bytes of rows and gradients that the busiest rank sends per step, in total and between hosts."""
     num_ranks, ranks_per_host, batch_size = plan_file.world_size, plan_file.processes_per_node, plan_file.batch_size
     total_bytes = between_hosts_bytes = 0.0
     for name, table in plan_file.tables.items():
@@ -98,12 +98,12 @@ def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], bytes_per_numb
         elif table.sharding_type == "row_wise":  # each rank sends a partial sum for every query; most are zeros
             total_bytes += (num_ranks - 1) * batch_size * row_bytes
             between_hosts_bytes += (num_ranks - ranks_per_host) * batch_size * row_bytes
-        elif table.sharding_type == "table_row_wise":  # added up within the host, then sent to the other hosts
+        elif table.sharding_type == "table_row_wise":  # partial sums are added within the host, and then sent to other hosts
             reduced_bytes = num_ranks * batch_size * row_bytes / ranks_per_host
             other_host_bytes = reduced_bytes * (plan_file.num_nodes - 1) / plan_file.num_nodes
             total_bytes += (ranks_per_host - 1) * reduced_bytes + other_host_bytes
             between_hosts_bytes += other_host_bytes
-        else:  # table_wise: the rank of the table sends to all others
+        else:  # table_wise: the rank with the table sends rows to all other ranks
             batch_bytes = table.values_per_query * batch_size * row_bytes
             total_bytes += (num_ranks - 1) * batch_bytes
             between_hosts_bytes += (num_ranks - ranks_per_host) * batch_bytes

@@ -2,11 +2,11 @@
 
     make bench-serve                            # writes benchmarks/serve.json and serve.md
     python -m benchmarks.serve --items 20000    # a small catalogue; prints the tables, writes nothing
-    python -m benchmarks.serve --users          # replaces the case of benchmarks/serve_users.py in both files
+    python -m benchmarks.serve --users          # replaces the part of benchmarks/serve_users.py in both files
 
-A run of the pipeline trains on a generated log and the vectors of benchmarks/index.py, and registers the version. Light users
-have 20 events, heavy users 2,000. The retriever is measured in a process of its own with one thread. Then `nightjar serve` and
-`mlflow models serve` answer the same requests of 8 clients on the same machine, one after the other.
+A run trains on a generated log and on the vectors of benchmarks/index.py, and registers a version. Light users have 20 events,
+and heavy users have 2,000 events. The retriever is measured in its own process with one thread. Then 8 clients on the same
+machine send the same requests to `nightjar serve`, and after that to `mlflow models serve`.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def write_data(folder: Path, *, num_items: int) -> None:
 
 
 def measure_in_process(package: Path) -> dict[str, Any]:
-    """Load the package, and measure it with one thread. The first answer is part of the start."""
+    """Load the package and measure it with one thread. The time of the start includes the first answer."""
     start_s = time.perf_counter()
     import faiss
     import torch
@@ -81,8 +81,8 @@ def measure_in_process(package: Path) -> dict[str, Any]:
     retriever = Retriever.load(package)
     light_users, heavy_users = np.arange(NUM_LIGHT_USERS), np.arange(NUM_HEAVY_USERS) + NUM_LIGHT_USERS
     retriever.recommend([0], K)
-    start_seconds = time.perf_counter() - start_s
-    rows = {
+    load_s = time.perf_counter() - start_s
+    latencies_by_case = {
         "one user, 20 events": _latencies(lambda index: retriever.recommend([int(light_users[index % len(light_users)])], K)),
         "one user, 2,000 events": _latencies(
             lambda index: retriever.recommend([int(heavy_users[index % len(heavy_users)])], K), num_calls=1_000
@@ -90,19 +90,21 @@ def measure_in_process(package: Path) -> dict[str, Any]:
     }
     item_vector_ID = retriever.item_vectors(np.arange(len(retriever.item_ids)))
     query_BD = np.ones((1, DIM), np.float32)
-    rows["numpy, all items"] = _latencies(lambda index: np.argpartition(-(item_vector_ID @ query_BD[0]), K)[:K], num_calls=30)
+    latencies_by_case["numpy, all items"] = _latencies(
+        lambda index: np.argpartition(-(item_vector_ID @ query_BD[0]), K)[:K], num_calls=30
+    )
     batch_s = min(_seconds(lambda: retriever.recommend(light_users[:BATCH_ROWS], K)) for _ in range(5))
     return {
-        "latencies": rows,
+        "latencies": latencies_by_case,
         "users_per_s": BATCH_ROWS / batch_s,
-        "start_s": start_seconds,
+        "start_s": load_s,
         "index": retriever.package.index_kind,
         "index_parameters": retriever.package.index_parameters,
     }
 
 
 def measure_memory(package: Path) -> dict[str, float]:
-    """Load the package in two processes at the same time; return the MiB of one that only it has, and that both share."""
+    """Load the package in two processes at the same time. Return the private and the shared memory of a process in MiB."""
     command = [sys.executable, "-m", "benchmarks.serve", "--hold", "--package", str(package)]
     processes = [
         subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -121,7 +123,7 @@ def measure_memory(package: Path) -> dict[str, float]:
 
 
 def hold_package(package: Path) -> None:
-    """Load the package and answer some requests; then keep it until the standard input ends."""
+    """Load the package, answer some requests, and keep the package in memory until the standard input ends."""
     from recsys_core.serving.retriever import Retriever
 
     retriever = Retriever.load(package)
@@ -154,7 +156,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 def server(
     command: Sequence[str], *, port: int, health_path: str, environment: dict[str, str], log_path: Path
 ) -> Iterator[float]:
-    """Start a server; yield the seconds until it answered."""
+    """Start a server and yield the seconds until its first answer."""
     start_s = time.perf_counter()
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log)
@@ -168,7 +170,7 @@ def server(
         children = [] if process.poll() is not None else psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         process.wait(30)
-        for child in children:  # of a server that leaves them behind
+        for child in children:  # a server may leave child processes behind
             with suppress(psutil.NoSuchProcess):
                 child.terminate()
 
@@ -185,15 +187,15 @@ def _answers(port: int, path: str) -> bool:
 
 
 def measure_http(port: int, path: str, body: Callable[[int], dict[str, Any]]) -> dict[str, float]:
-    """Send requests for one user each from NUM_CLIENTS threads for CLIENT_S; return latencies and requests per second."""
-    deadline = time.perf_counter() + CLIENT_S + 1.0
+    """Send requests for one user from NUM_CLIENTS threads for CLIENT_S. Return latencies and requests per second."""
+    end_s = time.perf_counter() + CLIENT_S + 1.0
     begin_s = time.perf_counter() + 1.0  # the first second warms up
 
     def run_client(client: int) -> list[float]:
         seconds: list[float] = []
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         rng = np.random.default_rng(client)
-        while (now_s := time.perf_counter()) < deadline:
+        while (now_s := time.perf_counter()) < end_s:
             content = json.dumps(body(int(rng.integers(NUM_LIGHT_USERS))))
             connection.request("POST", path, content, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -211,14 +213,16 @@ def measure_http(port: int, path: str, body: Callable[[int], dict[str, Any]]) ->
 
 @contextmanager
 def trained_package(*, num_items: int) -> Iterator[tuple[str, Path]]:
-    """Run the pipeline; yield the path of the config and the folder of the stage `package`."""
+    """Execute a run. Yield the path of its config and the folder of its stage `package`."""
     with tempfile.TemporaryDirectory(prefix="bench-serve-") as folder_name:
         folder = Path(folder_name)
         write_data(folder, num_items=num_items)
-        config = str(folder / "nightly.yaml")
-        process = subprocess.run([*NIGHTJAR, "run", config, "--json"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+        config_path = str(folder / "nightly.yaml")
+        process = subprocess.run(
+            [*NIGHTJAR, "run", config_path, "--json"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        )
         run = json.loads(process.stdout.splitlines()[-1])
-        yield config, Path(run["run_dir"]) / "package"
+        yield config_path, Path(run["run_dir"]) / "package"
 
 
 def measure_users() -> dict[str, Any]:
@@ -228,22 +232,22 @@ def measure_users() -> dict[str, Any]:
 
 
 def measure(*, num_items: int) -> dict[str, Any]:
-    """Run the pipeline, and measure the registered version."""
-    with trained_package(num_items=num_items) as (config, package):
+    """Execute a run, and measure the registered version in one process and on both servers."""
+    with trained_package(num_items=num_items) as (config_path, package):
         result = run_in_new_process("benchmarks.serve", "--package", str(package)) | {"num_items": num_items}
         result["memory"] = measure_memory(package)
-        serve = [*NIGHTJAR, "serve", config, "--port", "8391"]
+        serve = [*NIGHTJAR, "serve", config_path, "--port", "8391"]
         with server(
-            serve, port=8391, health_path="/readyz", environment={}, log_path=Path(config).parent / "serve.log"
+            serve, port=8391, health_path="/readyz", environment={}, log_path=Path(config_path).parent / "serve.log"
         ) as start_s:
             answer = measure_http(8391, "/recommend", lambda user: {"rows": [{"user_id": user}], "params": {"k": K}})
             result["nightjar serve"] = answer | {"start_s": start_s}
         mlflow = [str(Path(sys.executable).parent / "mlflow"), "models", "serve", "-m", "models:/nightjar@champion"]
         mlflow += ["--env-manager", "local", "-p", "8392"]
         search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{Path(config).parent}/mlflow.db", "PATH": search_path}
+        environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{Path(config_path).parent}/mlflow.db", "PATH": search_path}
         with server(
-            mlflow, port=8392, health_path="/ping", environment=environment, log_path=Path(config).parent / "serve.log"
+            mlflow, port=8392, health_path="/ping", environment=environment, log_path=Path(config_path).parent / "serve.log"
         ) as start_s:
             answer = measure_http(
                 8392, "/invocations", lambda user: {"dataframe_records": [{"user_id": user}], "params": {"k": K}}
@@ -302,16 +306,16 @@ def main() -> None:
     if arguments.package is not None:
         sys.stdout.write(json.dumps(measure_in_process(arguments.package)) + "\n")
         return
-    path = FOLDER / "serve.json"
+    result_path = FOLDER / "serve.json"
     if arguments.users:
-        result = json.loads(path.read_bytes()) | {"users": measure_users()}
+        result = json.loads(result_path.read_bytes()) | {"users": measure_users()}
     else:
         result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": len(os.sched_getaffinity(0))}
         result |= measure(num_items=arguments.items)
         if arguments.items == NUM_ITEMS:
             result["users"] = measure_users()
     if arguments.users or arguments.items == NUM_ITEMS:
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        result_path.write_text(json.dumps(result, indent=2) + "\n")
         (FOLDER / "serve.md").write_text(to_markdown(result))
     sys.stdout.write(to_markdown(result))
 

@@ -1,8 +1,8 @@
-"""Case of benchmarks/serve.py: load time, memory and lookup latency of packages with 100,000 and with 10 million users.
+"""Part of benchmarks/serve.py: load time, memory and lookup latency of packages with 100,000 and with 10 million users.
 
-    python -m benchmarks.serve --users          # about 3 minutes; replaces this case in serve.json and serve.md
+    python -m benchmarks.serve --users          # about 3 minutes; replaces this part of serve.json and serve.md
 
-A run of the pipeline makes a package with a small catalogue. Generated users with 20 events each then replace its users.
+A run creates a package with a small catalogue. Then generated users with 20 events each replace the users of the package.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def write_package(package: Path, folder: Path, *, num_users: int) -> None:
 
 
 def measure_package(folder: Path) -> dict[str, Any]:
-    """Load a package, and look up random users for the first time and again, with one thread."""
+    """Load a package, and look up random users twice, with one thread. Return load time, memory and latencies."""
     import faiss
     import torch
 
@@ -92,13 +92,13 @@ def measure_package(folder: Path) -> dict[str, Any]:
     }
     num_users = len(retriever.user_ids)
     user_ids = USER_ID_FACTOR * np.random.default_rng(0).choice(num_users, 2 * NUM_LOOKUPS, replace=False)
-    looked_up, recommended_to = np.split(user_ids, 2)
+    lookup_ids, recommend_ids = np.split(user_ids, 2)
     for _ in range(50):
         retriever.recommend([-1], K)
     for when in ("first", "again"):
         result[when] = {
-            "lookup": _latencies(lambda user_id: contents.users.histories(contents.users.ids.rows([user_id])), looked_up),
-            "recommend": _latencies(lambda user_id: retriever.recommend([user_id], K), recommended_to),
+            "lookup": _latencies(lambda user_id: contents.users.histories(contents.users.ids.rows([user_id])), lookup_ids),
+            "recommend": _latencies(lambda user_id: retriever.recommend([user_id], K), recommend_ids),
         }
     result["used_anon_mib"] = (anonymous_bytes() - anon_bytes) / 2**20
     result["used_private_mib"] = (psutil.Process().memory_full_info().uss - private_bytes) / 2**20
@@ -116,7 +116,7 @@ def _latencies(call: Callable[[int], object], user_ids: NDArray[np.int64]) -> di
 
 
 def measure_users(package: Path) -> dict[str, Any]:
-    """Measure the package with each number of users, each in a process of its own; return the results by number of users."""
+    """Measure the package with each number of users in a separate process. Return the results by number of users."""
     results = {}
     for num_users in NUM_USERS:
         with tempfile.TemporaryDirectory(prefix="bench-serve-users-") as folder_name:

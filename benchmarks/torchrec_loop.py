@@ -28,7 +28,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 FEATURE_NAMES = ("userId", "movieId")
 
 
-class Task(nn.Module):
+class TwoTowerTask(nn.Module):
     """The two-tower model. The forward pass returns (loss, (loss, logits, labels)) for a batch of pairs and labels."""
 
     def __init__(self, *, num_rows: int, dim: int, layers: list[int], device: torch.device) -> None:
@@ -55,9 +55,9 @@ class Task(nn.Module):
 def train(
     *, num_rows: int, dim: int, layers: list[int], batch_size: int, pace: Callable[[Iterable[Batch]], Iterator[Batch]]
 ) -> None:
-    """Train on random batches. pace: function that yields the batches, and waits during the turns of other contestants."""
+    """Train on random batches. pace: function that yields the batches, but waits during the turns of other contestants."""
     device = torch.device("cpu")
-    task = Task(num_rows=num_rows, dim=dim, layers=layers, device=device)
+    task = TwoTowerTask(num_rows=num_rows, dim=dim, layers=layers, device=device)
     apply_optimizer_in_backward(RowWiseAdagrad, task.ebc.parameters(), {"lr": 0.01})
     model = DistributedModelParallel(module=task, device=device)
     optimizer = KeyedOptimizerWrapper(

@@ -4,9 +4,9 @@
     python -m benchmarks.train --rounds 3 --parts compared
     python -m benchmarks.train --parts patches      # the effect of each patch of recsys_core/patches
 
-The model has two tables of 1,048,576 x 64, an MLP [128, 64] per tower and binary cross-entropy; it is trained by two gloo
-ranks. nightjar's trainer reads an ingested parquet log. The contestant `ours, prepared batches` trains on batches that were
-loaded in advance. The contestants take turns (benchmarks/turns.py).
+The model has two tables of 1,048,576 x 64, an MLP [128, 64] per tower, and binary cross-entropy as its loss. Two gloo ranks
+train the model. nightjar's trainer reads an ingested parquet log. The contestant `ours, prepared batches` trains on batches
+that were loaded in advance. The contestants take turns (benchmarks/turns.py).
 """
 
 import argparse
@@ -44,7 +44,7 @@ from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ShardingType
 
 STEPS_BY_BATCH_SIZE = {1024: 200, 8192: 50}
-"""Batch size -> steps per turn. A turn takes about two seconds, so batches prefetched before the turn have little effect."""
+"""Steps per turn by batch size. A turn takes about two seconds, so the batches that are loaded before it have little effect."""
 LARGEST_BATCH_SIZE = max(STEPS_BY_BATCH_SIZE)
 SHARDING_TYPES: tuple[ShardingType, ...] = (
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel",
@@ -65,7 +65,7 @@ def measure(contestant: Contestant, *, folder: Path) -> dict[str, Any]:
 
 
 def print_now(line: str) -> None:
-    """Print a line and flush stdout, which is buffered in a pipe."""
+    """Print a line and flush stdout, because a pipe is buffered."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -1,7 +1,7 @@
 """Interleaved timing of several trainers. In each round, each trainer runs alone for a window of steps.
 
-All trainers start before the first round. The speed of a machine changes within seconds. The windows of one round have similar
-conditions, so the ratios of their durations are comparable. Ratios between separate runs of several minutes are not comparable.
+All trainers start before the first round. The speed of a machine can change within seconds. The windows of one round follow
+each other closely, so the ratio of their durations is reliable. The ratio of two separate runs of several minutes is not.
 """
 
 import time
@@ -43,7 +43,7 @@ def run_window(pipes: Sequence[Connection]) -> float:
 
 
 def take_turns(pipes_by_name: Mapping[str, Sequence[Connection]], *, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contestant in each round. The mapping has the pipes to the ranks of each contestant."""
+    """Return the seconds of each contestant in each round. pipes_by_name: pipes to the ranks of each contestant."""
     seconds_by_name: dict[str, list[float]] = {name: [] for name in pipes_by_name}
     for _ in range(rounds):
         for name, pipes in pipes_by_name.items():

@@ -31,7 +31,7 @@ MIN_SHARED_ROWS = 2
 """A table refers to an earlier table instead of repeating at least this many of its rows."""
 
 MAX_DEFAULT_CHARACTERS = 80
-"""Length of a default in words in the column of the defaults."""
+"""Longest default in words that is shown in the column of defaults."""
 
 
 class Group(NamedTuple):
@@ -75,20 +75,20 @@ def main() -> None:
 
 
 def reference_page() -> str:
-    """Return the page: a section per group of settings. A class of settings has one table, to which its other places link."""
+    """Return the page, with a section per group of settings. Groups with the same class have one table, to which they link."""
     groups = [Group("Top level", PipelineConfig, "", None)]
     for name, field in PipelineConfig.model_fields.items():
         if is_group(field):
             groups += setting_groups(name, field, default=field_default(field), parent=None)
-    home_by_class: dict[type[BaseModel], Group] = {}
+    table_group_by_class: dict[type[BaseModel], Group] = {}
     for group in sorted(groups, key=lambda group: not isinstance(group.default, group.config_class)):
-        home_by_class.setdefault(group.config_class, group)
+        table_group_by_class.setdefault(group.config_class, group)
     link_by_row: dict[str, str] = {}
     sections = [HEADER]
     for group in groups:
-        # The groups inside a group are described where its class has its table.
-        if group.parent is None or home_by_class[group.parent.config_class] is group.parent:
-            sections.append(group_section(group, home=home_by_class[group.config_class], link_by_row=link_by_row))
+        # Inner groups are described only once, where the class of their parent has its table.
+        if group.parent is None or table_group_by_class[group.parent.config_class] is group.parent:
+            sections.append(group_section(group, table_group=table_group_by_class[group.config_class], link_by_row=link_by_row))
     return "\n".join(sections)
 
 
@@ -116,8 +116,8 @@ def setting_groups(name: str, field: FieldInfo, *, default: Any, parent: Group |
         group = Group(group_title, config_class, description, default, shared_settings, parent)
         yield group
         for setting_name, inner_field in config_class.model_fields.items():
-            others = (other for other_name, other in config_class.model_fields.items() if other_name != setting_name)
-            if any(has_groups_of(other, inner_field) for other in others):
+            other_fields = (other for other_name, other in config_class.model_fields.items() if other_name != setting_name)
+            if any(has_groups_of(other_field, inner_field) for other_field in other_fields):
                 continue  # index.compared: its tables are among those of index.served
             inner_default = getattr(default, setting_name) if isinstance(default, config_class) else field_default(inner_field)
             yield from setting_groups(f"{name}.{setting_name}", inner_field, default=inner_default, parent=group)
@@ -134,28 +134,28 @@ def is_union(field: FieldInfo) -> bool:
 
 
 def has_groups_of(field: FieldInfo, other_field: FieldInfo) -> bool:
-    """Return whether both fields hold one of several groups of settings, and `field` holds those of `other_field`."""
-    groups, other_groups = ({*nested_config_classes(each.annotation)} for each in (field, other_field))
+    """Return whether `other_field` holds one of several groups of settings, all of which `field` can hold too."""
+    groups, other_groups = ({*nested_config_classes(one_field.annotation)} for one_field in (field, other_field))
     return is_union(other_field) and other_groups <= groups
 
 
-def group_section(group: Group, *, home: Group, link_by_row: dict[str, str]) -> str:
+def group_section(group: Group, *, table_group: Group, link_by_row: dict[str, str]) -> str:
     """Return the heading of a group with its description, and a table of its settings or a link to the table.
 
     Args:
-        home: the group of the same class that has the table.
+        table_group: the group of the same class that has the table.
         link_by_row: link to the table of each row of the page; the rows of this table are added.
     """
     level = "##" if group.parent is None and " with " not in group.title else "###"
     paragraphs = [f"{level} {group.title}"] + ([group.description] if group.description else [])
-    if home is not group and group.config_class.model_fields:
-        home_defaults = home.default_by_setting
-        others = {name: value for name, value in group.default_by_setting.items() if value != home_defaults[name]}
+    if table_group is not group and group.config_class.model_fields:
+        table_defaults = table_group.default_by_setting
+        other_defaults = {name: value for name, value in group.default_by_setting.items() if value != table_defaults[name]}
         has_groups = any(is_group(field) for field in group.config_class.model_fields.values())
-        text = f"The settings {'and groups ' if has_groups else ''}are those of {home.link}"
-        if isinstance(group.default, group.config_class) and others:
+        text = f"The settings {'and groups ' if has_groups else ''}are those of {table_group.link}"
+        if isinstance(group.default, group.config_class) and other_defaults:
             fields = group.config_class.model_fields
-            names = [f"`{name}` is {default_cell(name, fields[name], value)}" for name, value in others.items()]
+            names = [f"`{name}` is {default_cell(name, fields[name], value)}" for name, value in other_defaults.items()]
             text += f", with other defaults: {', '.join(names)}"
         return "\n\n".join([*paragraphs, f"{text}.\n"])
     row_by_setting = {
@@ -185,7 +185,7 @@ def settings_row(name: str, field: FieldInfo, default: Any) -> str:
 
 
 def field_default(field: FieldInfo) -> Any:
-    """Return the default of a field; PydanticUndefined if the field is required."""
+    """Return the default of a field, or PydanticUndefined if the field is required."""
     return field.get_default(call_default_factory=True)
 
 
@@ -209,13 +209,16 @@ def description_sentence(field: FieldInfo, *, with_default: bool = True) -> str:
 
 
 def split_default(field: FieldInfo) -> tuple[str, str]:
-    """Split the description at its last sentence "Default: words"; return both parts. Many words stay in the description."""
+    """Return the description without its last sentence, `Default: words`, and these words.
+
+    Words that are too long for the column of defaults stay in the description.
+    """
     description, _, words = (field.description or "").partition(". Default: ")
     return (description, words) if len(words) <= MAX_DEFAULT_CHARACTERS else (field.description or "", "see the description")
 
 
 def literal_strings(annotation: Any) -> Iterator[str]:
-    """Yield the strings of a Literal, also inside a union."""
+    """Yield the strings of a Literal or of the Literals in a union."""
     if get_origin(annotation) is Literal:
         yield from (str(choice) for choice in get_args(annotation) if isinstance(choice, str))
     elif get_origin(annotation) in (Union, types.UnionType):

@@ -26,9 +26,9 @@ def main(junit_path: Path) -> None:
 
 
 def read_junit(junit_path: Path) -> dict[str, dict[str, Any]]:
-    """Return the figures of each test file: number of cases by outcome, seconds with set-up, and further figures.
+    """Return the results of each test file: number of cases by outcome, seconds including set-up, and figures that it reports.
 
-    `processes_left` is the number of processes that the drills left; None if no drill of the file counts them.
+    `processes_left` is the number of processes that the drills left behind, or None if no drill of the file counts them.
     """
     drills: dict[str, dict[str, Any]] = {}
     for case_element in ElementTree.parse(junit_path).iter("testcase"):  # noqa: S314
@@ -53,7 +53,7 @@ def _outcome(case: ElementTree.Element) -> str:
 
 
 def with_table(page: str, results: dict[str, Any]) -> str:
-    """Return the page with the table between its markers replaced."""
+    """Return the page with a new table between its marks."""
     text_before, _, table_and_rest = page.partition(BEGIN_MARK)
     _, _, text_after = table_and_rest.partition(END_MARK)
     return f"{text_before}{BEGIN_MARK}\n{drills_table(results)}\n{END_MARK}{text_after}"

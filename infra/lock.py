@@ -1,4 +1,4 @@
-"""Resolution of pyproject.toml into the hashed lock files of infra/locks: `make lock`; see infra/README.md.
+"""Resolution of pyproject.toml into the hashed lock files in infra/locks, for `make lock`. infra/README.md describes them.
 
 Versions that are already locked are kept. Arguments are passed to uv: `make lock ARGS="--upgrade-package prefect==3.8.9"`.
 """
@@ -15,10 +15,10 @@ LOCK_FOLDER = ROOT / "infra" / "locks"
 UV_FLAGS = ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest", "--generate-hashes"]
 UV_FLAGS += ["--no-header", "--no-annotate", "--quiet"]
 TORCH_VERSION = "2.14.1"
-# Requirements that replace those of other packages. They are here and not in pyproject.toml, from which `uv pip install` would
-# read them too: it would then install the newest certifi instead of the locked one.
+# Requirements that replace the requirements of other packages. They are not in pyproject.toml, because `uv pip install` would
+# read them there and install the newest certifi instead of the locked certifi.
 OVERRIDES = (
-    "urllib3>=2.5",  # torchx 0.7.0 requires urllib3 1, but only its ray scheduler needs this version
+    "urllib3>=2.5",  # torchx 0.7.0 requires urllib3 1, but only for its ray scheduler
     "certifi>=2026.10",  # prefect 3.9.1 requires a release of certifi that some mirrors do not have yet
 )
 
@@ -27,7 +27,7 @@ OVERRIDES = (
 TORCH_CPU_BUILDS: tuple[str, ...] = ()
 
 SPARK_PACKAGES = ("py4j", "pyspark", "sqlglot")
-"""Packages of a file of their own, because Spark has 430 MB of Java archives that most installations do not need."""
+"""Packages that spark.txt contains, because most installations do not need the 430 MB of Java archives of Spark."""
 
 TITLE_BY_FILE = {
     "bootstrap.txt": "The installer of the other lock files.",
@@ -76,9 +76,9 @@ def lock(uv: str, *, uv_options: list[str]) -> None:
         )
     spark_packages = {package: cpu_packages[package] for package in SPARK_PACKAGES}
     cuda_packages = {package: text for package, text in cpu_packages.items() if re.match(r"(nvidia|cuda)-|triton$", package)}
-    other_files = {*cuda_packages, *spark_packages, "torch"}
+    separate_packages = {*cuda_packages, *spark_packages, "torch"}
     cpu_packages, serve_packages = (
-        {package: text for package, text in packages.items() if package not in other_files}
+        {package: text for package, text in packages.items() if package not in separate_packages}
         for packages in (cpu_packages, serve_packages)
     )
     gpu_packages = {package: text for package, text in gpu_packages.items() if package not in spark_packages}

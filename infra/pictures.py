@@ -22,7 +22,7 @@ _WEB_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def main() -> None:
-    """Make one picture."""
+    """Write one picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True)
     terminal_parser = subparsers.add_parser("terminal", help="a captured terminal session as SVG")

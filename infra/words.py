@@ -1,6 +1,6 @@
-"""Check of prose and names for words that the project does not use: `make words`.
+"""Check for words that neither prose nor names may contain: `make words`.
 
-The script reads the files of `git ls-files` and prints file:line for each forbidden word.
+The script reads the tracked files and prints path and line of each forbidden word.
 """
 
 import re
@@ -37,13 +37,13 @@ ADVICE_BY_WORD = {
     r"what [^.:;|`]{0,40}\b(asks|tells|wants|knows)": "name the thing instead of a clause",
     r"(would|or|must|but|,|;) else(?! (if|:))": "otherwise",
 }
-"""Forbidden words and what to write instead. An underscore ends a word, so names are covered too."""
+"""What to write instead of each forbidden word, a regular expression. An underscore ends a word, so names are checked too."""
 
 ALLOWED_BY_PATH = {
     "README.md": r"every night",
     "flows/nightly.py": r"nightly",
 }
-"""Text that is removed from the lines of a file before the check."""
+"""Regular expression of the text that is allowed in a file."""
 
 
 class Finding(NamedTuple):

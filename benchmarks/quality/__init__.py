@@ -1,1 +1,1 @@
-"""Benchmark of recommendation quality on public data; see __main__."""
+"""Benchmark of recommendation quality on public data. `__main__` describes it."""

@@ -1,10 +1,10 @@
-"""Benchmark of recommendation quality on public data: transfer, cold items, little data, collaborative filtering, dense logs.
+"""Benchmark of recommendation quality on public data: pretrained vectors, cold items, small logs and models of ids only.
 
     make bench-quality                                # all parts; writes benchmarks/quality/results.json and report.md
     python -m benchmarks.quality beauty --missing     # the experiments of one part without a result
 
-The report has the mean and the standard deviation over seeds. Epochs and settings are chosen on validation data. Test data is
-used once, for the tables.
+The report has means and standard deviations over seeds. Epochs and settings are chosen on validation data. Test data is used
+only for the tables.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def all_experiments(folder: Path, *, seeds: range) -> list[Experiment]:
-    """Return the experiments of all datasets that exist in DATA."""
+    """Return the experiments of all datasets that exist in DATA_FOLDER."""
     experiments: list[Experiment] = []
     if (DATA_FOLDER / "beauty").is_dir():
         experiments += beauty.experiments(DATA_FOLDER / "beauty", folder=folder, seeds=seeds)

@@ -1,4 +1,4 @@
-"""Experiments on citeulike_t (users and saved articles): cold articles, warm articles with and without text, ids only."""
+"""Experiments on citeulike_t (users and their saved articles): cold articles, and warm articles with or without text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks.quality.experiment import Experiment, Settings, merge_settings
 
 
 def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
-    """Yield the experiments on cold and on warm articles, and the experiments with two published models."""
+    """Yield the experiments on cold articles, on warm articles, and with two published models."""
     vector_settings: Settings = {
         "embeddings": [{"paths": str(data_folder / "item_embeddings.parquet"), "vector_column": "embedding"}]
     }
@@ -46,7 +46,7 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
 
 
 def write_known_vectors(data_folder: Path, *, folder: Path) -> Path:
-    """Write the vectors of training and cold articles. Articles that occur only in the warm test are not ranked."""
+    """Write the vectors of training and cold articles, so that other articles are not ranked. Return the path."""
     known_ids = pa.concat_arrays(
         [
             pq.read_table(data_folder / file_name, columns=["item_id"])["item_id"].combine_chunks()
@@ -68,11 +68,11 @@ ARTICLE_MODEL: Settings = {
 LOG_VECTORS: Settings = {"embeddings": [{"source": "log", "method": "spectral", "dim": 128}]}
 SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
 TEXT_TABLES: Settings = {
-    # The text vectors have length 1. The first step of the optimizer moves an offset by about 11 times the learning rate
-    # (the square root of 128). This step must be small compared with the vectors.
+    # The text vectors have norm 1 and width 128. The first step of the optimizer moves an offset by the learning rate times the
+    # square root of 128, about 11. This step must be small compared with the vectors.
     "tables": {"item": {"transfer": "residual", "init_std": 128**-0.5, "id_dropout": 0.5}, "item_offset": SMALL_STEPS}
 }
-"""Frozen text vectors plus a learned offset, so that articles without interactions are comparable with the others."""
+"""Frozen text vectors plus a learned offset, so that articles with and without interactions are comparable."""
 COLD_TRAINING: Settings = {
     "model": {"history": {"item_representation": "candidate_tower"}},
     "training": {"epochs": 12, "validation": {"candidates": "cold"}},
@@ -83,12 +83,12 @@ NO_VALIDATION: Settings = {
 }
 """Training on all articles. The number of epochs in COLD_TRAINING was chosen in the experiments with validation."""
 POPULARITY: Settings = {"model": {"popularity": {"kind": "fixed", "weight": 0.2}}}
-"""A term by popularity in the scores. Without it, articles without events are ranked as high as similar articles with events.
+"""A popularity term in the scores. Otherwise, articles without events are ranked as high as similar articles with events.
 
 The weight 0.2 has the best Recall@20 of held-out training pairs among 0, 0.1, 0.2 and 0.3, with and without text.
 """
 ALL_PAIRS: Settings = merge_settings(NO_VALIDATION, {"training": {"epochs": 7}})
-"""Training on all pairs. The best epochs of the variants with validation are 6, 7 and 7 with text, and 7, 7 and 8 without."""
+"""Training on all pairs. With validation, the best epochs of three seeds are 6, 7 and 7 with text, and 7, 7 and 8 without."""
 WARM_TEXT_TABLES: Settings = merge_settings(TEXT_TABLES, {"tables": {"item": {"id_dropout": 0.1}}})
 SIMPLEX: Settings = {
     "model": {
@@ -107,7 +107,7 @@ FACTORISATION: Settings = {
 
 
 def settings(data_folder: Path, *, test_kind: str) -> Settings:
-    """Return the settings of all variants. Validation: 10 % of the articles for cold tests, otherwise 10 % of the pairs."""
+    """Return the settings that all variants share. Validation has 10 % of the articles (`cold`) or of the pairs."""
     return {
         "interactions": {
             "paths": str(data_folder / "train.parquet"),

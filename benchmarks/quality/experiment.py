@@ -45,7 +45,7 @@ def without_folders(settings: Any) -> Any:
 
 
 def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progress]]:
-    """Train without evaluation, and return the lines of metrics.jsonl with the time at which each was read."""
+    """Train without evaluation. Return each reported progress with the time (perf_counter) at which it was received."""
     config = PipelineConfig.model_validate(settings)
     interactions = ingest_interactions(config.interactions_with_context, embeddings=None, folder=folder / "interactions")
     model_spec = ModelSpec.of(
@@ -62,15 +62,15 @@ def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progres
         batch_size=config.training.batch_size,
         folder=folder / "plan",
     )
-    timed_lines: list[tuple[float, Progress]] = []
+    timed_progress: list[tuple[float, Progress]] = []
     train(
         TrainingSetup(model_spec, config.training, config.loss),
         dataset=Dataset(interactions),
         plan=plan,
         folder=folder / "train",
-        on_progress=lambda progress: timed_lines.append((time.perf_counter(), progress)),
+        on_progress=lambda progress: timed_progress.append((time.perf_counter(), progress)),
     )
-    return timed_lines
+    return timed_progress
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Experiment:
 
 
 def merge_settings(*settings_layers: Mapping[str, Any]) -> Settings:
-    """Return the settings of all layers; later layers override single settings of earlier ones.
+    """Return the settings of all layers. Later layers override single settings of earlier layers.
 
     >>> merge_settings({"model": {"learn_user_embedding": True}}, {"model": {"embedding_dim": 8}})
     {'model': {'learn_user_embedding': True, 'embedding_dim': 8}}
@@ -103,7 +103,7 @@ def merge_settings(*settings_layers: Mapping[str, Any]) -> Settings:
 
 
 def run(experiment: Experiment, *, folder: Path, free_cores: "Queue[int]") -> dict[str, Any]:
-    """Train and evaluate on one of the `free_cores`. Each core runs one experiment at a time."""
+    """Execute an experiment on one of the `free_cores`. Each core executes one experiment at a time."""
     core = free_cores.get()
     try:
         os.sched_setaffinity(0, {core})

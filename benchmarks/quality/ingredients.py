@@ -1,4 +1,4 @@
-"""Ablation: what each ingredient of a recipe changes, from pairs of variants that differ in nothing else."""
+"""Ablation: the effect of single ingredients, measured on pairs of variants that differ in one ingredient."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ class Ingredient(NamedTuple):
     """A difference between two variants of a part of the benchmark.
 
     Attributes:
-        part_before: part with the variant `before`; None: the part of `after`.
+        part_before: part with the variant `before`. None: the same part as `after`.
     """
 
     name: str
@@ -113,7 +113,7 @@ def _line(part: str, ingredient: Ingredient, before: ResultBySeed, after: Result
 
 
 def change(before_S: np.ndarray, after_S: np.ndarray) -> str:
-    """Format the relative change of the mean; with several seeds, with the standard deviation of the paired changes.
+    """Format the relative change of the mean, and with several seeds the standard deviation of the paired changes.
 
     >>> change(np.array([0.2, 0.2]), np.array([0.21, 0.23]))
     '+10.0 ± 7.1 %'

@@ -7,7 +7,7 @@ from benchmarks.quality.experiment import Experiment, Settings, merge_settings
 
 
 def experiments(data_folder: Path, *, seeds: range) -> Iterator[Experiment]:
-    """Yield the experiments with validation, and those on all pairs with the same number of epochs."""
+    """Yield the experiments with validation, and the experiments on all pairs with the same number of epochs."""
     factorisation = merge_settings(settings(data_folder), FACTORISATION)
     exponents = merge_settings(factorisation, EXPONENTS)
     settings_by_variant = {
@@ -41,18 +41,18 @@ FACTORISATION: Settings = {
         "validation": {"metric": "ndcg", "k": 20},
         "table_optimizer": {"kind": "adam", "learning_rate": 0.01, "lr_decay": "linear"},
     },
-    "sharding": {"tables": {"item": REPLICATED, "user": REPLICATED}},  # Adam on a CPU
+    "sharding": {"tables": {"item": REPLICATED, "user": REPLICATED}},  # Adam on a CPU requires data_parallel
 }
 EXPONENTS: Settings = {"model": {"temperature": 0.18}, "loss": {"negatives_exponent": 1.1, "user_exponent": -0.5}}
 BLOCK: Settings = {"dim": 80, "item_exponent": 0.4, "output_dim": 64}
 BLOCK_WEIGHT = 0.25
 """The weight that the validation of "exponents, block" chose with the first seed."""
 NO_VALIDATION: Settings = {"interactions": {"split": {"validation_share": 0.0}}, "training": {"validation": None}}
-"""Training on all pairs, for all epochs of FACTORISATION. Their number was set before any test metric was read."""
+"""Training on all pairs for the epochs of FACTORISATION, whose number was chosen before a test metric was read."""
 
 
 def settings(data_folder: Path) -> Settings:
-    """Return the settings of all variants. Validation: 10 % of the pairs."""
+    """Return the settings that all variants share. 10 % of the pairs are for validation."""
     return {
         "interactions": {
             "paths": str(data_folder / "train.parquet"),

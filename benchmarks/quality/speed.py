@@ -26,7 +26,7 @@ def measure(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def epoch_seconds(settings: Settings, *, folder: Path, num_epochs: int) -> list[float]:
-    """Train, and return the seconds of each epoch but the first, which includes the start of the ranks."""
+    """Train, and return the seconds of each epoch except the first, which includes the start of the ranks."""
     end_s_by_epoch = {progress.epoch: time_s for time_s, progress in train_only(settings, folder=folder)}
     return [end_s_by_epoch[epoch] - end_s_by_epoch[epoch - 1] for epoch in range(2, num_epochs + 1)]
 
@@ -35,7 +35,7 @@ TIMED_SETTINGS: Settings = {"loss": {"num_negatives": 1024}, "training": {"epoch
 
 
 def settings(pairs_path: Path) -> Settings:
-    """Return the settings of both models: batch 2,048 per rank, dimension 64, no validation."""
+    """Return the settings that both models share."""
     return {
         "interactions": {
             "paths": str(pairs_path),
@@ -47,7 +47,7 @@ def settings(pairs_path: Path) -> Settings:
 
 
 def write_pairs(folder: Path) -> Path:
-    """Write distinct random pairs with skewed activity of users and popularity of items."""
+    """Write distinct random pairs with skewed frequencies of users and items. Return the path."""
     rng = np.random.default_rng(0)
     user_ids = rng.permutation(NUM_USERS)[(rng.power(0.6, 2 * NUM_PAIRS) * NUM_USERS).astype(np.int64)]
     item_ids = rng.permutation(NUM_ITEMS)[(rng.random(2 * NUM_PAIRS) ** 3 * NUM_ITEMS).astype(np.int64)]
@@ -55,5 +55,5 @@ def write_pairs(folder: Path) -> Path:
     pairs_path = folder / "pairs.parquet"
     table = pa.table({"user_id": pair_keys // NUM_ITEMS, "item_id": pair_keys % NUM_ITEMS})
     pq.write_table(table, pairs_path)
-    pq.write_table(table.slice(0, 1_000), pairs_path.with_name("test.parquet"))  # required by the split, never used
+    pq.write_table(table.slice(0, 1_000), pairs_path.with_name("test.parquet"))  # the split requires a test file
     return pairs_path

@@ -1,4 +1,4 @@
-"""The contestants of the ingest and the loader at a small size: they do the same work."""
+"""The benchmarks of the ingest and the loader at a small size: all contestants do the same work."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ def test_all_methods_ingest_the_same_events(tmp_path: Path, monkeypatch: pytest.
     pandas_counts = np.load(tmp_path / "pandas" / "item_count.npy")
     nightjar_counts = np.load(tmp_path / "nightjar" / "stage" / "item_count.npy")
     assert sorted(pandas_counts[pandas_counts > 0]) == sorted(nightjar_counts[nightjar_counts > 0])
-    runs = ingest_interactions._measure_one("second_run", paths, tmp_path, "1GB")
-    assert (runs["first"]["files_read"], runs["second"]["files_read"]) == (3, 1)
-    assert (runs["second"]["events"], runs["second"]["rows_changed"]) == (2_000, 0)
+    result_by_run = ingest_interactions._measure_one("second_run", paths, tmp_path, "1GB")
+    assert (result_by_run["first"]["files_read"], result_by_run["second"]["files_read"]) == (3, 1)
+    assert (result_by_run["second"]["events"], result_by_run["second"]["rows_changed"]) == (2_000, 0)
 
 
 @pytest.mark.parametrize("layout", ingest_embeddings.METHODS_BY_LAYOUT)
@@ -39,7 +39,7 @@ def test_all_methods_read_the_same_vectors(layout: str, tmp_path: Path) -> None:
     assert np.sort(np.load(vectors_path), axis=None) == pytest.approx(np.sort(vectors.numpy(), axis=None))
 
 
-def test_the_loader_yields_batches_of_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loader_yields_batches_with_the_features_of_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"NUM_EVENTS": 2_000, "NUM_USERS": 100, "NUM_ITEMS": 50}
     full_sizes = {getattr(loader, name): size for name, size in sizes.items()}
     shapes = {name: (full_sizes[size], length) for name, (size, length) in loader.SHAPE_BY_FEATURE.items()}

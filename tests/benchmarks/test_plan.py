@@ -1,4 +1,4 @@
-"""The constants of the estimates are those of the committed benchmark results, and the pages show the same numbers."""
+"""The packaged constants of the estimates and the pages about them equal what the committed benchmark results give."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import plan
 from recsys_core.estimates.constants import ASSUMPTIONS, packaged_constants
 
 
-def test_the_packaged_constants_are_those_of_the_benchmark_results() -> None:
+def test_the_packaged_constants_equal_the_constants_from_the_benchmark_results() -> None:
     derived = plan.measured_constants() | ASSUMPTIONS
     packaged = packaged_constants()
     assert derived.keys() == packaged.keys()
@@ -15,23 +15,23 @@ def test_the_packaged_constants_are_those_of_the_benchmark_results() -> None:
         assert packaged[name].model_copy(update={"value": 0.0}) == constant.model_copy(update={"value": 0.0}), name
 
 
-def test_the_report_shows_the_comparisons_of_the_last_result() -> None:
+def test_the_committed_report_is_the_report_of_the_committed_result() -> None:
     assert plan.PAGE_PATH.read_text(encoding="utf-8") == plan.to_markdown()
 
 
-def test_two_trainings_give_the_time_of_an_example_and_of_an_operation() -> None:
-    operations = 6 * plan.TRAINED_CANDIDATES * plan.TRAINED_DIM
+def test_the_speeds_of_two_trainings_give_the_time_of_an_example_and_of_an_operation() -> None:
+    num_operations = 6 * plan.TRAINED_CANDIDATES * plan.TRAINED_DIM
     result = plan.Result("plan")
     result.content["trainings"]["samples_per_s"] = {
         "two_ids": plan.NUM_RANKS / 1e-5,
-        "history": plan.NUM_RANKS / (1e-5 + operations * 1e-9),
+        "history": plan.NUM_RANKS / (1e-5 + num_operations * 1e-9),
     }
     constants = plan._training_constants(result, ingest=plan.Result("ingest"))
     assert constants["trained_example_s"].value == pytest.approx(1e-5)
     assert constants["cpu_operation_s"].value == pytest.approx(1e-9)
 
 
-def test_the_page_shows_the_estimate_that_the_command_writes() -> None:
+def test_the_scale_page_shows_the_estimate_for_ten_billion_events() -> None:
     page = plan.SCALE_PAGE_PATH.read_text(encoding="utf-8")
-    shown = page[page.index(plan.BEGIN_MARK) + len(plan.BEGIN_MARK) : page.index(plan.END_MARK)].strip("\n")
-    assert shown == plan.ten_billion_events()
+    shown_text = page[page.index(plan.BEGIN_MARK) + len(plan.BEGIN_MARK) : page.index(plan.END_MARK)].strip("\n")
+    assert shown_text == plan.ten_billion_events()

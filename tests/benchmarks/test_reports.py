@@ -1,4 +1,4 @@
-"""The stored reports of the benchmarks show the stored results, and small runs write both."""
+"""Each committed benchmark report shows the committed result, and small benchmark runs write a result and its report."""
 
 import json
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import pytest
 from benchmarks import evaluate, gate, index, ingest, nightly, serve, train
 from benchmarks.quality.report import write_report
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-TO_MARKDOWN: dict[str, Callable[[Any], str]] = {
+BENCHMARKS_FOLDER = Path(__file__).parents[2] / "benchmarks"
+TO_MARKDOWN_BY_NAME: dict[str, Callable[[Any], str]] = {
     "evaluate": evaluate.to_markdown,
     "gate": gate.to_markdown,
     "index": index.to_markdown,
@@ -22,15 +22,15 @@ TO_MARKDOWN: dict[str, Callable[[Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TO_MARKDOWN)
+@pytest.mark.parametrize("name", TO_MARKDOWN_BY_NAME)
 def test_a_report_shows_the_numbers_of_the_stored_result(name: str) -> None:
-    result = json.loads((FOLDER / f"{name}.json").read_text())
-    assert TO_MARKDOWN[name](result).strip() == (FOLDER / f"{name}.md").read_text().strip()
+    result = json.loads((BENCHMARKS_FOLDER / f"{name}.json").read_text())
+    assert TO_MARKDOWN_BY_NAME[name](result).strip() == (BENCHMARKS_FOLDER / f"{name}.md").read_text().strip()
 
 
-def test_the_report_of_the_quality_shows_the_numbers_of_the_stored_result(tmp_path: Path) -> None:
-    write_report(json.loads((FOLDER / "quality" / "results.json").read_text()), folder=tmp_path)
-    assert (tmp_path / "report.md").read_text() == (FOLDER / "quality" / "report.md").read_text()
+def test_the_report_of_the_quality_benchmark_shows_the_numbers_of_the_stored_result(tmp_path: Path) -> None:
+    write_report(json.loads((BENCHMARKS_FOLDER / "quality" / "results.json").read_text()), folder=tmp_path)
+    assert (tmp_path / "report.md").read_text() == (BENCHMARKS_FOLDER / "quality" / "report.md").read_text()
 
 
 def test_a_small_comparison_of_index_kinds_writes_a_result_and_its_report(
@@ -41,11 +41,11 @@ def test_a_small_comparison_of_index_kinds_writes_a_result_and_its_report(
     index.main(["--items", "3000", "--queries", "20", "--rounds", "2"])
     result = json.loads((tmp_path / "index.json").read_text())
     assert (result["items"], result["queries"], result["rounds"]) == (3_000, 20, 2)
-    assert list(result["rows"]) == ["flat", "ivf_flat", "pq_fastscan", index.SEED]
+    assert list(result["rows"]) == ["flat", "ivf_flat", "pq_fastscan", index.FIRST_INDEX]
     for row in result["rows"].values():
         assert 0 < row["recall"] <= 1 and len(row["queries_per_s"]) == 2 and row["bytes"] > 3_000
     assert result["rows"]["flat"]["recall"] == 1
-    assert result["rows"]["ivf_flat"]["recall"] > result["rows"][index.SEED]["recall"]
+    assert result["rows"]["ivf_flat"]["recall"] > result["rows"][index.FIRST_INDEX]["recall"]
     assert (tmp_path / "index.md").read_text() == index.to_markdown(result)
 
 
@@ -63,6 +63,8 @@ def test_a_small_simulation_of_the_gate_writes_a_result_and_its_report(tmp_path:
 @pytest.mark.parametrize("name", evaluate.CASES)
 def test_the_contestants_of_the_evaluation_compute_the_same_recall(name: str) -> None:
     case = evaluate.Case(40, 300, 5, 4, 20, reference=evaluate.CASES[name].reference)
-    by_contestant = {contestant: evaluate.measure(case, contestant) for contestant in ("nightjar", "numpy", case.reference)}
-    assert by_contestant["nightjar"]["recall"] == pytest.approx(by_contestant["numpy"]["recall"], abs=1e-6)
-    assert all((measurement["seconds"] or 0) > 0 for measurement in by_contestant.values())
+    result_by_contestant = {
+        contestant: evaluate.measure(case, contestant) for contestant in ("nightjar", "numpy", case.reference)
+    }
+    assert result_by_contestant["nightjar"]["recall"] == pytest.approx(result_by_contestant["numpy"]["recall"], abs=1e-6)
+    assert all((result["seconds"] or 0) > 0 for result in result_by_contestant.values())

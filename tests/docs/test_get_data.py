@@ -1,4 +1,4 @@
-"""examples/get_data.py converts and verifies the public datasets; the downloads are replaced by small files."""
+"""examples/get_data.py verifies and converts the public datasets. Small content_by_name replace the downloads."""
 
 import hashlib
 import importlib.util
@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "get_data.py"
+SCRIPT_PATH = Path(__file__).resolve().parents[2] / "examples" / "get_data.py"
 RATINGS = "1::10::5::978300760\n1::20::3::978302109\n2::10::4::978301968\n"
 MOVIES = "10::Toy Story (1995)::Animation|Comedy\n20::Misérables, Les (1995)::Drama\n"
 
 
 @pytest.fixture
 def get_data() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("get_data", SCRIPT)
+    """The module examples/get_data.py, which is not in a package."""
+    spec = importlib.util.spec_from_file_location("get_data", SCRIPT_PATH)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,7 +31,9 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def test_movielens_becomes_ratings_movies_and_a_split(get_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_movielens_becomes_tables_of_ratings_movies_training_pairs_and_test_pairs(
+    get_data: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("ml-1m/ratings.dat", RATINGS.encode("latin-1"))
@@ -44,16 +47,16 @@ def test_movielens_becomes_ratings_movies_and_a_split(get_data: ModuleType, monk
     assert tables["train"].num_rows + tables["test"].num_rows == 3
 
 
-def test_beauty_becomes_events_attributes_and_vectors(get_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beauty_becomes_tables_of_events_attributes_and_vectors(get_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = np.arange(16, dtype=np.float32).reshape(4, 4)
     checkpoint = io.BytesIO()
     torch.save({"item_embeddings.weight": torch.from_numpy(vectors)}, checkpoint)
-    files = {
+    content_by_name = {
         "Beauty.txt": b"2 1\n1 1 2\n",
         "Beauty_item2attributes.json": b'{"2": [7], "1": [8, 9]}',
         "Beauty-epochs-150.pt": checkpoint.getvalue(),
     }
-    monkeypatch.setattr(get_data, "download", lambda url: files[url.rpartition("/")[2]])
+    monkeypatch.setattr(get_data, "download", lambda url: content_by_name[url.rpartition("/")[2]])
     events = np.array([[1, 1, 0], [1, 2, 1], [2, 1, 0]])
     monkeypatch.setitem(get_data.SHA256, "Beauty.txt", sha256(events.tobytes()))
     attributes = json.dumps([(1, [8, 9]), (2, [7])]).encode()
@@ -65,6 +68,6 @@ def test_beauty_becomes_events_attributes_and_vectors(get_data: ModuleType, monk
     assert tables["item_embeddings"]["embedding"].to_pylist() == vectors[1:3].tolist()
 
 
-def test_a_changed_file_is_rejected(get_data: ModuleType) -> None:
+def test_a_downloaded_file_that_has_changed_is_rejected(get_data: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"Beauty\.txt: sha256 is [0-9a-f]{64}, expected [0-9a-f]{64}; the source has changed"):
         get_data.beauty_events(b"1 1 2\n")

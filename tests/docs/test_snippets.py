@@ -1,10 +1,12 @@
-"""Checks of the documentation: YAML blocks load, commands and options exist, setting names are in the schema."""
+"""Checks of the documentation: YAML blocks are valid, and the commands, options, settings and links in the text exist."""
 
+import ast
 import re
 import shlex
 import textwrap
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +22,60 @@ from flows.settings.pipeline import PipelineConfig
 from infra.config_reference import PAGE_PATH, reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
+PAGE_PATHS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / "infra").glob("*.md"),
+]
 BASE_CONFIG = {
     "interactions": {"paths": "log.parquet", "timestamp_column": "timestamp"},
     "embeddings": {"paths": "vectors.parquet", "vector_column": "vector"},
     "features": {"context": [{"name": "device"}]},
     "model": {"learn_user_embedding": True},
 }
-"""Settings that the snippets of the documentation rely on."""
-SETTINGS = set(setting_keys(PipelineConfig))
-GROUPS = {name.partition(".")[0] for name in SETTINGS}
+"""Settings that the YAML blocks of the documentation leave out."""
+SETTING_KEYS = set(setting_keys(PipelineConfig))
+SETTING_GROUPS = {key.partition(".")[0] for key in SETTING_KEYS}
 COMMAND = get_command(app)
 
 
 def blocks(language: str) -> list[Any]:
+    """Return the code blocks of the pages as test parameters."""
     pattern = re.compile(rf"^( *)```{language}\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
     return [
-        pytest.param(match[2], id=f"{page.relative_to(ROOT)}-{index}")
-        for page in PAGES
-        for index, match in enumerate(pattern.finditer(page.read_text(encoding="utf-8")))
+        pytest.param(match[2], id=f"{page.relative_to(ROOT)}-{block_index}")
+        for page in PAGE_PATHS
+        for block_index, match in enumerate(pattern.finditer(page.read_text(encoding="utf-8")))
     ]
 
 
 def commands() -> Iterator[Any]:
-    for page in PAGES:
-        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+    """Yield the `nightjar` commands of the pages as test parameters."""
+    for page in PAGE_PATHS:
+        for line_number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
             code = [line] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
             for text in code:
                 match = re.match(r"\s*(?:\$ )?(nightjar [a-z].*)", text)
                 if match:
-                    yield pytest.param(match[1].partition("  #")[0], id=f"{page.relative_to(ROOT)}:{number}")
+                    yield pytest.param(match[1].partition("  #")[0], id=f"{page.relative_to(ROOT)}:{line_number}")
 
 
 def named_settings() -> Iterator[Any]:
-    for page in PAGES:
+    """Yield the dotted names of settings on the pages as test parameters."""
+    for page in PAGE_PATHS:
         if page == PAGE_PATH or page.parent.name == "adr":
             continue
-        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        for line_number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
             for text in re.findall(r"`([^`]+)`", line):
                 name = text.partition(":")[0].removeprefix("--set ").partition("=")[0].strip()
                 is_dotted = re.fullmatch(r"[a-z_]+(\.(<name>|[a-z_]+|\"[a-z_.]+\"))+", name) is not None
-                if is_dotted and name.partition(".")[0] in GROUPS and not name.endswith(".json"):
-                    yield pytest.param(name, id=f"{page.relative_to(ROOT)}:{number}-{name}")
+                if is_dotted and name.partition(".")[0] in SETTING_GROUPS and not name.endswith(".json"):
+                    yield pytest.param(name, id=f"{page.relative_to(ROOT)}:{line_number}-{name}")
 
 
 def merged(base: Any, update: Any) -> Any:
+    """Return `base` with the values of `update`; dictionaries are merged at every level."""
     if not isinstance(base, dict) or not isinstance(update, dict):
         return update
     return {**base, **{name: merged(base.get(name), value) for name, value in update.items()}}
@@ -72,19 +83,28 @@ def merged(base: Any, update: Any) -> Any:
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_a_yaml_block_of_the_documentation_is_a_valid_config(text: str, tmp_path: Path) -> None:
-    config = merged(BASE_CONFIG, YAML(typ="safe", pure=True).load(text))
-    (tmp_path / "nightly.yaml").write_text(yaml_loader.dump(config))
-    load_config(tmp_path / "nightly.yaml")
+    settings = merged(BASE_CONFIG, YAML(typ="safe", pure=True).load(text))
+    (tmp_path / "nightly.yaml").write_text(yaml_loader.dump(settings))
+    assert load_config(tmp_path / "nightly.yaml").model_fields_set >= settings.keys()
 
 
 @pytest.mark.parametrize("text", blocks("python"))
-def test_a_python_block_of_the_documentation_compiles(text: str) -> None:
-    compile(textwrap.dedent(text), "documentation", "exec")
+def test_a_python_block_of_the_documentation_compiles_and_imports_names_that_exist(text: str) -> None:
+    tree = ast.parse(textwrap.dedent(text))
+    compile(tree, "documentation", "exec")
+    missing_names = [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in ("recsys_core", "tasks", "flows")
+        for alias in node.names
+        if not hasattr(import_module(str(node.module)), alias.name)
+    ]
+    assert missing_names == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_an_example_is_a_valid_config(path: Path) -> None:
-    load_config(path)
+def test_an_example_is_a_valid_config_with_the_name_of_its_file(path: Path) -> None:
+    assert load_config(path).name == path.stem.replace("_", "-")
 
 
 @pytest.mark.parametrize("line", commands())
@@ -100,14 +120,14 @@ def test_a_command_of_the_documentation_exists_with_its_options(line: str) -> No
 @pytest.mark.parametrize("name", named_settings())
 def test_a_setting_named_in_the_documentation_exists(name: str) -> None:
     pattern = re.sub(r"<name>|\"[a-z_.]+\"", "*", name)
-    assert any(fnmatchcase(pattern, setting) or fnmatchcase(setting, pattern) for setting in SETTINGS), name
+    assert any(fnmatchcase(pattern, setting) or fnmatchcase(setting, pattern) for setting in SETTING_KEYS), name
 
 
 def test_the_config_reference_is_current() -> None:
     assert PAGE_PATH.read_text(encoding="utf-8") == reference_page(), "run make docs"
 
 
-def test_the_config_reference_has_one_table_per_class_and_the_defaults_of_its_other_places() -> None:
+def test_the_config_reference_has_one_table_per_class_and_links_to_it_where_the_class_is_used_again() -> None:
     section_by_title = dict(section.split("\n", 1) for section in re.split(r"^#+ ", reference_page(), flags=re.MULTILINE)[1:])
     assert "| `skip_connection` | `true` |" in section_by_title["`model.query`"]
     assert (
@@ -118,12 +138,12 @@ def test_the_config_reference_has_one_table_per_class_and_the_defaults_of_its_ot
     assert "| `max_user_events` | no limit |" in section_by_title["`interactions.filter`"]
     assert "those of [`features.users.features`](#featuresusersfeatures)" in section_by_title["`features.items.features`"]
     rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
-    assert len(rows) - len(set(rows)) <= 6  # a single common row, such as `paths` or `rescore`, is repeated
+    assert len(rows) - len(set(rows)) <= 6  # some single rows, such as `paths` and `rescore`, are equal in several tables
 
 
 def test_every_link_of_the_documentation_leads_to_a_file_and_heading() -> None:
     broken_links = []
-    for page in PAGES:
+    for page in PAGE_PATHS:
         for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text(encoding="utf-8")):
             path, _, anchor = target.partition("#")
             file = (page.parent / path).resolve() if path else page
@@ -133,5 +153,6 @@ def test_every_link_of_the_documentation_leads_to_a_file_and_heading() -> None:
 
 
 def anchors(page: Path) -> set[str]:
+    """Return the link targets of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

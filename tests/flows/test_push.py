@@ -16,8 +16,8 @@ from flows.settings.config_file import load_config
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.mlflow_client import connect
-from tests.tasks.conftest import NUM_ITEMS, Stages, empty_plots, predicted_here, stages, workspace  # noqa: F401  fixtures
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.conftest import NUM_ITEMS, Stages, empty_plots, predicted_uris, stages, workspace  # noqa: F401  fixtures
+from tests.tasks.registration import context_of, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -30,8 +30,8 @@ STORE = "delivery: {stores: [{kind: lancedb, folder: vectors}]}"
 
 
 @pytest.fixture
-def registration(workspace: Path, stages: Callable[..., Stages], predicted_here: list[str]) -> RegistrationManifest:  # noqa: F811
-    return do_register(stages(), run_of(workspace, "one"))
+def registration(workspace: Path, stages: Callable[..., Stages], predicted_uris: list[str]) -> RegistrationManifest:  # noqa: F811
+    return register_version(stages(), context_of(workspace, "one"))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_store_that_fails_does_not_change_the_end_of_the_run(file: Path, regis
     alarm = push_champion(load_config(file))
     assert alarm is not None and alarm.startswith(f"version 1 was not pushed: lancedb {file.parent / 'vectors'}: ")
     assert "Remove the cause, and repeat the push with `nightjar push`" in alarm
-    state = end_state(registration, run=run_of(file.parent, "one").run, notes=[alarm])
+    state = end_state(registration, run=context_of(file.parent, "one").run, notes=[alarm])
     assert state.name == "Promoted" and state.message is not None
     assert state.message.startswith("m version 1 is champion: ") and state.message.endswith(alarm)
     result = CliRunner().invoke(app, ["push", str(file)])

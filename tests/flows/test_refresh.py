@@ -17,7 +17,7 @@ from recsys_core.refresh import package
 from tasks.registry.mlflow_client import connect
 from tests.recsys_core.refresh.small_pipeline import FEATURES, ITEMS, SmallPipeline, build_pipeline, write_items, write_vectors
 from tests.tasks.conftest import workspace  # noqa: F401  a fixture
-from tests.tasks.refresh.test_refreshed_version import aliases, make_champion
+from tests.tasks.refresh.test_refreshed_version import make_champion, version_by_alias
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_command_without_a_change_succeeds_and_registers_nothing(file: Path, c
     result = CliRunner().invoke(app, ["refresh", str(file)])
     assert result.exit_code == 0 and "no item has changed, so no version is registered" in result.output
     state: State[Any] = refresh.fn(str(file))
-    assert (state.name, aliases(client)) == ("Unchanged", {"champion": "1"})
+    assert (state.name, version_by_alias(client)) == ("Unchanged", {"champion": "1"})
 
 
 def test_a_promoted_refresh_is_delivered_like_a_run(

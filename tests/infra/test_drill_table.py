@@ -1,4 +1,4 @@
-"""The table of drills in docs/operations.md."""
+"""The table of drills in docs/operations.md: read from JUnit files, and equal to the committed results."""
 
 import json
 from pathlib import Path
@@ -16,15 +16,19 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_cases_of_a_file_are_added_up_by_their_outcome(tmp_path: Path) -> None:
+def test_the_cases_of_a_file_are_counted_by_outcome_and_their_figures_are_added_up(tmp_path: Path) -> None:
     (tmp_path / "drills.xml").write_text(JUNIT)
-    drills = read_junit(tmp_path / "drills.xml")
-    counts = {"passed": 1, "skipped": 0, "failed": 1}
-    assert drills["tests/drills/test_up.py"] == counts | {"seconds": 70.0, "processes_left": 2, "figures": ["9 s"]}
-    assert drills["tests/drills/test_handoff.py"]["skipped"] == 1
-    assert drills["tests/drills/test_handoff.py"]["processes_left"] is None
+    results_by_file = read_junit(tmp_path / "drills.xml")
+    counts_by_outcome = {"passed": 1, "skipped": 0, "failed": 1}
+    assert results_by_file["tests/drills/test_up.py"] == counts_by_outcome | {
+        "seconds": 70.0,
+        "processes_left": 2,
+        "figures": ["9 s"],
+    }
+    assert results_by_file["tests/drills/test_handoff.py"]["skipped"] == 1
+    assert results_by_file["tests/drills/test_handoff.py"]["processes_left"] is None
 
 
-def test_the_page_has_the_table_of_the_committed_results() -> None:
+def test_the_page_shows_the_committed_results() -> None:
     page = PAGE_PATH.read_text(encoding="utf-8")
     assert with_table(page, json.loads(RESULTS_PATH.read_text())) == page

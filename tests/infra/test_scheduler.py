@@ -1,6 +1,6 @@
-"""Prefect's scheduler creates runs with the installed versions.
+"""Prefect's scheduler creates the flow runs of a schedule with the installed versions of its dependencies.
 
-Prefect 3.8.8 with SQLAlchemy 2.1, and Prefect 3.9.1 with whenever 0.10 on Python 3.11, create no runs of a schedule.
+Some combinations create none: Prefect 3.8.8 with SQLAlchemy 2.1, and Prefect 3.9.1 with whenever 0.10 on Python 3.11.
 """
 
 import os
@@ -35,7 +35,7 @@ asyncio.run(main())
 
 
 @pytest.mark.drill
-def test_a_cron_deployment_gets_its_runs(tmp_path: Path) -> None:
+def test_the_scheduler_creates_the_runs_of_a_cron_deployment(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment["PREFECT_HOME"] = str(tmp_path)
     process = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The check of forbidden words."""
+"""The check for forbidden words."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from infra.words import ADVICE_BY_WORD, ROOT, findings_in
         ("Makefile", "## a second night"),
     ],
 )
-def test_a_forbidden_word_is_found_in_prose_and_names(path: str, line: str) -> None:
+def test_a_forbidden_word_is_reported_in_prose_and_names(path: str, line: str) -> None:
     (finding, *_) = findings_in(path, f"first line\n{line}\n")
     assert (finding.path, finding.line_number) == (path, 2)
     assert str(finding).startswith(f"{path}:2: ")
@@ -38,7 +38,7 @@ def test_a_forbidden_word_is_found_in_prose_and_names(path: str, line: str) -> N
         "partial sums of the rows, and sums of squares",
     ],
 )
-def test_code_and_similar_words_are_not_found(line: str) -> None:
+def test_code_similar_words_and_allowed_uses_are_not_reported(line: str) -> None:
     assert list(findings_in("recsys_core/a.py", line)) == []
 
 
@@ -48,14 +48,14 @@ def test_the_check_exits_with_1_when_a_tracked_file_has_a_forbidden_word(tmp_pat
     (tmp_path / "infra" / "words.py").write_text((ROOT / "infra" / "words.py").read_text())
     page = tmp_path / "docs" / "page.md"
     page.write_text("A run continues.\n")
-    for command in (["git", "init", "--quiet"], ["git", "add", "."]):
-        subprocess.run(command, cwd=tmp_path, check=True)
-    check = [sys.executable, str(tmp_path / "infra" / "words.py")]
-    assert subprocess.run(check, capture_output=True).returncode == 0
+    for git_command in (["git", "init", "--quiet"], ["git", "add", "."]):
+        subprocess.run(git_command, cwd=tmp_path, check=True)
+    command = [sys.executable, str(tmp_path / "infra" / "words.py")]
+    assert subprocess.run(command, capture_output=True).returncode == 0
     page.write_text("A run continues.\nA run goes on.\n")
-    answer = subprocess.run(check, capture_output=True, text=True)
-    assert answer.returncode == 1
-    assert answer.stdout.startswith("docs/page.md:2: 'goes on'; write: ")
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stdout.startswith("docs/page.md:2: 'goes on'; write: ")
 
 
 def test_every_forbidden_word_has_a_replacement() -> None:

@@ -1,4 +1,4 @@
-"""Real stages of a model whose quality a test chooses: items in clusters, and users who stay in one cluster."""
+"""Real stages of a good or a bad model: the items form clusters, and each user has items of one cluster."""
 
 import json
 import shutil
@@ -47,21 +47,22 @@ from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
-NUM_ITEMS, NUM_USERS, DIM, CLUSTERS = 120, 30, 8, 4
+NUM_ITEMS, NUM_USERS, DIM, NUM_CLUSTERS = 120, 30, 8, 4
 STEPS = (20, 40, 60)
+"""Training steps with a line in metrics.jsonl."""
 
 
 @pytest.fixture
 def workspace(tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A workspace with an MLflow of its own."""
+    """A workspace with an empty MLflow database."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(new_database, tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run predict_in_subprocess in this process, which is faster; the list holds the URIs of its calls."""
+def predicted_uris(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The model URIs of all predictions. They run in this process instead of a subprocess, which is faster."""
     uris: list[str] = []
 
     def predict(sample: ServedSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> Answers:
@@ -85,7 +86,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def empty_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save plots as empty pictures. Drawing takes a third of the time of a registration."""
+    """Save plots as empty pictures, because drawing takes a third of the time of a registration."""
     monkeypatch.setattr(plots, "to_svg", lambda figure: Markup("<svg></svg>"))
     monkeypatch.setattr(plots, "save_png", lambda figure, path: path.touch() or path)
 
@@ -105,22 +106,24 @@ class Stages(NamedTuple):
 
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
-    """A function that builds the stages. confused=True: the same log with the vectors of other items."""
-    stages_by_confused: dict[bool, Stages] = {}
+    """A function that builds the stages. With shuffled=True, each item has the vector of another item: a bad model."""
+    stages_by_shuffled: dict[bool, Stages] = {}
 
-    def build(*, confused: bool = False) -> Stages:
-        if confused not in stages_by_confused:
-            stages_by_confused[confused] = _build(tmp_path_factory.mktemp("stages"), confused=confused)
-        return stages_by_confused[confused]
+    def build(*, shuffled: bool = False) -> Stages:
+        if shuffled not in stages_by_shuffled:
+            stages_by_shuffled[shuffled] = _build(tmp_path_factory.mktemp("stages"), shuffled=shuffled)
+        return stages_by_shuffled[shuffled]
 
     return build
 
 
-def _build(folder: Path, *, confused: bool) -> Stages:
+def _build(folder: Path, *, shuffled: bool) -> Stages:
     random = np.random.default_rng(5)
-    cluster = np.arange(NUM_ITEMS) % CLUSTERS
-    table = (np.eye(DIM)[cluster] + random.normal(0, 0.1, (NUM_ITEMS, DIM))).astype(np.float32)
-    item_rows_by_user = [random.permutation(np.flatnonzero(cluster == user % CLUSTERS)).tolist() for user in range(NUM_USERS)]
+    cluster_I = np.arange(NUM_ITEMS) % NUM_CLUSTERS
+    item_vector_ID = (np.eye(DIM)[cluster_I] + random.normal(0, 0.1, (NUM_ITEMS, DIM))).astype(np.float32)
+    item_rows_by_user = [
+        random.permutation(np.flatnonzero(cluster_I == user % NUM_CLUSTERS)).tolist() for user in range(NUM_USERS)
+    ]
     interactions = interactions_stage(
         folder / "interactions",
         train=[rows[:6] for rows in item_rows_by_user],
@@ -130,19 +133,19 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         item_ids=[5000 + 3 * row for row in range(NUM_ITEMS)],
         user_ids=[f"user-{user}" for user in range(NUM_USERS)],
     )
-    if confused:
-        table = table[random.permutation(NUM_ITEMS)]
+    if shuffled:
+        item_vector_ID = item_vector_ID[random.permutation(NUM_ITEMS)]
     config = TwoTowerConfig(embedding_dim=DIM, query=TowerConfig(layers=()), history=MeanHistory(length=5))
     spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS)
-    vectors = table / np.linalg.norm(table, axis=1, keepdims=True)
-    queries = np.stack([vectors[rows[1:6]].mean(axis=0) for rows in item_rows_by_user])
+    unit_vector_ID = item_vector_ID / np.linalg.norm(item_vector_ID, axis=1, keepdims=True)
+    query_UD = np.stack([unit_vector_ID[rows[1:6]].mean(axis=0) for rows in item_rows_by_user])
     export = export_stage(
         folder / "export",
-        item_vectors=vectors,
-        queries={"test": (range(NUM_USERS), queries)},
+        item_vectors=unit_vector_ID,
+        queries={"test": (range(NUM_USERS), query_UD)},
         spec=spec,
-        tables={"item": table},
-        history_items=table,
+        tables={"item": item_vector_ID},
+        history_items=item_vector_ID,
         dense={f"query.{name}": value for name, value in QueryTower(spec).state_dict().items()},
     )
     index = build_indexes(IndexConfig(served="flat"), export=export, folder=folder / "index")
@@ -176,7 +179,7 @@ def _plan(folder: Path) -> PlanManifest:
 
 
 def progress(step: int) -> Progress:
-    """Return a line of metrics.jsonl."""
+    """Return the content of a line of metrics.jsonl."""
     return Progress(step=step, total_steps=STEPS[-1], epoch=1, loss=1 / step, learning_rate=0.1, samples_per_s=10.0)
 
 

@@ -1,4 +1,4 @@
-"""Registration of a package in the MLflow of a workspace, and the resulting aliases and tags."""
+"""Helpers that register a version in the MLflow of a workspace and read the resulting aliases and tags."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,26 +16,28 @@ from tasks.stages.registration import register
 from tests.tasks.conftest import Stages
 
 
-def run_of(workspace: Path, run_id: str, **options: Any) -> StageContext:
+def context_of(workspace: Path, run_id: str, **options: Any) -> StageContext:
+    """Return the context of a run whose folder has the files that the registration logs."""
     run = Workspace(workspace).run(run_id)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.config_file.write_text("name: tests\n")
-    (run.folder / "loss.png").touch()  # written by the stage train
-    (run.folder / "indexes.png").touch()  # written by the stage build_index
+    (run.folder / "loss.png").touch()  # as the stage train does
+    (run.folder / "indexes.png").touch()  # as the stage build_index does
     return StageContext(run, experiment="tests", options=RunOptions(**options))
 
 
-def do_register(
+def register_version(
     stages: Stages, context: StageContext, *, feature_slices: Sequence[FeatureSlice] = (), **config: Any
 ) -> RegistrationManifest:
+    """Register a version of the model m. Unless `config` has other values, the gate is `Margin` and there are no baselines."""
     for manifest in (stages.dataset.interactions, *stages[1:]):
         context.results.add(manifest)
-    config = {"gate": Margin(), "baselines": ()} | config  # the split of the stages has 30 users
+    config = {"gate": Margin(), "baselines": ()} | config  # 30 test users are too few for the default gate
     return register(context, RegistryConfig(model_name="m", **config), feature_slices)
 
 
-def aliases(client: MlflowClient) -> dict[str, str]:
-    # A number from the sqlite store, a string over REST.
+def version_by_alias(client: MlflowClient) -> dict[str, str]:
+    # MLflow returns a version as a number from sqlite, and as a string over REST.
     return {alias: str(version) for alias, version in client.get_registered_model("m").aliases.items()}
 
 

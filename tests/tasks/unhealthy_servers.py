@@ -1,4 +1,4 @@
-"""Servers on loopback that are not a healthy MLflow."""
+"""Local servers that are not a healthy MLflow."""
 
 import socket
 import threading
@@ -11,7 +11,10 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def answering(*answers: tuple[int, str]) -> Iterator[str]:
-    """Run an HTTP server that sends each status and body of `answers` once, the last one from then on; yield its address."""
+    """Run an HTTP server and yield its address.
+
+    Each request gets the next status and body of `answers`. The last answer is repeated.
+    """
     remaining_answers = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
@@ -39,7 +42,7 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
 
 @contextmanager
 def silent() -> Iterator[str]:
-    """Run a server that accepts connections and sends nothing; yield its address."""
+    """Run a server that accepts connections and sends nothing. Yield its address."""
     with socket.create_server((HOST, 0)) as listener:
         yield f"http://{HOST}:{listener.getsockname()[1]}"
 

@@ -1,4 +1,4 @@
-"""The champion that a person chooses: promote and rollback; real packages on a real MLflow."""
+"""The commands promote and rollback, with which a person chooses the champion; real packages on a real MLflow."""
 
 import shutil
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Registry
 from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG
 from tests.tasks.conftest import Stages
-from tests.tasks.gate.test_gate import flip_a_bit, package_of
-from tests.tasks.registration import aliases, do_register, run_of, version_tags
+from tests.tasks.gate.test_gate import flip_a_bit, package_folder
+from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -29,7 +29,7 @@ Decide = Callable[..., ManualDecision]
 
 
 class Recorder:
-    """Publisher that keeps the changes."""
+    """Publisher that appends the changes to a list."""
 
     def __init__(self, changes: list[AliasChange]) -> None:
         self._changes = changes
@@ -40,12 +40,13 @@ class Recorder:
 
 @pytest.fixture
 def changes() -> list[AliasChange]:
+    """The changes that the decisions of a test publish."""
     return []
 
 
 @pytest.fixture
 def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
-    """A function that returns the decision of a person, whose changes of aliases are in the list."""
+    """A function that returns a person's decision with a reason. Its alias changes are published to `changes`."""
 
     def decide(reason: str = "sold-out items") -> ManualDecision:
         return ManualDecision(RegistryConfig(model_name="m"), workspace, reason, [Recorder(changes)])
@@ -54,18 +55,18 @@ def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
 
 
 @pytest.fixture
-def three_versions(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> Path:
-    """A workspace whose versions 1 and 2 were champion in turn; version 3 is challenger. One run has an ingested log."""
+def three_versions(workspace: Path, stages: BuildStages, predicted_uris: list[str]) -> Path:
+    """A workspace with a former champion (version 1), a champion (2) and a challenger (3). One run has an ingested log."""
     client = connect(workspace)
-    do_register(stages(), run_of(workspace, "20260101"))
+    register_version(stages(), context_of(workspace, "20260101"))
     for number in ("2", "3"):
-        copy = shutil.copytree(package_of(workspace, "1"), workspace / f"version-{number}")
+        copy = shutil.copytree(package_folder(workspace, "1"), workspace / f"version-{number}")
         client.create_model_version("m", f"file://{copy}", tags={RUN_ID_TAG: "20260102"})
     client.set_registered_model_alias("m", "champion", "2")
     client.set_registered_model_alias("m", "challenger", "3")
     client.set_model_version_tag("m", "1", FORMER_CHAMPION_TAG, "1760000000")
-    log = run_of(workspace, "20260101").folder(InteractionsManifest)
-    shutil.copytree(stages().dataset.interactions.folder, log)
+    interactions_folder = context_of(workspace, "20260101").folder(InteractionsManifest)
+    shutil.copytree(stages().dataset.interactions.folder, interactions_folder)
     return workspace
 
 
@@ -76,7 +77,7 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
     assert promote_version(3, decide("legal: item 7")).startswith(
         "m version 3 is champion instead of version 2: recall@20 is 0."
     )
-    assert aliases(client) == {"champion": "3"}
+    assert version_by_alias(client) == {"champion": "3"}
     assert "promoted by hand, replaces version 2: legal: item 7" in version_tags(client, "3")[MANUAL_CHANGE_TAG]
     assert "replaced by version 3, promoted by hand: legal: item 7" in version_tags(client, "2")[MANUAL_CHANGE_TAG]
     assert FORMER_CHAMPION_TAG in version_tags(client, "2")
@@ -94,9 +95,9 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
     assert [(change.old_version, change.new_version) for change in changes] == [("3", "2"), ("2", "1")]
     with pytest.raises(InputError, match=r"^m: there is no former champion \(former champions: none\); list the versions"):
         roll_back(None, decide())
-    assert aliases(client) == {"champion": "1"}
+    assert version_by_alias(client) == {"champion": "1"}
 
-    # A former champion that does not load is skipped, and is no former champion from then on.
+    # A former champion that does not load is skipped, and it is no longer a former champion.
     for number in (2, 3):
         promote_version(number, decide())
     flip_a_bit(three_versions, "2")
@@ -107,10 +108,10 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
         promote_version(3, decide())
     with pytest.raises(InputError, match=r"version 2 is not a former champion \(former champions: none\)"):
         roll_back(2, decide())
-    assert aliases(client) == {"champion": "1"}
+    assert version_by_alias(client) == {"champion": "1"}
 
 
-def test_a_promotion_that_cannot_be_is_one_message_and_changes_nothing(
+def test_an_impossible_promotion_raises_one_message_and_changes_nothing(
     three_versions: Path, decide: Decide, changes: list[AliasChange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
@@ -131,7 +132,7 @@ def test_a_promotion_that_cannot_be_is_one_message_and_changes_nothing(
         patch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
         with pytest.raises(StageError, match="items that are not in the catalogue"):
             promote_version(3, decide())
-    assert (aliases(client), changes) == ({"champion": "2", "challenger": "3"}, [])
+    assert (version_by_alias(client), changes) == ({"champion": "2", "challenger": "3"}, [])
     assert not any(MANUAL_CHANGE_TAG in version_tags(client, number) for number in "123")
 
     move_champion = Registry.move_champion
@@ -144,7 +145,7 @@ def test_a_promotion_that_cannot_be_is_one_message_and_changes_nothing(
         patch.setattr(Registry, "move_champion", promote_another)
         with pytest.raises(StageError, match="nothing has changed, because the champion was replaced while version 3 was test"):
             promote_version(3, decide())
-    assert (aliases(client), changes) == ({"champion": "1", "challenger": "3"}, [])
+    assert (version_by_alias(client), changes) == ({"champion": "1", "challenger": "3"}, [])
 
     shutil.rmtree(three_versions / "runs" / "20260101" / "ingest_interactions")
     with pytest.raises(InputError, match="no run has an ingested interaction log, but the smoke test needs users"):

@@ -1,4 +1,4 @@
-"""The gate with concurrent runs and with a broken champion; real packages on a real sqlite MLflow."""
+"""The gate in concurrent runs, with a broken champion and with too few users; real packages on a real sqlite MLflow."""
 
 import logging
 import shutil
@@ -27,7 +27,7 @@ from tasks.registry.releases import LOAD_ERROR_TAG, REFIT_OF_TAG
 from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import features_stage
 from tests.tasks.conftest import NUM_ITEMS, NUM_USERS, Stages
-from tests.tasks.registration import aliases, do_register, run_of, version_tags
+from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -35,11 +35,12 @@ BuildStages = Callable[..., Stages]
 
 
 @pytest.fixture(autouse=True)
-def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def logs_reach_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
 
 
-def package_of(workspace: Path, version: str) -> Path:
+def package_folder(workspace: Path, version: str) -> Path:
+    """Return the folder of a version's files in the artifact store."""
     client = connect(workspace)
     source = client.get_model_version_download_uri("m", version)
     if source.startswith("models:"):
@@ -48,7 +49,8 @@ def package_of(workspace: Path, version: str) -> Path:
 
 
 def flip_a_bit(workspace: Path, version: str) -> None:
-    file = max(package_of(workspace, version).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    """Change a bit of the largest weight file of a version."""
+    file = max(package_folder(workspace, version).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -57,66 +59,67 @@ def flip_a_bit(workspace: Path, version: str) -> None:
 def append_code(workspace: Path, version: str, code: str) -> None:
     """Append `code` to the Python file of a version, as if a run had logged the version with it."""
     client = connect(workspace)
-    with (package_of(workspace, version) / "pyfunc_model.py").open("a") as file:
+    with (package_folder(workspace, version) / "pyfunc_model.py").open("a") as file:
         file.write(f"\n{code}\n")
     source = client.get_model_version("m", version).source
     assert source is not None
     record_logged_model(source, client=client, workspace=workspace)
 
 
-def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_version_is_also_compared_with_a_champion_that_is_promoted_during_its_comparison(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(confused=True), run_of(workspace, "one"))
-    predict, others = version_tester.predict_in_subprocess, [stages()]
+    register_version(stages(shuffled=True), context_of(workspace, "one"))
+    predict, better_stages = version_tester.predict_in_subprocess, [stages()]
 
-    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
-        answers = predict(sample, model_uri=model_uri, **rest)
-        if model_uri == "models:/m/1" and others:
-            do_register(others.pop(), run_of(workspace, "better"))
+    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+        answers = predict(sample, model_uri=model_uri, **options)
+        if model_uri == "models:/m/1" and better_stages:
+            register_version(better_stages.pop(), context_of(workspace, "better"))
         return answers
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
-    slower = do_register(stages(confused=True), run_of(workspace, "slower"))
-    assert aliases(connect(workspace)) == {"champion": "3", "challenger": "2"}
-    assert (slower.alias, slower.reasons[0].endswith("of version 3")) == ("challenger", True)
-    assert predicted_here.count("models:/m/2") == 1  # its own answers are used again
+    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "worse"))
+    assert version_by_alias(connect(workspace)) == {"champion": "3", "challenger": "2"}
+    assert (worse_registration.alias, worse_registration.reasons[0].endswith("of version 3")) == ("challenger", True)
+    assert predicted_uris.count("models:/m/2") == 1  # the answers of version 2 are used twice
 
 
 def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    do_register(stages(confused=True), run_of(workspace, "one"))
-    do_register(stages(), run_of(workspace, "refit"))
+    register_version(stages(shuffled=True), context_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "refit"))
     client = connect(workspace)
     client.set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
-    new_registration = do_register(
-        stages(confused=True), run_of(workspace, "two")
-    )  # as good as version 1, worse than version 2
-    assert (new_registration.alias, aliases(client)) == ("champion", {"champion": "3"})
-    reason = "the champion, version 2, may have been trained on the test events: it is the refit of version 1"
-    assert new_registration.reasons[-1] == reason
+    # The new version is as good as version 1 and worse than version 2.
+    new_registration = register_version(stages(shuffled=True), context_of(workspace, "two"))
+    assert (new_registration.alias, version_by_alias(client)) == ("champion", {"champion": "3"})
+    assert (
+        new_registration.reasons[-1]
+        == "the champion, version 2, may have been trained on the test events: it is the refit of version 1"
+    )
 
-    do_register(stages(), run_of(workspace, "better"))
+    register_version(stages(), context_of(workspace, "better"))
     client.set_model_version_tag("m", "4", REFIT_OF_TAG, "99")
-    new_registration = do_register(stages(confused=True), run_of(workspace, "three"))
+    new_registration = register_version(stages(shuffled=True), context_of(workspace, "three"))
     assert new_registration.alias == "challenger"
-    situation = "the champion, version 4, may have been trained on the test events: it is the refit of version 99"
-    assert new_registration.reasons[-1] == f"{situation}, which is not in the registry any more"
+    reason = "the champion, version 4, may have been trained on the test events: it is the refit of version 99"
+    assert new_registration.reasons[-1] == f"{reason}, which is not in the registry any more"
 
 
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     workspace: Path, stages: BuildStages, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
-    in_fresh_processes = version_tester.predict_in_subprocess
-    request.getfixturevalue("predicted_here")
-    do_register(stages(), run_of(workspace, "one"))
+    predict_in_fresh_process = version_tester.predict_in_subprocess
+    request.getfixturevalue("predicted_uris")
+    register_version(stages(), context_of(workspace, "one"))
     flip_a_bit(workspace, "1")
     monkeypatch = request.getfixturevalue("monkeypatch")
-    monkeypatch.setattr(version_tester, "predict_in_subprocess", in_fresh_processes)
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", predict_in_fresh_process)
     monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
-    new_registration = do_register(stages(), run_of(workspace, "two"), baselines=("popularity",))
-    assert (new_registration.alias, aliases(connect(workspace))) == ("champion", {"champion": "2"})
+    new_registration = register_version(stages(), context_of(workspace, "two"), baselines=("popularity",))
+    assert (new_registration.alias, version_by_alias(connect(workspace))) == ("champion", {"champion": "2"})
     assert new_registration.reasons[0] == "no former champion loads" and new_registration.reasons[1].endswith("of popularity")
     assert new_registration.alarm is not None
     assert new_registration.alarm.startswith(
@@ -127,11 +130,11 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     assert version_tags(connect(workspace), "1")[LOAD_ERROR_TAG].startswith("models:/m/1: ")
 
 
-def test_champions_whose_process_ends_without_answers_are_replaced_by_the_last_champion_that_answers(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_champion_that_gives_no_answer_is_replaced_by_the_last_champion_that_answers(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id in ("one", "two", "three"):
-        do_register(stages(), run_of(workspace, run_id))
+        register_version(stages(), context_of(workspace, run_id))
     append_code(workspace, "2", "import os; os.write(2, b'no \\xff\\n'); os._exit(1)")
     append_code(workspace, "3", "import os; NightjarModel.predict = lambda *_, **__: os._exit(0)")
     predict_here = version_tester.predict_in_subprocess
@@ -142,9 +145,9 @@ def test_champions_whose_process_ends_without_answers_are_replaced_by_the_last_c
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
-    new_registration = do_register(stages(confused=True), run_of(workspace, "four"))
+    new_registration = register_version(stages(shuffled=True), context_of(workspace, "four"))
     client = connect(workspace)
-    assert aliases(client) == {"champion": "1", "challenger": "4"}
+    assert version_by_alias(client) == {"champion": "1", "challenger": "4"}
     assert new_registration.alarm == (
         "the champion, version 3, does not load (models:/m/3: its process ended without a readable file of answers with the "
         "column item_ids (FileNotFoundError)); version 1 is champion instead"
@@ -152,25 +155,25 @@ def test_champions_whose_process_ends_without_answers_are_replaced_by_the_last_c
     assert version_tags(client, "2")[LOAD_ERROR_TAG].endswith("(exit 1): no \ufffd")
 
 
-def test_a_version_that_is_worse_than_the_last_loadable_champion_restores_that_champion(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+def test_if_the_new_version_is_worse_than_the_last_loadable_champion_this_champion_is_restored(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
     for run_id in ("one", "two"):
-        do_register(stages(), run_of(workspace, run_id))
+        register_version(stages(), context_of(workspace, run_id))
     flip_a_bit(workspace, "2")
-    worse_registration = do_register(stages(confused=True), run_of(workspace, "three"))
-    assert aliases(connect(workspace)) == {"champion": "1", "challenger": "3"}
+    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "three"))
+    assert version_by_alias(connect(workspace)) == {"champion": "1", "challenger": "3"}
     assert worse_registration.reasons[0].endswith("of version 1")
     assert worse_registration.alarm is not None and worse_registration.alarm.endswith("; version 1 is champion instead")
-    better = do_register(stages(), run_of(workspace, "four"))
-    assert (better.alarm, aliases(connect(workspace))["champion"]) == (None, "4")
+    better_registration = register_version(stages(), context_of(workspace, "four"))
+    assert (better_registration.alarm, version_by_alias(connect(workspace))["champion"]) == (None, "4")
 
 
-def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_again(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+def test_if_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_again(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
-    package_copy = shutil.copytree(package_of(workspace, "1"), workspace / "kept")
+    register_version(stages(), context_of(workspace, "one"))
+    package_copy = shutil.copytree(package_folder(workspace, "1"), workspace / "kept")
     flip_a_bit(workspace, "1")
     perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
     monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
@@ -179,84 +182,88 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
         StageError,
         match=r"^m: the champion, version 1, does not load .*; no other version becomes champion; recall@20 is .*; no former",
     ):
-        do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
+        register_version(stages(shuffled=True), context_of(workspace, "two"), baselines=baselines)
     client = connect(workspace)
-    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     assert LOAD_ERROR_TAG in version_tags(client, "1")
-    shutil.copytree(package_copy, package_of(workspace, "1"), dirs_exist_ok=True)
-    resumed_registration = do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
+    shutil.copytree(package_copy, package_folder(workspace, "1"), dirs_exist_ok=True)
+    resumed_registration = register_version(stages(shuffled=True), context_of(workspace, "two"), baselines=baselines)
     assert (resumed_registration.version, resumed_registration.alias, resumed_registration.alarm) == ("2", "challenger", None)
     assert LOAD_ERROR_TAG not in version_tags(client, "1")
 
 
 @pytest.mark.parametrize("cause", ["the files of the champion are gone", "MLflow does not work"])
-def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
+def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_works(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
-    predict, unreachable = version_tester.predict_in_subprocess, {"models:/m/1"}
+    register_version(stages(), context_of(workspace, "one"))
+    predict, unreachable_uris = version_tester.predict_in_subprocess, {"models:/m/1"}
 
-    def fetch(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
-        if model_uri in unreachable:
+    def fetch(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+        if model_uri in unreachable_uris:
             if cause == "MLflow does not work":
-                unreachable.add("models:/m/2")
+                unreachable_uris.add("models:/m/2")
             raise NotFetchedError(f"{model_uri}: not fetched")
-        return predict(sample, model_uri=model_uri, **rest)
+        return predict(sample, model_uri=model_uri, **options)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", fetch)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 0.0)
     if cause == "MLflow does not work":
         with pytest.raises(TrackingServerError, match="models:/m/2: not fetched"):
-            do_register(stages(), run_of(workspace, "two"))
-        assert aliases(connect(workspace)) == {"champion": "1"}
+            register_version(stages(), context_of(workspace, "two"))
+        assert version_by_alias(connect(workspace)) == {"champion": "1"}
         assert LOAD_ERROR_TAG not in version_tags(connect(workspace), "1")
     else:
-        assert do_register(stages(), run_of(workspace, "two")).alias == "champion"
+        assert register_version(stages(), context_of(workspace, "two")).alias == "champion"
         assert LOAD_ERROR_TAG in version_tags(connect(workspace), "1")
 
 
-def test_with_too_few_users_the_champion_stays_and_the_reasons_and_the_page_say_how_many_would_do(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+def test_with_too_few_users_the_champion_stays_and_the_reasons_and_the_page_have_the_needed_number(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
-    context = run_of(workspace, "two")
-    equal = do_register(stages(), context, gate=PairedBootstrap(num_resamples=100))
-    assert (equal.state_name, equal.alias, aliases(connect(workspace))["champion"]) == ("NotEnoughData", "challenger", "1")
-    assert "30 test users, but the gate needs at least 200" in equal.reasons[0]
-    assert equal.reasons[-1] == "about 200 test users would be enough for a decision"
+    register_version(stages(), context_of(workspace, "one"))
+    context = context_of(workspace, "two")
+    equal_registration = register_version(stages(), context, gate=PairedBootstrap(num_resamples=100))
+    assert (equal_registration.state_name, equal_registration.alias, version_by_alias(connect(workspace))["champion"]) == (
+        "NotEnoughData",
+        "challenger",
+        "1",
+    )
+    assert "30 test users, but the gate needs at least 200" in equal_registration.reasons[0]
+    assert equal_registration.reasons[-1] == "about 200 test users would be enough for a decision"
     page = (context.run.folder / RegistrationManifest.pages["decision"]).read_text()
     assert 'verdict warn"><h2>Not enough data for a decision: the version is a challenger</h2>' in page
-    assert equal.reasons[-1] in page
+    assert equal_registration.reasons[-1] in page
 
 
 def test_with_too_few_users_not_even_the_first_version_becomes_champion(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
     for run_id in ("one", "two"):
-        new_registration = do_register(
-            stages(), run_of(workspace, run_id), gate=PairedBootstrap(num_resamples=100), baselines=("popularity",)
+        new_registration = register_version(
+            stages(), context_of(workspace, run_id), gate=PairedBootstrap(num_resamples=100), baselines=("popularity",)
         )
-        assert new_registration.state_name == "NotEnoughData" and "champion" not in aliases(connect(workspace))
+        assert new_registration.state_name == "NotEnoughData" and "champion" not in version_by_alias(connect(workspace))
         assert new_registration.reasons[0].endswith(
             "not compared with popularity: 30 test users, but the gate needs at least 200"
         )
 
 
 def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the_reasons_say_so(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     predict = version_tester.predict_in_subprocess
 
-    def rename_first_items(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
-        answers = predict(sample, model_uri=model_uri, **rest)
+    def rename_first_items(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+        answers = predict(sample, model_uri=model_uri, **options)
         if model_uri == "models:/m/2":
             return answers
         lists = [[-7, *item_ids[:-1]] for item_ids in answers.item_ids.to_pylist()]
         return answers._replace(item_ids=pa.array(lists, type=answers.item_ids.type))
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", rename_first_items)
-    same_registration = do_register(stages(), run_of(workspace, "two"))
+    same_registration = register_version(stages(), context_of(workspace, "two"))
     assert same_registration.metrics["champion/hit_rate@10"] == same_registration.metrics["served/hit_rate@10"]
     assert same_registration.promoted and same_registration.reasons[-1] == (
         "version 1 was trained on another catalogue: 30 of 600 recommendations are items that this run does not have, and are "
@@ -265,21 +272,23 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the
 
 
 def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_the_champion(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
     monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
-    below = do_register(stages(), run_of(workspace, "two"), baselines=("popularity",))
-    assert (below.state_name, aliases(connect(workspace))["champion"]) == ("NotPromoted", "1")
-    assert len(below.reasons) == 1 and below.reasons[0].endswith("less than 1 times the 1.0000 of popularity")
+    worse_registration = register_version(stages(), context_of(workspace, "two"), baselines=("popularity",))
+    assert (worse_registration.state_name, version_by_alias(connect(workspace))["champion"]) == ("NotPromoted", "1")
+    assert len(worse_registration.reasons) == 1 and worse_registration.reasons[0].endswith(
+        "less than 1 times the 1.0000 of popularity"
+    )
 
 
-def test_the_slices_of_a_guarded_feature_are_compared_user_by_user(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], tmp_path: Path
+def test_the_slices_of_a_guarded_feature_are_compared_and_reject_a_worse_version(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], tmp_path: Path
 ) -> None:
-    brand_I = np.arange(NUM_ITEMS, dtype=np.int32) % 3  # row 0 is (other)
-    facts = IngestedFeature(
+    brand_I = np.arange(NUM_ITEMS, dtype=np.int32) % 3  # rows of the brand table; row 0 is (other)
+    brand_manifest = IngestedFeature(
         kind="categorical",
         num_rows=3,
         num_values=NUM_ITEMS,
@@ -289,40 +298,40 @@ def test_the_slices_of_a_guarded_feature_are_compared_user_by_user(
         is_continued=False,
     )
     store = FeatureStore({"item.brand": Feature(brand_I, None, None)})
-    features = features_stage(tmp_path / "features", store, ingested_by_feature={"item.brand": facts})
+    features = features_stage(tmp_path / "features", store, ingested_by_feature={"item.brand": brand_manifest})
     options: dict[str, Any] = {"feature_slices": (FeatureSlice(feature="item.brand", max_values=2, min_users=10),)}
-    for run_id, is_confused in (("one", False), ("two", True)):
-        context = run_of(workspace, run_id)
+    for run_id, is_shuffled in (("one", False), ("two", True)):
+        context = context_of(workspace, run_id)
         context.results.add(features)
-        registration = do_register(stages(confused=is_confused), context, **options)
+        registration = register_version(stages(shuffled=is_shuffled), context, **options)
     evidence = read_evidence(context.run.folder / "register")
-    of_brands = [item for item in evidence if "item.brand" in item.subject]
-    assert {item.subject for item in of_brands} <= {
+    brand_evidence = [item for item in evidence if "item.brand" in item.subject]
+    assert {item.subject for item in brand_evidence} <= {
         f"recall@20 of item.brand={name}" for name in ("(other)", "(hash 1)", "(hash 2)")
     }
-    assert len(of_brands) == 2
-    assert {item.comparison.outcome for item in of_brands} == {"rejected"} and not registration.promoted
-    for item in of_brands:  # the mean over the users with a target of the brand
+    assert len(brand_evidence) == 2
+    assert {item.comparison.outcome for item in brand_evidence} == {"rejected"} and not registration.promoted
+    for item in brand_evidence:  # the mean over the users with a target of the brand
         assert 10 <= item.comparison.num_users <= NUM_USERS and item.comparison.baseline_mean > 0.5
 
 
 @pytest.mark.parametrize("is_worse", [False, True])
-def test_a_champion_that_loses_to_versions_that_are_not_promoted_is_reported(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], is_worse: bool
+def test_a_champion_that_loses_to_a_version_that_is_not_promoted_is_reported(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], is_worse: bool
 ) -> None:
-    do_register(stages(confused=is_worse), run_of(workspace, "one"))
-    registered = do_register(stages(), run_of(workspace, "two", promote="never"))
+    register_version(stages(shuffled=is_worse), context_of(workspace, "one"))
+    registered = register_version(stages(), context_of(workspace, "two", promote="never"))
     evidence = float(version_tags(connect(workspace), "1")["nightjar.evidence_for_challengers"])
     assert (evidence > 20, len(registered.reasons)) == (is_worse, 1 + is_worse)
     if is_worse:
         assert registered.reasons[1].startswith("version 1 has been losing to versions that were not promoted")
 
 
-def test_the_margin_is_not_a_reason_of_a_version_that_is_compared_only_with_baselines(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+def test_the_reasons_of_a_version_that_is_compared_only_with_baselines_do_not_mention_the_margin(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
     rule = PairedBootstrap(min_users=2, max_relative_drop=0.001)
-    registration = do_register(stages(), run_of(workspace, "one"), gate=rule, baselines=("popularity",))
+    registration = register_version(stages(), context_of(workspace, "one"), gate=rule, baselines=("popularity",))
     assert registration.promoted
     assert registration.reasons[0] == "there was no champion"
     assert "of popularity" in registration.reasons[1]

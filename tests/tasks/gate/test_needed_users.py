@@ -20,25 +20,28 @@ NUM_USERS = 40
 
 @pytest.fixture
 def interactions(tmp_path: Path) -> InteractionsManifest:
-    """A log of 40 users: user u has the last event u days and an hour before the end. Five users have test events."""
-    times = []
+    """A log of 40 users. User 0 has an event at the end of the log, and the last event of user u is u days and an hour earlier.
+
+    The users 0 to 4 have test events.
+    """
+    event_times_us = []
     for user in range(NUM_USERS):
-        end = (100 - user) * DAY_US - (DAY_US // 24 if user else 0)
-        times += [end - 50 * DAY_US, end]
-    is_test = [user < 5 for user in range(NUM_USERS)]
+        last_us = (100 - user) * DAY_US - (DAY_US // 24 if user else 0)
+        event_times_us += [last_us - 50 * DAY_US, last_us]
+    has_test_events = [user < 5 for user in range(NUM_USERS)]
     return interactions_stage(
         tmp_path / "interactions",
-        train=[[0] if has_test_event else [0, 1] for has_test_event in is_test],
+        train=[[0] if has_test_event else [0, 1] for has_test_event in has_test_events],
         validation=[[]] * NUM_USERS,
-        test=[[2] if has_test_event else [] for has_test_event in is_test],
+        test=[[2] if has_test_event else [] for has_test_event in has_test_events],
         num_items=30,
-        arrays={"event_time": np.array(times, np.int64)},
+        arrays={"event_time": np.array(event_times_us, np.int64)},
         test_days=5.0,
     )
 
 
 @pytest.mark.parametrize(("num_users", "days"), [(1, 1), (2, 2), (3, 3), (40, 40), (41, None)])
-def test_the_days_are_the_fewest_that_have_events_of_so_many_users(
+def test_the_days_are_the_fewest_last_days_with_events_of_the_requested_number_of_users(
     num_users: int, days: int | None, interactions: InteractionsManifest
 ) -> None:
     assert days_with_users(EventStore.open(interactions), num_users) == days
@@ -71,12 +74,12 @@ def test_a_decision_without_enough_users_names_the_users_and_days_that_would_be_
     ]
     arguments = {"sample": sample, "interactions": interactions}
     assert needed_users(evidence, config=RegistryConfig(), **arguments) == (sentence,)
-    small_sample = needed_users(evidence, config=RegistryConfig(smoke_test_users=9), **arguments)
-    assert small_sample == (f"{sentence}; set registry.smoke_test_users to {min_users} or more, now 9",)
+    sentences_of_small_sample = needed_users(evidence, config=RegistryConfig(smoke_test_users=9), **arguments)
+    assert sentences_of_small_sample == (f"{sentence}; set registry.smoke_test_users to {min_users} or more, now 9",)
     assert needed_users(evidence[1:], config=RegistryConfig(), **arguments) == ()
 
 
-def test_a_sample_that_is_smaller_than_the_test_users_is_the_setting_to_change(
+def test_if_the_sample_is_smaller_than_the_test_users_the_sentence_names_its_setting(
     interactions: InteractionsManifest, tmp_path: Path
 ) -> None:
     sample = prepare_sample(interactions, max_users=2, folder=tmp_path / "sample")
@@ -91,7 +94,7 @@ def test_a_sample_that_is_smaller_than_the_test_users_is_the_setting_to_change(
     )
 
 
-def test_a_bootstrap_names_the_users_that_its_margin_needs_and_so_many_users_are_enough() -> None:
+def test_the_number_of_users_that_a_bootstrap_requests_is_enough() -> None:
     rule = PairedBootstrap(num_resamples=500)
 
     def compare(num_users: int) -> Comparison:
@@ -108,7 +111,7 @@ def test_a_bootstrap_names_the_users_that_its_margin_needs_and_so_many_users_are
     assert low < 0 < high and comparison_of_enough.relative_difference == 0
 
 
-def test_a_margin_below_the_one_that_the_users_allow_is_reported() -> None:
+def test_a_margin_that_is_too_small_for_the_number_of_users_is_reported() -> None:
     generator = np.random.default_rng(0)
     baseline_U = generator.random(1_000) < 0.2
     new_U = baseline_U | (generator.random(1_000) < 0.05)

@@ -1,4 +1,4 @@
-"""The page of a decision, from real registrations; the page is parsed, and its look is checked by eye."""
+"""The page of a decision, for real registrations. The tests check the text of the page, not how it looks."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tasks.gate.report import NUM_SAMPLE_USERS, _sample_users
 from tasks.gate.report_plots import RecommendedItems, draw_differences, draw_popularity, draw_scores, draw_trend
 from tests.flows.run_folders import FIRST_START, past_run
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 BuildStages = Callable[..., Stages]
 
@@ -31,9 +31,9 @@ BuildStages = Callable[..., Stages]
 def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
     workspace: Path, stages: BuildStages, request: pytest.FixtureRequest, is_worse: bool, verdict: str, title: str
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
-    context = run_of(workspace, "two", reason="<b>new</b> season")
-    registration = do_register(stages(confused=is_worse), context)
+    register_version(stages(), context_of(workspace, "one"))
+    context = context_of(workspace, "two", reason="<b>new</b> season")
+    registration = register_version(stages(shuffled=is_worse), context)
     page = (context.run.folder / RegistrationManifest.pages["decision"]).read_text()
     assert re.findall(r'verdict (\w+)"><h2>(.*)</h2>', page) == [(verdict, title)]
     assert all(reason in page for reason in registration.reasons)
@@ -52,31 +52,33 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
     assert "<script" not in page and not re.search(r'(src|href)="[^#]', page)
 
 
-def test_a_version_has_the_same_colour_in_every_plot_and_the_test_events_another_one() -> None:
+def test_a_version_has_the_same_colour_in_every_plot_and_the_test_events_are_grey() -> None:
     recommended = RecommendedItems(np.array([0.5, 0.4]), np.array([0, 1]))
     for versions in ({"version 1": recommended}, {"version 2": recommended, "version 1": recommended}):
-        scores = draw_scores(versions).axes[0].patches
-        lines = draw_popularity(versions, train_count_I=np.array([3, 1]), target_item_T=np.array([1])).axes[0].lines
-        assert [line.get_color() for line in lines[:-1]] == [to_hex(patch.get_edgecolor()) for patch in scores]
-        assert lines[-1].get_color() == plots.GREY
+        score_patches = draw_scores(versions).axes[0].patches
+        popularity_lines = draw_popularity(versions, train_count_I=np.array([3, 1]), target_item_T=np.array([1])).axes[0].lines
+        assert [line.get_color() for line in popularity_lines[:-1]] == [
+            to_hex(patch.get_edgecolor()) for patch in score_patches
+        ]
+        assert popularity_lines[-1].get_color() == plots.GREY
 
 
-def test_the_trend_has_the_last_thirty_versions_and_the_new_one_last(tmp_path: Path) -> None:
+def test_the_trend_has_thirty_versions_and_ends_with_the_new_one(tmp_path: Path) -> None:
     for day in range(40):
         start = FIRST_START + timedelta(days=day)
-        failed = day % 10 == 9
-        figures = {} if failed else {"version": str(day), "metrics": {"served/recall@20": day / 100}}
-        past_run(tmp_path, start, state="Failed" if failed else "Promoted" if day % 2 else "NotPromoted", **figures)
+        has_failed = day % 10 == 9
+        figures = {} if has_failed else {"version": str(day), "metrics": {"served/recall@20": day / 100}}
+        past_run(tmp_path, start, state="Failed" if has_failed else "Promoted" if day % 2 else "NotPromoted", **figures)
     registration = RegistrationManifest.model_construct(version="99", metrics={"served/recall@20": 0.5}, promoted=True)
-    axes = draw_trend(registration, run_of(tmp_path, "20990101-000000-ffff"), metric="recall@20").axes[0]
+    axes = draw_trend(registration, context_of(tmp_path, "20990101-000000-ffff"), metric="recall@20").axes[0]
     values = list(axes.lines[0].get_ydata())
     assert (len(values), values[-1]) == (30, 0.5)
     assert values[:-1] == [day / 100 for day in range(40) if day % 10 != 9][-29:]
-    empty = run_of(tmp_path / "empty", "20990101-000000-ffff")
-    assert draw_trend(registration, empty, metric="recall@20") is None
+    context_without_runs = context_of(tmp_path / "empty", "20990101-000000-ffff")
+    assert draw_trend(registration, context_without_runs, metric="recall@20") is None
 
 
-def test_sample_users_have_the_titles_of_items_and_the_ids_of_items_without_a_title(tmp_path: Path) -> None:
+def test_the_items_of_sample_users_are_shown_by_title_or_by_id_if_they_have_no_title(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user_id": ["ann"], "history": [[5, 7]]}), tmp_path / "cases.parquet")
     pq.write_table(pa.table({"item_ids": [[7, 9]], "scores": [[0.9, 0.8]]}), tmp_path / "answers-3.parquet")
     users = _sample_users(tmp_path, version="3", title_by_id={7: "Seven", 5: "Five"})

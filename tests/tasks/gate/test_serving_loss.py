@@ -1,4 +1,4 @@
-"""What serving costs, for packages whose answers are known: an exact one, and one with a broken index."""
+"""The loss of recall from the trained model to the package and its index, for a package with an exact index."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from recsys_core.evaluation.metrics import USER_METRICS_FILE, read_user_metrics
 from tasks.gate.sample import prepare_sample
 from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED, exact_metrics
 from tests.tasks.conftest import NUM_USERS, Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -17,22 +17,22 @@ BuildStages = Callable[..., Stages]
 
 
 def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(workspace: Path, stages: BuildStages) -> None:
-    built, context = stages(), run_of(workspace, "one")
-    for manifest in (built.dataset.interactions, *built[1:]):
+    built_stages, context = stages(), context_of(workspace, "one")
+    for manifest in (built_stages.dataset.interactions, *built_stages[1:]):
         context.results.add(manifest)
-    sample = prepare_sample(built.dataset.interactions, max_users=NUM_USERS, folder=workspace / "sample")
+    sample = prepare_sample(built_stages.dataset.interactions, max_users=NUM_USERS, folder=workspace / "sample")
     metrics = exact_metrics(context, sample)
-    trained = read_user_metrics(built.evaluation.path(USER_METRICS_FILE))["model"]
-    assert metrics[TRAINED].means("m") == trained.means("m")
-    assert metrics[PACKAGED].user_row_U.tolist() == trained.user_row_U.tolist()
+    trained_metrics = read_user_metrics(built_stages.evaluation.path(USER_METRICS_FILE))["model"]
+    assert metrics[TRAINED].means("m") == trained_metrics.means("m")
+    assert metrics[PACKAGED].user_row_U.tolist() == trained_metrics.user_row_U.tolist()
     recalls = [metrics[ranker].means("m")["m/recall@20"] for ranker in (TRAINED, PACKAGED)]
-    assert recalls[1] == pytest.approx(recalls[0], abs=0.05)  # the vectors of 30 users have 8 bits per value
+    assert recalls[1] == pytest.approx(recalls[0], abs=0.05)  # the package rounds vectors to 8 bits per value
 
 
-def test_the_metrics_of_a_registration_have_each_step_of_the_loss(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+def test_a_registration_has_the_metrics_of_each_step_from_the_trained_model_to_the_served_one(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    metrics = do_register(stages(), run_of(workspace, "one")).metrics
+    metrics = register_version(stages(), context_of(workspace, "one")).metrics
     rankers = {name.partition("/")[0] for name in metrics}
     assert rankers == {"served", TRAINED, PACKAGED, INDEX}
     assert metrics["index/recall@100"] == 1.0

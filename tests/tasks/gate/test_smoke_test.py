@@ -1,4 +1,4 @@
-"""Smoke test: the sample, invalid answers and metrics, compared with values computed by hand."""
+"""The smoke test: its sample of users, its metrics compared with values computed by hand, and invalid answers."""
 
 import os
 import signal
@@ -40,8 +40,9 @@ def sample(tmp_path: Path) -> ServedSample:
     return prepare_sample(interactions, max_users=10, folder=tmp_path / "sample")
 
 
-def answers(first: list[int], second: list[int]) -> Answers:
-    return Answers(pa.array([first, second], type=pa.list_(pa.int64())), cpu_s=3.0, num_bytes=10)
+def answers(first_list: list[int], second_list: list[int]) -> Answers:
+    """Return the answers to the two users of the sample."""
+    return Answers(pa.array([first_list, second_list], type=pa.list_(pa.int64())), cpu_s=3.0, num_bytes=10)
 
 
 def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test(sample: ServedSample) -> None:
@@ -50,7 +51,7 @@ def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test
 
 def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: ServedSample) -> None:
     metrics = measure_answers(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).users.means("served")
-    # One of the targets 104 and 105, at position 2: gain 1/log2(3) of an ideal 1 + 1/log2(3).
+    # Only the target 104 of 104 and 105 is in the list, at position 2. Its gain is 1/log2(3) = 0.63 of an ideal 1 + 1/log2(3).
     expected = {"served/recall@20": 0.5, "served/hit_rate@10": 1.0, "served/ndcg@20": 0.6309298 / 1.6309298}
     assert metrics == pytest.approx(expected)
 
@@ -67,8 +68,8 @@ def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample
     expected = measure_answers(answers(known_items, []), sample=sample)
     assert metrics.users.means("served") == expected.users.means("served")
     assert (metrics.coverage, expected.num_unknown) == (expected.coverage, 0)
-    eleventh = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
-    assert eleventh.users.means("served")["served/hit_rate@10"] == 1  # the tenth of the items that both have
+    metrics_of_eleventh = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
+    assert metrics_of_eleventh.users.means("served")["served/hit_rate@10"] == 1  # without 999, the target is at position 10
 
 
 def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
@@ -76,7 +77,7 @@ def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "problem"),
+    ("first_list", "problem"),
     [
         ([-1, *range(104, 123)], "1 items that are not in the catalogue"),
         ([100 + NUM_ITEMS, *range(104, 123)], "1 items that are not in the catalogue"),
@@ -85,8 +86,10 @@ def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
         (list(range(104, 114)), "1 users whose number of items is not min(20, number of unseen items)"),
     ],
 )
-def test_each_problem_is_found_and_counted(sample: ServedSample, first: list[int], problem: str) -> None:
-    assert invalid_answers(answers(first, list(range(104, 104 + K))), sample=sample) == [f"{problem} (of 2 users)"]
+def test_each_problem_of_an_answer_is_reported_with_its_count(
+    sample: ServedSample, first_list: list[int], problem: str
+) -> None:
+    assert invalid_answers(answers(first_list, list(range(104, 104 + K))), sample=sample) == [f"{problem} (of 2 users)"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,9 @@ def test_a_version_that_writes_no_parquet_file_is_unusable(sample: ServedSample,
 
 
 @pytest.mark.parametrize(("test_items", "num_users"), [([], 0), ([0], 2)])
-def test_a_log_without_a_new_test_item_stops_the_stage(test_items: list[int], num_users: int, tmp_path: Path) -> None:
+def test_a_log_whose_test_items_are_all_in_the_histories_stops_the_stage(
+    test_items: list[int], num_users: int, tmp_path: Path
+) -> None:
     interactions = interactions_stage(
         tmp_path / "interactions", train=[[0], [0]], validation=[[], []], test=[test_items, test_items], num_items=3
     )
@@ -131,7 +136,8 @@ def test_a_log_without_a_new_test_item_stops_the_stage(test_items: list[int], nu
 
 
 def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
-    # The events are 0 1 |2 2|, 0 |0 1 3|, 3 |0|. The targets are 2, then 1 and 3, then 0; the log has the events 0 to 9.
+    # Items of the users, with test events in bars: 0 1 |2 2|, 0 |0 1 3|, 3 |0|. The targets are 2 of user 0, 1 and 3 of user 1,
+    # and 0 of user 2.
     interactions = interactions_stage(
         tmp_path / "interactions",
         train=[[0, 1], [0], [3]],
@@ -143,10 +149,10 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
     rows_by_feature = {"user.age": [1, 2, 2], "item.brand": [1, 2, 1, 0], "context.hour": [1, 1, 2, 1, 1, 1, 2, 1, 1, 2]}
     columns = {key: Feature(np.array(rows, np.int32), None, None) for key, rows in rows_by_feature.items()}
     columns["item.tags"] = Feature(np.zeros(0, np.int32), np.zeros(5, np.int64), None)
-    fields = dict.fromkeys(("num_values", "num_out_of_vocabulary", "num_missing"), 0)
+    zero_counts = dict.fromkeys(("num_values", "num_out_of_vocabulary", "num_missing"), 0)
     facts = {
         key: IngestedFeature(
-            kind="list" if key == "item.tags" else "categorical", num_rows=3, definition="", is_continued=False, **fields
+            kind="list" if key == "item.tags" else "categorical", num_rows=3, definition="", is_continued=False, **zero_counts
         )
         for key in columns
     }
@@ -159,9 +165,11 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
     )
     assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]
     cases = pq.read_table(sample.histories_file).to_pydict()
-    assert cases["hour"] == cases["context.hour"] == [8, 7, None]  # of the first test event of each user
-    targets = {name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.target_mask_by_slice.items() if "." in name}
-    assert targets == {
+    assert cases["hour"] == cases["context.hour"] == [8, 7, None]  # the hour of each user's first test event
+    targets_by_slice = {
+        name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.target_mask_by_slice.items() if "." in name
+    }
+    assert targets_by_slice == {
         "user.age=(hash 1)": [0],
         "user.age=(hash 2)": [1, 2, 3],
         "item.brand=(hash 1)": [0, 3],
@@ -169,7 +177,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
         "item.brand=(other)": [2],
         "context.hour=(hash 2)": [0, 1, 3],
         "context.hour=(hash 1)": [2],
-        "item.tags": [],  # no item has a value: the slice stays visible, and is not enough data
+        "item.tags": [],  # no item has a value, but the slice is still reported
     }
     assert {name: sample.min_users_by_slice[name] for name in ("user.age=(hash 1)", "item.tags")} == {
         "user.age=(hash 1)": 7,
@@ -181,9 +189,9 @@ def test_the_sample_is_reproducible(tmp_path: Path) -> None:
     interactions = interactions_stage(
         tmp_path / "interactions", train=[[0]] * 50, validation=[[]] * 50, test=[[1]] * 50, num_items=3
     )
-    first, second = (prepare_sample(interactions, max_users=5, folder=tmp_path / name) for name in ("a", "b"))
-    assert first.num_users == 5
-    assert pq.read_table(first.histories_file).equals(pq.read_table(second.histories_file))
+    sample, repeated_sample = (prepare_sample(interactions, max_users=5, folder=tmp_path / name) for name in ("a", "b"))
+    assert sample.num_users == 5
+    assert pq.read_table(sample.histories_file).equals(pq.read_table(repeated_sample.histories_file))
 
 
 def test_a_process_answers_after_a_failed_request_and_is_replaced_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,15 +205,15 @@ def test_a_process_answers_after_a_failed_request_and_is_replaced_after_a_timeou
         assert process.answer({"input_path": "absent.parquet"}) == (1, "FileNotFoundError: absent.parquet")
 
 
-def test_a_killed_process_is_an_exit_code_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_of_a_killed_process_is_its_exit_code_and_the_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     start = ModelProcess._start
 
     def start_and_kill(process: ModelProcess) -> Any:
-        started = start(process)
-        started.kill()
-        started.wait()
-        monkeypatch.setattr(started, "poll", lambda: None)  # the process ends after the check
-        return started
+        child = start(process)
+        child.kill()
+        child.wait()
+        monkeypatch.setattr(child, "poll", lambda: None)  # as if the process ended after the check
+        return child
 
     with monkeypatch.context() as patch:
         patch.setattr(ModelProcess, "_start", start_and_kill)

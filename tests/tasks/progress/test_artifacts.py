@@ -25,7 +25,7 @@ def test_no_two_pipelines_share_a_key_and_each_key_is_valid_in_prefect() -> None
 
 
 @pytest.mark.filterwarnings("ignore:Artifact creation outside of a flow")
-def test_a_prefect_server_that_does_not_answer_is_a_warning(
+def test_a_prefect_server_that_does_not_answer_causes_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
@@ -35,21 +35,21 @@ def test_a_prefect_server_that_does_not_answer_is_a_warning(
     assert "could not send the artifact films-metrics to Prefect (ConnectError" in record.getMessage()
 
 
-def test_the_progress_artifact_ends_at_100_percent_where_training_stopped_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[float] = []  # a Prefect server takes half a minute to start
+def test_the_progress_artifact_ends_at_100_percent_if_training_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent_percentages: list[float] = []
 
-    def send(first: Any, percent: float | None = None, **_: str) -> str:
-        sent.append(first if percent is None else percent)
+    def send(percent_or_id: Any, percent: float | None = None, **_: str) -> str:
+        sent_percentages.append(percent_or_id if percent is None else percent)
         return "id"
 
     monkeypatch.setattr(artifacts, "create_progress_artifact", send)
     monkeypatch.setattr(artifacts, "update_progress_artifact", send)
     progress = TrainingProgress(CONTEXT)
-    progress.finish("kept")  # no artifact, nothing to end
-    assert sent == []
+    progress.finish("kept")  # sends nothing, because no artifact exists
+    assert sent_percentages == []
     progress.send(Progress(step=7, total_steps=10, epoch=7, loss=1.0, learning_rate=0.1, samples_per_s=10.0))
     progress.finish("stopped early")
-    assert sent == [70.0, 100.0]
+    assert sent_percentages == [70.0, 100.0]
 
 
 def test_the_progress_artifact_is_sent_again_after_an_outage_with_one_warning(
@@ -57,20 +57,20 @@ def test_the_progress_artifact_is_sent_again_after_an_outage_with_one_warning(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     monkeypatch.setattr(artifacts, "_PROGRESS_PAUSE_S", 0.0)
-    sent: list[float] = []
+    sent_percentages: list[float] = []
 
     def send(percent: float, **_: str) -> str:
-        if len(sent) < 2:
-            sent.append(0.0)
+        if len(sent_percentages) < 2:
+            sent_percentages.append(0.0)
             raise ConnectionError("refused")
-        sent.append(percent)
+        sent_percentages.append(percent)
         return "id"
 
     monkeypatch.setattr(artifacts, "create_progress_artifact", send)
     progress = TrainingProgress(CONTEXT)
     for step in (1, 2, 3):
         progress.send(Progress(step=step, total_steps=4, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0))
-    assert sent == [0.0, 0.0, 75.0]
+    assert sent_percentages == [0.0, 0.0, 75.0]
     assert [record.levelname for record in caplog.records if "training-progress" in record.getMessage()] == ["WARNING"]
 
 
@@ -79,10 +79,10 @@ def test_the_bar_of_training_keeps_the_last_validation_metric(
 ) -> None:
     monkeypatch.setattr(artifacts, "create_progress_artifact", lambda *_, **__: "id")
     progress = TrainingProgress(CONTEXT)
-    line = Progress(step=5, total_steps=10, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0)
+    epoch_progress = Progress(step=5, total_steps=10, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0)
     with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
-        progress.send(line.model_copy(update={"validation": {"ndcg@10": 0.25, "recall@20": 0.5}}))
-        progress.send(line.model_copy(update={"step": 6, "epoch": 2}))
+        progress.send(epoch_progress.model_copy(update={"validation": {"ndcg@10": 0.25, "recall@20": 0.5}}))
+        progress.send(epoch_progress.model_copy(update={"step": 6, "epoch": 2}))
     assert [record.__dict__["note"] for record in caplog.records] == [
         "epoch 1  loss 1.0000  ndcg@10 0.2500",
         "epoch 2  loss 1.0000  ndcg@10 0.2500",

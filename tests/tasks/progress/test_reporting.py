@@ -13,23 +13,27 @@ from tests.tasks.conftest import Stages
 
 @pytest.fixture
 def trained(stages: Callable[..., Stages]) -> TrainManifest:
-    """The manifest of a training of one epoch with an ndcg@10 of 0.5."""
-    return stages(confused=False).train_manifest
+    """The manifest of a training with one epoch and an ndcg@10 of 0.5."""
+    return stages(shuffled=False).train_manifest
 
 
-def test_the_log_line_of_training_has_early_stopping_and_the_best_epoch(trained: TrainManifest) -> None:
+def test_the_log_line_of_training_mentions_early_stopping_the_best_epoch_and_the_chosen_temperature(
+    trained: TrainManifest,
+) -> None:
     stopped = trained.model_copy(update={"num_epochs": 5, "best_epoch": 2})
-    facts = training_summary(stopped, config=TrainingConfig(epochs=10))
-    assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in facts
+    summary = training_summary(stopped, config=TrainingConfig(epochs=10))
+    assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in summary
     assert "stopped early" not in training_summary(stopped, config=TrainingConfig(epochs=5))
-    assert "temperature" not in facts
-    chosen = stopped.model_copy(update={"temperature": 0.15, "temperature_trials": {"0.1": 0.2, "0.15": 0.3}})
-    assert "temperature 0.15 of 0.1, 0.15, stopped early" in training_summary(chosen, config=TrainingConfig(epochs=10))
-    unmeasured = stopped.model_copy(update={"best_epoch": None, "validation": {}})
-    assert "best epoch" not in training_summary(unmeasured, config=TrainingConfig(epochs=5, validation=None))
+    assert "temperature" not in summary
+    with_temperature = stopped.model_copy(update={"temperature": 0.15, "temperature_trials": {"0.1": 0.2, "0.15": 0.3}})
+    assert "temperature 0.15 of 0.1, 0.15, stopped early" in training_summary(
+        with_temperature, config=TrainingConfig(epochs=10)
+    )
+    without_validation = stopped.model_copy(update={"best_epoch": None, "validation": {}})
+    assert "best epoch" not in training_summary(without_validation, config=TrainingConfig(epochs=5, validation=None))
 
 
-def test_a_bar_is_a_record_for_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_progress_bar_is_a_log_record_with_stage_done_and_total(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
         show_bar("evaluate", num_done=3, num_total=9, note="3 of 9 queries")
     (record,) = caplog.records

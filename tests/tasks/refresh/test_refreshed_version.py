@@ -1,4 +1,4 @@
-"""A refreshed champion in MLflow: its lineage, its delta file, and the decision about the alias."""
+"""A refreshed champion in MLflow: its tags, its delta file, and whether it becomes champion."""
 
 import json
 import shutil
@@ -28,11 +28,14 @@ from tasks.registry.registry import Registry
 from tasks.registry.releases import CHALLENGERS_TAG, FORMER_CHAMPION_TAG, SPENT_DROP_TAG, list_releases
 from tasks.registry.versions import register_package
 from tests.recsys_core.refresh.small_pipeline import ITEMS, SmallPipeline, build_pipeline, write_items, write_vectors
+from tests.tasks.registration import version_by_alias
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 
 class Recorder:
+    """Publisher that keeps (alias, old version, new version) of each change."""
+
     def __init__(self) -> None:
         self.changes: list[tuple[str, str | None, str | None]] = []
 
@@ -42,12 +45,13 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> SmallPipeline:
+    """The package that is refreshed, with the files and settings of its training."""
     return build_pipeline(tmp_path_factory.mktemp("parent") / "files")
 
 
 @pytest.fixture
 def client(workspace: Path, parent: SmallPipeline) -> MlflowClient:
-    """A client of an MLflow whose champion is the package of `parent`; the input files are those of the training."""
+    """A client of an MLflow whose champion is the package of `parent`. The input files have the items of the training."""
     set_items(parent, ITEMS)
     client = connect(workspace)
     make_champion(client, workspace, parent)
@@ -55,6 +59,7 @@ def client(workspace: Path, parent: SmallPipeline) -> MlflowClient:
 
 
 def set_items(parent: SmallPipeline, ids: Any) -> None:
+    """Write input files with these item ids. The package has the items 1000 to 1299."""
     write_vectors(parent.input_folder, ids)
     write_items(parent.input_folder, ids)
 
@@ -83,30 +88,26 @@ def refresh(parent: SmallPipeline, workspace: Path, *publishers: Any, **limits: 
     return refresh_champion(RefreshConfig(**limits), parent.inputs, registry, workspace=workspace, pipeline="films")
 
 
-def aliases(client: MlflowClient) -> dict[str, str]:
-    return {alias: str(number) for alias, number in client.get_registered_model("m").aliases.items()}
-
-
-def test_a_refreshed_version_becomes_champion_with_the_lineage_of_its_parent(
+def test_a_refreshed_version_becomes_champion_with_the_tags_of_its_parent(
     parent: SmallPipeline, client: MlflowClient, workspace: Path
 ) -> None:
     set_items(parent, range(1003, 1310))
     recorder = Recorder()
     refreshed = refresh(parent, workspace, recorder)
     assert refreshed is not None and refreshed.problems == ()
-    assert aliases(client) == {"champion": "2"} and recorder.changes == [("champion", "1", "2")]
+    assert version_by_alias(client) == {"champion": "2"} and recorder.changes == [("champion", "1", "2")]
     version = client.get_model_version("m", "2")
-    counts = {"added": 10, "removed": 3, "changed": 0}
-    assert (version.tags["nightjar.parent"], json.loads(version.tags["nightjar.refresh"])) == ("1", counts)
+    num_items_by_change = {"added": 10, "removed": 3, "changed": 0}
+    assert (version.tags["nightjar.parent"], json.loads(version.tags["nightjar.refresh"])) == ("1", num_items_by_change)
     assert version.tags["nightjar.smoke"] == "passed"
-    inherited = (RUN_ID_TAG, SPENT_DROP_TAG, CHALLENGERS_TAG)
-    former = client.get_model_version("m", "1")
-    assert [version.tags[tag] for tag in inherited] == [former.tags[tag] for tag in inherited]
-    assert FORMER_CHAMPION_TAG in former.tags  # so a rollback returns to it
+    inherited_tags = (RUN_ID_TAG, SPENT_DROP_TAG, CHALLENGERS_TAG)
+    parent_version = client.get_model_version("m", "1")
+    assert [version.tags[tag] for tag in inherited_tags] == [parent_version.tags[tag] for tag in inherited_tags]
+    assert FORMER_CHAMPION_TAG in parent_version.tags  # a rollback can return to it
     sentence = "Refreshed from version 1: 10 items added, 3 removed, 0 changed"
     assert version.description.startswith(sentence) and version.description.endswith("The card of the model.")
     (release, _) = list_releases(client, "m")
-    assert (release["parent"], release["refresh"], release["reasons"]) == ("1", counts, sentence)
+    assert (release["parent"], release["refresh"], release["reasons"]) == ("1", num_items_by_change, sentence)
     old_retriever, new_retriever = (load_version(workspace, model_name="m", version=number).retriever for number in ("1", "2"))
     assert new_retriever.space_id == old_retriever.space_id and new_retriever.version == "2"
     assert not (workspace / "refresh.tmp").exists()
@@ -126,46 +127,46 @@ def test_the_delta_file_is_an_artifact_of_the_mlflow_run(parent: SmallPipeline, 
     assert RUN_ID_TAG not in run.data.tags  # a resumed run would continue this MLflow run
 
 
-def test_a_second_refresh_names_the_first_one_and_describes_itself_once(
+def test_a_second_refresh_has_the_first_as_parent_and_one_refresh_sentence_in_its_description(
     parent: SmallPipeline, client: MlflowClient, workspace: Path
 ) -> None:
     for stop in (1310, 1320):
         set_items(parent, range(1000, stop))
         refresh(parent, workspace)
     version = client.get_model_version("m", "3")
-    assert (version.tags["nightjar.parent"], aliases(client)) == ("2", {"champion": "3"})
+    assert (version.tags["nightjar.parent"], version_by_alias(client)) == ("2", {"champion": "3"})
     assert version.description.count("Refreshed from version") == 1
 
 
-def test_a_former_champion_is_promoted_again_although_the_log_lacks_its_new_items(
-    parent: SmallPipeline, client: MlflowClient, workspace: Path, predicted_here: list[str]
+def test_a_refreshed_version_is_promoted_again_although_its_new_items_are_not_in_the_log(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, predicted_uris: list[str]
 ) -> None:
     set_items(parent, range(1000, 1310))
     refresh(parent, workspace)
     run_folder = workspace / "runs" / "20261121-070312-ab12"
     shutil.copytree(parent.dataset.interactions.folder, run_folder / "ingest_interactions")
     for change, version in ((partial(roll_back, None), "1"), (partial(promote_version, 2), "2")):
-        text = change(ManualDecision(RegistryConfig(model_name="m"), workspace, "a test", []))
-        assert text.startswith(f"m version {version} is champion") and aliases(client)["champion"] == version
+        message = change(ManualDecision(RegistryConfig(model_name="m"), workspace, "a test", []))
+        assert message.startswith(f"m version {version} is champion") and version_by_alias(client)["champion"] == version
 
 
-def test_an_interrupted_refresh_is_repeated_and_leaves_no_files(
+def test_a_failed_refresh_leaves_no_files_and_can_be_repeated(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_items(parent, range(1000, 1310))
     (workspace / "refresh.tmp").mkdir()
     (workspace / "refresh.tmp" / MARKER_NAME).touch()
-    (workspace / "refresh.tmp" / "left.parquet").touch()  # a killed refresh left it
+    (workspace / "refresh.tmp" / "left.parquet").touch()  # as if left by a killed refresh
     with monkeypatch.context() as patch:
         patch.setattr(refreshed_version, "register_package", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             refresh(parent, workspace)
-    assert aliases(client) == {"champion": "1"} and not (workspace / "refresh.tmp").exists()
+    assert version_by_alias(client) == {"champion": "1"} and not (workspace / "refresh.tmp").exists()
     experiment_id = client.get_experiment_by_name("tests").experiment_id
     newest_run, *_ = client.search_runs([experiment_id])
     assert newest_run.info.status == "FAILED"
     refreshed = refresh(parent, workspace)
-    assert refreshed is not None and aliases(client) == {"champion": "2"}
+    assert refreshed is not None and version_by_alias(client) == {"champion": "2"}
 
 
 def test_without_a_change_nothing_is_registered(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
@@ -175,7 +176,7 @@ def test_without_a_change_nothing_is_registered(parent: SmallPipeline, client: M
     assert len(client.search_runs([client.get_experiment_by_name("tests").experiment_id])) == num_runs
 
 
-def test_a_broken_index_is_registered_but_refused(
+def test_a_version_with_a_broken_index_is_registered_but_does_not_become_champion(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_index = package.write_index
@@ -192,37 +193,37 @@ def test_a_broken_index_is_registered_but_refused(
         "recall@100 of the index for the vectors of users",
         "recall@100 of the index for the vectors of items",
     ]
-    assert aliases(client) == {"champion": "1", "challenger": "2"} and recorder.changes == [("challenger", None, "2")]
+    assert version_by_alias(client) == {"champion": "1", "challenger": "2"} and recorder.changes == [("challenger", None, "2")]
     assert "refused: recall@100 of the index" in client.get_model_version("m", "2").tags["nightjar.reasons"]
     assert FORMER_CHAMPION_TAG not in client.get_model_version("m", "1").tags
 
 
-def test_a_version_that_does_not_load_is_refused(
+def test_a_version_that_does_not_load_does_not_become_champion(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(*_: Any, **__: Any) -> None:
+    def fail_to_load(*_: Any, **__: Any) -> None:
         raise StageError("items.parquet: the file was changed")
 
-    monkeypatch.setattr(refreshed_version, "load_version", load)
+    monkeypatch.setattr(refreshed_version, "load_version", fail_to_load)
     set_items(parent, range(1000, 1310))
     refreshed = refresh(parent, workspace)
     assert refreshed is not None and refreshed.problems == ("items.parquet: the file was changed",)
-    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     assert client.get_model_version("m", "2").tags["nightjar.smoke"].startswith("failed: items.parquet")
 
 
-def test_a_champion_that_changes_during_the_refresh_stays(
+def test_a_version_that_becomes_champion_during_the_refresh_stays_champion(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(*_: Any, **__: Any) -> None:
+    def load_and_replace_champion(*_: Any, **__: Any) -> None:
         make_champion(client, workspace, parent, run_id="20261122-070312-ab12")
 
-    monkeypatch.setattr(refreshed_version, "load_version", load)
+    monkeypatch.setattr(refreshed_version, "load_version", load_and_replace_champion)
     set_items(parent, range(1000, 1310))
     refreshed = refresh(parent, workspace)
     assert refreshed is not None
     assert refreshed.problems == ("another version became champion during the refresh; repeat it",)
-    assert aliases(client) == {"champion": "3", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "3", "challenger": "2"}
 
 
 def test_without_a_champion_there_is_nothing_to_refresh(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
@@ -231,7 +232,7 @@ def test_without_a_champion_there_is_nothing_to_refresh(parent: SmallPipeline, c
         refresh(parent, workspace)
 
 
-def test_a_changed_champion_is_rejected_by_the_name_of_the_file(
+def test_the_error_of_a_champion_with_a_changed_file_names_the_file(
     parent: SmallPipeline, client: MlflowClient, workspace: Path
 ) -> None:
     set_items(parent, range(1000, 1310))

@@ -1,3 +1,5 @@
+"""The context of a run in a workspace with MLflow."""
+
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from tasks.runs.run import Run
 
 @pytest.fixture
 def context(workspace: Path) -> StageContext:
+    """The context of a run whose config has `training.epochs` 3."""
     run = Run("20261121-070312-ab12", workspace=workspace)
     run.folder.mkdir(parents=True)
     run.config_file.write_text("training: {epochs: 3}\nname: nightly\n")

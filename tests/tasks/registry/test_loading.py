@@ -1,4 +1,4 @@
-"""Models in the MLflow of a workspace whose files or tags an attacker wrote: their code is never executed."""
+"""Registered models whose files or tags were forged: their code is never executed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,51 +12,52 @@ from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, predict_in
 from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_version
 from tasks.registry.mlflow_client import connect
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
-EVIL_MODEL = """
+FOREIGN_MODEL = """
 import pathlib
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel
-pathlib.Path({marker!r}).touch()
-class Evil(PythonModel):
+pathlib.Path({marker_path!r}).touch()
+class Foreign(PythonModel):
     def predict(self, context, model_input, params=None):
         return []
-set_model(Evil())
+set_model(Foreign())
 """
 
 
 def register_foreign_model(workspace: Path, outside: Path) -> Path:
-    """Register a model with its own code and a forged tag as champion; return the file that its code creates."""
-    marker, code_file = outside / "executed", outside / "evil.py"
-    code_file.write_text(EVIL_MODEL.format(marker=str(marker)))
+    """Register a model with foreign code and a forged tag as champion. Return the path of the file that the code creates."""
+    marker_path, code_path = outside / "executed", outside / "evil.py"
+    code_path.write_text(FOREIGN_MODEL.format(marker_path=str(marker_path)))
     client = connect(workspace)
     mlflow.set_tracking_uri(client.tracking_uri)
     experiment_id = client.create_experiment("foreign", artifact_location=(outside / "artifacts").as_uri())
     with mlflow.start_run(experiment_id=experiment_id):
-        model = mlflow.pyfunc.log_model(name="retriever", python_model=str(code_file), pip_requirements=[])
-    marker.unlink(missing_ok=True)  # log_model runs the code
+        model = mlflow.pyfunc.log_model(name="retriever", python_model=str(code_path), pip_requirements=[])
+    marker_path.unlink(missing_ok=True)  # log_model runs the code
     client.create_registered_model("m")
     version = client.create_model_version("m", model.model_uri, tags={PACKAGE_SHA256_TAG: "0" * 64})
     client.set_registered_model_alias("m", "champion", version.version)
-    return marker
+    return marker_path
 
 
 @pytest.fixture
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside of the workspace."""
     return tmp_path_factory.mktemp("outside")
 
 
 def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Path, outside: Path, stages: BuildStages) -> None:
-    marker = register_foreign_model(workspace, outside)
+    marker_path = register_foreign_model(workspace, outside)
     with pytest.raises(StageError, match=r"^models:/m/1: no run of this workspace logged this model: its files are in .*out"):
         load_version(workspace, model_name="m")
     sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
-    error = pytest.raises(UnusableVersionError, match="no run of this workspace logged this model")
-    with ModelProcess() as process, error:
+    raises_error = pytest.raises(UnusableVersionError, match="no run of this workspace logged this model")
+    with ModelProcess() as process, raises_error:
         predict_in_subprocess(
             sample,
             model_uri="models:/m/1",
@@ -65,14 +66,14 @@ def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Pa
             process=process,
             output_file=workspace / "answers.parquet",
         )
-    assert not marker.exists()
+    assert not marker_path.exists()
 
 
 @pytest.mark.parametrize("edited_file", ["pyfunc_model.py", "code/recsys_core/errors.py", "MLmodel", "new.py"])
 def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
-    workspace: Path, outside: Path, stages: BuildStages, predicted_here: list[str], edited_file: str
+    workspace: Path, outside: Path, stages: BuildStages, predicted_uris: list[str], edited_file: str
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     load_version(workspace, model_name="m")
     (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
     with (mlmodel.parent / edited_file).open("a") as file:

@@ -1,4 +1,4 @@
-"""Training metrics on a real sqlite database; an outage of MLflow costs no training."""
+"""Training metrics that are sent to a real sqlite database. An outage of MLflow does not stop the training."""
 
 import logging
 import threading
@@ -19,7 +19,7 @@ def logged_steps(context: StageContext) -> list[int]:
     return [metric.step for metric in client.get_metric_history(open_run(client, context), "train/loss")]
 
 
-def test_relayed_metrics_arrive_and_a_resumed_training_logs_no_step_twice(context: StageContext) -> None:
+def test_sent_metrics_are_logged_and_a_resumed_training_logs_no_step_twice(context: StageContext) -> None:
     for steps in (STEPS[:2], STEPS[1:]):  # the second training repeats the last step of the first
         with MetricRelay(context) as relay:
             for step in steps:
@@ -54,19 +54,19 @@ def test_system_metrics_are_logged_during_the_training_and_continue_after_a_resu
     client = connect(context.run.workspace)
     mlflow_run_id = open_run(client, context)
 
-    def samples() -> list[int]:
+    def sampled_steps() -> list[int]:
         return [metric.step for metric in client.get_metric_history(mlflow_run_id, "system/cpu_utilization_percentage")]
 
     for num_samples in (1, 2):
         with MetricRelay(context):
-            deadline = time.monotonic() + 60
-            while len(samples()) < num_samples and time.monotonic() < deadline:
+            deadline_s = time.monotonic() + 60
+            while len(sampled_steps()) < num_samples and time.monotonic() < deadline_s:
                 time.sleep(0.1)
-    assert len(samples()) >= 2
-    assert samples() == list(range(len(samples())))
+    assert len(sampled_steps()) >= 2
+    assert sampled_steps() == list(range(len(sampled_steps())))
 
 
-def test_an_outage_is_one_warning_and_lost_metrics_are_sent_later(
+def test_an_outage_causes_one_warning_and_the_lost_metrics_are_logged_later(
     context: StageContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no process listens there
@@ -78,18 +78,18 @@ def test_an_outage_is_one_warning_and_lost_metrics_are_sent_later(
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     with MetricRelay(context) as relay:
         relay.send(progress(STEPS[1]))
-    lines = tmp_path / "metrics.jsonl"
-    lines.write_text("".join(progress(step).model_dump_json() + "\n" for step in STEPS))
+    metrics_path = tmp_path / "metrics.jsonl"
+    metrics_path.write_text("".join(progress(step).model_dump_json() + "\n" for step in STEPS))
     client = connect(context.run.workspace)
-    log_training_metrics(client, open_run(client, context), metrics_file=lines)
+    log_training_metrics(client, open_run(client, context), metrics_file=metrics_path)
     assert sorted(logged_steps(context)) == list(STEPS)
 
 
 def test_sending_never_waits_for_mlflow(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    reachable = threading.Event()
-    monkeypatch.setattr("tasks.registry.metric_relay.connect", lambda workspace: reachable.wait() and connect(workspace))
+    is_reachable = threading.Event()
+    monkeypatch.setattr("tasks.registry.metric_relay.connect", lambda workspace: is_reachable.wait() and connect(workspace))
     with MetricRelay(context) as relay:
         for step in STEPS:
             relay.send(progress(step))
-        reachable.set()
+        is_reachable.set()
     assert logged_steps(context) == list(STEPS)

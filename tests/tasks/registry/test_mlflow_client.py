@@ -1,4 +1,4 @@
-"""Failures of MLflow, with real sockets and a real sqlite database: bounded waits, one sentence, no password."""
+"""Failures of MLflow, with real sockets and a real sqlite database: waits are bounded, and a message has no password."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ from tests.tasks.unhealthy_servers import answering, closed, silent
 
 URI = "http://ada:s3cret@host/mlflow"
 NOT_MLFLOW = "<html><body>nginx</body></html>"
-Server = Callable[[], AbstractContextManager[str]]
+RunServer = Callable[[], AbstractContextManager[str]]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
 
 
-TROUBLE: dict[str, tuple[Server, str]] = {
+FAILURES: dict[str, tuple[RunServer, str]] = {
     "a closed port": (lambda: nullcontext(closed()), "Connection refused"),
     "HTML": (partial(answering, (200, NOT_MLFLOW)), "not in a valid JSON format"),
     "HTML with 404": (partial(answering, (404, NOT_MLFLOW)), "failed with error code 404"),
@@ -44,19 +44,19 @@ TROUBLE: dict[str, tuple[Server, str]] = {
 }
 
 
-@pytest.fixture(params=TROUBLE)
-def trouble(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
-    """The address (without its password) of a server that is not a healthy MLflow, and words of the message."""
-    server, words = TROUBLE[request.param]
-    with server() as address:
+@pytest.fixture(params=FAILURES)
+def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """The address of a server that is not a healthy MLflow, with its password hidden, and a part of the expected message."""
+    run_server, words = FAILURES[request.param]
+    with run_server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address.replace("//", "//ada:s3cret@"))
         yield address.replace("//", "//ada:***@"), words
 
 
 def test_each_mlflow_failure_is_one_sentence_with_the_address_and_without_its_password(
-    tmp_path: Path, trouble: tuple[str, str]
+    tmp_path: Path, failure: tuple[str, str]
 ) -> None:
-    address, words = trouble
+    address, words = failure
     with pytest.raises(TrackingServerError) as caught:
         connect(tmp_path)
     message = str(caught.value)
@@ -64,11 +64,11 @@ def test_each_mlflow_failure_is_one_sentence_with_the_address_and_without_its_pa
     assert words in message
     assert "s3cret" not in message
     assert len(message.splitlines()) == 1
-    assert caught.value.__suppress_context__  # a traceback shows no error of a library, which may hold the address
+    assert caught.value.__suppress_context__  # the error of the library may contain the password
 
 
-def test_training_starts_and_ends_without_an_mlflow_that_works(
-    tmp_path: Path, trouble: tuple[str, str], caplog: pytest.LogCaptureFixture
+def test_training_starts_and_ends_while_mlflow_fails(
+    tmp_path: Path, failure: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run("20261121-020000-ab12", workspace=tmp_path)
     run.folder.mkdir(parents=True)
@@ -79,9 +79,9 @@ def test_training_starts_and_ends_without_an_mlflow_that_works(
     assert "s3cret" not in caplog.text
 
 
-def test_a_locked_database_is_one_sentence(workspace: Path) -> None:
-    with sqlite3.connect(workspace / "mlflow.db") as other:
-        other.execute("begin exclusive")
+def test_a_locked_database_raises_an_error_with_its_address(workspace: Path) -> None:
+    with sqlite3.connect(workspace / "mlflow.db") as other_connection:
+        other_connection.execute("begin exclusive")
         with pytest.raises(TrackingServerError, match=f"^MLflow at sqlite:///{workspace}/mlflow.db does not work: no answer"):
             call_with_retries(lambda: connect(workspace), uri=f"sqlite:///{workspace}/mlflow.db")
 
@@ -102,28 +102,29 @@ def test_a_transient_error_is_retried_with_one_warning(
 def test_a_permanent_error_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 60.0)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
-    attempts: list[int] = []
+    num_calls = 0
 
-    def refuse() -> None:
-        attempts.append(1)
+    def reject() -> None:
+        nonlocal num_calls
+        num_calls += 1
         raise MlflowException.invalid_parameter_value(f"{URI} refuses")
 
     with pytest.raises(TrackingServerError, match=r"^MLflow at http://ada:\*\*\*@host/mlflow does not work: "):
-        call_with_retries(refuse, uri=URI)
-    assert attempts == [1]
+        call_with_retries(reject, uri=URI)
+    assert num_calls == 1
 
 
-def test_a_mistake_in_the_program_is_not_taken_for_an_outage() -> None:
+def test_a_programming_error_is_not_reported_as_an_outage() -> None:
     with pytest.raises(KeyError):
         call_with_retries(lambda: {}["absent"], uri=URI)
 
 
-def test_a_timeout_within_the_call_names_its_own_reason() -> None:
-    def end() -> None:
+def test_a_timeout_error_of_the_called_function_keeps_its_message() -> None:
+    def time_out() -> None:
         raise TimeoutError("reading")
 
     with pytest.raises(TrackingServerError, match="TimeoutError: reading"):
-        call_with_deadline(end, uri=URI)
+        call_with_deadline(time_out, uri=URI)
 
 
 def test_a_full_disk_under_the_database_is_an_input_error_without_a_retry(

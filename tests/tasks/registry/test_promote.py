@@ -1,4 +1,4 @@
-"""The gate when the person who starts a run decides: promote never, promote force, dry run; real packages on a real MLflow."""
+"""The gate of runs with `promote: never`, `promote: force` or a dry run; real packages on a real MLflow."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import current_person
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit
-from tests.tasks.registration import aliases, do_register, run_of, version_tags
+from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -22,24 +22,31 @@ BuildStages = Callable[..., Stages]
 
 
 def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promotes(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
-    equal = do_register(stages(), run_of(workspace, "two", promote="never", reason="try a new loss"))
-    assert (equal.alias, equal.promoted, equal.promote, equal.run_reason) == ("challenger", False, "never", "try a new loss")
-    assert equal.reasons[0].startswith("promote is never; recall@20 is") and equal.reasons[0].endswith("of version 1")
+    register_version(stages(), context_of(workspace, "one"))
+    equal_registration = register_version(stages(), context_of(workspace, "two", promote="never", reason="try a new loss"))
+    assert (
+        equal_registration.alias,
+        equal_registration.promoted,
+        equal_registration.promote,
+        equal_registration.run_reason,
+    ) == ("challenger", False, "never", "try a new loss")
+    assert equal_registration.reasons[0].startswith("promote is never; recall@20 is") and equal_registration.reasons[
+        0
+    ].endswith("of version 1")
     client = connect(workspace)
-    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     tags = version_tags(client, "2")
     assert (tags["nightjar.promote"], tags["nightjar.run_reason"]) == ("never", "try a new loss")
 
-    resumed_registration = do_register(stages(), run_of(workspace, "two"))
+    resumed_registration = register_version(stages(), context_of(workspace, "two"))
     assert (resumed_registration.version, resumed_registration.alias, resumed_registration.promote) == (
         "2",
         "champion",
         "by_gate",
     )
-    assert aliases(client) == {"champion": "2"}
+    assert version_by_alias(client) == {"champion": "2"}
 
 
 def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
@@ -47,55 +54,58 @@ def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
 
 
 def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_the_reason(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
-    context = run_of(workspace, "two", promote="force", reason="legal: item 7 must go")
-    forced = do_register(stages(confused=True), context)
+    register_version(stages(), context_of(workspace, "one"))
+    context = context_of(workspace, "two", promote="force", reason="legal: item 7 must go")
+    forced = register_version(stages(shuffled=True), context)
     assert (forced.alias, forced.promoted) == ("champion", True)
     assert forced.reasons[0].startswith(f"promotion was forced by {current_person()} (legal: item 7 must go); recall@20 is")
     assert "less than 0.98 times the" in forced.reasons[0]
     client = connect(workspace)
-    assert aliases(client) == {"champion": "2"}
+    assert version_by_alias(client) == {"champion": "2"}
     tags = version_tags(client, "2")
     assert (tags["nightjar.promote"], tags["nightjar.reasons"]) == ("force", forced.reasons[0])
     assert "nightjar.champion_until" in version_tags(client, "1")
     assert client.get_run(forced.mlflow_run_id).data.tags["nightjar.run_reason"] == "legal: item 7 must go"
-    written = load_manifest(context.folder(RegistrationManifest), RegistrationManifest)
-    assert written is not None and (written.promote, written.run_reason) == ("force", "legal: item 7 must go")
+    saved_manifest = load_manifest(context.folder(RegistrationManifest), RegistrationManifest)
+    assert saved_manifest is not None and (saved_manifest.promote, saved_manifest.run_reason) == (
+        "force",
+        "legal: item 7 must go",
+    )
 
-    # Force does not skip the smoke test.
+    # A forced promotion also needs a passed smoke test.
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
     with pytest.raises(StageError, match="items that are not in the catalogue"):
-        do_register(stages(), run_of(workspace, "three", promote="force", reason="now"))
-    assert aliases(client) == {"champion": "2"}
+        register_version(stages(), context_of(workspace, "three", promote="force", reason="now"))
+    assert version_by_alias(client) == {"champion": "2"}
 
 
 def test_a_broken_champion_is_reported_and_replaced_only_by_force(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     flip_a_bit(workspace, "1")
-    never = do_register(stages(), run_of(workspace, "two", promote="never"))
-    assert never.alarm is not None and never.alarm.startswith("the champion, version 1, does not load")
-    assert never.alarm.endswith("; no other version becomes champion")
-    assert aliases(connect(workspace)) == {"champion": "1", "challenger": "2"}
+    unpromoted = register_version(stages(), context_of(workspace, "two", promote="never"))
+    assert unpromoted.alarm is not None and unpromoted.alarm.startswith("the champion, version 1, does not load")
+    assert unpromoted.alarm.endswith("; no other version becomes champion")
+    assert version_by_alias(connect(workspace)) == {"champion": "1", "challenger": "2"}
 
-    forced = do_register(stages(), run_of(workspace, "two", promote="force", reason="repair"))
+    forced = register_version(stages(), context_of(workspace, "two", promote="force", reason="repair"))
     assert forced.alarm is not None and forced.alarm.endswith("; version 2 is champion instead")
-    assert aliases(connect(workspace)) == {"champion": "2"}
+    assert version_by_alias(connect(workspace)) == {"champion": "2"}
 
 
 def test_a_dry_run_logs_the_metrics_and_registers_nothing_until_it_is_resumed(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    context, client = run_of(workspace, "one", dry_run=True, reason="look first"), connect(workspace)
-    assert do_register(stages(), context) is None
+    context, client = context_of(workspace, "one", dry_run=True, reason="look first"), connect(workspace)
+    assert register_version(stages(), context) is None
     assert client.search_registered_models() == [] and not context.folder(RegistrationManifest).exists()
-    (logged,) = client.search_runs(["1"])
-    assert logged.data.metrics["test/recall_at_20"] == stages().evaluation.metrics["test/recall@20"]
-    assert logged.data.tags["nightjar.run_reason"] == "look first"
+    (mlflow_run,) = client.search_runs(["1"])
+    assert mlflow_run.data.metrics["test/recall_at_20"] == stages().evaluation.metrics["test/recall@20"]
+    assert mlflow_run.data.tags["nightjar.run_reason"] == "look first"
 
-    resumed_registration = do_register(stages(), run_of(workspace, "one", reason="looks good"))
-    assert (resumed_registration.alias, resumed_registration.mlflow_run_id) == ("champion", logged.info.run_id)
-    assert client.get_run(logged.info.run_id).data.tags["nightjar.run_reason"] == "looks good"
+    resumed_registration = register_version(stages(), context_of(workspace, "one", reason="looks good"))
+    assert (resumed_registration.alias, resumed_registration.mlflow_run_id) == ("champion", mlflow_run.info.run_id)
+    assert client.get_run(mlflow_run.info.run_id).data.tags["nightjar.run_reason"] == "looks good"

@@ -1,4 +1,4 @@
-"""A registered version loaded by URI in a fresh interpreter and served by the scoring server of MLflow."""
+"""A registered version that is loaded by URI, in a fresh interpreter too, and served by MLflow's scoring server."""
 
 import hashlib
 import json
@@ -41,15 +41,15 @@ from tests.tasks.conftest import Stages
 
 BuildStages = Callable[..., Stages]
 URI = "models:/m/1"
-FRESH = """
+FRESH_PROGRAM = """
 import json, sys
 
-class Block:
+class ImportBlocker:
     def find_spec(self, name, path=None, target=None):
         if name in ("torchrec", "fbgemm_gpu", "prefect", "tasks", "flows"):
             raise ImportError(f"{name} is blocked")
 
-sys.meta_path.insert(0, Block())
+sys.meta_path.insert(0, ImportBlocker())
 import mlflow, pandas
 
 mlflow.set_tracking_uri(sys.argv[1])
@@ -58,15 +58,15 @@ print(json.dumps([answer["item_ids"] for answer in answers]))
 """
 
 
-FOREIGN = Path("the folder of another workspace")
-"""For a registry that is not in the workspace, the sha256 in the tag of a version decides."""
+OTHER_WORKSPACE = Path("the folder of another workspace")
+"""A version that was registered in another workspace is verified with the sha256 in its tag."""
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> Iterator[Path]:
     """A workspace with version 1 of the model m."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it; without this call, it would stay set for later tests
+        patch.setenv("MLFLOW_TRACKING_URI", "")  # so that the patch removes the value that MLflow sets
         patch.delenv("MLFLOW_TRACKING_URI")
         run = Run("one", workspace=tmp_path_factory.mktemp("workspace"))
         run.folder.mkdir(parents=True)
@@ -93,18 +93,18 @@ def server(model: PyFuncModel) -> TestClient:
 
 
 def post(server: TestClient, records: list[dict[str, Any]], **params: Any) -> tuple[int, Any]:
-    """Send the records; return the HTTP status, and the predictions or the message."""
+    """Send the records. Return the HTTP status, and the predictions or the error message."""
     request = json.dumps({"dataframe_records": records, "params": params})
-    answer = server.post("/invocations", content=request, headers={"content-type": "application/json"})
-    content = answer.json()
-    return answer.status_code, content.get("predictions", content.get("message"))
+    response = server.post("/invocations", content=request, headers={"content-type": "application/json"})
+    content = response.json()
+    return response.status_code, content.get("predictions", content.get("message"))
 
 
-def test_a_version_requires_public_releases_of_what_serving_imports(workspace: Path) -> None:
-    required = Path(mlflow.pyfunc.get_model_dependencies(URI)).read_text().split()
-    assert sorted(required) == pinned_requirements()
-    assert all(re.fullmatch(r"[a-z-]+==[0-9]+(\.[0-9]+)+", line) for line in required)
-    assert {line.partition("==")[0] for line in required} == {
+def test_a_version_requires_public_releases_of_the_packages_that_serving_imports(workspace: Path) -> None:
+    requirements = Path(mlflow.pyfunc.get_model_dependencies(URI)).read_text().split()
+    assert sorted(requirements) == pinned_requirements()
+    assert all(re.fullmatch(r"[a-z-]+==[0-9]+(\.[0-9]+)+", line) for line in requirements)
+    assert {line.partition("==")[0] for line in requirements} == {
         *("faiss-cpu", "mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
     }
 
@@ -112,18 +112,18 @@ def test_a_version_requires_public_releases_of_what_serving_imports(workspace: P
 def test_a_version_answers_in_a_fresh_interpreter_without_torchrec_fbgemm_and_our_checkout(
     workspace: Path, model: PyFuncModel, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", FRESH, mlflow.get_tracking_uri(), URI]
-    fresh = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert fresh.returncode == 0, fresh.stderr
+    command = [sys.executable, "-c", FRESH_PROGRAM, mlflow.get_tracking_uri(), URI]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
     answers = model.predict(pd.DataFrame({"user_id": ["user-0", "user-7"]}), params={"k": 5})
-    assert json.loads(fresh.stdout.splitlines()[-1]) == [answer["item_ids"] for answer in answers]
+    assert json.loads(process.stdout.splitlines()[-1]) == [answer["item_ids"] for answer in answers]
 
 
-def test_an_invalid_record_has_an_error_and_the_others_have_recommendations(server: TestClient) -> None:
-    good, wrong = {"user_id": "user-0", "history": [5003, 5006]}, {"user_id": 7}
+def test_invalid_records_get_an_error_and_valid_records_get_recommendations(server: TestClient) -> None:
+    valid_record, invalid_record = {"user_id": "user-0", "history": [5003, 5006]}, {"user_id": 7}
     records = [
-        good,
-        wrong,
+        valid_record,
+        invalid_record,
         {"history": [5003]},
         {"user_id": "user-1", "history": "5003"},
         {"user_id": "user-1", "history": [5003, None]},
@@ -145,39 +145,46 @@ def test_an_invalid_record_has_an_error_and_the_others_have_recommendations(serv
     ]
     for prediction in answers:
         assert len(prediction["item_ids"]) == len(prediction["scores"]) == (0 if prediction["error"] else 3)
-    assert post(server, [good], k=3)[1] == answers[:1]
-    assert post(server, [wrong], k=3)[1] == answers[1:2]
+    assert post(server, [valid_record], k=3)[1] == answers[:1]
+    assert post(server, [invalid_record], k=3)[1] == answers[1:2]
 
 
-def test_records_without_a_history_keep_the_stored_one_next_to_records_with_one(server: TestClient) -> None:
+def test_records_without_a_history_use_the_stored_history_in_a_request_that_also_has_records_with_one(
+    server: TestClient,
+) -> None:
     record_with_history = {"user_id": "user-1", "history": [5003, 5006]}
     status, answers = post(server, [{"user_id": "user-0"}, record_with_history, {"user_id": "user-2", "history": None}], k=4)
-    alone = [
+    answers_alone = [
         post(server, [record], k=4)[1][0] for record in ({"user_id": "user-0"}, record_with_history, {"user_id": "user-2"})
     ]
-    assert (status, answers) == (200, alone)
-    split = {"columns": ["user_id", "history"], "data": [["user-0", None], ["user-1", [5003, 5006]], ["user-2", None]]}
-    other = server.post("/invocations", json={"dataframe_split": split, "params": {"k": 4}})
-    assert other.json()["predictions"] == alone
+    assert (status, answers) == (200, answers_alone)
+    dataframe_split = {
+        "columns": ["user_id", "history"],
+        "data": [["user-0", None], ["user-1", [5003, 5006]], ["user-2", None]],
+    }
+    response = server.post("/invocations", json={"dataframe_split": dataframe_split, "params": {"k": 4}})
+    assert response.json()["predictions"] == answers_alone
 
 
-def test_an_answer_names_its_version_its_space_and_its_origin(workspace: Path, server: TestClient) -> None:
+def test_an_answer_has_its_version_space_fallback_and_number_of_unknown_items(workspace: Path, server: TestClient) -> None:
     records = [{"user_id": "user-0"}, {"user_id": "?", "history": [5003, 1]}, {"user_id": None}, {"history": [5003]}]
     status, answers = post(server, records, k=3)
     assert status == 200 and len({answer["space_id"] for answer in answers}) == 1
     assert [answer["fallback"] for answer in answers] == [None, "history", "popularity", "history"]
     assert [answer["num_unknown_items"] for answer in answers] == [0, 1, 0, 0]
     assert "query_vector" not in answers[0]
-    verified = load_model(URI, client=MlflowClient(), workspace=FOREIGN)
-    assert [answer["version"] for answer in verified.predict(pd.DataFrame(records), params={"k": 3})] == ["1"] * 4
+    verified_model = load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
+    assert [answer["version"] for answer in verified_model.predict(pd.DataFrame(records), params={"k": 3})] == ["1"] * 4
 
 
 def test_params_exclude_items_and_return_vectors(server: TestClient) -> None:
-    _, (whole,) = post(server, [{"user_id": "user-0"}], k=4, with_vectors=True)
-    _, (answer,) = post(server, [{"user_id": "user-0"}], k=3, exclude=whole["item_ids"][:1], min_score=-10)
-    assert answer["item_ids"] == whole["item_ids"][1:]
-    scores = [sum(a * b for a, b in zip(vector, whole["query_vector"], strict=True)) for vector in whole["item_vectors"]]
-    assert scores == pytest.approx(whole["scores"], abs=1e-5)
+    _, (full_answer,) = post(server, [{"user_id": "user-0"}], k=4, with_vectors=True)
+    _, (answer,) = post(server, [{"user_id": "user-0"}], k=3, exclude=full_answer["item_ids"][:1], min_score=-10)
+    assert answer["item_ids"] == full_answer["item_ids"][1:]
+    scores = [
+        sum(a * b for a, b in zip(vector, full_answer["query_vector"], strict=True)) for vector in full_answer["item_vectors"]
+    ]
+    assert scores == pytest.approx(full_answer["scores"], abs=1e-5)
 
 
 def test_similar_items_are_requested_by_item_id(server: TestClient) -> None:
@@ -204,7 +211,7 @@ def test_similar_items_are_requested_by_item_id(server: TestClient) -> None:
         ({"filter": '{"genre": "rock"}'}, r"unknown column 'genre'; the model has \[\]"),
     ],
 )
-def test_a_param_that_is_unknown_or_wrong_fails_the_request_by_name(
+def test_a_request_with_an_unknown_or_invalid_param_fails_with_the_name_of_the_param(
     server: TestClient, model: PyFuncModel, params: dict[str, Any], message: str
 ) -> None:
     status, answer = post(server, [{"user_id": "user-0"}], **params)
@@ -213,19 +220,19 @@ def test_a_param_that_is_unknown_or_wrong_fails_the_request_by_name(
         model.predict(pd.DataFrame({"user_id": ["user-0"]}), params=params)
 
 
-def ask_mlflow(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
+def recommend_with_mlflow(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
     users = ["user-0", "user-7", "not in the log"]
     answers: Any = mlflow.pyfunc.load_model(URI).predict(pd.DataFrame({"user_id": users}), params={"k": 5})
     return {"inputs": {"user_id": users}, "params": {"k": 5}}, [answer["item_ids"] for answer in answers]
 
 
-def ask_query(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
+def recommend_with_query(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
     config = starter_config().model_copy(update={"workspace": workspace})
     items = recommend(config, user="user-7", k=5, model_uri=URI).items
     return {"inputs": {"user_id": ["user-7"]}, "params": {"k": 5}}, [[int(item.item_id) for item in items]]
 
 
-def ask_smoke_test(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
+def recommend_with_smoke_test(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
     sample = prepare_sample(interactions, max_users=20, folder=workspace / "sample")
     with ModelProcess() as process:
         answers = predict_in_subprocess(
@@ -240,11 +247,11 @@ def ask_smoke_test(workspace: Path, interactions: InteractionsManifest) -> tuple
     return {"inputs": inputs, "params": {"k": K, "exclude_stored_history": False}}, answers.item_ids.to_pylist()
 
 
-@pytest.mark.parametrize("ask", [ask_mlflow, ask_query, ask_smoke_test])
+@pytest.mark.parametrize("recommend_items", [recommend_with_mlflow, recommend_with_query, recommend_with_smoke_test])
 def test_mlflow_query_and_smoke_test_give_the_answers_of_the_package(
-    workspace: Path, stages: BuildStages, ask: Callable[..., tuple[dict[str, Any], list[list[int]]]]
+    workspace: Path, stages: BuildStages, recommend_items: Callable[..., tuple[dict[str, Any], list[list[int]]]]
 ) -> None:
-    request, item_ids = ask(workspace, stages().dataset.interactions)
+    request, item_ids = recommend_items(workspace, stages().dataset.interactions)
     package_answers = answer(Retriever.load(stages().package.folder), parse(request))
     assert item_ids == [package_answer.item_ids for package_answer in package_answers]
     assert all(item_ids)
@@ -271,8 +278,8 @@ def test_query_recommends_for_a_history_and_shows_similar_items(workspace: Path,
 
 
 @pytest.fixture
-def stored(workspace: Path, tmp_path: Path) -> Iterator[Path]:
-    """The folder of the model in the artifact store, which a test may change."""
+def stored_model_folder(workspace: Path, tmp_path: Path) -> Iterator[Path]:
+    """The folder of the model in the artifact store. Its files are restored after the test."""
     (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
     folder = mlmodel.parent
     shutil.copytree(folder, tmp_path / "kept")
@@ -281,38 +288,38 @@ def stored(workspace: Path, tmp_path: Path) -> Iterator[Path]:
     shutil.copytree(tmp_path / "kept", folder)
 
 
-def _edit(path: Path, old: str, new: str) -> None:
+def _replace_text(path: Path, old: str, new: str) -> None:
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored: Path) -> None:
-    description = next(stored.rglob("package.json"))
-    _edit(description, '"pooling": "mean"', '"pooling": "sum"')
+def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored_model_folder: Path) -> None:
+    description = next(stored_model_folder.rglob("package.json"))
+    _replace_text(description, '"pooling": "mean"', '"pooling": "sum"')
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
         mlflow.pyfunc.load_model(URI)
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
-        load_model(URI, client=MlflowClient(), workspace=FOREIGN)
+        load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
-def test_a_package_whose_edit_was_hashed_into_mlmodel_does_not_have_the_sha256_of_its_version(
-    stored: Path,
+def test_an_edited_package_with_its_new_sha256_in_mlmodel_does_not_match_the_tag_of_its_version(
+    stored_model_folder: Path,
 ) -> None:
-    description, mlmodel = next(stored.rglob("package.json")), stored / "MLmodel"
-    before = hashlib.sha256(description.read_bytes()).hexdigest()
-    _edit(description, '"max_k": 120', '"max_k": 7')
-    _edit(mlmodel, before, hashlib.sha256(description.read_bytes()).hexdigest())
-    mlflow.pyfunc.load_model(URI)  # nothing in the folder contradicts it, and no answer depends on it
-    with pytest.raises(StageError, match=rf"package.json: the sha256 is \w+, but the file was written with {before}"):
-        load_model(URI, client=MlflowClient(), workspace=FOREIGN)
+    description, mlmodel = next(stored_model_folder.rglob("package.json")), stored_model_folder / "MLmodel"
+    sha256_before = hashlib.sha256(description.read_bytes()).hexdigest()
+    _replace_text(description, '"max_k": 120', '"max_k": 7')
+    _replace_text(mlmodel, sha256_before, hashlib.sha256(description.read_bytes()).hexdigest())
+    mlflow.pyfunc.load_model(URI)  # passes, because the sha256 in the folder is the new one
+    with pytest.raises(StageError, match=rf"package.json: the sha256 is \w+, but the file was written with {sha256_before}"):
+        load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
-def test_an_mlmodel_without_the_checksum_is_rejected(stored: Path) -> None:
-    content = YAML(typ="safe", pure=True).load((stored / "MLmodel").read_text())
+def test_an_mlmodel_without_the_checksum_is_rejected(stored_model_folder: Path) -> None:
+    content = YAML(typ="safe", pure=True).load((stored_model_folder / "MLmodel").read_text())
     del content["flavors"]["python_function"]["config"]
-    (stored / "MLmodel").write_text(yaml_loader.dump(content))
+    (stored_model_folder / "MLmodel").write_text(yaml_loader.dump(content))
     with pytest.raises(StageError, match="MLmodel: the python_function flavor has no config package_sha256"):
-        load_model(URI, client=MlflowClient(), workspace=FOREIGN)
+        load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
 def test_a_version_without_the_checksum_in_its_tags_is_rejected(workspace: Path) -> None:
@@ -321,7 +328,10 @@ def test_a_version_without_the_checksum_in_its_tags_is_rejected(workspace: Path)
     client.delete_model_version_tag("m", "1", PACKAGE_SHA256_TAG)
     try:
         with pytest.raises(StageError, match=f"models:/m/1 does not have the tag {PACKAGE_SHA256_TAG}"):
-            load_model(URI, client=client, workspace=FOREIGN)
+            load_model(URI, client=client, workspace=OTHER_WORKSPACE)
     finally:
         client.set_model_version_tag("m", "1", PACKAGE_SHA256_TAG, version.tags[PACKAGE_SHA256_TAG])
-    assert load_model(URI, client=client, workspace=FOREIGN).predict(pd.DataFrame({"user_id": ["user-0"]}))[0]["error"] is None
+    assert (
+        load_model(URI, client=client, workspace=OTHER_WORKSPACE).predict(pd.DataFrame({"user_id": ["user-0"]}))[0]["error"]
+        is None
+    )

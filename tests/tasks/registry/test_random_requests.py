@@ -1,4 +1,4 @@
-"""Random requests to a registered model: each is answered, or rejected with an error code that is HTTP status 400."""
+"""Random requests to a registered model: each request is answered or rejected with HTTP status 400."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def model(build_packaged_model: ModelBuilder, tmp_path_factory: pytest.TempPathF
     return mlflow.pyfunc.load_model(str(folder))
 
 
-ANYTHING = st.one_of(
+ANY_VALUE = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
@@ -52,12 +52,12 @@ ANYTHING = st.one_of(
     st.lists(st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=3)), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
-ITEM = st.sampled_from([*ITEM_IDS[:50], "unheard of"])
-HISTORY = st.one_of(st.lists(ITEM, max_size=20), st.just([ITEM_IDS[row % NUM_ITEMS] for row in range(100_000)]))
-COLUMNS = {
+ITEM_ID = st.sampled_from([*ITEM_IDS[:50], "unheard of"])
+HISTORY = st.one_of(st.lists(ITEM_ID, max_size=20), st.just([ITEM_IDS[row % NUM_ITEMS] for row in range(100_000)]))
+VALUES_BY_COLUMN = {
     "user_id": st.one_of(st.sampled_from(USER_IDS), st.integers(1, 9)),
     "history": HISTORY,
-    "item_id": ITEM,
+    "item_id": ITEM_ID,
     "context.number": st.one_of(st.floats(), st.none()),
     "context.single": st.sampled_from(["context.single 2", "unheard of", None]),
     "weighted_list": st.lists(st.sampled_from(["user.weighted_list 2", "unheard of"]), min_size=2, max_size=2),
@@ -66,13 +66,13 @@ COLUMNS = {
 }
 FILTER = st.one_of(
     st.sampled_from(['{"genre": "rock"}', '{"price": {"ge": 10, "lt": 20}}', '{"since": {"since": "2026-03-01"}}', "{", ""]),
-    st.dictionaries(st.sampled_from(["genre", "price", "stock", "is_new", "since", "colour"]), ANYTHING, max_size=2).map(
+    st.dictionaries(st.sampled_from(["genre", "price", "stock", "is_new", "since", "colour"]), ANY_VALUE, max_size=2).map(
         lambda conditions: json.dumps(conditions)
     ),
 )
-PARAMS = {
+VALUES_BY_PARAM = {
     "k": st.sampled_from([0, -1, 1, 10, 1_000_000]),
-    "exclude": st.lists(ITEM, max_size=5),
+    "exclude": st.lists(ITEM_ID, max_size=5),
     "exclude_seen": st.booleans(),
     "min_score": st.floats(),
     "popularity_weight": st.floats(),
@@ -83,24 +83,28 @@ PARAMS = {
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Draw records and params. In every fourth request, they are of any type."""
-    is_wild = draw(st.integers(0, 3)) == 0
-    names = [name for name in COLUMNS if name != "item_id" and draw(st.booleans())]
+    """Draw the records and params of a request. About every fourth request has values of any type."""
+    has_any_types = draw(st.integers(0, 3)) == 0
+    names = [name for name in VALUES_BY_COLUMN if name != "item_id" and draw(st.booleans())]
     if draw(st.integers(0, 5)) == 0:
         names = ["item_id"]
-    if is_wild:
-        names = draw(st.lists(st.sampled_from([*COLUMNS, "colour"]), max_size=3, unique=True))
+    if has_any_types:
+        names = draw(st.lists(st.sampled_from([*VALUES_BY_COLUMN, "colour"]), max_size=3, unique=True))
     records = [
-        {name: draw(st.one_of(COLUMNS[name], ANYTHING) if is_wild else COLUMNS[name]) for name in names}
+        {
+            name: draw(st.one_of(VALUES_BY_COLUMN[name], ANY_VALUE) if has_any_types else VALUES_BY_COLUMN[name])
+            for name in names
+        }
         for _ in range(draw(st.integers(0, 3)))
     ]
-    params = {name: draw(param) for name, param in PARAMS.items() if draw(st.integers(0, 3)) == 0}
-    if is_wild:
-        params |= {name: draw(ANYTHING) for name in draw(st.lists(st.sampled_from([*PARAMS, "top"]), max_size=1))}
+    params = {name: draw(param) for name, param in VALUES_BY_PARAM.items() if draw(st.integers(0, 3)) == 0}
+    if has_any_types:
+        params |= {name: draw(ANY_VALUE) for name in draw(st.lists(st.sampled_from([*VALUES_BY_PARAM, "top"]), max_size=1))}
     return records, params
 
 
-def check(prediction: dict[str, Any], record: dict[str, Any], params: dict[str, Any]) -> None:
+def check_prediction(prediction: dict[str, Any], record: dict[str, Any], params: dict[str, Any]) -> None:
+    """Assert that a prediction has finite scores, and no repeated, unknown or excluded item."""
     item_ids, scores = prediction["item_ids"], prediction["scores"]
     assert len(item_ids) == len(scores) == len({*item_ids}) <= min(NUM_ITEMS, params.get("k", 10))
     assert {*item_ids} <= {*ITEM_IDS} and all(math.isfinite(score) for score in scores)
@@ -114,10 +118,10 @@ def check(prediction: dict[str, Any], record: dict[str, Any], params: dict[str, 
 
 @settings(max_examples=NUM_REQUESTS, deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests())
-def test_every_request_is_answered_or_rejected_by_name(
-    model: PyFuncModel, request_parts: tuple[list[dict[str, Any]], dict[str, Any]]
+def test_every_request_is_answered_or_rejected_with_a_message(
+    model: PyFuncModel, request: tuple[list[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    records, params = request_parts
+    records, params = request
     try:
         predictions = model.predict(pd.DataFrame(records), params=params)
     except MlflowException as error:
@@ -125,16 +129,16 @@ def test_every_request_is_answered_or_rejected_by_name(
         return
     assert len(predictions) == len(records)
     for prediction, record in zip(predictions, records, strict=True):
-        check(prediction, record, params)
+        check_prediction(prediction, record, params)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests())
-def test_the_server_of_mlflow_never_fails(
-    model: PyFuncModel, request_parts: tuple[list[dict[str, Any]], dict[str, Any]]
+def test_the_mlflow_server_answers_every_request_with_status_200_or_400(
+    model: PyFuncModel, request: tuple[list[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    records, params = request_parts
+    records, params = request
     content = json.dumps({"dataframe_records": records, "params": params})
     with TestClient(scoring_server.init(model), raise_server_exceptions=False) as client:
-        answer = client.post("/invocations", content=content, headers={"content-type": "application/json"})
-    assert answer.status_code in (200, 400), answer.text
+        response = client.post("/invocations", content=content, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400), response.text

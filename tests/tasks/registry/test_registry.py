@@ -1,4 +1,4 @@
-"""The aliases of a registered model on a real MLflow, also if two processes move the alias `champion` at the same time."""
+"""The aliases of a registered model on a real MLflow, also when two processes move `champion` at the same time."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tasks.registry.releases import FORMER_CHAMPION_TAG
 
 
 class Recorder:
-    """Publisher that keeps the changes."""
+    """Publisher that appends the changes to a list."""
 
     def __init__(self) -> None:
         self.changes: list[AliasChange] = []
@@ -22,7 +22,7 @@ class Recorder:
 
 @pytest.fixture
 def registry(workspace: Path) -> Registry:
-    """A model with versions 1 to 3, of which the first is champion."""
+    """A registry of a model with versions 1 to 3. Version 1 is champion."""
     registry = Registry.connect(workspace, "m", publishers=[Recorder()])
     registry.client.create_registered_model("m")
     for number in range(1, 4):
@@ -32,6 +32,7 @@ def registry(workspace: Path) -> Registry:
 
 
 def changes(registry: Registry) -> list[tuple[str, str | None, str | None]]:
+    """Return (alias, old version, new version) of all published changes."""
     (recorder,) = registry.publishers
     assert isinstance(recorder, Recorder)
     return [(change.alias, change.old_version, change.new_version) for change in recorder.changes]
@@ -44,11 +45,11 @@ def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(
     assert changes(registry) == [("champion", "1", "2")]
 
 
-def test_the_last_replaced_champion_comes_first_if_an_earlier_one_was_replaced_at_a_time_in_the_future(
+def test_the_last_replaced_champion_comes_first_even_if_the_time_of_another_one_is_in_the_future(
     registry: Registry,
 ) -> None:
     assert registry.move_champion(registry.version(2), expected=registry.version(1), reason="better")
-    registry.set_tag(registry.version(1), FORMER_CHAMPION_TAG, "4000000000")  # 2096, by a clock that was wrong
+    registry.set_tag(registry.version(1), FORMER_CHAMPION_TAG, "4000000000")  # in 2096, as from a wrong clock
     assert registry.move_champion(registry.version(3), expected=registry.version(2), reason="better")
     assert [number_of(version) for version in registry.former_champions()] == ["2", "1"]
     assert registry.move_champion(registry.version(1), expected=registry.version(3), reason="rollback")
@@ -61,26 +62,26 @@ def test_a_version_that_was_compared_with_another_champion_is_not_promoted(regis
     assert (number_of(registry.champion()), registry.former_champions(), changes(registry)) == ("1", [], [])
 
 
-def test_of_two_processes_that_move_the_alias_at_the_same_time_the_one_that_is_overwritten_has_lost(
+def test_of_two_processes_that_move_the_alias_at_the_same_time_only_the_last_one_succeeds(
     registry: Registry, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Registry.connect(workspace, "m", publishers=[Recorder()])
-    pauses: list[float] = []
+    other_registry = Registry.connect(workspace, "m", publishers=[Recorder()])
+    pauses_s: list[float] = []
 
-    def other_process_moves_it(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 1:  # both have read version 1, and the other process sets the alias last
-            other.client.set_registered_model_alias("m", "champion", "3")
+    def move_alias_as_other_process(seconds: float) -> None:
+        pauses_s.append(seconds)
+        if len(pauses_s) == 1:  # both processes have read version 1, and the other process sets the alias last
+            other_registry.client.set_registered_model_alias("m", "champion", "3")
 
-    monkeypatch.setattr(registry_module.time, "sleep", other_process_moves_it)
+    monkeypatch.setattr(registry_module.time, "sleep", move_alias_as_other_process)
     assert not registry.move_champion(registry.version(2), expected=registry.version(1), reason="better")
     assert (number_of(registry.champion()), changes(registry)) == ("3", [])
-    # The comparison is repeated with version 3.
+    # The new version is compared again, with version 3.
     assert registry.move_champion(registry.version(2), expected=registry.version(3), reason="better than 3")
     assert changes(registry) == [("champion", "3", "2")]
 
 
-def test_the_challenger_moves_and_is_removed_with_one_change_each(registry: Registry) -> None:
+def test_each_move_or_removal_of_the_challenger_is_one_change(registry: Registry) -> None:
     for version in (registry.version(2), registry.version(2), registry.version(3), None, None):
         registry.move_challenger(version, reason="not better")
     assert changes(registry) == [("challenger", None, "2"), ("challenger", "2", "3"), ("challenger", "3", None)]

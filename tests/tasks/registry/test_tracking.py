@@ -12,33 +12,33 @@ from tasks.registry.tracking import as_metrics, log_params, log_run_end, open_ru
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import run_of
+from tests.tasks.registration import context_of
 
 
 def test_the_mlflow_run_is_found_again_and_its_artifacts_are_in_the_workspace(context: StageContext) -> None:
     client = connect(context.run.workspace)
-    first = open_run(client, context)
-    assert open_run(connect(context.run.workspace), context) == first
-    mlflow_run = client.get_run(first)
+    mlflow_run_id = open_run(client, context)
+    assert open_run(connect(context.run.workspace), context) == mlflow_run_id
+    mlflow_run = client.get_run(mlflow_run_id)
     assert mlflow_run.data.tags["nightjar.run_id"] == context.run.run_id
     assert mlflow_run.info.artifact_uri.startswith((context.run.workspace / "mlartifacts").as_uri())
-    assert open_run(client, replace(context, run=Run("another", workspace=context.run.workspace))) != first
+    assert open_run(client, replace(context, run=Run("another", workspace=context.run.workspace))) != mlflow_run_id
 
 
-def test_the_tags_refer_to_the_pipeline_the_reason_and_the_last_flow_run(context: StageContext) -> None:
+def test_the_tags_have_the_pipeline_the_reason_and_the_last_flow_run(context: StageContext) -> None:
     client = connect(context.run.workspace)
-    first = replace(
+    flow_context = replace(
         context, pipeline="films", flow_run_id="1", flow_run_url="http://prefect/1", options=RunOptions("new items")
     )
-    mlflow_run_id = open_run(client, first)
-    assert open_run(client, replace(first, flow_run_id="2", flow_run_url=None)) == mlflow_run_id
-    assert open_run(client, context) == mlflow_run_id  # outside a flow
+    mlflow_run_id = open_run(client, flow_context)
+    assert open_run(client, replace(flow_context, flow_run_id="2", flow_run_url=None)) == mlflow_run_id
+    assert open_run(client, context) == mlflow_run_id  # outside of a flow
     tags = client.get_run(mlflow_run_id).data.tags
     assert (tags["nightjar.pipeline"], tags["nightjar.run_reason"]) == ("films", "new items")
     assert (tags["nightjar.prefect_flow_run"], tags["nightjar.prefect_url"]) == ("2", "http://prefect/1")
 
 
-def test_the_address_of_an_mlflow_run_is_in_the_ui_and_has_no_password(
+def test_the_address_of_an_mlflow_run_is_a_page_of_the_ui_and_has_no_password(
     context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = connect(context.run.workspace)
@@ -49,7 +49,7 @@ def test_the_address_of_an_mlflow_run_is_in_the_ui_and_has_no_password(
     assert server_address("https://me:secret@mlflow:5000/base/") == "https://mlflow:5000/base"
 
 
-def test_a_param_keeps_its_first_value_and_changes_of_a_resumed_run_are_tags(context: StageContext) -> None:
+def test_a_param_keeps_its_first_value_and_the_changes_of_a_resumed_run_are_in_a_tag(context: StageContext) -> None:
     client = connect(context.run.workspace)
     mlflow_run_id = open_run(client, context)
     log_params(client, mlflow_run_id, config_file=context.run.config_file)
@@ -65,21 +65,26 @@ def test_metric_names_lose_the_at_sign_and_undefined_values_are_left_out() -> No
     assert [(metric.key, metric.value) for metric in metrics] == [("test/recall_at_20", 0.25)]
 
 
-def test_the_end_of_a_run_is_its_description_and_each_complete_stage_has_its_duration(
+def test_the_description_of_a_run_is_its_end_and_each_complete_stage_has_duration_and_size(
     workspace: Path, stages: Callable[..., Stages]
 ) -> None:
-    context, manifests = run_of(workspace, "one"), stages()
+    context, manifests = context_of(workspace, "one"), stages()
     context.folder(PlanManifest).symlink_to(manifests.plan.folder)
     log_run_end(context, state="Failed", message="rank 1 died")
     client = connect(workspace)
     mlflow_run_id = open_run(client, context)
-    failed = client.get_run(mlflow_run_id)
-    assert (failed.info.status, failed.data.metrics["stage/plan_sharding/seconds"]) == ("FAILED", manifests.plan.seconds)
+    failed_run = client.get_run(mlflow_run_id)
+    assert (failed_run.info.status, failed_run.data.metrics["stage/plan_sharding/seconds"]) == (
+        "FAILED",
+        manifests.plan.seconds,
+    )
 
     context.folder(TrainManifest).symlink_to(manifests.train_manifest.folder)
     log_run_end(replace(context, flow_run_url="http://prefect/1"), state="NotPromoted", message="recall is less")
-    ended = client.get_run(mlflow_run_id)
-    assert (ended.info.status, ended.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
+    ended_run = client.get_run(mlflow_run_id)
+    assert (ended_run.info.status, ended_run.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
     description = "**NotPromoted**: recall is less\n\n[Flow run in Prefect](http://prefect/1)"
-    assert ended.data.tags["mlflow.note.content"] == description
-    assert ended.data.metrics["stage/train/bytes"] == sum(file.size_bytes for file in manifests.train_manifest.files.values())
+    assert ended_run.data.tags["mlflow.note.content"] == description
+    assert ended_run.data.metrics["stage/train/bytes"] == sum(
+        file.size_bytes for file in manifests.train_manifest.files.values()
+    )

@@ -1,4 +1,4 @@
-"""Overlap of the recommendations of two versions, compared with a count over single users."""
+"""Overlap of the recommendations of two versions, compared with counts over single users."""
 
 from collections import Counter
 
@@ -15,23 +15,31 @@ K = 5
 
 @pytest.fixture(scope="module")
 def versions(build_packaged_model: ModelBuilder) -> tuple[Retriever, Retriever]:
+    """Two versions that read histories of 2 and of 6 items."""
     manifests = [build_packaged_model(item_files=ITEM_FILES, history={"length": length})[1] for length in (2, 6)]
     return Retriever.load(manifests[0].folder), Retriever.load(manifests[1].folder)
 
 
 def test_a_version_overlaps_completely_with_itself(versions: tuple[Retriever, Retriever]) -> None:
-    same = overlap(versions[0], versions[0], num_users=1_000, k=K)
-    assert (same.num_users, same.mean_overlap, same.num_equal_lists, same.movers) == (len(USER_IDS), 1.0, len(USER_IDS), ())
+    result = overlap(versions[0], versions[0], num_users=1_000, k=K)
+    assert (result.num_users, result.mean_overlap, result.num_equal_lists, result.movers) == (
+        len(USER_IDS),
+        1.0,
+        len(USER_IDS),
+        (),
+    )
 
 
-def test_the_shares_and_the_movers_are_those_of_single_users(versions: tuple[Retriever, Retriever]) -> None:
+def test_the_mean_overlap_and_the_movers_agree_with_single_recommendations(versions: tuple[Retriever, Retriever]) -> None:
     before, after = versions
     result = overlap(before, after, num_users=1_000, k=K)
-    lists = [[version.recommend([user], K)[0].item_ids for user in USER_IDS] for version in versions]
-    shares = [len({*old} & {*new}) / len(old) for old, new in zip(*lists, strict=True)]
-    assert result.mean_overlap == pytest.approx(sum(shares) / len(shares))
-    assert result.num_equal_lists == sum(old == new for old, new in zip(*lists, strict=True))
-    count_before, count_after = (Counter(item for items in version_lists for item in items) for version_lists in lists)
+    item_lists_by_version = [[version.recommend([user], K)[0].item_ids for user in USER_IDS] for version in versions]
+    overlaps = [len({*old} & {*new}) / len(old) for old, new in zip(*item_lists_by_version, strict=True)]
+    assert result.mean_overlap == pytest.approx(sum(overlaps) / len(overlaps))
+    assert result.num_equal_lists == sum(old == new for old, new in zip(*item_lists_by_version, strict=True))
+    count_before, count_after = (
+        Counter(item for items in version_lists for item in items) for version_lists in item_lists_by_version
+    )
     for mover in result.movers:
         assert mover.num_users_before == count_before[mover.item_id]
         assert mover.num_users_after == count_after[mover.item_id]
@@ -45,7 +53,7 @@ def test_the_sample_of_users_has_the_requested_size(versions: tuple[Retriever, R
     assert overlap(*versions, num_users=7, k=K).num_users == 7
 
 
-def test_versions_without_a_common_user_are_refused(
+def test_versions_without_a_common_user_are_rejected(
     build_packaged_model: ModelBuilder, versions: tuple[Retriever, Retriever]
 ) -> None:
     without_users = Retriever.load(build_packaged_model(users="none")[1].folder)

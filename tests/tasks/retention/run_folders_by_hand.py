@@ -1,4 +1,4 @@
-"""Folders of complete runs, copied from stages that are built once, and runs of every age in a workspace."""
+"""Folders of complete, rejected and failed runs, copied from a template that is built once."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from tasks.runs.run import CHAMPION_FILE_NAME, Run
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
-LARGE = 40_000
-"""Size of the arrays of a stage in bytes."""
+STAGE_BYTES = 40_000
+"""Size of values.npy of a stage."""
 
 
 def run_of(workspace: Path, run_id: str) -> Run:
@@ -27,11 +27,11 @@ def run_ids(workspace: Path) -> list[str]:
     return [run.run_id for run in own_runs(workspace)]
 
 
-def _stage(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) -> None:
+def _commit_stage_with_files(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) -> None:
     def build(output_folder: Path) -> dict[str, Any]:
         (output_folder / "report.json").write_text("{}")
         (output_folder / "report.html").write_text("<html>")
-        (output_folder / "values.npy").write_bytes(bytes(LARGE))
+        (output_folder / "values.npy").write_bytes(bytes(STAGE_BYTES))
         (output_folder / "package").mkdir()
         (output_folder / "package" / "package.json").write_text("{}")
         return fields
@@ -40,33 +40,36 @@ def _stage(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) 
 
 
 def build_template(folder: Path) -> Path:
-    """Build the stages that retention reads, and a stage of files only; return the folder of the run."""
+    """Write a run folder with the stages that retention reads and an unfinished training. Return the folder."""
     create_own_folder(folder)
     interactions_stage(folder / "ingest_interactions", train=[[0], [1]], validation=[[], []], test=[[1], [0]], num_items=2)
-    report = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
-    _stage(folder / "check_data", DataReportManifest, report)
-    registration = {
+    report_fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
+    _commit_stage_with_files(folder / "check_data", DataReportManifest, report_fields)
+    registration_fields = {
         "model_name": "m", "version": "1", "alias": "champion", "promoted": True, "reasons": ("r",), "mlflow_run_id": "x",
         "metrics": {},
     }  # fmt: skip
-    _stage(folder / "register", RegistrationManifest, registration)
+    _commit_stage_with_files(folder / "register", RegistrationManifest, registration_fields)
     (folder / "config.yaml").write_text("name: tests\n")
     (folder / "loss.png").write_bytes(b"png")
     (folder / "train.work").mkdir()
-    (folder / "train.work" / "checkpoint").write_bytes(bytes(LARGE))
+    (folder / "train.work" / "checkpoint").write_bytes(bytes(STAGE_BYTES))
     return folder
 
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a complete run, to be copied."""
     return build_template(tmp_path_factory.mktemp("template") / "run")
 
 
 @pytest.fixture(scope="session")
 def rejected_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stage check_data of a run whose data violates a limit."""
+    """The folder of the stage check_data of a run whose data violates a limit."""
     folder = tmp_path_factory.mktemp("rejected") / "check_data"
-    _stage(folder, DataReportManifest, {"metrics": {}, "breaches": ("b",), "warnings": (), "compared_with": None})
+    _commit_stage_with_files(
+        folder, DataReportManifest, {"metrics": {}, "breaches": ("b",), "warnings": (), "compared_with": None}
+    )
     return folder
 
 
@@ -74,7 +77,8 @@ def rejected_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def add_run(template: Path, rejected_report: Path) -> Callable[..., Run]:
     """A function that adds a run to a workspace.
 
-    end: complete, rejected (by the data report) or failed (in the ingest). link=True links the files, which is faster.
+    end: complete, rejected (by the data report) or failed (in the ingest). champion: id of the run that this run started from.
+    link: create hard links instead of copies, which is faster.
     """
 
     def add(workspace: Path, run_id: str, *, end: str = "complete", champion: str | None = None, link: bool = False) -> Run:
@@ -96,4 +100,5 @@ def add_run(template: Path, rejected_report: Path) -> Callable[..., Run]:
 
 
 def files_below(folder: Path) -> set[str]:
+    """Return the relative paths of all files in a folder and its subfolders."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""The disk budget: the estimate from the last run, and the message for a run that does not fit."""
+"""The disk budget: the estimated size of a new run, and the error of a run that does not fit."""
 
 import os
 import shutil
@@ -22,12 +22,13 @@ MEBIBYTE = 2**20
 
 
 def add_large_run(workspace: Path, add_run: AddRun, run_id: str, *, num_bytes: int) -> Run:
+    """Add a complete run with an additional file of `num_bytes`."""
     run = add_run(workspace, run_id)
     (run.folder / "train.work" / "values").write_bytes(bytes(num_bytes))
     return run
 
 
-def test_the_newest_whole_run_is_the_estimate(tmp_path: Path, add_run: AddRun) -> None:
+def test_the_estimate_is_the_size_of_the_newest_whole_run(tmp_path: Path, add_run: AddRun) -> None:
     new_run = run_of(tmp_path, "9")
     assert estimated_bytes(new_run) == 0
     add_large_run(tmp_path, add_run, "1", num_bytes=5 * MEBIBYTE)
@@ -41,28 +42,28 @@ def test_the_newest_whole_run_is_the_estimate(tmp_path: Path, add_run: AddRun) -
 
 def test_files_shared_with_earlier_runs_and_files_of_a_resumed_run_are_not_counted(tmp_path: Path, add_run: AddRun) -> None:
     run = add_run(tmp_path, "1")
-    part = run.folder / "ingest_interactions" / "part.parquet"
-    part.write_bytes(bytes(5 * MEBIBYTE))
-    os.utime(part, (1, 1))  # a hard link has the time of an earlier run
+    part_path = run.folder / "ingest_interactions" / "part.parquet"
+    part_path.write_bytes(bytes(5 * MEBIBYTE))
+    os.utime(part_path, (1, 1))  # older than the run, like a hard link to a file of an earlier run
     assert estimated_bytes(run_of(tmp_path, "9")) < MEBIBYTE
-    resumed = add_large_run(tmp_path, add_run, "2", num_bytes=MEBIBYTE)
-    shutil.rmtree(resumed.stage_folder(RegistrationManifest))
-    assert estimated_bytes(resumed) == 0
+    resumed_run = add_large_run(tmp_path, add_run, "2", num_bytes=MEBIBYTE)
+    shutil.rmtree(resumed_run.stage_folder(RegistrationManifest))
+    assert estimated_bytes(resumed_run) == 0
 
 
 def test_a_run_that_exceeds_the_budget_or_the_disk_is_rejected(
     tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_large_run(tmp_path, add_run, "1", num_bytes=5 * MEBIBYTE)
-    new_run, used = run_of(tmp_path, "9"), used_bytes(tmp_path)
-    fits = RetentionConfig(disk_budget_gb=(used + 6 * MEBIBYTE) / GIB)
-    require_disk_space(fits, new_run)
-    too_small = RetentionConfig(disk_budget_gb=(used + 4 * MEBIBYTE) / GIB)
+    new_run, workspace_bytes = run_of(tmp_path, "9"), used_bytes(tmp_path)
+    large_budget = RetentionConfig(disk_budget_gb=(workspace_bytes + 6 * MEBIBYTE) / GIB)
+    require_disk_space(large_budget, new_run)
+    small_budget = RetentionConfig(disk_budget_gb=(workspace_bytes + 4 * MEBIBYTE) / GIB)
     message = (
         r"run 9 needs about 0\.00\d GiB, like the last run, and the workspace has 0\.00\d GiB, but retention\.disk_budget_gb is"
     )
     with pytest.raises(InputError, match=message):
-        require_disk_space(too_small, new_run)
+        require_disk_space(small_budget, new_run)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=r"but the disk has 0\.000 GiB free; free some, or lower retention\.keep_full_runs"):
         require_disk_space(RetentionConfig(), new_run)
@@ -72,8 +73,8 @@ def test_the_workspace_is_cleaned_before_a_run_is_rejected(workspace: Path, add_
     connect(workspace).create_registered_model("m")
     for index in range(6):
         add_large_run(workspace, add_run, f"2026{index}", num_bytes=4 * MEBIBYTE)
-    budget = (used_bytes(workspace) + MEBIBYTE) / GIB
-    config = RetentionConfig(keep_full_runs=1, keep_report_runs=2, disk_budget_gb=budget)
+    budget_gib = (used_bytes(workspace) + MEBIBYTE) / GIB
+    config = RetentionConfig(keep_full_runs=1, keep_report_runs=2, disk_budget_gb=budget_gib)
     ensure_disk_space(config, run_of(workspace, "9"), model_name="m")
     assert run_ids(workspace) == ["20264", "20265"]
     with pytest.raises(InputError, match=r"retention\.disk_budget_gb is"):

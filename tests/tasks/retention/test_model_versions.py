@@ -1,4 +1,4 @@
-"""Retention of model versions: aliases, former champions, versions in a gate, files of deleted versions."""
+"""Retention of model versions: which versions and files are deleted, and which runs are kept for their versions."""
 
 import time
 from collections.abc import Callable
@@ -23,15 +23,16 @@ AddRun = Callable[..., Run]
 
 @pytest.fixture
 def client(workspace: Path) -> MlflowClient:
+    """A client of an MLflow with the registered model m, which has no versions."""
     client = connect(workspace)
-    mlflow.set_tracking_uri(client.tracking_uri)  # create_model_version reads the logged model there
+    mlflow.set_tracking_uri(client.tracking_uri)  # create_model_version reads the logged model from this server
     client.create_experiment("e", artifact_location=(workspace / "mlartifacts").as_uri())
     client.create_registered_model("m")
     return client
 
 
 def add_version(client: MlflowClient, run_id: str | None, *, tags: dict[str, str] | None = None) -> Path:
-    """Register a version of m; return the folder of its files."""
+    """Register a version of m, by a person if `run_id` is None. Return the folder of its files."""
     experiment = client.get_experiment_by_name("e")
     assert experiment is not None
     model = client.create_logged_model(experiment.experiment_id, name="retriever")
@@ -43,24 +44,24 @@ def add_version(client: MlflowClient, run_id: str | None, *, tags: dict[str, str
     return folder
 
 
-def numbers(client: MlflowClient) -> set[int]:
+def version_numbers(client: MlflowClient) -> set[int]:
     return {int(version.version) for version in client.search_model_versions("name = 'm'")}
 
 
-def test_only_old_versions_without_an_alias_or_a_use_are_deleted_with_their_files(client: MlflowClient) -> None:
-    folders = {number: add_version(client, f"2026{number:02}") for number in range(1, 11)}
-    add_version(client, None)  # 11, registered by a person
+def test_only_old_versions_that_are_not_used_are_deleted_with_their_files(client: MlflowClient) -> None:
+    folder_by_number = {number: add_version(client, f"2026{number:02}") for number in range(1, 11)}
+    add_version(client, None)  # version 11
     client.set_registered_model_alias("m", "champion", "2")
     for number in (3, 4, 5, 6, 7):
         client.set_model_version_tag("m", str(number), FORMER_CHAMPION_TAG, str(number))
-    client.delete_model_version_tag("m", "8", REASONS_TAG)  # still in the gate
+    client.delete_model_version_tag("m", "8", REASONS_TAG)  # a version in the gate has no reasons yet
     client.set_registered_model_alias("m", "shadow", "1")
     removals = find_old_versions(client, "m", num_kept=2)
     assert [str(version.version) for version in removals] == ["3", "4", "9"]
-    client.set_registered_model_alias("m", "shadow", "4")  # moved by a person meanwhile
+    client.set_registered_model_alias("m", "shadow", "4")  # as if moved by a person after the search
     assert [str(version.version) for version in delete_versions(client, removals)] == ["3", "9"]
-    assert numbers(client) == {1, 2, 4, 5, 6, 7, 8, 10, 11}
-    assert {number for number, folder in folders.items() if not folder.exists()} == {3, 9}
+    assert version_numbers(client) == {1, 2, 4, 5, 6, 7, 8, 10, 11}
+    assert {number for number, folder in folder_by_number.items() if not folder.exists()} == {3, 9}
     assert client.get_model_version_by_alias("m", "champion").version == 2
     assert [str(version.version) for version in find_old_versions(client, "m", num_kept=2)] == ["1"]
 
@@ -76,10 +77,10 @@ def test_a_version_whose_files_are_behind_a_link_is_kept(client: MlflowClient, t
     assert find_old_versions(client, "m", num_kept=1) == []
     assert delete_versions(client, removals) == []  # planned before the folder became a link
     assert len([*archive.rglob("values.npy")]) == 1
-    assert numbers(client) == {1, 2}
+    assert version_numbers(client) == {1, 2}
 
 
-def test_a_version_whose_deletion_was_interrupted_is_deleted_next_time(client: MlflowClient) -> None:
+def test_a_version_whose_deletion_was_interrupted_is_deleted_by_the_next_clean(client: MlflowClient) -> None:
     folder = add_version(client, "1")
     add_version(client, "2")
     (removal,) = find_old_versions(client, "m", num_kept=1)
@@ -87,22 +88,22 @@ def test_a_version_whose_deletion_was_interrupted_is_deleted_next_time(client: M
     client.delete_logged_model(folder.parent.name)
     assert find_old_versions(client, "m", num_kept=1)[0].version in (1, "1")
     assert delete_versions(client, [removal]) == delete_versions(client, [removal]) == [removal]
-    assert numbers(client) == {2}
+    assert version_numbers(client) == {2}
 
 
-def test_a_version_that_never_left_the_gate_is_deleted_after_a_day(
+def test_a_version_that_has_been_in_the_gate_for_a_day_is_deleted(
     client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id in ("1", "2"):
         add_version(client, run_id)
     client.delete_model_version_tag("m", "1", REASONS_TAG)
     assert find_old_versions(client, "m", num_kept=1) == []
-    day_later = time.time() + 86_401
-    monkeypatch.setattr(time, "time", lambda: day_later)
+    next_day_s = time.time() + 86_401
+    monkeypatch.setattr(time, "time", lambda: next_day_s)
     assert [str(version.version) for version in find_old_versions(client, "m", num_kept=1)] == ["1"]
 
 
-def test_runs_of_all_aliases_are_found_and_runs_of_a_model_in_another_registry_too(
+def test_the_aliased_runs_include_all_runs_with_a_version_that_is_in_no_registry(
     client: MlflowClient, workspace: Path, add_run: AddRun
 ) -> None:
     for index in range(3):
@@ -115,7 +116,7 @@ def test_runs_of_all_aliases_are_found_and_runs_of_a_model_in_another_registry_t
     assert find_aliased_run_ids(client, workspace, model_name="other") == {"20260", "20261", "20262"}
 
 
-def test_runs_with_a_version_stay_whole_if_their_registry_is_gone(
+def test_runs_with_a_version_stay_whole_if_the_registry_does_not_exist(
     tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

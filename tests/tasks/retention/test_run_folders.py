@@ -1,4 +1,4 @@
-"""Retention of run folders: whole runs, reduced runs, removed runs, and files that a newer run or a champion reads."""
+"""Retention of run folders: which runs stay whole, are reduced or removed, and which files are always kept."""
 
 import multiprocessing
 import os
@@ -26,13 +26,14 @@ from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import TRASH_FOLDER_NAME, find_removals, remove_files
 from tasks.runs.run import Run
 from tasks.runs.workspace import Workspace
-from tests.tasks.retention.run_folders_by_hand import LARGE, files_below, run_ids, run_of
+from tests.tasks.retention.run_folders_by_hand import STAGE_BYTES, files_below, run_ids, run_of
 
 AddRun = Callable[..., Run]
 CONFIG = RetentionConfig(keep_full_runs=2, keep_report_runs=4)
 
 
 def clean(workspace: Path, *, aliased: Collection[str] = (), config: RetentionConfig = CONFIG) -> dict[str, str]:
+    """Clean a workspace. Return the action by run id. aliased: ids of runs whose version has an alias."""
     removals = remove_files(workspace, find_removals(workspace, config, aliased_run_ids=aliased))
     return {removal.run_id: removal.action for removal in removals}
 
@@ -45,7 +46,7 @@ def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_r
     assert clean(tmp_path) == {"20260": "remove", "20261": "remove", "20262": "reduce", "20263": "reduce"}
     assert run_ids(tmp_path) == ["20262", "20263", "20264", "20265"]
     assert files_below(runs[5].folder) == files_below(runs[4].folder) == complete_files
-    # The run before the whole runs keeps its interactions: a resumed run reads them.
+    # The last run before the whole runs keeps its interactions, because a resumed run reads them.
     assert load_manifest(runs[3].stage_folder(InteractionsManifest), InteractionsManifest) is not None
     assert files_below(runs[2].folder) == {
         ".nightjar", ".lock", "config.yaml", "loss.png", "reduced.json", "ingest_interactions/.nightjar",
@@ -64,21 +65,21 @@ def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_r
 def test_files_behind_a_link_and_stage_folders_without_a_marker_are_never_removed(tmp_path: Path, add_run: AddRun) -> None:
     workspace = tmp_path / "workspace"
     runs = [add_run(workspace, f"2026{index}") for index in range(4)]
-    foreign = tmp_path / "archive"
-    (foreign / "checkpoint").mkdir(parents=True)
+    archive = tmp_path / "archive"
+    (archive / "checkpoint").mkdir(parents=True)
     for name in (".nightjar", "values.npy", "checkpoint/weights.bin"):
-        (foreign / name).write_bytes(b"precious")
-    runs[0].stage_folder(TrainManifest).symlink_to(foreign)
+        (archive / name).write_bytes(b"precious")
+    runs[0].stage_folder(TrainManifest).symlink_to(archive)
     shutil.rmtree(runs[0].folder / "train.work")
-    (runs[0].folder / "train.work").symlink_to(foreign)
-    unmarked = runs[1].stage_folder(TrainManifest)
-    unmarked.mkdir()
-    (unmarked / "values.npy").write_bytes(b"precious")
-    files_before = files_below(foreign)
+    (runs[0].folder / "train.work").symlink_to(archive)
+    unmarked_folder = runs[1].stage_folder(TrainManifest)
+    unmarked_folder.mkdir()
+    (unmarked_folder / "values.npy").write_bytes(b"precious")
+    files_before = files_below(archive)
     assert clean(workspace) == {"20260": "reduce", "20261": "reduce"}
-    assert files_below(foreign) == files_before and (unmarked / "values.npy").is_file()
+    assert files_below(archive) == files_before and (unmarked_folder / "values.npy").is_file()
     assert clean(workspace, config=RetentionConfig(keep_full_runs=1, keep_report_runs=1))["20260"] == "remove"
-    assert files_below(foreign) == files_before
+    assert files_below(archive) == files_before
 
 
 def test_the_runs_of_another_workspace_behind_a_link_are_never_removed(tmp_path: Path, add_run: AddRun) -> None:
@@ -94,13 +95,15 @@ def test_the_runs_of_another_workspace_behind_a_link_are_never_removed(tmp_path:
 def test_files_behind_a_link_in_a_stage_of_a_reduced_run_are_kept(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path / "workspace", f"2026{index}") for index in range(4)]
     (tmp_path / "archive").mkdir()
-    (tmp_path / "archive" / "values.npy").write_bytes(bytes(100 * LARGE))
+    (tmp_path / "archive" / "values.npy").write_bytes(bytes(100 * STAGE_BYTES))
     (runs[0].folder / "ingest_interactions" / "archive").symlink_to(tmp_path / "archive")
     assert clean(tmp_path / "workspace") == {"20260": "reduce", "20261": "reduce"}
-    assert (tmp_path / "archive" / "values.npy").stat().st_size == 100 * LARGE
+    assert (tmp_path / "archive" / "values.npy").stat().st_size == 100 * STAGE_BYTES
 
 
-def test_a_run_behind_an_alias_and_the_champion_of_a_whole_run_are_never_touched(tmp_path: Path, add_run: AddRun) -> None:
+def test_a_run_with_an_aliased_version_and_the_champion_of_a_whole_run_are_never_changed(
+    tmp_path: Path, add_run: AddRun
+) -> None:
     for index in range(6):
         add_run(tmp_path, f"2026{index}", champion="20261" if index == 5 else None)
     files_before = {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in ("20260", "20261")}
@@ -108,9 +111,11 @@ def test_a_run_behind_an_alias_and_the_champion_of_a_whole_run_are_never_touched
     assert {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in files_before} == files_before
 
 
-def test_the_vocabulary_and_the_reference_data_survive_many_rejected_and_failed_runs(tmp_path: Path, add_run: AddRun) -> None:
+def test_the_newest_vocabulary_and_data_report_are_kept_after_many_rejected_and_failed_runs(
+    tmp_path: Path, add_run: AddRun
+) -> None:
     add_run(tmp_path, "20260")
-    good = add_run(tmp_path, "20261")
+    accepted_run = add_run(tmp_path, "20261")
     for index in range(2, 9):
         add_run(tmp_path, f"2026{index}", end="rejected" if index == 2 else "failed")
     clean(tmp_path)
@@ -119,23 +124,23 @@ def test_the_vocabulary_and_the_reference_data_survive_many_rejected_and_failed_
     interactions = workspace.newest_manifest(InteractionsManifest, before=new_run)
     report = workspace.newest_manifest(DataReportManifest, before=new_run, where=lambda manifest: not manifest.breaches)
     assert interactions is not None and interactions.folder.parent.name == "20262"
-    assert report is not None and report.folder.parent == good.folder
-    assert load_manifest(good.stage_folder(InteractionsManifest), InteractionsManifest) is not None
-    assert not (good.folder / "train.work").exists()
+    assert report is not None and report.folder.parent == accepted_run.folder
+    assert load_manifest(accepted_run.stage_folder(InteractionsManifest), InteractionsManifest) is not None
+    assert not (accepted_run.folder / "train.work").exists()
     assert "20260" not in run_ids(tmp_path)
 
 
-def test_a_hard_link_of_a_newer_run_is_kept(tmp_path: Path, add_run: AddRun) -> None:
+def test_a_file_that_is_also_a_hard_link_in_a_newer_run_is_kept_there(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(4)]
     part, link = (run.stage_folder(InteractionsManifest) / "part.parquet" for run in (runs[0], runs[3]))
-    part.write_bytes(bytes(10 * LARGE))
+    part.write_bytes(bytes(10 * STAGE_BYTES))
     link.hardlink_to(part)
     clean(tmp_path)
     assert not part.exists()
-    assert link.stat().st_size == 10 * LARGE
+    assert link.stat().st_size == 10 * STAGE_BYTES
 
 
-def test_a_run_that_a_process_works_on_is_whole_and_a_reduced_run_cannot_be_resumed(tmp_path: Path, add_run: AddRun) -> None:
+def test_a_locked_run_stays_whole_and_a_reduced_run_cannot_be_resumed(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(4)]
     files_before = files_below(runs[0].folder)
     with runs[0].lock():
@@ -159,40 +164,40 @@ def test_folders_that_nightjar_did_not_create_are_not_removed(tmp_path: Path, ad
     assert (tmp_path / "runs" / "0-link").is_symlink()
 
 
-def _clean_until_killed(workspace: Path, num_removals: int) -> None:
-    """Clean, and end the process by SIGKILL before removal number `num_removals`."""
-    count = 0
+def _clean_until_killed(workspace: Path, num_operations: int) -> None:
+    """Clean a workspace, but kill this process after `num_operations` file operations."""
+    num_calls = 0
 
-    def killing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def kill_after_limit(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count > num_removals:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > num_operations:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
         return call
 
-    os.unlink, os.rename, os.rmdir = killing(os.unlink), killing(os.rename), killing(os.rmdir)  # type: ignore[assignment]
+    os.unlink, os.rename, os.rmdir = map(kill_after_limit, (os.unlink, os.rename, os.rmdir))  # type: ignore[assignment]
     clean(workspace)
 
 
 def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_one_completes_it(
     tmp_path: Path, add_run: AddRun
 ) -> None:
-    original = tmp_path / "original"
+    original_workspace = tmp_path / "original"
     for index in range(5):
-        add_run(original, f"2026{index}")
-    files_of_whole_run = files_below(original / "runs" / "20260")
-    expected = tmp_path / "expected"
-    shutil.copytree(original, expected, copy_function=os.link)
-    clean(expected)
+        add_run(original_workspace, f"2026{index}")
+    files_of_whole_run = files_below(original_workspace / "runs" / "20260")
+    cleaned_workspace = tmp_path / "cleaned"
+    shutil.copytree(original_workspace, cleaned_workspace, copy_function=os.link)
+    clean(cleaned_workspace)
     fork = multiprocessing.get_context("fork")
-    num_removals, exit_code = 0, -signal.SIGKILL
+    num_operations, exit_code = 0, -signal.SIGKILL
     while exit_code == -signal.SIGKILL:
-        workspace = tmp_path / str(num_removals)
-        shutil.copytree(original, workspace, copy_function=os.link)
-        process = fork.Process(target=_clean_until_killed, args=(workspace, num_removals))
+        workspace = tmp_path / str(num_operations)
+        shutil.copytree(original_workspace, workspace, copy_function=os.link)
+        process = fork.Process(target=_clean_until_killed, args=(workspace, num_operations))
         process.start()
         process.join()
         assert process.exitcode is not None
@@ -204,13 +209,14 @@ def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_on
             is_whole = files_below(run.folder) - {".lock"} == files_of_whole_run
             assert is_whole or (run.folder / "reduced.json").is_file()
         clean(workspace)
-        assert files_below(workspace) == files_below(expected)
+        assert files_below(workspace) == files_below(cleaned_workspace)
         shutil.rmtree(workspace)
-        num_removals += 9
-    assert num_removals > 30
+        num_operations += 9  # every ninth operation, to save time
+    assert num_operations > 30  # at least four processes were started
 
 
 Step = tuple[str, int]
+"""What happens in the workspace, and a number that chooses a run for it."""
 STEPS = st.lists(
     st.tuples(st.sampled_from(["complete", "complete", "rejected", "failed", "alias", "clean"]), st.integers(0, 30)),
     max_size=14,
@@ -218,31 +224,31 @@ STEPS = st.lists(
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=STEPS, num_full_runs=st.integers(1, 3), more_reports=st.integers(0, 3))
-def test_whatever_happens_a_clean_touches_no_aliased_run_and_nothing_that_a_new_run_reads(
-    add_run: AddRun, steps: list[Step], num_full_runs: int, more_reports: int
+@given(steps=STEPS, num_full_runs=st.integers(1, 3), num_reduced_runs=st.integers(0, 3))
+def test_in_any_workspace_a_clean_keeps_aliased_runs_the_newest_runs_and_the_files_of_a_new_run(
+    add_run: AddRun, steps: list[Step], num_full_runs: int, num_reduced_runs: int
 ) -> None:
-    config = RetentionConfig(keep_full_runs=num_full_runs, keep_report_runs=num_full_runs + more_reports)
+    config = RetentionConfig(keep_full_runs=num_full_runs, keep_report_runs=num_full_runs + num_reduced_runs)
     with tempfile.TemporaryDirectory() as folder:
-        workspace, complete, aliased = Path(folder), list[Run](), set[str]()
-        for number, (kind, choice) in enumerate([*steps, ("clean", 0)]):
+        workspace, complete_runs, aliased = Path(folder), list[Run](), set[str]()
+        for step_number, (kind, choice) in enumerate([*steps, ("clean", 0)]):
             if kind in ("complete", "rejected", "failed"):
                 champion = max(aliased) if aliased and choice % 2 else None
-                run = add_run(workspace, f"2026{number:04}", end=kind, champion=champion, link=True)
-                complete += [run] if kind == "complete" else []
+                run = add_run(workspace, f"2026{step_number:04}", end=kind, champion=champion, link=True)
+                complete_runs += [run] if kind == "complete" else []
             elif kind == "alias":
-                whole_runs = [run for run in complete if _is_whole(run)]
+                whole_runs = [run for run in complete_runs if _is_whole(run)]
                 aliased = {whole_runs[choice % len(whole_runs)].run_id} if whole_runs else aliased
             else:
                 new_run = run_of(workspace, "next")
-                expected = _read_by(new_run)
-                contents = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in aliased}
-                newest = {
+                inputs_before = _read_by(new_run)
+                files_of_aliased = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in aliased}
+                files_of_newest = {
                     run_id: files_below(run_of(workspace, run_id).folder) for run_id in run_ids(workspace)[-num_full_runs:]
                 }
                 clean(workspace, aliased=aliased, config=config)
-                assert _read_by(new_run) == expected
-                for run_id, files in (contents | newest).items():
+                assert _read_by(new_run) == inputs_before
+                for run_id, files in (files_of_aliased | files_of_newest).items():
                     assert files_below(run_of(workspace, run_id).folder) - {".lock"} == files - {".lock"}
                 assert len(run_ids(workspace)) <= config.keep_report_runs + len(aliased) + 4
 
@@ -252,7 +258,10 @@ def _is_whole(run: Run) -> bool:
 
 
 def _read_by(run: Run) -> tuple[Path | None, Path | None, bool]:
-    """Return the folders that a run reads from earlier runs, and whether the run of its reference data is readable."""
+    """Return the folders of the interactions and of the data report that a run reads from earlier runs.
+
+    The third value is whether the run of the data report still has its interactions.
+    """
     workspace = Workspace(run.workspace)
     interactions = workspace.newest_manifest(InteractionsManifest, before=run)
     report = workspace.newest_manifest(DataReportManifest, before=run, where=lambda manifest: not manifest.breaches)

@@ -1,4 +1,4 @@
-"""Ids and folders of runs, and the lock of a run and of a workspace."""
+"""Ids and folders of runs, and the locks of a run and of a workspace."""
 
 import json
 import multiprocessing
@@ -18,14 +18,16 @@ from tasks.runs.run import Run, new_run_id
 from tasks.runs.workspace import Workspace
 
 
-def test_run_ids_sort_by_time_and_differ() -> None:
+def test_run_ids_begin_with_the_time_and_differ() -> None:
     ids = [new_run_id() for _ in range(5)]
     assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", run_id) for run_id in ids)
-    assert len(set(ids)) > 1
+    assert len(set(ids)) > 1  # the four random digits may repeat
 
 
 @pytest.mark.parametrize("seconds_ahead", [0, 3_000_000_000])
-def test_a_run_id_sorts_after_all_runs_if_the_clock_is_behind_the_newest_run(tmp_path: Path, seconds_ahead: int) -> None:
+def test_a_new_run_id_sorts_after_all_runs_even_if_the_newest_run_is_from_the_future(
+    tmp_path: Path, seconds_ahead: int
+) -> None:
     newest = f"{datetime.now(UTC) + timedelta(seconds=seconds_ahead):%Y%m%d-%H%M%S}-ffff"
     workspace, created_ids = Workspace(tmp_path), [newest]
     for run_id in ("20260101-000000-ab12", "by-hand", newest):
@@ -39,7 +41,7 @@ def test_a_run_id_sorts_after_all_runs_if_the_clock_is_behind_the_newest_run(tmp
 
 
 @pytest.mark.parametrize("newest", ["99991231-235959-ab12", "99990231-000000-ab12"])
-def test_a_run_without_a_possible_next_id_is_named_in_the_error(tmp_path: Path, newest: str) -> None:
+def test_an_error_names_the_newest_run_if_no_later_id_exists(tmp_path: Path, newest: str) -> None:
     workspace = Workspace(tmp_path)
     workspace.run(newest).folder.mkdir(parents=True)
     with pytest.raises(InputError, match=f"{newest}: no later run id exists; move this folder out of {tmp_path}/runs"):
@@ -53,7 +55,7 @@ def test_each_stage_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert {folder.parent for folder in folders} == {tmp_path / "runs" / "r"}
 
 
-def test_a_second_process_is_rejected_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_run_can_be_locked_again_only_after_its_lock_is_released(tmp_path: Path) -> None:
     run = Run("r", workspace=tmp_path)
     with run.lock():
         with pytest.raises(InputError, match="another process is working on run r"), run.lock():
@@ -72,7 +74,7 @@ def test_a_run_id_is_the_name_of_a_folder_and_never_a_path(tmp_path: Path, run_i
         Run(run_id, workspace=tmp_path)
 
 
-def test_a_folder_that_nightjar_did_not_make_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_that_nightjar_did_not_create_is_not_a_run(tmp_path: Path) -> None:
     user_folder = tmp_path / "runs" / "theirs"
     (user_folder / "embeddings").mkdir(parents=True)
     (user_folder / "embeddings" / "mine.npy").write_text("kept")
@@ -84,27 +86,29 @@ def test_a_folder_that_nightjar_did_not_make_is_no_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in user_folder.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
 
 
-def _hold(workspace: Path, ready: Any, finish: Any) -> None:
+def _hold_lock(workspace: Path, is_locked: Any, may_end: Any) -> None:
     with Workspace(workspace).lock(run_id="first"):
-        ready.set()
-        finish.wait()
+        is_locked.set()
+        may_end.wait()
 
 
 @pytest.mark.parametrize("end", ["finished", "killed"])
 def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_first(tmp_path: Path, end: str) -> None:
     fork = multiprocessing.get_context("fork")
-    ready, finish = fork.Event(), fork.Event()
-    first = fork.Process(target=_hold, args=(tmp_path, ready, finish))
-    first.start()
-    assert ready.wait(60) and first.pid is not None
-    message = rf"process {first.pid} on {socket.gethostname()} with run first, since \d{{4}}-.* UTC, is using this workspace"
+    is_locked, may_end = fork.Event(), fork.Event()
+    first_process = fork.Process(target=_hold_lock, args=(tmp_path, is_locked, may_end))
+    first_process.start()
+    assert is_locked.wait(60) and first_process.pid is not None
+    message = (
+        rf"process {first_process.pid} on {socket.gethostname()} with run first, since \d{{4}}-.* UTC, is using this workspace"
+    )
     with pytest.raises(InputError, match=message), Workspace(tmp_path).lock(run_id="second"):
         pass
     if end == "killed":
-        os.kill(first.pid, signal.SIGKILL)
+        os.kill(first_process.pid, signal.SIGKILL)
     else:
-        finish.set()  # not for a process that is killed: set() waits for the processes that wait for the event
-    first.join()
+        may_end.set()  # set() would block if the waiting process was killed
+    first_process.join()
     with Workspace(tmp_path).lock(run_id="second"):
         assert json.loads((tmp_path / ".command.json").read_text())["run_id"] == "second"
 

@@ -1,4 +1,4 @@
-"""Records of runs: how a run ended, also after an exception, a signal or a kill."""
+"""Records of runs: their state after success, an exception, a signal or a kill."""
 
 import multiprocessing
 import os
@@ -18,28 +18,29 @@ from tests.recsys_core.manifests.committed_stage import commit_stage
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
+    """A run whose folder exists."""
     run = Run("20261121-021500-aaaa", workspace=tmp_path)
     with run.lock():
         pass
     return run
 
 
-def read(run: Run) -> RunRecord:
+def read_record(run: Run) -> RunRecord:
     record = RunRecord.read(run)
     assert record is not None
     return record
 
 
-def test_a_record_has_state_reason_and_the_figures_of_the_stages(run: Run) -> None:
+def test_a_record_has_the_state_the_reason_and_the_figures_of_the_stages(run: Run) -> None:
     metrics = {"served/recall@20": 0.25, "champion/recall@20": 0.2}
     with run.lock(), record_run(StageContext(run, pipeline="films", options=RunOptions(reason="new prices"))) as ending:
-        assert (read(run).state, read(run).seconds) == ("Running", None)
+        assert (read_record(run).state, read_record(run).seconds) == ("Running", None)
         commit_stage(run.stage_folder(RegistrationManifest), RegistrationManifest, fingerprint="f", build=lambda folder: {
             "model_name": "m", "version": "3", "alias": "champion", "promoted": True, "reasons": ("better",),
             "mlflow_run_id": "r", "metrics": metrics,
         })  # fmt: skip
         ending.set("Promoted", "version 3 is champion")
-    record = read(run)
+    record = read_record(run)
     assert (record.state, record.pipeline, record.options.reason) == ("Promoted", "films", "new prices")
     assert record.message == "version 3 is champion"
     assert (record.figures.version, record.figures.metrics, record.figures.events) == ("3", metrics, None)
@@ -62,38 +63,39 @@ def test_a_record_has_state_reason_and_the_figures_of_the_stages(run: Run) -> No
 def test_an_exception_is_recorded_without_its_passwords(run: Run, error: BaseException, state: str, message: str) -> None:
     with pytest.raises(type(error)), record_run(StageContext(run, pipeline="films")):
         raise error
-    assert (read(run).state, read(run).message) == (state, message)
-    log = run.folder / "error.log"
-    assert log.exists() == isinstance(error, ValueError) and (not log.exists() or "s3cret" not in log.read_text())
+    assert (read_record(run).state, read_record(run).message) == (state, message)
+    log_path = run.folder / "error.log"  # only for errors that are not expected
+    assert log_path.exists() == isinstance(error, ValueError)
+    assert not log_path.exists() or "s3cret" not in log_path.read_text()
 
 
-def test_an_error_during_the_handling_of_a_signal_is_an_interruption(run: Run) -> None:
+def test_an_error_while_a_signal_is_handled_is_recorded_as_an_interruption(run: Run) -> None:
     with pytest.raises(ValueError, match="Task run is not set"), record_run(StageContext(run, pipeline="films")):
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
             raise ValueError("Task run is not set")  # noqa: B904  as Prefect does
-    assert read(run).state == "Interrupted" and not (run.folder / "error.log").exists()
+    assert read_record(run).state == "Interrupted" and not (run.folder / "error.log").exists()
 
 
-def _work(run: Run, ready: Any) -> None:
+def _record_until_killed(run: Run, has_started: Any) -> None:
     with run.lock(), record_run(StageContext(run, pipeline="films")):
-        ready.set()
+        has_started.set()
         signal.pause()
 
 
-def test_a_run_is_running_while_its_process_lives_and_interrupted_after_a_kill(run: Run) -> None:
+def test_the_state_is_running_while_the_process_lives_and_interrupted_after_a_kill(run: Run) -> None:
     fork = multiprocessing.get_context("fork")
-    ready = fork.Event()
-    process = fork.Process(target=_work, args=(run, ready), daemon=True)  # ends with this process if an assertion fails
+    has_started = fork.Event()
+    process = fork.Process(target=_record_until_killed, args=(run, has_started), daemon=True)  # ends with this process
     process.start()
-    assert ready.wait(60) and process.pid is not None
-    assert read(run).state == "Running"
+    assert has_started.wait(60) and process.pid is not None
+    assert read_record(run).state == "Running"
     fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
     commit_stage(run.stage_folder(DataReportManifest), DataReportManifest, fingerprint="f", build=lambda folder: fields)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    record = read(run)
+    record = read_record(run)
     assert (record.state, record.ended) == ("Interrupted", None)
     assert list(record.figures.stage_seconds) == ["check_data"]
     assert f"process {process.pid} on " in record.message

@@ -1,4 +1,4 @@
-"""The champion of a registry outside of the workspace: copies of its versions, and the version before."""
+"""The champion of a registry outside of the server's workspace: copies of versions, and the last served version."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.serve import registry_champion
 from tasks.serve.registry_champion import RegistryChampion
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -19,12 +19,12 @@ BuildStages = Callable[..., Stages]
 
 
 @pytest.fixture
-def choose(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+def set_champion(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
-    """Register three versions in an MLflow that is not that of the server; return a function that moves the alias."""
+    """A function that makes one of three versions champion. They are in an MLflow outside of the server's workspace."""
     for run_id in ("one", "two", "three"):
-        do_register(stages(), run_of(workspace, run_id))
+        register_version(stages(), context_of(workspace, run_id))
     client = connect(workspace)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(workspace))
     return lambda version: client.set_registered_model_alias("m", "champion", version)
@@ -35,58 +35,58 @@ def champion_in(folder: Path) -> RegistryChampion:
 
 
 def test_only_copies_of_versions_that_are_no_longer_needed_are_removed(
-    choose: Callable[[str], None], workspace: Path, tmp_path_factory: pytest.TempPathFactory
+    set_champion: Callable[[str], None], workspace: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("server")
     champion = champion_in(folder)
-    files = sorted((workspace / "mlartifacts").rglob("*"))
+    files_before = sorted((workspace / "mlartifacts").rglob("*"))
     for version in ("1", "2", "3"):
-        choose(version)
+        set_champion(version)
         release = champion.poll().release
         assert release.version == version and release.folder.is_relative_to(folder / "versions" / version)
         Retriever.load(release.folder, sha256=release.sha256)
         champion.accept()
     assert sorted(path.name for path in (folder / "versions").iterdir()) == ["2", "3"]
-    assert sorted((workspace / "mlartifacts").rglob("*")) == files
+    assert sorted((workspace / "mlartifacts").rglob("*")) == files_before
 
 
-def test_a_refused_version_leads_back_to_the_last_version_that_was_served(
-    choose: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+def test_after_a_refused_version_the_last_served_version_is_served_again(
+    set_champion: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry_champion, "REFUSAL_S", 0.0)
     champion = champion_in(tmp_path_factory.mktemp("server"))
-    choose("1")
-    served = champion.poll().release
+    set_champion("1")
+    served_release = champion.poll().release
     champion.accept()
-    choose("2")
+    set_champion("2")
     champion.poll()
-    choose("3")  # before a process has served version 2
+    set_champion("3")  # before version 2 is served
     assert champion.poll().release.version == "3"
     for _ in range(3):
-        former = champion.refuse("it does not load")
-        assert former is not None and former.release == served and former.problem is not None
-        Retriever.load(served.folder, sha256=served.sha256)
-        assert champion.poll().release.version == "3"  # it is tried again
+        answer = champion.refuse("it does not load")
+        assert answer is not None and answer.release == served_release and answer.problem is not None
+        Retriever.load(served_release.folder, sha256=served_release.sha256)
+        assert champion.poll().release.version == "3"  # the refused version is tried again
 
 
 def test_a_version_with_changed_users_is_not_served(
-    choose: Callable[[str], None], workspace: Path, tmp_path_factory: pytest.TempPathFactory
+    set_champion: Callable[[str], None], workspace: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     champion = champion_in(tmp_path_factory.mktemp("server"))
-    choose("1")
-    served = champion.poll().release
+    set_champion("1")
+    served_release = champion.poll().release
     for path in (workspace / "mlartifacts").rglob("users.arrow"):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    choose("2")
-    refused = champion.poll()
-    assert refused.release == served and refused.problem is not None
-    assert "version 2 cannot be fetched" in refused.problem and "users.arrow: the file was changed" in refused.problem
+    set_champion("2")
+    answer = champion.poll()
+    assert answer.release == served_release and answer.problem is not None
+    assert "version 2 cannot be fetched" in answer.problem and "users.arrow: the file was changed" in answer.problem
 
 
-def test_a_failed_download_leaves_nothing(
-    choose: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_download_leaves_no_files(
+    set_champion: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path_factory.mktemp("server")
 
@@ -95,7 +95,7 @@ def test_a_failed_download_leaves_nothing(
         raise StageError("the connection broke")
 
     monkeypatch.setattr(registry_champion, "fetch_model", fail)
-    choose("1")
+    set_champion("1")
     with pytest.raises(StageError, match="version 1 cannot be fetched: the connection broke"):
         champion_in(folder).poll()
     assert list((folder / "versions").iterdir()) == []

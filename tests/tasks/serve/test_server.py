@@ -1,4 +1,4 @@
-"""`nightjar serve` on a real registry: two processes follow the champion, survive damage, and end without a failed request."""
+"""`nightjar serve` on a real registry: the processes serve the current champion, and failures do not stop the server."""
 
 import errno
 import os
@@ -22,23 +22,23 @@ from tasks.registry.mlflow_client import connect
 from tasks.serve import registry_champion
 from tasks.serve.server import serve
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
 CONFIG = ServeConfig(port=0, workers=2, poll_interval_s=0.2)
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
-class Running:
-    """A server in a thread of this process; its workers are real processes."""
+class RunningServer:
+    """A server that runs in a thread of this process. Its workers are real processes."""
 
     def __init__(self, workspace: Path, config: ServeConfig) -> None:
         self._stop, self._ready = threading.Event(), threading.Event()
         self.url, self.error = "", None
 
-        def run() -> None:
+        def serve_until_stopped() -> None:
             try:
                 serve(config, workspace, model_name="m", stop_event=self._stop, on_ready=self._set_ready)
             except Exception as error:
@@ -46,81 +46,87 @@ class Running:
             finally:
                 self._ready.set()
 
-        self._thread = threading.Thread(target=run)
+        self._thread = threading.Thread(target=serve_until_stopped)
         self._thread.start()
 
     def _set_ready(self, url: str, version: str) -> None:
         self.url = url
         self._ready.set()
 
-    def wait(self) -> None:
-        assert self._ready.wait(PATIENCE_S)
+    def wait_until_ready(self) -> None:
+        """Wait until the server answers. Raise the error if it could not start."""
+        assert self._ready.wait(TIMEOUT_S)
         if self.error is not None:
             raise self.error
 
     def end(self) -> None:
         self._stop.set()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
 
     def predict(self) -> dict[str, Any]:
+        """Return the prediction for one user."""
         response = httpx.post(
-            f"{self.url}/recommend", json={"rows": [{"user_id": "user-0"}], "params": {"k": 3}}, timeout=PATIENCE_S
+            f"{self.url}/recommend", json={"rows": [{"user_id": "user-0"}], "params": {"k": 3}}, timeout=TIMEOUT_S
         )
         assert response.status_code == 200, response.text
         prediction: dict[str, Any] = response.json()["predictions"][0]
         return prediction
 
     def readiness(self) -> dict[str, Any]:
-        content: dict[str, Any] = httpx.get(f"{self.url}/readyz", timeout=PATIENCE_S).json()
+        """Return the answer of /readyz."""
+        content: dict[str, Any] = httpx.get(f"{self.url}/readyz", timeout=TIMEOUT_S).json()
         return content
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert time.monotonic() < deadline, self.readiness()
+            assert time.monotonic() < deadline_s, self.readiness()
             time.sleep(0.05)
 
 
 @contextmanager
-def running(workspace: Path, config: ServeConfig = CONFIG) -> Iterator[Running]:
-    server = Running(workspace, config)
+def run_server(workspace: Path, config: ServeConfig = CONFIG) -> Iterator[RunningServer]:
+    server = RunningServer(workspace, config)
     try:
-        server.wait()
+        server.wait_until_ready()
         yield server
     finally:
         server.end()
 
 
 def workers() -> list[psutil.Process]:
+    """Return the running worker processes."""
     children = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
     return [child for child in children if "recsys_core.http_server" in child.cmdline()]
 
 
 def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id in ("one", "two"):
-        do_register(stages(), run_of(workspace, run_id))
+        register_version(stages(), context_of(workspace, run_id))
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
-    with running(workspace) as server:
+    with run_server(workspace) as server:
         assert server.predict()["version"] == "1"
         client.set_registered_model_alias("m", "champion", "2")
         server.wait_for(lambda: all(server.predict()["version"] == "2" for _ in range(10)))
         client.set_registered_model_alias("m", "champion", "1")
         server.wait_for(lambda: all(server.predict()["version"] == "1" for _ in range(10)))
 
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # the registry is away
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no server is at this address
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         server.wait_for(lambda: server.readiness()["registry"]["down_since"] is not None)
         assert (server.readiness()["status"], server.predict()["version"]) == ("ready", "1")
         monkeypatch.delenv("MLFLOW_TRACKING_URI")
         server.wait_for(lambda: server.readiness()["registry"]["down_since"] is None)
 
-        killed, *_ = workers()
-        killed.kill()
-        server.wait_for(lambda: len(workers()) == CONFIG.workers and killed.pid not in [worker.pid for worker in workers()])
+        killed_worker, *_ = workers()
+        killed_worker.kill()
+        server.wait_for(
+            lambda: len(workers()) == CONFIG.workers and killed_worker.pid not in [worker.pid for worker in workers()]
+        )
         assert server.predict()["version"] == "1"
         assert "nightjar_requests_total" in httpx.get(f"{server.url}/metrics").text
     assert workers() == []
@@ -135,15 +141,15 @@ def damage(workspace: Path, client: MlflowClient, version: str) -> None:
         file.write(b"damaged")
 
 
-def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_says_why(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_has_the_reason(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
     for run_id in ("one", "two", "three"):
-        do_register(stages(), run_of(workspace, run_id))
+        register_version(stages(), context_of(workspace, run_id))
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
     damage(workspace, client, "2")
-    with running(workspace) as server:
+    with run_server(workspace) as server:
         client.set_registered_model_alias("m", "champion", "2")
         server.wait_for(lambda: "index.faiss" in (server.readiness()["problem"] or ""))
         assert server.predict()["version"] == "1"
@@ -160,65 +166,67 @@ def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_says_w
         assert server.readiness()["problem"] is None
 
 
-def test_a_registry_that_hangs_does_not_delay_the_end(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_registry_that_hangs_does_not_delay_the_end_of_the_server(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
-    is_asked, is_over = threading.Event(), threading.Event()
-    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 10 * PATIENCE_S)
+    register_version(stages(), context_of(workspace, "one"))
+    is_called, may_return = threading.Event(), threading.Event()
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 10 * TIMEOUT_S)
 
     def hang(*_: Any) -> None:
-        is_asked.set()
-        is_over.wait(10 * PATIENCE_S)
+        is_called.set()
+        may_return.wait(10 * TIMEOUT_S)
 
-    with running(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
+    with run_server(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
         assert workers()[0].environ()["OMP_NUM_THREADS"] == "1"
         monkeypatch.setattr(registry_champion, "version_number_by_alias", hang)
-        assert is_asked.wait(PATIENCE_S)
+        assert is_called.wait(TIMEOUT_S)
         server.end()  # fails if the command waits for the registry
-    is_over.set()
+    may_return.set()
 
 
 def test_a_registry_whose_disk_is_full_does_not_end_the_server(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
 
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with running(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
+    with run_server(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
         monkeypatch.setattr(registry_champion, "version_number_by_alias", fail)
         server.wait_for(lambda: "grow" in (server.readiness()["registry"]["problem"] or ""))
         assert server.predict()["version"] == "1"
 
 
-def test_without_a_champion_or_with_a_used_port_the_start_ends_with_a_sentence(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_start_without_a_champion_with_a_used_port_or_with_a_short_token_fails(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StageError, match="has no version with the alias champion; register one"), running(workspace):
+    with pytest.raises(StageError, match="has no version with the alias champion; register one"), run_server(workspace):
         pass
-    do_register(stages(), run_of(workspace, "one"))
-    with running(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
+    register_version(stages(), context_of(workspace, "one"))
+    with run_server(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1 port {port}"):
             serve(ServeConfig(port=port), workspace, model_name="m", stop_event=threading.Event())
     monkeypatch.setenv("NIGHTJAR_SERVE_TOKEN", "short")
-    with pytest.raises(InputError, match="must have at least 16 ASCII characters"), running(workspace):
+    with pytest.raises(InputError, match="must have at least 16 ASCII characters"), run_server(workspace):
         pass
 
 
-def test_open_requests_are_answered_before_the_end(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+def test_open_requests_are_answered_before_a_worker_ends(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+) -> None:
+    register_version(stages(), context_of(workspace, "one"))
     config = CONFIG.model_copy(update={"workers": 1, "max_wait_ms": 800.0})
     statuses: list[int] = []
-    with running(workspace, config) as server:
-        rows = {"rows": [{"user_id": "user-0"}]}
-        post = threading.Thread(
-            target=lambda: statuses.append(httpx.post(f"{server.url}/recommend", json=rows, timeout=30).status_code)
+    with run_server(workspace, config) as server:
+        request = {"rows": [{"user_id": "user-0"}]}
+        post_thread = threading.Thread(
+            target=lambda: statuses.append(httpx.post(f"{server.url}/recommend", json=request, timeout=30).status_code)
         )
-        post.start()
-        time.sleep(0.3)
+        post_thread.start()
+        time.sleep(0.3)  # the worker waits up to 0.8 s for more requests before it answers
         os.kill(workers()[0].pid, signal.SIGTERM)
-        post.join()
+        post_thread.join()
     assert statuses == [200]

@@ -1,4 +1,4 @@
-"""Stage `check_data`: the previous run that it compares with, logging to MLflow, and violated limits."""
+"""Stage `check_data`: violated limits, the run that the data is compared with, and logging to MLflow."""
 
 import logging
 from pathlib import Path
@@ -23,18 +23,19 @@ from tests.tasks.unhealthy_servers import silent
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace that receives the Prefect artifacts of the stage as files."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(data_report, "show_markdown", lambda context, name, words: (tmp_path / f"{name}.md").write_text(words))
+    monkeypatch.setattr(data_report, "show_markdown", lambda context, name, text: (tmp_path / f"{name}.md").write_text(text))
     return tmp_path
 
 
 @pytest.fixture
-def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_mlflow(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_report, "log_data_report_or_warn", lambda context, report: None)
 
 
-def check(workspace: Path, day: int, *, num_events: int, **limits: Any) -> DataReportManifest:
-    """Run the stage in the run of November `day`, for a log of `num_events` training events on successive days."""
+def check_data(workspace: Path, day: int, *, num_events: int, **limits: Any) -> DataReportManifest:
+    """Execute the stage in the run of 2026-11-`day`. The log has one training event on each of `num_events` days."""
     run = Run(f"202611{day}-020000-aaaa", workspace=workspace)
     log = [([(0, event_day * DAY_US) for event_day in range(num_events)], [], [(0, 99 * DAY_US)])]
     interactions = interactions_of(run.stage_folder(InteractionsManifest), log, item_ids=[7])
@@ -46,58 +47,60 @@ def check(workspace: Path, day: int, *, num_events: int, **limits: Any) -> DataR
     return manifest
 
 
-def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:
+def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, no_mlflow: None) -> None:
     with pytest.raises(InputError) as caught:
-        check(workspace, 20, num_events=4, min_train_events=5, min_item_vector_share=0.5)
+        check_data(workspace, 20, num_events=4, min_train_events=5, min_item_vector_share=0.5)
     message = str(caught.value)
-    page = workspace / "runs" / "20261120-020000-aaaa" / "check_data" / "report.html"
+    page_path = workspace / "runs" / "20261120-020000-aaaa" / "check_data" / "report.html"
     assert "- training events: 4, but data_report.min_train_events requires at least 5\n" in message
     assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share requires at least 50 %\n" in message
-    assert f"see {page}" in message and "--resume 20261120-020000-aaaa" in message
-    assert page.is_file() and "**2 limits violated**" in (workspace / "data-report.md").read_text()
+    assert f"see {page_path}" in message and "--resume 20261120-020000-aaaa" in message
+    assert page_path.is_file() and "**2 limits violated**" in (workspace / "data-report.md").read_text()
 
 
-def test_by_default_too_few_test_users_end_the_run(workspace: Path, untracked: None) -> None:
+def test_by_default_too_few_test_users_end_the_run(workspace: Path, no_mlflow: None) -> None:
     with pytest.raises(InputError, match=r"users with a test event: 1, but data_report\.min_test_users requires at least 50"):
-        check(workspace, 20, num_events=4, min_test_users=DataReportConfig().min_test_users)
+        check_data(workspace, 20, num_events=4, min_test_users=DataReportConfig().min_test_users)
     assert "| users with a test event | 1 |" in (workspace / "data-report.md").read_text()
 
 
-def test_a_resumed_run_with_a_relaxed_limit_continues(workspace: Path, untracked: None) -> None:
+def test_a_resumed_run_with_a_relaxed_limit_continues(workspace: Path, no_mlflow: None) -> None:
     with pytest.raises(InputError):
-        check(workspace, 20, num_events=4, min_train_events=5)
+        check_data(workspace, 20, num_events=4, min_train_events=5)
     with pytest.raises(InputError):
-        check(workspace, 20, num_events=4, min_train_events=5)
-    assert check(workspace, 20, num_events=4).breaches == ()
+        check_data(workspace, 20, num_events=4, min_train_events=5)
+    assert check_data(workspace, 20, num_events=4).breaches == ()
 
 
-def test_later_runs_are_not_compared_with_a_run_that_violated_a_limit(workspace: Path, untracked: None) -> None:
-    assert check(workspace, 20, num_events=40).compared_with is None
-    for day in (21, 22):  # compared with day 21, day 22 would pass
+def test_later_runs_are_not_compared_with_a_run_that_violated_a_limit(workspace: Path, no_mlflow: None) -> None:
+    assert check_data(workspace, 20, num_events=40).compared_with is None
+    for day in (21, 22):  # day 22 would pass if it were compared with day 21
         with pytest.raises(InputError, match="drop of training events since the previous run: 90 %"):
-            check(workspace, day, num_events=4)
-    assert check(workspace, 23, num_events=30).compared_with == "20261120-020000-aaaa"
+            check_data(workspace, day, num_events=4)
+    assert check_data(workspace, 23, num_events=30).compared_with == "20261120-020000-aaaa"
 
 
-def test_page_and_metrics_are_logged_to_mlflow_also_when_a_limit_is_violated(workspace: Path) -> None:
-    check(workspace, 20, num_events=10)
+def test_page_and_metrics_are_logged_to_mlflow_even_if_a_limit_is_violated(workspace: Path) -> None:
+    check_data(workspace, 20, num_events=10)
     with pytest.raises(InputError):
-        check(workspace, 21, num_events=10, min_train_events=11)
+        check_data(workspace, 21, num_events=10, min_train_events=11)
     client = connect(workspace)
     for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
-        logged = client.get_run(open_run(client, StageContext(Run(run_id, workspace=workspace), experiment="tests")))
-        assert (logged.data.metrics["data/breaches"], logged.info.status) == (breaches, status)
-        assert logged.data.metrics["data/train_events"] == 10
-        assert [file.path for file in client.list_artifacts(logged.info.run_id, "data_report")] == ["data_report/report.html"]
+        mlflow_run = client.get_run(open_run(client, StageContext(Run(run_id, workspace=workspace), experiment="tests")))
+        assert (mlflow_run.data.metrics["data/breaches"], mlflow_run.info.status) == (breaches, status)
+        assert mlflow_run.data.metrics["data/train_events"] == 10
+        assert [file.path for file in client.list_artifacts(mlflow_run.info.run_id, "data_report")] == [
+            "data_report/report.html"
+        ]
 
 
-def test_an_outage_of_mlflow_is_a_warning_and_the_run_continues(
+def test_an_outage_of_mlflow_causes_a_warning_and_the_run_continues(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # a port without a server
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
-    assert check(workspace, 20, num_events=10).breaches == ()
+    assert check_data(workspace, 20, num_events=10).breaches == ()
     assert (
         "could not log the data report to MLflow; it will be logged at registration (MLflow at http://127.0.0.1:9"
         in caplog.text
@@ -111,6 +114,6 @@ def test_a_tracking_server_that_never_answers_delays_the_run_by_a_bounded_time(
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     with silent() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        assert check(workspace, 20, num_events=10).breaches == ()
+        assert check_data(workspace, 20, num_events=10).breaches == ()
     assert "could not log the data report to MLflow; it will be logged at registration" in caplog.text
     assert "no answer within 0.5 s" in caplog.text

@@ -1,4 +1,4 @@
-"""The ingest stages in order, with vectors from files and from the log."""
+"""The ingest stages with item vectors from files and from the log."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tasks.runs.run import Run
 from tasks.stages.data_stages import ingest
 
 
-def test_vectors_from_the_log_are_a_stage_after_the_ingest_and_part_of_the_dataset(tmp_path: Path) -> None:
+def test_with_vectors_from_the_log_the_dataset_has_a_vector_for_each_trained_item(tmp_path: Path) -> None:
     generate(tmp_path / "data", num_users=300, num_items=80, num_events=4_000, num_cold_items=10)
     settings = {
         "interactions": {"paths": str(tmp_path / "data/interactions/*.parquet"), "timestamp_column": "timestamp"},
@@ -32,7 +32,7 @@ def test_vectors_from_the_log_are_a_stage_after_the_ingest_and_part_of_the_datas
     assert (spec.tables["item"].dim, spec.tables["item"].pretrained) == (16, True)
 
 
-def test_without_such_an_entry_the_stage_has_no_result(tmp_path: Path) -> None:
+def test_with_vectors_from_files_the_dataset_has_no_vectors_from_the_log(tmp_path: Path) -> None:
     generate(tmp_path / "data", num_users=300, num_items=80, num_events=4_000, num_cold_items=10)
     settings = {
         "interactions": {"paths": str(tmp_path / "data/interactions/*.parquet"), "timestamp_column": "timestamp"},

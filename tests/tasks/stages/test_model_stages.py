@@ -1,4 +1,4 @@
-"""The champion that a run starts from, read once from a real MLflow and saved, and the report of the indexes."""
+"""The champion that a run starts from, read from a real MLflow, and the warning about an index with a low recall."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def run(workspace: Path) -> Run:
 
 @pytest.fixture(autouse=True)
 def every_run_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace has all stages of every run."""
+    """Open a champion as if the workspace had all stages of every run."""
     monkeypatch.setattr(
         Champion, "open", lambda run_id, *, export_folder, **_: SimpleNamespace(run_id=run_id, export=export_folder)
     )
@@ -34,19 +34,19 @@ def every_run_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def set_champion(workspace: Path) -> Callable[[str], None]:
-    """Register a version of a run and make it champion of the model "shop"."""
+    """A function that registers a version of a run and makes this version champion of the model "shop"."""
     client = connect(workspace)
 
-    def register(run_id: str) -> None:
+    def register_champion(run_id: str) -> None:
         if not client.search_registered_models():
             client.create_registered_model("shop")
         version = client.create_model_version("shop", f"file://{workspace}/model", tags={RUN_ID_TAG: run_id})
         client.set_registered_model_alias("shop", "champion", version.version)
 
-    return register
+    return register_champion
 
 
-def test_a_first_run_is_a_full_training_and_stays_one_when_it_is_resumed(
+def test_a_first_run_has_no_starting_champion_even_if_it_is_resumed_after_a_promotion(
     run: Run, set_champion: Callable[[str], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
@@ -68,7 +68,7 @@ def test_a_resumed_run_starts_from_the_champion_that_it_began_with(run: Run, set
     assert json.loads((run.folder / CHAMPION_FILE_NAME).read_bytes()) == {"run_id": "first"}
 
 
-def test_a_champion_whose_stages_are_gone_means_a_full_training_and_one_line_in_the_log(
+def test_a_run_does_not_start_from_a_champion_whose_stages_are_missing_and_logs_this_once(
     run: Run, set_champion: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_champion("removed")
@@ -76,8 +76,8 @@ def test_a_champion_whose_stages_are_gone_means_a_full_training_and_one_line_in_
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="nightjar"):
         assert starting_champion("shop", run=run) is None
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
-    assert line.startswith("full training: stages of run removed, which trained the champion, are missing in ")
+    (log_line,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
+    assert log_line.startswith("full training: stages of run removed, which trained the champion, are missing in ")
 
 
 def test_an_index_below_the_recall_target_is_a_warning_in_the_log_and_in_the_summary(
@@ -85,13 +85,13 @@ def test_an_index_below_the_recall_target_is_a_warning_in_the_log_and_in_the_sum
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     context = StageContext(run)
-    vectors = np.random.default_rng(0).normal(size=(500, 8))
-    queries = {"test": (range(40), vectors[:40])}
-    context.results.add(export_stage(context.folder(ExportManifest), item_vectors=vectors, queries=queries))
+    vector_ID = np.random.default_rng(0).normal(size=(500, 8))
+    queries = {"test": (range(40), vector_ID[:40])}
+    context.results.add(export_stage(context.folder(ExportManifest), item_vectors=vector_ID, queries=queries))
     config = IndexConfig.model_validate({"served": {"kind": "ivf_pq", "pq_m": 1, "pq_nbits": 1}, "recall_target": 0.9})
     manifest = build_index(context, config)
     assert manifest is not None
-    warning, line = (record.getMessage() for record in caplog.records if record.name == "nightjar")
+    warning, summary = (record.getMessage() for record in caplog.records if record.name == "nightjar")
     assert warning == f"index: {manifest.warning}"
-    assert ", below the target of 0.9, " in line
+    assert ", below the target of 0.9, " in summary
     assert (run.folder / "indexes.png").stat().st_size > 0

@@ -1,4 +1,4 @@
-"""Registration of real packages on a real sqlite MLflow; tests of the subprocess start a real one."""
+"""Registration of real packages on a real sqlite MLflow, in most tests without a process for the smoke test."""
 
 import json
 import re
@@ -24,30 +24,30 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of, list_releases
 from tasks.stages.registration import verdict_page
 from tests.tasks.conftest import NUM_ITEMS, STEPS, Stages
-from tests.tasks.registration import aliases, do_register, run_of, version_tags
+from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
 
 BuildStages = Callable[..., Stages]
 
 
 def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, stages: BuildStages) -> None:
-    registration = do_register(stages(), run_of(workspace, "one"))
+    registration = register_version(stages(), context_of(workspace, "one"))
     assert (registration.version, registration.alias, registration.promoted, registration.reasons) == (
         "1",
         "champion",
         True,
         ("there was no champion",),
     )
-    exact = stages().evaluation.metrics
-    for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # INT8 moves a score, not a cluster
-        assert registration.metrics[f"served/{name}"] == pytest.approx(exact[f"test/{name}"], abs=0.15)
+    exact_metrics = stages().evaluation.metrics
+    for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # INT8 vectors change the order within a cluster only
+        assert registration.metrics[f"served/{name}"] == pytest.approx(exact_metrics[f"test/{name}"], abs=0.15)
     assert registration.metrics["served/recall@20"] > 0.5
 
     client = connect(workspace)
     champion = champion_of(client, "m")
     assert champion is not None and str(champion.version) == "1"
     mlflow_run = client.get_run(registration.mlflow_run_id)
-    names = {file.path for file in client.list_artifacts(registration.mlflow_run_id)}
-    assert names == {
+    artifact_names = {file.path for file in client.list_artifacts(registration.mlflow_run_id)}
+    assert artifact_names == {
         "config.yaml",
         "plan.json",
         "data_fingerprints.json",
@@ -57,12 +57,12 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
         "recall.png",
         "indexes.png",
     }
-    assert mlflow_run.data.metrics["test/recall_at_20"] == exact["test/recall@20"]
+    assert mlflow_run.data.metrics["test/recall_at_20"] == exact_metrics["test/recall@20"]
     source = client.get_model_version("m", "1").source
     assert source is not None
     model = client.get_logged_model(source.removeprefix("models:/"))
     assert (model.name, model.status, model.params) == ("retriever", "READY", {"name": "tests"})
-    assert {metric.key: metric.value for metric in model.metrics}["test/recall_at_20"] == exact["test/recall@20"]
+    assert {metric.key: metric.value for metric in model.metrics}["test/recall_at_20"] == exact_metrics["test/recall@20"]
     assert {metric.step for metric in client.get_metric_history(registration.mlflow_run_id, "train/loss")} == set(STEPS)
     assert [entry.dataset.name for entry in mlflow_run.inputs.dataset_inputs] == ["interactions"]
     (release,) = list_releases(client, "m")
@@ -70,30 +70,30 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
     assert release["metrics"] == registration.metrics
     card = client.get_model_version("m", "1").description
     assert "\n\n270 events, 30 users, 120 items; 180 training events; 30 test users." in card
-    assert f"| model | {exact['test/recall@20']:.4f}" in card
+    assert f"| model | {exact_metrics['test/recall@20']:.4f}" in card
     assert "| popularity |" in card
     run_link = f"[MLflow run](#/experiments/{mlflow_run.info.experiment_id}/runs/{registration.mlflow_run_id})"
     assert card.endswith(f"Run one: {run_link}")
 
 
-def test_the_logged_model_has_its_own_code_and_no_pickle(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+def test_the_logged_model_contains_its_code_and_no_pickle_file(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+    register_version(stages(), context_of(workspace, "one"))
     (model,) = (workspace / "mlartifacts" / "models").iterdir()
     files = {str(path.relative_to(model / "artifacts")) for path in model.rglob("*") if path.is_file()}
     files.discard(f"__pycache__/pyfunc_model.{sys.implementation.cache_tag}.pyc")  # written by Python when it loads the model
     assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pt", ".pyc"))]
     assert {"pyfunc_model.py", "code/recsys_core/serving/retriever.py"} <= files
-    required = (model / "artifacts" / "requirements.txt").read_text().split()
-    assert all("==" in line for line in required)
-    assert any(line.startswith("faiss-") for line in required)
+    requirements = (model / "artifacts" / "requirements.txt").read_text().split()
+    assert all("==" in line for line in requirements)
+    assert any(line.startswith("faiss-") for line in requirements)
 
 
 def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_page(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    new_registration = do_register(stages(), run_of(workspace, "one"))
+    new_registration = register_version(stages(), context_of(workspace, "one"))
     page = verdict_page(new_registration, evaluation=stages().evaluation, data_report=stages().data_report)
     assert page.startswith("## m version 1 is champion\n\nthere was no champion\n\n")
     (decision_path,) = re.findall(r"All comparisons: `(.*)`", page)
@@ -101,80 +101,82 @@ def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_pag
 
 
 def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
     monkeypatch.setattr(publishers.PrefectEvents, "publish", lambda _, change: changes.append(change))
-    do_register(stages(), run_of(workspace, "one"))
-    worse_registration = do_register(stages(confused=True), run_of(workspace, "two"))
+    register_version(stages(), context_of(workspace, "one"))
+    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "two"))
     assert (worse_registration.version, worse_registration.alias, worse_registration.promoted) == ("2", "challenger", False)
     assert worse_registration.metrics["served/recall@20"] < worse_registration.metrics["champion/recall@20"]
     assert "less than 0.98 times the" in worse_registration.reasons[0]
     client = connect(workspace)
-    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     assert version_tags(client, "2")["nightjar.reasons"] == worse_registration.reasons[0]
 
-    same_registration = do_register(stages(), run_of(workspace, "three"))
-    assert (same_registration.version, same_registration.alias) == ("3", "champion")
-    assert aliases(client) == {"champion": "3", "challenger": "2"}
+    equal_registration = register_version(stages(), context_of(workspace, "three"))
+    assert (equal_registration.version, equal_registration.alias) == ("3", "champion")
+    assert version_by_alias(client) == {"champion": "3", "challenger": "2"}
     assert [(change.alias, change.old_version, change.new_version) for change in changes] == [
         ("champion", None, "1"),
         ("challenger", None, "2"),
         ("champion", "1", "3"),
     ]
-    assert predicted_here == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
+    assert predicted_uris == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
 
 
-@pytest.mark.parametrize("killed_after", ["the alias", "the version"])
-def test_a_run_killed_while_it_registers_finds_its_version_again(
-    workspace: Path, stages: BuildStages, predicted_here: list[str], killed_after: str
+@pytest.mark.parametrize("last_step", ["the alias is set", "the version is created"])
+def test_a_run_that_was_killed_while_it_registered_continues_with_its_version(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], last_step: str
 ) -> None:
-    do_register(stages(confused=True), run_of(workspace, "zero"))
-    undisturbed = do_register(stages(), run_of(workspace, "one"))
-    context, client = run_of(workspace, "one"), connect(workspace)
+    register_version(stages(shuffled=True), context_of(workspace, "zero"))
+    registration = register_version(stages(), context_of(workspace, "one"))
+    context, client = context_of(workspace, "one"), connect(workspace)
     shutil.rmtree(context.folder(RegistrationManifest))
-    if killed_after == "the version":
+    if last_step == "the version is created":
         client.set_registered_model_alias("m", "champion", "1")
         for tag in version_tags(client, "2"):
             if tag not in ("nightjar.run_id", "nightjar.package", "nightjar.package_sha256"):
                 client.delete_model_version_tag("m", "2", tag)
-    repeated = do_register(stages(), context)
-    assert repeated.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
+    repeated_registration = register_version(stages(), context)
+    assert repeated_registration.model_dump(exclude={"seconds", "files"}) == registration.model_dump(
+        exclude={"seconds", "files"}
+    )
     assert len(client.search_model_versions("name = 'm'")) == 2
-    assert aliases(client)["champion"] == "2"
+    assert version_by_alias(client)["champion"] == "2"
 
 
 def test_a_run_killed_before_it_created_a_version_leaves_no_model_without_a_version(
-    workspace: Path, stages: BuildStages, predicted_here: list[str]
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:
-    context, client = run_of(workspace, "one"), connect(workspace)
-    do_register(stages(), context)
+    context, client = context_of(workspace, "one"), connect(workspace)
+    register_version(stages(), context)
     shutil.rmtree(context.folder(RegistrationManifest))
-    client.delete_model_version("m", "1")  # the logged model stays, as after a kill
-    registration = do_register(stages(), context)
+    client.delete_model_version("m", "1")  # keeps the logged model, as a kill does
+    registration = register_version(stages(), context)
     (model_file,) = (workspace / "mlartifacts" / "models").glob("*/artifacts/MLmodel")
     assert client.get_model_version("m", registration.version).source == f"models:/{model_file.parents[1].name}"
 
 
-def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
-    first = do_register(stages(), run_of(workspace, "one"))
-    assert do_register(stages(), run_of(workspace, "one")) == first
-    assert len(predicted_here) == 1
+def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, predicted_uris: list[str]) -> None:
+    registration = register_version(stages(), context_of(workspace, "one"))
+    assert register_version(stages(), context_of(workspace, "one")) == registration
+    assert len(predicted_uris) == 1
 
 
-def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
+def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_a_tag_with_the_reason(
     workspace: Path, stages: BuildStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
         return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
-    context = run_of(workspace, "one")
+    context = context_of(workspace, "one")
     with pytest.raises(StageError, match="600 items that are not in the catalogue"):
-        do_register(stages(), context)
+        register_version(stages(), context)
     client = connect(workspace)
     assert version_tags(client, "1")["nightjar.smoke"].startswith("failed: models:/m/1: the smoke test found")
-    assert aliases(client) == {}
+    assert version_by_alias(client) == {}
     assert not context.folder(RegistrationManifest).exists()
     with pytest.raises(InputError, match="has no champion"):
         load_version(workspace, model_name="m")
@@ -182,8 +184,8 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
 
 def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(workspace: Path, stages: BuildStages) -> None:
     sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
-    error = pytest.raises(StageError, match=r"models:/absent/1: could not be downloaded: MlflowException: .*absent")
-    with ModelProcess() as process, error:
+    raises_error = pytest.raises(StageError, match=r"models:/absent/1: could not be downloaded: MlflowException: .*absent")
+    with ModelProcess() as process, raises_error:
         version_tester.predict_in_subprocess(
             sample,
             model_uri="models:/absent/1",
@@ -194,17 +196,21 @@ def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(work
         )
 
 
-def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
-    do_register(stages(), run_of(workspace, "one"))
+def test_the_logged_model_reads_and_returns_the_ids_of_the_log(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+) -> None:
+    register_version(stages(), context_of(workspace, "one"))
     model = mlflow.pyfunc.load_model("models:/m@champion")
     users = pd.DataFrame({"user_id": ["user-0", "user-1"]})
-    first = model.predict(users, params={"k": 3})
-    assert [len(answer["item_ids"]) for answer in first] == [3, 3]
-    assert all(type(item) is int and 5000 <= item < 5000 + 3 * NUM_ITEMS for answer in first for item in answer["item_ids"])
-    json.dumps(first)  # plain numbers, so that a server can send them
+    answers_for_users = model.predict(users, params={"k": 3})
+    assert [len(answer["item_ids"]) for answer in answers_for_users] == [3, 3]
+    assert all(
+        type(item) is int and 5000 <= item < 5000 + 3 * NUM_ITEMS for answer in answers_for_users for item in answer["item_ids"]
+    )
+    json.dumps(answers_for_users)  # plain numbers, so that a server can send them
     assert [len(answer["item_ids"]) for answer in model.predict(users)] == [10, 10]
-    histories = users.assign(history=[first[1]["item_ids"], None])
+    histories = users.assign(history=[answers_for_users[1]["item_ids"], None])
     answers = model.predict(histories, params={"k": 3})
-    assert answers[1] == first[1]
-    assert answers[0] != first[0]
+    assert answers[1] == answers_for_users[1]
+    assert answers[0] != answers_for_users[0]
     assert not set(answers[0]["item_ids"]) & set(histories["history"][0])

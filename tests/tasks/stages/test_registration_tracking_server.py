@@ -9,17 +9,17 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of
 from tests.drills.restartable_server import mlflow_server, running
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import do_register, run_of
+from tests.tasks.registration import context_of, register_version
 
 
 @pytest.mark.drill
 def test_a_version_is_registered_tested_and_promoted_on_a_server(
     tmp_path: Path, stages: Callable[..., Stages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = run_of(tmp_path / "workspace", "one")
+    context = context_of(tmp_path / "workspace", "one")
     with running(mlflow_server(tmp_path)) as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.address)
-        registration = do_register(stages(), context)
+        registration = register_version(stages(), context)
         assert (registration.version, registration.alias) == ("1", "champion")
         champion = champion_of(connect(context.run.workspace), "m")
         assert champion is not None and str(champion.version) == "1"

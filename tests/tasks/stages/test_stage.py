@@ -1,4 +1,4 @@
-"""Stages as Prefect tasks: their log lines, skipped stages, and the end of a run at `until`."""
+"""Stages as Prefect tasks: their results and log lines, skipped stages, and the end of a run after the stage `until`."""
 
 import logging
 import re
@@ -16,6 +16,7 @@ from tests.recsys_core.manifests.committed_stage import commit_stage
 
 @stage(PlanManifest)
 def plan_stage(context: StageContext, *, is_skipped: bool = False) -> tuple[PlanManifest | None, str]:
+    """Commit a plan, unless the stage is skipped, and return it with a summary for the log."""
     if is_skipped:
         return None, "nothing to plan"
     folder = context.folder(PlanManifest)
@@ -50,6 +51,6 @@ def test_a_run_stops_after_its_last_stage_and_keeps_the_manifest_of_this_stage(t
     plan_stage(context_of(tmp_path, until="train"))
 
 
-def test_a_stage_without_its_input_is_an_error_that_names_the_missing_stage(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_input_names_the_stage_that_creates_it(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="the run has no completed stage ingest_interactions"):
         _ = context_of(tmp_path).dataset

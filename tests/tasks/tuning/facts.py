@@ -1,4 +1,4 @@
-"""Facts about logs of three kinds."""
+"""Facts about five kinds of logs: sparse or dense, with or without an order of events, item features and vectors."""
 
 from tasks.tuning.suggestions import DataFacts
 

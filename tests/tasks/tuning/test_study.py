@@ -1,4 +1,4 @@
-"""A tuning study: the trials after an interruption, their order, and the files that remain after a trial."""
+"""A tuning study: its trials after an interruption, their order, when a trial is pruned, and which files are kept."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -25,11 +25,11 @@ CONFIG = TuningConfig(
 )
 
 
-def test_a_study_that_is_interrupted_in_each_trial_tries_the_settings_of_an_undisturbed_one(tmp_path: Path) -> None:
-    def tries(folder: Path, *, reopen: bool) -> list[dict[str, Any]]:
+def test_a_study_that_is_interrupted_in_each_trial_has_the_same_settings_as_an_uninterrupted_study(tmp_path: Path) -> None:
+    def settings_of_trials(folder: Path, *, is_interrupted: bool) -> list[dict[str, Any]]:
         study = open_study(CONFIG, folder=folder)
-        for number in range(12):  # from the eleventh trial on the settings depend on the earlier results
-            if reopen:
+        for number in range(12):  # the settings of trials 10 and 11 depend on earlier results
+            if is_interrupted:
                 start_trial(study, CONFIG)  # and is interrupted
                 study = open_study(CONFIG, folder=folder)
             trial = start_trial(study, CONFIG)
@@ -37,14 +37,14 @@ def test_a_study_that_is_interrupted_in_each_trial_tries_the_settings_of_an_undi
             study.tell(trial, 1 / (1 + number))
         return [trial.settings for trial in finished_trials(study)]
 
-    undisturbed = tries(tmp_path / "one", reopen=False)
-    assert tries(tmp_path / "two", reopen=True) == undisturbed
-    assert all(settings["layers"] in ([64], [64, 32], None) for settings in undisturbed)
-    assert {settings["length"] for settings in undisturbed} <= {4, 8, 12, 16, 20}
-    assert len({settings["rate"] for settings in undisturbed}) == 12
+    expected_settings = settings_of_trials(tmp_path / "one", is_interrupted=False)
+    assert settings_of_trials(tmp_path / "two", is_interrupted=True) == expected_settings
+    assert all(settings["layers"] in ([64], [64, 32], None) for settings in expected_settings)
+    assert {settings["length"] for settings in expected_settings} <= {4, 8, 12, 16, 20}
+    assert len({settings["rate"] for settings in expected_settings}) == 12
 
 
-def test_the_first_trials_have_the_given_settings_and_later_ones_are_drawn(tmp_path: Path) -> None:
+def test_the_first_trials_have_the_given_settings_and_later_trials_have_sampled_settings(tmp_path: Path) -> None:
     first_settings = [{"layers": None, "rate": 0.05, "length": 12}, {"layers": [64, 32], "rate": 0.1, "length": 20}]
     study = open_study(CONFIG, folder=tmp_path / "study")
     for number in range(4):
@@ -58,29 +58,31 @@ def test_the_first_trials_have_the_given_settings_and_later_ones_are_drawn(tmp_p
 
 def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_continues_it(tmp_path: Path) -> None:
     study = open_study(CONFIG, folder=tmp_path / "study")
-    epochs: list[int] = []
+    trained_epochs: list[int] = []
 
     def train(on_progress: Callable[[Progress], None]) -> Any:
-        numbers: dict[str, Any] = {"loss": 1.0, "learning_rate": 0.1, "samples_per_s": 1.0}
+        other_fields: dict[str, Any] = {"loss": 1.0, "learning_rate": 0.1, "samples_per_s": 1.0}
         for epoch in (1, 2, 3):
-            epochs.append(epoch)
-            on_progress(Progress(step=epoch, total_steps=3, epoch=epoch, validation={"ndcg@10": 0.1}, **numbers))
+            trained_epochs.append(epoch)
+            on_progress(Progress(step=epoch, total_steps=3, epoch=epoch, validation={"ndcg@10": 0.1}, **other_fields))
         return Mock(validation={"ndcg@10": 0.1})
 
-    def run(*, deadline: float) -> int:
+    def run_next_trial(*, deadline: float) -> int:
+        """Run a trial until the deadline (time.monotonic) and return its number."""
         trial, folder = start_trial(study, CONFIG), tmp_path / "trial"
         (folder / "train.work").mkdir(parents=True, exist_ok=True)
         (folder / "train.work" / "weights").touch()
         run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline_s=deadline, folder=folder, label="1")
         return trial.number
 
-    assert run(deadline=0) == 0 and epochs == [1, 2, 3]  # the first trial ends, so that there is a result
-    epochs.clear()
+    # The first trial ignores the deadline, so that the study has a result.
+    assert run_next_trial(deadline=0) == 0 and trained_epochs == [1, 2, 3]
+    trained_epochs.clear()
     with pytest.raises(BudgetSpent):
-        run(deadline=0)
-    assert epochs == [1] and (tmp_path / "trial" / "train.work" / "weights").exists()
+        run_next_trial(deadline=0)
+    assert trained_epochs == [1] and (tmp_path / "trial" / "train.work" / "weights").exists()
     assert [trial.number for trial in finished_trials(study)] == [0]
-    assert run(deadline=inf) == 1
+    assert run_next_trial(deadline=inf) == 1
     assert [trial.ending for trial in finished_trials(study)] == ["complete", "complete"]
 
 
@@ -102,7 +104,7 @@ def test_a_complete_trial_ranks_before_a_pruned_one_with_a_better_metric(tmp_pat
     assert trials[-1].reason == "the loss is nan"
 
 
-def test_the_history_is_plotted_before_and_after_the_first_complete_trial(tmp_path: Path) -> None:
+def test_the_history_can_be_plotted_before_and_after_the_first_complete_trial(tmp_path: Path) -> None:
     study = open_study(CONFIG, folder=tmp_path / "study")
     fail_trial(study, start_trial(study, CONFIG), reason="the loss is nan")
     for name in ("failed.png", "complete.png"):
@@ -111,49 +113,52 @@ def test_the_history_is_plotted_before_and_after_the_first_complete_trial(tmp_pa
         study.tell(start_trial(study, CONFIG), 0.2)
 
 
-def test_a_trial_ends_after_1_2_or_4_epochs_unless_it_is_in_the_better_half(tmp_path: Path) -> None:
+def test_a_trial_is_pruned_after_1_2_or_4_epochs_unless_it_is_in_the_better_half(tmp_path: Path) -> None:
     study = open_study(CONFIG, folder=tmp_path / "study")
 
-    def run(values: Sequence[float]) -> tuple[str, int]:
-        """Return how a trial with these metrics ends, and its number of epochs."""
+    def run_trial_with_metrics(metric_by_epoch: Sequence[float]) -> tuple[str, int]:
+        """Run a trial that measures these metrics. Return how the trial ends, and its number of epochs."""
 
         def train(on_progress: Callable[[Progress], None]) -> Any:
-            for epoch, value in enumerate(values, start=1):
-                numbers: dict[str, Any] = {"loss": 1.0, "learning_rate": 0.1, "samples_per_s": 1.0}
+            for epoch, value in enumerate(metric_by_epoch, start=1):
+                other_fields: dict[str, Any] = {"loss": 1.0, "learning_rate": 0.1, "samples_per_s": 1.0}
                 on_progress(
-                    Progress(step=epoch, total_steps=len(values), epoch=epoch, validation={"ndcg@10": value}, **numbers)
+                    Progress(
+                        step=epoch, total_steps=len(metric_by_epoch), epoch=epoch, validation={"ndcg@10": value}, **other_fields
+                    )
                 )
-            return Mock(validation={"ndcg@10": max(values)})
+            return Mock(validation={"ndcg@10": max(metric_by_epoch)})
 
         trial = start_trial(study, CONFIG)
         folder = tmp_path / f"{trial.number}"
         run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline_s=inf, folder=folder, label="1")
-        (finished,) = [result for result in finished_trials(study) if result.number == trial.number]
-        return finished.ending, len(finished.epochs)
+        (finished_trial,) = [result for result in finished_trials(study) if result.number == trial.number]
+        return finished_trial.ending, len(finished_trial.epochs)
 
-    assert run([0.5, 0.5, 0.5, 0.5, 0.5]) == ("complete", 5)
-    assert run([0.1, 0.1, 0.1, 0.1, 0.1]) == ("complete", 5)  # the second of two trials that are never pruned
-    assert run([0.2, 0.9, 0.9, 0.9, 0.9]) == ("pruned", 1)
-    assert run([0.6, 0.2, 0.9, 0.9, 0.9]) == ("pruned", 2)
-    assert run([0.6, 0.6, 0.6, 0.4, 0.9]) == ("pruned", 4)
-    assert run([0.7, 0.7, 0.1, 0.7, 0.7]) == ("complete", 5)
+    # startup_trials is 2: the first two trials are not pruned.
+    assert run_trial_with_metrics([0.5, 0.5, 0.5, 0.5, 0.5]) == ("complete", 5)
+    assert run_trial_with_metrics([0.1, 0.1, 0.1, 0.1, 0.1]) == ("complete", 5)
+    assert run_trial_with_metrics([0.2, 0.9, 0.9, 0.9, 0.9]) == ("pruned", 1)
+    assert run_trial_with_metrics([0.6, 0.2, 0.9, 0.9, 0.9]) == ("pruned", 2)
+    assert run_trial_with_metrics([0.6, 0.6, 0.6, 0.4, 0.9]) == ("pruned", 4)
+    assert run_trial_with_metrics([0.7, 0.7, 0.1, 0.7, 0.7]) == ("complete", 5)
 
 
-@pytest.mark.parametrize("linked", ["train", "train.work"])
-def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, linked: str) -> None:
+@pytest.mark.parametrize("link_name", ["train", "train.work"])
+def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, link_name: str) -> None:
     def failing_training(**_: Any) -> TrainManifest:
         raise StageError("rank 0 failed")
 
     archive = tmp_path / "archive"
     (archive / "checkpoint").mkdir(parents=True)
-    names = ("metrics.jsonl", "values.npy", "checkpoint/weights.bin")
-    for name in names:
+    file_names = ("metrics.jsonl", "values.npy", "checkpoint/weights.bin")
+    for name in file_names:
         (archive / name).write_bytes(b"precious")
     folder = tmp_path / "trial"
     folder.mkdir()
-    (folder / linked).symlink_to(archive)
+    (folder / link_name).symlink_to(archive)
     study = open_study(CONFIG, folder=tmp_path / "study")
     trial = start_trial(study, CONFIG)
     run_trial.fn(study, trial, failing_training, metric="ndcg@10", startup_trials=3, deadline_s=inf, folder=folder, label="1")
     assert [(trial.ending, trial.reason) for trial in finished_trials(study)] == [("failed", "rank 0 failed")]
-    assert all((archive / name).is_file() for name in names)
+    assert all((archive / name).is_file() for name in file_names)

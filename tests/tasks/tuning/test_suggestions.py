@@ -1,4 +1,4 @@
-"""Suggested settings for logs of several kinds."""
+"""Suggested settings for several kinds of logs, and the facts of a log."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS, S
 
 
 def suggested_settings(facts: DataFacts, **changes: Any) -> dict[str, Any]:
+    """Return the suggested value by setting, for `facts` with some changed fields."""
     return {suggestion.setting: suggestion.value for suggestion in suggestions(facts.model_copy(update=changes))}
 
 
-def test_a_sparse_log_with_order_and_features() -> None:
+def test_a_sparse_log_with_order_and_features_gets_a_history_of_candidate_vectors_and_three_members() -> None:
     expected = {
         "model.temperature": 0.1,
         "model.history.length": 30,
@@ -45,7 +46,7 @@ def test_a_sparse_log_without_order_gets_an_embedding_per_user_and_keeps_the_ite
     assert not {"tables.item.transfer", "model.candidate"} & suggested_settings(SPARSE_IDS, is_ordered=False).keys()
 
 
-def test_a_dense_log_with_order_has_a_higher_temperature_and_a_popularity() -> None:
+def test_a_dense_log_with_order_gets_a_higher_temperature_and_a_popularity_term() -> None:
     suggested = suggested_settings(DENSE_ORDERED)
     assert (suggested["model.temperature"], suggested["model.popularity"]["kind"]) == (0.2, "learned")
     assert (suggested["loss.num_negatives"], suggested["loss.mask_negatives"]) == (2048, "seen")
@@ -74,7 +75,8 @@ def test_a_dense_log_without_order_gets_a_matrix_factorisation_over_the_whole_ca
 def test_a_sparse_log_without_vectors_and_features_gets_vectors_from_the_log() -> None:
     assert suggested_settings(SPARSE_IDS)["embeddings"] == [{"source": "log", "method": "spectral", "dim": 64}]
     assert "embeddings" not in suggested_settings(SPARSE_IDS, is_ordered=False)
-    assert "embeddings" not in suggested_settings(SPARSE_IDS, has_vectors=True)  # of another table
+    # has_vectors is true, but vector_share is 0: the vectors are in another table.
+    assert "embeddings" not in suggested_settings(SPARSE_IDS, has_vectors=True)
     assert not {"embeddings", "model.num_members"} & suggested_settings(DENSE_ORDERED).keys()
 
 
@@ -84,7 +86,7 @@ def test_cold_items_with_vectors_keep_their_vectors() -> None:
     assert "tables.item.transfer" not in suggested_settings(SPARSE)
 
 
-def test_mostly_cold_items_lose_more_offsets_in_the_training_and_choose_the_epoch() -> None:
+def test_the_more_items_are_cold_the_higher_is_the_id_dropout_and_mostly_cold_items_choose_the_epoch() -> None:
     mixed = suggested_settings(SPARSE_UNORDERED, cold_share=0.3, cold_validation_share=0.3, cold_test_share=0.3)
     assert mixed["tables.item.id_dropout"] == 0.1 and "training.validation.candidates" not in mixed
     cold = suggested_settings(SPARSE_UNORDERED, cold_share=1.0, cold_validation_share=1.0, cold_test_share=1.0)
@@ -97,7 +99,7 @@ def test_the_validation_holds_out_items_if_the_test_items_are_cold_and_the_valid
     suggested = suggested_settings(SPARSE_UNORDERED, **shares, is_validation_sampled=True)
     assert suggested["interactions.split.validation_unit"] == "item"
     assert suggested["training.validation.candidates"] == "cold"
-    # Other splits cannot hold out items, and without a cold validation event such a training would fail.
+    # Other splits cannot hold out items, and a validation on cold items would fail without a cold validation event.
     suggested = suggested_settings(SPARSE_UNORDERED, **shares)
     assert not {"interactions.split.validation_unit", "training.validation.candidates"} & suggested.keys()
 
@@ -109,7 +111,7 @@ def test_a_small_dense_log_gets_smaller_batches_and_a_higher_temperature() -> No
 
 
 @pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, SPARSE_UNORDERED, DENSE, DENSE_ORDERED])
-def test_every_setting_is_suggested_once_and_the_search_is_near_its_value(facts: DataFacts) -> None:
+def test_every_setting_is_suggested_once_and_its_value_is_in_the_search_range(facts: DataFacts) -> None:
     suggested = suggestions(facts)
     assert len({suggestion.setting for suggestion in suggested}) == len(suggested)
     for suggestion in suggested:
@@ -118,11 +120,11 @@ def test_every_setting_is_suggested_once_and_the_search_is_near_its_value(facts:
 
 
 @pytest.mark.parametrize("num_events", [1, 10**10])
-def test_the_batch_size_has_bounds(num_events: int) -> None:
+def test_the_batch_size_is_from_256_to_8192(num_events: int) -> None:
     assert 256 <= suggested_settings(SPARSE, num_train_events=num_events)["training.batch_size"] <= 8192
 
 
-def test_facts_of_a_log(tmp_path: Path) -> None:
+def test_the_facts_of_a_small_log_equal_facts_counted_by_hand(tmp_path: Path) -> None:
     log = [([0, 1], [2], [0]), ([0], [], [3]), ([], [], [])]
     facts = DataFacts.of(
         Dataset(write_interactions(tmp_path / "log", user_ids=[1, 2, 3], item_ids=[5, 6, 7, 8], log=log)), TimeSplit()

@@ -17,7 +17,7 @@ PATIENCE_S = 240.0
 
 
 def interrupt_run(
-    file: Path, *arguments: str, has_begun: Callable[[], bool], number: signal.Signals
+    config_path: Path, *arguments: str, has_begun: Callable[[], bool], number: signal.Signals
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     """Start a run, and send the signal to its process group once `has_begun` returns true.
 
@@ -25,7 +25,7 @@ def interrupt_run(
         The ended process, and the seconds between the signal and its end.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", str(file), *arguments],
+        [sys.executable, "-m", "flows.cli", "run", str(config_path), *arguments],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))},
         stdout=subprocess.PIPE,

@@ -90,7 +90,7 @@ def test_a_foreign_host_name_is_rejected(servers: Servers) -> None:
 
 
 def test_doctor_names_the_missing_passwords_and_a_run_with_them_registers_a_version(servers: Servers, tmp_path: Path) -> None:
-    file = write_config(tmp_path)
+    config_path = write_config(tmp_path)
     secrets = ("PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
     environment_without_passwords = {name: value for name, value in servers.environment.items() if name not in secrets}
 
@@ -98,13 +98,13 @@ def test_doctor_names_the_missing_passwords_and_a_run_with_them_registers_a_vers
         command = [*NIGHTJAR, *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
-    doctor = nightjar("doctor", str(file), environment=environment_without_passwords)
+    doctor = nightjar("doctor", str(config_path), environment=environment_without_passwords)
     assert doctor.returncode == 1
     assert "access denied (status 401); set PREFECT_API_AUTH_STRING to user:password" in doctor.stdout
     assert "access denied (status 401); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in doctor.stdout
 
-    run = nightjar("run", str(file), "--json", environment=dict(servers.environment))
+    run = nightjar("run", str(config_path), "--json", environment=dict(servers.environment))
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["model"]["version"] == "1"
-    doctor = nightjar("doctor", str(file), environment=dict(servers.environment))
+    doctor = nightjar("doctor", str(config_path), environment=dict(servers.environment))
     assert "version 3.9.1, with password" in doctor.stdout and "version 3.17.2, with password" in doctor.stdout

@@ -129,10 +129,10 @@ def test_each_automation_delivers_its_alert_for_runs_of_its_pipeline_only(
     folder = tmp_path / "automations"
     shutil.copytree(automations.AUTOMATION_FOLDER, folder)
     for name in ("did-not-start", "overran"):  # Prefect accepts at least 10 s
-        file = folder / f"{name}.yaml"
-        text = file.read_text()
-        file.write_text(text.replace("within: 600", "within: 10").replace("within: 14400", "within: 10"))
-        assert "within: 10\n" in file.read_text()
+        automation_path = folder / f"{name}.yaml"
+        text = automation_path.read_text()
+        automation_path.write_text(text.replace("within: 600", "within: 10").replace("within: 14400", "within: 10"))
+        assert "within: 10\n" in automation_path.read_text()
     monkeypatch.setattr(automations, "AUTOMATION_FOLDER", folder)
     names = create_automations(client, CONFIG, deployment_id=films)
     first_ids = {automation.name: automation.id for automation in client.read_automations()}

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.drill
 
 
 def test_each_day_reads_the_log_up_to_its_end_and_is_kept_by_a_second_backtest(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    command = [*NIGHTJAR, "backtest", str(file), "--days", "2"]
-    workspace = load_config(file).workspace
+    config_path = write_config(tmp_path)
+    command = [*NIGHTJAR, "backtest", str(config_path), "--days", "2"]
+    workspace = load_config(config_path).workspace
     folder = workspace / BACKTEST_NAME
     outputs = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
     assert [output.returncode for output in outputs] == [0, 0], outputs[0].stderr
@@ -39,11 +39,11 @@ def test_each_day_reads_the_log_up_to_its_end_and_is_kept_by_a_second_backtest(t
 
 
 def test_the_spread_between_seeds_is_measured_on_trainings_that_differ_only_in_the_seed(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    command = [*NIGHTJAR, "gate-noise", str(file), "--seeds", "2"]
+    config_path = write_config(tmp_path)
+    command = [*NIGHTJAR, "gate-noise", str(config_path), "--seeds", "2"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert output.returncode == 0, output.stderr
-    noise = GateNoise.model_validate_json((load_config(file).workspace / "gate-noise" / "gate-noise.json").read_text())
-    first_seed = load_config(file).training.seed
+    noise = GateNoise.model_validate_json((load_config(config_path).workspace / "gate-noise" / "gate-noise.json").read_text())
+    first_seed = load_config(config_path).training.seed
     assert [*noise.value_by_seed] == [first_seed, first_seed + 1]
     assert len(set(noise.value_by_seed.values())) == 2 and "standard deviation between seeds" in output.stdout

@@ -80,12 +80,12 @@ def wait_for(condition: Callable[[], Any], *, seconds: float, subject: str) -> A
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
-    file, log = write_config(tmp_path), tmp_path / "output.log"
+    config_path, log = write_config(tmp_path), tmp_path / "output.log"
     ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "up", str(file), *ports],
+            [sys.executable, "-m", "flows.cli", "up", str(config_path), *ports],
             cwd=ROOT, env=environment | {"COLUMNS": "120"}, stdout=output, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     try:

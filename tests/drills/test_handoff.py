@@ -26,13 +26,13 @@ print(json.dumps({"answers": answers, "loaded": sorted({"torchrec", "fbgemm_gpu"
 
 
 def test_a_version_answers_in_an_environment_made_from_its_own_requirements(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    subprocess.run([*NIGHTJAR, "run", str(file)], check=True)
+    config_path = write_config(tmp_path)
+    subprocess.run([*NIGHTJAR, "run", str(config_path)], check=True)
     (users,) = (tmp_path / "workspace" / "runs").glob("*/ingest_interactions/users.parquet")
     user_ids = pq.read_table(users, columns=["id"])["id"].to_pylist()[:NUM_USERS]
     expected_item_ids = []
     for user in user_ids:
-        command = [*NIGHTJAR, "query", str(file), "--user", str(user), "-k", "10", "--json"]
+        command = [*NIGHTJAR, "query", str(config_path), "--user", str(user), "-k", "10", "--json"]
         process = subprocess.run(command, capture_output=True, text=True, check=True)
         expected_item_ids.append([item["item_id"] for item in json.loads(process.stdout.splitlines()[-1])["items"]])
 

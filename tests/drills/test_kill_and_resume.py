@@ -52,22 +52,22 @@ def write_config(folder: Path, *, embeddings: Sequence[dict[str, Any]] = (ITEM_V
         "index": {"nlist": 8},
         "registry": {"model_name": "nightjar", "gate": {"kind": "margin"}, "baselines": []},  # there are few test users
     }
-    file = folder / "nightly.yaml"
-    file.write_text(yaml_loader.dump(config))
-    return file
+    config_path = folder / "nightly.yaml"
+    config_path.write_text(yaml_loader.dump(config))
+    return config_path
 
 
 def write_config_of_every_stage(folder: Path) -> Path:
     """Write data and the config of a run with every stage: user vectors are in a file, item vectors come from the log."""
-    file = write_config(folder, embeddings=[USER_VECTOR_FILE, {"source": "log", "dim": 16}])
+    config_path = write_config(folder, embeddings=[USER_VECTOR_FILE, {"source": "log", "dim": 16}])
     user_ids = pc.unique(pq.read_table(folder / "data" / "interactions", columns=["user_id"])["user_id"])
     vector_UD = np.random.default_rng(0).normal(size=(len(user_ids), 16)).astype(np.float32)
     pq.write_table(pa.table({"user_id": user_ids, "embedding": list(vector_UD)}), folder / "data" / "user_embeddings.parquet")
-    return file
+    return config_path
 
 
-def run_pipeline(file: Path) -> dict:
-    process = subprocess.run([*NIGHTJAR, "run", str(file), "--json"], capture_output=True, text=True, timeout=300)
+def run_pipeline(config_path: Path) -> dict:
+    process = subprocess.run([*NIGHTJAR, "run", str(config_path), "--json"], capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -79,9 +79,9 @@ def is_in(stage: str, run: Path) -> bool:
     return (run / f"{stage}.tmp").is_dir()
 
 
-def kill_in(stage: str, file: Path, run: Path) -> list[psutil.Process]:
+def kill_in(stage: str, config_path: Path, run: Path) -> list[psutil.Process]:
     """Start or resume the run and kill it with SIGKILL in `stage`; return the processes that it had started."""
-    command = [*NIGHTJAR, "run", str(file), "--resume", RUN_ID]
+    command = [*NIGHTJAR, "run", str(config_path), "--resume", RUN_ID]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + PATIENCE_S
         while not is_in(stage, run):
@@ -105,14 +105,14 @@ def start_run_folder(config_path: Path, *, workspace: Path | None = None) -> Pat
 
 def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_one(tmp_path):
     undisturbed = run_pipeline(write_config_of_every_stage(tmp_path / "undisturbed"))
-    file = write_config_of_every_stage(tmp_path / "killed")
-    run = start_run_folder(file)
+    config_path = write_config_of_every_stage(tmp_path / "killed")
+    run = start_run_folder(config_path)
     for stage in STAGES:
-        children = kill_in(stage, file, run)
+        children = kill_in(stage, config_path, run)
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive, f"{stage}: left running: {[process.cmdline() for process in alive]}"
         assert not (run / stage).exists(), f"{stage} looks complete although it was killed"
-    resumed = subprocess.run([*NIGHTJAR, "run", str(file), "--resume", RUN_ID, "--json"], capture_output=True, text=True)
+    resumed = subprocess.run([*NIGHTJAR, "run", str(config_path), "--resume", RUN_ID, "--json"], capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     answer = json.loads(resumed.stdout.splitlines()[-1])
     assert answer["metrics"] == undisturbed["metrics"]

@@ -51,8 +51,8 @@ def lock(database_file: Path, *, seconds: float) -> None:
 
 
 def test_a_run_without_mlflow_trains_and_fails_at_its_end_and_a_resume_registers_one_version(tmp_path: Path) -> None:
-    file, server = write_config_of_every_stage(tmp_path), mlflow_server(tmp_path)
-    with started_run(file, MLFLOW_TRACKING_URI=server.address) as run:
+    config_path, server = write_config_of_every_stage(tmp_path), mlflow_server(tmp_path)
+    with started_run(config_path, MLFLOW_TRACKING_URI=server.address) as run:
         run.wait_until(lambda folder: (folder / "package").is_dir(), description="package")
         start_s = time.monotonic()
         exit_code, stderr = run.end()
@@ -66,7 +66,7 @@ def test_a_run_without_mlflow_trains_and_fails_at_its_end_and_a_resume_registers
     manifests = {path: path.read_bytes() for path in run.folder.glob(f"*/{MANIFEST_NAME}")}
     assert len(manifests) == len(STAGES) - 1
 
-    with running(server), started_run(file, "--resume", run.folder.name, MLFLOW_TRACKING_URI=server.address) as resumed:
+    with running(server), started_run(config_path, "--resume", run.folder.name, MLFLOW_TRACKING_URI=server.address) as resumed:
         exit_code, stderr = resumed.end()
     assert exit_code == 0, stderr
     assert {path: path.read_bytes() for path in manifests} == manifests
@@ -74,8 +74,8 @@ def test_a_run_without_mlflow_trains_and_fails_at_its_end_and_a_resume_registers
 
 
 def test_mlflow_is_killed_in_the_training_and_at_each_point_of_the_registration_and_comes_back(tmp_path: Path) -> None:
-    file = write_config_of_every_stage(tmp_path)
-    with running(mlflow_server(tmp_path)) as server, started_run(file, MLFLOW_TRACKING_URI=server.address) as run:
+    config_path = write_config_of_every_stage(tmp_path)
+    with running(mlflow_server(tmp_path)) as server, started_run(config_path, MLFLOW_TRACKING_URI=server.address) as run:
         run.wait_until(lambda folder: is_in("train", folder), description="training")
         server.end(signal.SIGKILL)
         run.wait_until(lambda folder: is_in("export", folder), description="export, without MLflow")

@@ -47,8 +47,8 @@ def test_the_embedded_server_is_killed_in_the_training_and_another_one_takes_its
 
 
 def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_whole_run(tmp_path: Path) -> None:
-    file = write_config_of_every_stage(tmp_path)
-    with running(prefect_server(tmp_path)) as server, started_run(file, PREFECT_API_URL=f"{server.address}/api") as run:
+    config_path = write_config_of_every_stage(tmp_path)
+    with running(prefect_server(tmp_path)) as server, started_run(config_path, PREFECT_API_URL=f"{server.address}/api") as run:
         wait_for_training(run)
         server.end(signal.SIGTERM)
         time.sleep(20)
@@ -57,9 +57,9 @@ def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_who
 
 
 def test_a_run_whose_server_stays_away_registers_its_version_and_warns(tmp_path: Path) -> None:
-    file, server = write_config_of_every_stage(tmp_path), prefect_server(tmp_path)
+    config_path, server = write_config_of_every_stage(tmp_path), prefect_server(tmp_path)
     settings = {"PREFECT_API_URL": f"{server.address}/api", "PREFECT_CLIENT_MAX_RETRIES": "2"}  # 6 s instead of two minutes
-    with running(server), started_run(file, **settings) as run:
+    with running(server), started_run(config_path, **settings) as run:
         wait_for_training(run)
         server.end(signal.SIGKILL)
         exit_code, stderr = run.end()

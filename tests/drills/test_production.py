@@ -103,13 +103,13 @@ def production(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Production]
 def test_a_planned_run_starts_on_the_worker_and_its_version_is_in_postgresql_and_s3(
     production: Production, tmp_path: Path
 ) -> None:
-    servers, file = production.servers, write_config(tmp_path)
+    servers, config_path = production.servers, write_config(tmp_path)
     with worker_of(servers, log_file=tmp_path / "worker.log"):
         page = PrefectPage(servers)
         page.wait_for_pool()
         planned_start = datetime.now(UTC) + LEAD
         output = nightjar(
-            "deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers
+            "deploy", str(config_path), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers
         )
         assert re.search(r"nightly-retrain/nightly +created", output), output
         flow_run = page.planned_run()
@@ -120,19 +120,21 @@ def test_a_planned_run_starts_on_the_worker_and_its_version_is_in_postgresql_and
     assert production.postgresql.query("prefect", "SELECT count(*) FROM flow_run WHERE state_name = 'Promoted'") == "1"
     assert not (tmp_path / "workspace" / "mlflow.db").exists()
     assert any(key.endswith("/MLmodel") for key in production.s3.objects())
-    answer = nightjar("query", str(file), "--user", "u1", "-k", "3", "--json", servers=servers)
+    answer = nightjar("query", str(config_path), "--user", "u1", "-k", "3", "--json", servers=servers)
     assert len(json.loads(answer)["items"]) == 3, answer
 
 
 def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
     production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
-    file.write_text(f"{file.read_text()}name: cancelled\n".replace("model_name: nightjar", "model_name: cancelled"))
+    servers, config_path, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
+    config_path.write_text(
+        f"{config_path.read_text()}name: cancelled\n".replace("model_name: nightjar", "model_name: cancelled")
+    )
     with worker_of(servers, log_file=tmp_path / "worker.log") as worker:
         page = PrefectPage(servers, pipeline="cancelled")
         page.wait_for_pool()
-        nightjar("deploy", str(file), "--work-pool", "nightjar", servers=servers)
+        nightjar("deploy", str(config_path), "--work-pool", "nightjar", servers=servers)
 
         flow_run, run, retried_s = cancel_in_training(page, worker, runs, reason="retry")
         ingest_time_ns = (run / "ingest_interactions").stat().st_mtime_ns
@@ -160,16 +162,18 @@ def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
 def test_a_planned_run_is_cancelled_and_retried_on_its_page(
     page: Any, production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
-    settings = YAML(typ="safe", pure=True).load(file.read_text()) | {"name": "browser"}
+    servers, config_path, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
+    settings = YAML(typ="safe", pure=True).load(config_path.read_text()) | {"name": "browser"}
     settings["registry"]["model_name"] = "browser"
     settings["training"]["epochs"] = 12
-    file.write_text(yaml_loader.dump(settings))
+    config_path.write_text(yaml_loader.dump(settings))
     with worker_of(servers, log_file=tmp_path / "worker.log") as worker:
         api = PrefectPage(servers, pipeline="browser")
         api.wait_for_pool()
         planned_start = datetime.now(UTC) + LEAD
-        nightjar("deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers)
+        nightjar(
+            "deploy", str(config_path), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers
+        )
         flow_run = api.planned_run()
         log_in_to_prefect(page, servers.prefect, password=PREFECT_LOGIN)
         page.goto(f"{servers.prefect}/runs/flow-run/{flow_run}")

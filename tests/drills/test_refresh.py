@@ -55,21 +55,21 @@ def vectors_of(retriever: Retriever) -> dict[int, np.ndarray]:
 
 
 def test_held_out_items_get_the_vectors_of_the_trained_tower_and_the_next_run_continues(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    config_text = file.read_text().replace("warm_start: null", "warm_start: {}")
-    file.write_text(config_text)
+    config_path = write_config(tmp_path)
+    config_text = config_path.read_text().replace("warm_start: null", "warm_start: {}")
+    config_path.write_text(config_text)
     table_path = tmp_path / "data" / "item_embeddings.parquet"
     table = pq.read_table(table_path)
     set_rows(table_path, table, without=HELD_OUT)
     for path in sorted((tmp_path / "data" / "interactions").glob("*.parquet")):
         set_rows(path, pq.read_table(path), without=HELD_OUT)
-    run_answer = run_pipeline(file)
+    run_answer = run_pipeline(config_path)
     assert run_answer["model"]["alias"] == "champion", run_answer
-    config = load_config(file)
-    assert "no item has changed" in nightjar("refresh", str(file))
+    config = load_config(config_path)
+    assert "no item has changed" in nightjar("refresh", str(config_path))
 
     set_rows(table_path, table, without=LEFT)
-    output = nightjar("refresh", str(file))
+    output = nightjar("refresh", str(config_path))
     assert "20 items added, 10 removed, 0 changed), is champion" in output
     old_retriever, new_retriever = (
         load_version(config.workspace, model_name="nightjar", version=number).retriever for number in ("1", "2")
@@ -87,9 +87,9 @@ def test_held_out_items_get_the_vectors_of_the_trained_tower_and_the_next_run_co
     answered = {item_id for answer in new_retriever.recommend(users, k=50) for item_id in answer.item_ids}
     assert not answered & {*LEFT} and answered & {*HELD_OUT}
 
-    releases = json.loads(nightjar("releases", str(file), "--json"))
+    releases = json.loads(nightjar("releases", str(config_path), "--json"))
     assert [(release["version"], release["parent"]) for release in releases] == [("2", "1"), ("1", "")]
-    next_run = run_pipeline(file)
+    next_run = run_pipeline(config_path)
     assert next_run["model"]["version"] == "3"
     if next_run["model"]["alias"] == "champion":
-        assert "version 2 is champion instead of version 3" in nightjar("rollback", str(file), "--reason", "drill")
+        assert "version 2 is champion instead of version 3" in nightjar("rollback", str(config_path), "--reason", "drill")

@@ -77,9 +77,9 @@ def test_the_executors_read_a_table_where_it_is(cluster: SparkCluster, tmp_path:
 
 
 def rejects(error: type[Exception], message: str, cluster: SparkCluster, log: Path, folder: Path) -> None:
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=message) as error_info:
         ingest(log, folder, engine=cluster.settings)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
     assert [path for path in folder.parent.iterdir() if path.name.startswith(folder.name)] == []
 
 

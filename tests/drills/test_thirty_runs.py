@@ -80,8 +80,8 @@ class Usage:
 def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
 ) -> None:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(CONFIG)
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(CONFIG)
     num_days = NUM_RUNS + WINDOW_DAYS - 1
     generate(
         tmp_path / "data", num_users=100, num_items=120, num_events=500 * num_days, num_days=num_days, dim=8, num_cold_items=5
@@ -96,7 +96,7 @@ def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
             (tmp_path / "log" / day.name).hardlink_to(day)
         if index:
             (tmp_path / "log" / days[index - 1].name).unlink()
-        usages.append(_run(file, shared_memory=shared_memory))
+        usages.append(_run(config_path, shared_memory=shared_memory))
         with capsys.disabled():
             _print(index, usages[-1])
     first_half, second_half = usages[: NUM_RUNS // 2], usages[NUM_RUNS // 2 :]
@@ -132,15 +132,15 @@ def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: f
     )
 
 
-def _run(file: Path, *, shared_memory: set[str]) -> Usage:
+def _run(config_path: Path, *, shared_memory: set[str]) -> Usage:
     """Execute `nightjar run` to its end; return its usage."""
     mark = uuid.uuid4().hex
-    temporary_folder = file.parent / "tmp"
+    temporary_folder = config_path.parent / "tmp"
     temporary_folder.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     start_s = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", str(file)],
+        [sys.executable, "-m", "flows.cli", "run", str(config_path)],
         cwd=ROOT,
         env=environment | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary_folder), "NIGHTJAR_DRILL_MARK": mark},
         stdout=subprocess.DEVNULL,
@@ -159,7 +159,7 @@ def _run(file: Path, *, shared_memory: set[str]) -> Usage:
     seconds = time.monotonic() - start_s
     stderr = process.communicate(timeout=10)[1]
     assert process.returncode == 0, stderr
-    workspace = file.parent
+    workspace = config_path.parent
     database_files = workspace.glob("mlflow.db*")
     databases = used_bytes(workspace / "prefect") + sum(path.stat().st_size for path in database_files)
     runs, models = used_bytes(workspace / "runs"), used_bytes(workspace / "mlartifacts" / "models")

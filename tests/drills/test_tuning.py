@@ -26,9 +26,9 @@ class Tuning:
     """A workspace in which the first tuning was killed in its second trial and a second tuning continued it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / "nightly.yaml"
+        self.folder, self.config_path = folder, folder / "nightly.yaml"
         generate(folder / "data", num_users=300, num_items=200, num_events=4_000, num_days=10, dim=16, num_cold_items=10)
-        self.file.write_text(CONFIG)
+        self.config_path.write_text(CONFIG)
         self._kill_in_second_trial()
         process = self.start("--json")
         output, error_output = process.communicate(timeout=400)
@@ -42,7 +42,7 @@ class Tuning:
         """Run `nightjar tune FILE ARGUMENTS` on servers of its own."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "tune", str(self.file), *arguments],
+            [sys.executable, "-m", "flows.cli", "tune", str(self.config_path), *arguments],
             env=environment | {"OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,

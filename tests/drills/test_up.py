@@ -40,12 +40,20 @@ def free_port() -> int:
 class Up:
     """A running `nightjar up`, with its output, its processes and the API of its Prefect server."""
 
-    def __init__(self, file: Path, *settings: str) -> None:
-        self.workspace = file.parent / "workspace"
+    def __init__(self, config_path: Path, *settings: str) -> None:
+        self.workspace = config_path.parent / "workspace"
         self.ports = free_port(), free_port()
         options = ["--prefect-port", str(self.ports[0]), "--mlflow-port", str(self.ports[1])]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "up", str(file), *options, *(f"--set={setting}" for setting in settings)],
+            [
+                sys.executable,
+                "-m",
+                "flows.cli",
+                "up",
+                str(config_path),
+                *options,
+                *(f"--set={setting}" for setting in settings),
+            ],
             env={name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -105,8 +113,8 @@ class Up:
 
 
 @contextmanager
-def running(file: Path, *settings: str) -> Iterator[Up]:
-    up = Up(file, *settings)
+def running(config_path: Path, *settings: str) -> Iterator[Up]:
+    up = Up(config_path, *settings)
     try:
         yield up
     finally:
@@ -119,15 +127,15 @@ def soon_schedule() -> str:
     return f"schedule.cron={datetime.now(UTC) + LEAD:%M %H} * * *"
 
 
-def record_of_newest_run(file: Path) -> RunRecord:
-    workspace = load_config(file).workspace
+def record_of_newest_run(config_path: Path) -> RunRecord:
+    workspace = load_config(config_path).workspace
     newest = max((workspace / "runs").iterdir())
     return RunRecord.model_validate_json((newest / "run.json").read_text())
 
 
 def test_a_planned_run_starts_by_itself_and_registers_a_version(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    with running(file, soon_schedule()) as up:
+    config_path = write_config(tmp_path)
+    with running(config_path, soon_schedule()) as up:
         assert "next start" in up.out
         up.wait_for("Promoted", "Failed", "Crashed")
         assert up.states() == ["Promoted"]
@@ -135,9 +143,9 @@ def test_a_planned_run_starts_by_itself_and_registers_a_version(tmp_path: Path) 
             assert answer.status == 200
         seconds, alive = up.end(signal.SIGINT)
     assert (seconds < GONE_WITHIN_S, alive, up.process.returncode) == (True, [], 0)
-    assert record_of_newest_run(file).state == "Promoted"
+    assert record_of_newest_run(config_path).state == "Promoted"
     releases = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "releases", str(file)], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "flows.cli", "releases", str(config_path)], capture_output=True, text=True, check=True
     )
     assert "champion" in releases.stdout
 
@@ -146,9 +154,9 @@ def test_a_planned_run_starts_by_itself_and_registers_a_version(tmp_path: Path) 
 def test_a_signal_in_the_training_leaves_no_process_and_the_next_planned_run_starts(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    file = write_config(tmp_path)
+    config_path = write_config(tmp_path)
     runs_folder = tmp_path / "workspace" / "runs"
-    with running(file, "training.epochs=10000", "training.validation=null") as up:
+    with running(config_path, "training.epochs=10000", "training.validation=null") as up:
         up.start_run()
         deadline = time.monotonic() + PATIENCE_S
         while not any(runs_folder.glob("*/train.work/metrics.jsonl")):
@@ -156,7 +164,7 @@ def test_a_signal_in_the_training_leaves_no_process_and_the_next_planned_run_sta
             time.sleep(0.5)
         seconds, alive = up.end(number)
     assert (seconds < GONE_WITHIN_S, alive) == (True, [])
-    with running(file, soon_schedule()) as up:
+    with running(config_path, soon_schedule()) as up:
         up.wait_for("Promoted", "Failed")
         assert up.states() == ["Crashed", "Promoted"]
 

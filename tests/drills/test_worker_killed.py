@@ -38,8 +38,8 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
     servers: Servers, tmp_path: Path, number: signal.Signals, record_property: Callable[[str, object], None]
 ) -> None:
     name = number.name.lower()
-    file, runs = write_config_of_every_stage(tmp_path), tmp_path / "workspace" / "runs"
-    file.write_text(f"{file.read_text()}name: {name}\n".replace("model_name: nightjar", f"model_name: {name}"))
+    config_path, runs = write_config_of_every_stage(tmp_path), tmp_path / "workspace" / "runs"
+    config_path.write_text(f"{config_path.read_text()}name: {name}\n".replace("model_name: nightjar", f"model_name: {name}"))
     log_file = tmp_path / "worker.log"
     page = PrefectPage(servers, pipeline=name)
     flow_run, gone_s, crashed_s = "", [], []
@@ -53,7 +53,7 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
                 page.retry(flow_run)
             else:
                 page.wait_for_pool()
-                deploy = [sys.executable, "-m", "flows.cli", "deploy", str(file), "--work-pool", "nightjar"]
+                deploy = [sys.executable, "-m", "flows.cli", "deploy", str(config_path), "--work-pool", "nightjar"]
                 subprocess.run(deploy, env=dict(servers.environment), check=True, capture_output=True)
                 flow_run = page.start_run()
             page.wait_for(flow_run, "Running")  # a stage that had begun before the last signal has a folder already

@@ -26,8 +26,8 @@ MEBIBYTE = 2**20
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
     """A workspace with four runs, of which it keeps two."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    file = tmp_path / "nightly.yaml"
-    file.write_text(
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(
         "workspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\n"
         "retention: {keep_full_runs: 1, keep_report_runs: 2}\n"
     )
@@ -36,7 +36,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
         create_own_folder(work.parent)
         work.mkdir()
         (work / "checkpoint").write_bytes(bytes(MEBIBYTE))
-    return load_config(file, ())
+    return load_config(config_path, ())
 
 
 def table(removals: Removals, *, dry_run: bool) -> str:

@@ -75,9 +75,9 @@ def test_the_password_of_the_pages_is_kept_in_a_file_of_the_user_and_not_printed
 ) -> None:
     monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
     password, shown = ui._server_password(tmp_path)
-    file = tmp_path / "server-password"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert (password, shown) == (file.read_text().strip(), f"in {file}")
+    password_path = tmp_path / "server-password"
+    assert stat.S_IMODE(password_path.stat().st_mode) == 0o600
+    assert (password, shown) == (password_path.read_text().strip(), f"in {password_path}")
     assert ui._server_password(tmp_path)[0] == password
     monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "ada:s3cret")
     assert ui._server_password(tmp_path) == ("ada:s3cret", None)

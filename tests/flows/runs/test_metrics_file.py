@@ -71,7 +71,7 @@ def test_history_metrics_and_retention_agree_on_the_newest_run_if_an_earlier_run
 
 def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="Promoted", version="7")
-    past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", stages=0, message="no such file")
+    past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", num_stages=0, message="no such file")
     write_metrics_file(config_of(tmp_path))
     metrics = parsed((tmp_path / METRICS_FILE_NAME).read_text())
     assert metrics["run_state"][("Failed",)] == 1

@@ -17,9 +17,9 @@ from tests.recsys_core.manifests.committed_stage import commit_stage
 
 def test_every_name_of_the_api_exists_and_no_other() -> None:
     for package in (flows, recsys_core):
-        with pytest.raises(AttributeError, match="has no attribute 'absent'; it has ") as caught:
+        with pytest.raises(AttributeError, match="has no attribute 'absent'; it has ") as error_info:
             package.absent  # noqa: B018
-        for name in str(caught.value).split("; it has ")[1].split(", "):
+        for name in str(error_info.value).split("; it has ")[1].split(", "):
             assert getattr(package, name).__name__ == name
 
 

@@ -58,9 +58,9 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
     vectors = write(tmp_path / "vectors.parquet", item_id=[7], values=vector)
     config, notes = guess(tmp_path, log=log, items=items, vectors=vectors)
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
-    loaded = load_config(file)
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    loaded = load_config(config_path)
     assert loaded == config.with_absolute_paths(tmp_path)
     interactions = loaded.interactions
     assert columns_of(interactions) == ("userId", "movieId", "timestamp")
@@ -70,7 +70,7 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     assert loaded.features is not None and loaded.features.items is not None
     kinds = {feature.name: feature.kind for feature in loaded.features.items.features}
     assert kinds == {"title": "categorical", "genres": "list", "year": "numeric"}
-    lines = [line.strip() for line in file.read_text().splitlines()]
+    lines = [line.strip() for line in config_path.read_text().splitlines()]
     assert lines[lines.index("# guessed: column 'userId' is int64") + 1].startswith("user_column: userId")
     assert all(f"# {note}" in lines for note in notes.values())
 
@@ -102,9 +102,9 @@ def test_a_column_that_is_not_known_is_marked_with_the_possible_columns(tmp_path
     settings = ["interactions.timestamp_column", "interactions.user_column", "interactions.item_column"]
     assert unknown_settings(notes) == settings
     assert notes["interactions.user_column"] == "FILL IN the column of the users: one of ['a', 'b']"
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
-    assert columns_of(load_config(file).interactions) == (
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    assert columns_of(load_config(config_path).interactions) == (
         "<column of the users>", "<column of the items>", "<column of the times>",
     )  # fmt: skip
 
@@ -116,9 +116,9 @@ def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> 
     assert columns_of(config.interactions) == ("user", "item", None) and unknown_settings(notes) == []
     split = config.interactions.split
     assert isinstance(split, FileSplit) and (split.test_paths, split.validation_share) == (("test.parquet",), 0.1)
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
-    assert not load_config(file).model.history.last_item_feature
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    assert not load_config(config_path).model.history.last_item_feature
     config, _ = guess(
         tmp_path, log=write(tmp_path / "log.parquet", user=ids(200), item=ids(50), ts=SECONDS), test=str(tmp_path)
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600.0
-SERVE = """
+SERVE_SCRIPT = """
 import sys
 from flows.scheduled.deployed import deployed_retrain
 
@@ -33,13 +33,13 @@ deployed_retrain.serve("drill", parameters={"pipeline": sys.argv[1]}, pause_on_s
 
 
 class Form:
-    """The form of the deployment in the Prefect UI: the client sends what the UI sends."""
+    """The form of the deployment in the Prefect UI: a client sends the same requests as the UI."""
 
     def __init__(self, client: "SyncPrefectClient", config_path: Path) -> None:
         self.client, self.config_path = client, config_path
 
     def start(self, **parameters: Any) -> "FlowRun":
-        """Start a run and wait for its end."""
+        """Start a run with these parameters of the form, wait for its end and return it."""
         deployment = self.client.read_deployment_by_name("nightly-retrain/drill")
         run = self.client.create_flow_run_from_deployment(
             deployment.id, parameters={"pipeline": str(self.config_path), **parameters}
@@ -52,7 +52,7 @@ class Form:
         return run
 
     def events_of(self, run: "FlowRun") -> set[str]:
-        """Return the names of the events of a flow run; Prefect stores them some seconds later."""
+        """Return the names of the events of an ended flow run. Prefect stores them some seconds after the end."""
         search = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 50}
         deadline = time.monotonic() + 60
         while True:
@@ -77,7 +77,7 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1", "OMP_NUM_THREADS": "1"}
         config_path = write_config(folder)
         serving_process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(config_path)], cwd=folder, env=environment, stdout=log, stderr=log
+            [sys.executable, "-c", SERVE_SCRIPT, str(config_path)], cwd=folder, env=environment, stdout=log, stderr=log
         )
         try:
             from prefect.client.orchestration import get_client  # reads the address of the server when it is imported
@@ -93,7 +93,7 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
             serving_process.wait(60)
 
 
-def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None:
+def test_runs_that_the_form_starts_have_the_right_name_tags_state_and_events(form: Form) -> None:
     config = load_config(form.config_path)
     client = connect(config.workspace)
     name = config.registry.model_name
@@ -106,7 +106,7 @@ def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None
     assert {f"pipeline:{config.name}", "reason:first run"} <= set(first_run.tags)
     assert "prefect.flow-run.Promoted" in form.events_of(first_run)
 
-    # The config file is read when the run starts.
+    # A run reads the config file when it starts, so the next run has the new name.
     form.config_path.write_text(form.config_path.read_text() + "name: renamed\n")
     unpromoted_run = form.start(promote="never", full_retrain=True, overrides=["training.epochs=1"])
     assert (

@@ -11,7 +11,7 @@ from tests.drills.interrupted_run import ROOT
 from tests.flows.runs.test_before_run_scheduled import add_run
 
 pytestmark = pytest.mark.drill
-SCHEDULED_RUN = """
+RUN_SCRIPT = """
 import logging, os, sys
 from pathlib import Path
 from flows.servers.prefect_server import embedded_server, prefect_session
@@ -27,14 +27,14 @@ with embedded_server() as server, prefect_session(server, flow_path, log_file=lo
 
 
 @pytest.mark.parametrize("is_scheduled", [True, False])
-def test_a_scheduled_run_resumes_the_unfinished_run_and_a_run_by_hand_does_not(tmp_path: Path, is_scheduled: bool) -> None:
+def test_a_scheduled_run_resumes_the_unfinished_run_and_a_manual_run_does_not(tmp_path: Path, is_scheduled: bool) -> None:
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(
         "name: p\nworkspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\nschedule: {unfinished_run: resume}\n"
     )
     add_run(load_config(config_path, ()), "20261121-070312-ab12")
     arguments = [str(config_path)] + ["auto-scheduled"] * is_scheduled
-    answer = subprocess.run([sys.executable, "-c", SCHEDULED_RUN, *arguments], capture_output=True, text=True, cwd=ROOT)
-    assert "log.parquet" in answer.stdout, answer.stderr  # the missing input ends either run
+    answer = subprocess.run([sys.executable, "-c", RUN_SCRIPT, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert "log.parquet" in answer.stdout, answer.stderr  # either run fails, because its input is missing
     assert ("run 20261121-070312-ab12 is unfinished" in answer.stderr) == is_scheduled
     assert ("it is resumed" in answer.stderr) == is_scheduled

@@ -29,7 +29,7 @@ DATABASE_TIMEOUT_S = 30.0
 SERVICE_UNAVAILABLE = 503
 PATIENCE_S = 600.0
 GONE_WITHIN_S = 10.0
-LEAD = timedelta(minutes=3)
+LEAD_TIME = timedelta(minutes=3)
 
 
 def free_port() -> int:
@@ -60,15 +60,15 @@ class Up:
             text=True,
             start_new_session=True,
         )
-        self.out = ""
+        self.stdout = ""
         assert self.process.stdout is not None
-        while not re.search(r"^stop ", self.out, re.MULTILINE):
+        while not re.search(r"^stop ", self.stdout, re.MULTILINE):
             line = self.process.stdout.readline()
-            assert line, f"{self.out}{self.process.communicate()[1]}"
-            self.out += line
+            assert line, f"{self.stdout}{self.process.communicate()[1]}"
+            self.stdout += line
 
     def api(self, path: str, body: Any = None) -> Any:
-        """Return the answer of the Prefect server to a POST request; repeat a request that found the database locked."""
+        """Return the Prefect server's answer to a POST request. Repeat the request if the database was locked."""
         secret = (self.workspace / "server-password").read_text().strip()
         headers = {"Content-Type": "application/json", "Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
         url = f"http://127.0.0.1:{self.ports[0]}/api{path}"
@@ -84,7 +84,7 @@ class Up:
                 time.sleep(1)
 
     def start_run(self) -> str:
-        """Start a run by hand; return the id of the flow run."""
+        """Start a manual run; return the id of the flow run."""
         (deployment,) = self.api("/deployments/filter", {"flows": {"name": {"any_": ["nightly-retrain"]}}})
         return str(self.api(f"/deployments/{deployment['id']}/create_flow_run")["id"])
 
@@ -101,14 +101,14 @@ class Up:
             assert time.monotonic() < deadline, f"{self.states()}: {(self.workspace / 'up.log').read_text()}"
             time.sleep(1)
 
-    def end(self, number: signal.Signals) -> tuple[float, list[str]]:
-        """Send the signal; return the seconds until the end, and the processes that are left."""
+    def end(self, stop_signal: signal.Signals) -> tuple[float, list[str]]:
+        """Send the signal; return the seconds until the end of the command, and the command lines of the processes left."""
         processes = psutil.Process(self.process.pid).children(recursive=True)
-        sent = time.monotonic()
-        self.process.send_signal(number)
+        signal_time_s = time.monotonic()
+        self.process.send_signal(stop_signal)
         self.process.wait(60)
-        seconds = time.monotonic() - sent
-        _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S if number == signal.SIGKILL else 0.5)
+        seconds = time.monotonic() - signal_time_s
+        _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S if stop_signal == signal.SIGKILL else 0.5)
         return seconds, [" ".join(process.cmdline()) for process in alive]
 
 
@@ -122,9 +122,9 @@ def running(config_path: Path, *settings: str) -> Iterator[Up]:
             up.end(signal.SIGTERM)
 
 
-def soon_schedule() -> str:
-    """Return a schedule with a planned start after the servers have started, also on a busy machine."""
-    return f"schedule.cron={datetime.now(UTC) + LEAD:%M %H} * * *"
+def schedule_override() -> str:
+    """Return an override with a planned start so late that the servers have started before it, also on a busy machine."""
+    return f"schedule.cron={datetime.now(UTC) + LEAD_TIME:%M %H} * * *"
 
 
 def record_of_newest_run(config_path: Path) -> RunRecord:
@@ -135,8 +135,8 @@ def record_of_newest_run(config_path: Path) -> RunRecord:
 
 def test_a_planned_run_starts_by_itself_and_registers_a_version(tmp_path: Path) -> None:
     config_path = write_config(tmp_path)
-    with running(config_path, soon_schedule()) as up:
-        assert "next start" in up.out
+    with running(config_path, schedule_override()) as up:
+        assert "next start" in up.stdout
         up.wait_for("Promoted", "Failed", "Crashed")
         assert up.states() == ["Promoted"]
         with urllib.request.urlopen(f"http://127.0.0.1:{up.ports[1]}/health", timeout=30) as answer:
@@ -164,20 +164,20 @@ def test_a_signal_in_the_training_leaves_no_process_and_the_next_planned_run_sta
             time.sleep(0.5)
         seconds, alive = up.end(number)
     assert (seconds < GONE_WITHIN_S, alive) == (True, [])
-    with running(config_path, soon_schedule()) as up:
+    with running(config_path, schedule_override()) as up:
         up.wait_for("Promoted", "Failed")
         assert up.states() == ["Crashed", "Promoted"]
 
 
 def test_a_second_run_at_the_same_time_is_cancelled(tmp_path: Path) -> None:
     with running(write_config(tmp_path), "training.epochs=10000", "training.validation=null") as up:
-        first = up.start_run()
+        first_run_id = up.start_run()
         up.wait_for("Running")
         up.start_run()
         up.wait_for("Cancelled")
         assert up.states() == ["Running", "Cancelled"]
         children = psutil.Process(up.process.pid).children(recursive=True)
         runs = [child for child in children if "prefect.engine" in child.cmdline()]
-        up.api(f"/flow_runs/{first}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
+        up.api(f"/flow_runs/{first_run_id}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
         _, alive = psutil.wait_procs(runs, timeout=2 * GONE_WITHIN_S)
         assert (len(runs), alive) == (1, [])

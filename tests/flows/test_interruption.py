@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.interrupted_run import interrupt_run, states
+from tests.drills.interrupted_run import interrupt_run, state_types
 from tests.drills.test_kill_and_resume import write_config
 
 
@@ -20,7 +20,7 @@ def test_sigterm_to_the_process_group_ends_a_run_whose_last_line_is_the_resume_c
         "--until",
         "plan_sharding",
         has_begun=lambda: any(runs.glob("*/ingest_embeddings/manifest.json")),
-        number=signal.SIGTERM,
+        stop_signal=signal.SIGTERM,
     )
     (run,) = runs.iterdir()
     assert answer.returncode == 143, answer.stderr
@@ -28,7 +28,7 @@ def test_sigterm_to_the_process_group_ends_a_run_whose_last_line_is_the_resume_c
     resume_line = f"interrupted by SIGTERM; resume with: nightjar run {config_path} --resume {run.name}"
     assert answer.stderr.splitlines()[-1] == resume_line
     assert "Traceback" not in answer.stderr and "prefect" not in answer.stderr.replace(resume_line, "").lower(), answer.stderr
-    assert "RUNNING" not in states(tmp_path / "workspace")
+    assert "RUNNING" not in state_types(tmp_path / "workspace")
 
 
 FINALIZER_SCRIPT = """

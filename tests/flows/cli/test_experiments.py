@@ -56,7 +56,7 @@ def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, rang
     assert expected in str(error_info.value)
 
 
-def test_a_file_without_validation_is_rejected(tmp_path: Path) -> None:
+def test_a_search_in_a_config_without_validation_is_rejected(tmp_path: Path) -> None:
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(CONFIG)
     with pytest.raises(InputError, match="trials have no metric to be compared by"):
@@ -72,7 +72,7 @@ def test_options_replace_the_size_of_the_search(tmp_path: Path) -> None:
     assert tuning is not None and (tuning.trials, tuning.timeout_s) == (3, None)
 
 
-def test_a_range_has_the_number_type_of_its_setting(tmp_path: Path) -> None:
+def test_the_bounds_of_a_range_have_the_number_type_of_the_setting(tmp_path: Path) -> None:
     config_path = tmp_path / "nightly.yaml"
     ranges = "model.query.dropout: {low: 0, high: 1e-1}, model.history.length: {low: 0, high: 4}"
     config_path.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
@@ -105,47 +105,47 @@ def config_path(tmp_path: Path) -> Path:
 
 
 def test_a_file_with_the_suggested_settings_gets_no_more_suggestions(config_path: Path) -> None:
-    answer = CliRunner().invoke(app, ["suggest", str(config_path), "--json"])
-    assert answer.exit_code == 0, answer.output
-    suggested = json.loads(answer.stdout.splitlines()[-1])
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--json"])
+    assert result.exit_code == 0, result.output
+    suggested = json.loads(result.stdout.splitlines()[-1])
     assert suggested["facts"]["num_train_events"] == 400 and suggested["changed"]["model.temperature"] == 0.2
 
-    answer = CliRunner().invoke(app, ["suggest", str(config_path)])
-    assert answer.exit_code == 0, answer.output
-    assert "a dense log needs a higher temperature" in answer.output and "nightjar tune" in answer.output
+    result = CliRunner().invoke(app, ["suggest", str(config_path)])
+    assert result.exit_code == 0, result.output
+    assert "a dense log needs a higher temperature" in result.output and "nightjar tune" in result.output
     yaml = YAML(typ="safe", pure=True)
-    changes = answer.output.partition("for your file\n")[2].partition("\n\n")[0]
+    changes = result.output.partition("for your file\n")[2].partition("\n\n")[0]
     merged = yaml.load(config_path.read_text()) | yaml.load(changes)
     config_path.write_text(json.dumps(merged))
-    answer = CliRunner().invoke(app, ["suggest", str(config_path)])
-    assert answer.exit_code == 0 and "The file has all suggested settings." in answer.output
+    result = CliRunner().invoke(app, ["suggest", str(config_path)])
+    assert result.exit_code == 0 and "The file has all suggested settings." in result.output
 
 
 def test_suggest_writes_a_new_file(config_path: Path, tmp_path: Path) -> None:
     suggested_path = tmp_path / "suggested.yaml"
-    answer = CliRunner().invoke(app, ["suggest", str(config_path), "--write", str(suggested_path)])
-    assert answer.exit_code == 0, answer.output
-    assert f"nightjar run {suggested_path}" in answer.output
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--write", str(suggested_path)])
+    assert result.exit_code == 0, result.output
+    assert f"nightjar run {suggested_path}" in result.output
     assert "suggested: " in suggested_path.read_text() and load_config(suggested_path).model.temperature == 0.2
-    answer = CliRunner().invoke(app, ["suggest", str(suggested_path), "--json"])
-    assert answer.exit_code == 0 and json.loads(answer.stdout.splitlines()[-1])["changed"] == {}
-    answer = CliRunner().invoke(app, ["suggest", str(config_path), "--write", str(suggested_path)])
-    assert isinstance(answer.exception, InputError) and "exists already" in str(answer.exception)
+    result = CliRunner().invoke(app, ["suggest", str(suggested_path), "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout.splitlines()[-1])["changed"] == {}
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--write", str(suggested_path)])
+    assert isinstance(result.exception, InputError) and "exists already" in str(result.exception)
 
 
 def test_a_suggestion_that_contradicts_the_file_is_left_out(config_path: Path) -> None:
     arguments = ["suggest", str(config_path), "--set", "model.history={pooling: self_attention, num_blocks: 1}"]
-    answer = CliRunner().invoke(app, [*arguments, "--json"])
-    assert answer.exit_code == 0, answer.output
-    suggested = json.loads(answer.stdout.splitlines()[-1])
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    suggested = json.loads(result.stdout.splitlines()[-1])
     assert suggested["left_out"].keys() == {"model.history.pooling"} and "model.history.pooling" not in suggested["changed"]
-    answer = CliRunner().invoke(app, arguments)
-    assert answer.exit_code == 0 and "left out, because it contradicts the file" in " ".join(answer.output.split())
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0 and "left out, because it contradicts the file" in " ".join(result.output.split())
 
 
-def test_an_error_in_the_data_ends_the_command(config_path: Path) -> None:
-    answer = CliRunner().invoke(app, ["suggest", str(config_path), "--set", "interactions.timestamp_column=nope"])
-    assert answer.exit_code == 1 and "nope" in str(answer.exception)
+def test_suggest_ends_with_exit_code_1_if_a_column_is_missing(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--set", "interactions.timestamp_column=nope"])
+    assert result.exit_code == 1 and "nope" in str(result.exception)
 
 
 @pytest.fixture
@@ -167,17 +167,17 @@ def run(config_path: Path, tmp_path: Path) -> Run:
 
 
 def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config_path: Path, run: Run) -> None:
-    answer = CliRunner().invoke(app, ["popularity-curve", str(config_path), "--weights=-0.5, 0.25", "--json"])
-    assert answer.exit_code == 0, answer.output
-    points = json.loads(answer.stdout.splitlines()[-1])
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path), "--weights=-0.5, 0.25", "--json"])
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.stdout.splitlines()[-1])
     assert [(point["weight"], point["is_served"]) for point in points] == [(-0.5, False), (0, True), (0.25, False)]
     assert points[0]["metrics"].keys() == {f"{name}@2" for name in ("recall", "ndcg", "coverage", "novelty", "popularity_lift")}
     folder = run.workspace / "popularity-curve"
     assert json.loads((folder / f"{run.run_id}.json").read_text()) == points
     assert (folder / f"{run.run_id}.png").read_bytes().startswith(b"\x89PNG")
-    answer = CliRunner().invoke(app, ["popularity-curve", str(config_path), "--run", run.run_id])
-    assert answer.exit_code == 0, answer.output
-    assert "0 (this run)" in answer.output and f"{run.run_id}.png" in answer.output
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path), "--run", run.run_id])
+    assert result.exit_code == 0, result.output
+    assert "0 (this run)" in result.output and f"{run.run_id}.png" in result.output
 
 
 @pytest.mark.parametrize(
@@ -188,15 +188,15 @@ def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config_pa
         (["--run", "other"], "there is no run other; there are 20261125-020000-ab12"),
     ],
 )
-def test_a_wrong_argument_of_the_popularity_curve_is_refused(
+def test_a_wrong_argument_of_the_popularity_curve_is_rejected(
     config_path: Path, run: Run, arguments: list[str], expected: str
 ) -> None:
-    answer = CliRunner().invoke(app, ["popularity-curve", str(config_path), *arguments])
-    assert isinstance(answer.exception, InputError) and expected in str(answer.exception)
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path), *arguments])
+    assert isinstance(result.exception, InputError) and expected in str(result.exception)
     assert not (run.workspace / "popularity-curve").exists()
 
 
 def test_a_run_without_its_vectors_has_no_popularity_curve(config_path: Path, run: Run) -> None:
     (run.folder / REDUCED_FILE_NAME).touch()
-    answer = CliRunner().invoke(app, ["popularity-curve", str(config_path)])
-    assert isinstance(answer.exception, InputError) and "choose a newer run with --run" in str(answer.exception)
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path)])
+    assert isinstance(result.exception, InputError) and "choose a newer run with --run" in str(result.exception)

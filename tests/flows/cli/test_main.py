@@ -49,11 +49,11 @@ def test_the_help_lists_every_command_and_each_command_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "exit_code"),
     [(["--help"], 0), (["init", "new.yaml"], 0), (["validate", "absent.yaml"], 2), (["history", "absent.yaml"], 2)],
     ids=lambda value: str(value),
 )
-def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, arguments: list[str], code: int) -> None:
+def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, arguments: list[str], exit_code: int) -> None:
     program = (
         "import sys\nfrom flows.cli.main import main\n"
         f"sys.argv = {['nightjar', *arguments]!r}\n"
@@ -63,7 +63,7 @@ def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, a
     )
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert answer.stdout.splitlines()[-2:] == [str(code), ""], answer.stderr
+    assert answer.stdout.splitlines()[-2:] == [str(exit_code), ""], answer.stderr
 
 
 def test_init_writes_a_config_and_does_not_overwrite_a_file(
@@ -88,19 +88,19 @@ def test_init_marks_the_columns_that_it_cannot_guess_and_takes_them_as_options(
     assert f"wrote {config}; {next_step} {config}" in capsys.readouterr().out
     assert nightjar("validate", config, monkeypatch=monkeypatch) == 2
     assert "no column '<column of the users>' (interactions.user_column)" in capsys.readouterr().err
-    named = ["--user-column", "a", "--item-column", "b"]
-    assert nightjar("init", tmp_path / "b.yaml", "--log", log, *named, monkeypatch=monkeypatch) == 0
+    column_options = ["--user-column", "a", "--item-column", "b"]
+    assert nightjar("init", tmp_path / "b.yaml", "--log", log, *column_options, monkeypatch=monkeypatch) == 0
     assert nightjar("validate", tmp_path / "b.yaml", monkeypatch=monkeypatch) == 0
-    assert nightjar("init", tmp_path / "c.yaml", *named, monkeypatch=monkeypatch) == 2
+    assert nightjar("init", tmp_path / "c.yaml", *column_options, monkeypatch=monkeypatch) == 2
     assert "are about the log; add --log" in capsys.readouterr().err
 
 
 def test_validate_accepts_good_input_and_writes_nothing(
     config_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(config_path.parent.iterdir())
+    paths_before = sorted(config_path.parent.iterdir())
     assert nightjar("validate", config_path, monkeypatch=monkeypatch) == 0
-    assert sorted(config_path.parent.iterdir()) == before
+    assert sorted(config_path.parent.iterdir()) == paths_before
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
@@ -114,7 +114,7 @@ def test_validate_accepts_good_input_and_writes_nothing(
         ("tables.item.dim=16", ["8", "16"]),
     ],
 )
-def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is_started(
+def test_bad_config_and_bad_input_end_a_command_with_exit_code_2_and_one_message_before_anything_starts(
     config_path: Path,
     command: str,
     override: str,
@@ -122,7 +122,7 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)  # it sets up Prefect for a process of its own
+    monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)  # it would change the environment of this process
     assert nightjar(command, config_path, "--set", override, monkeypatch=monkeypatch) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -162,7 +162,7 @@ def test_an_input_error_is_one_message_without_a_traceback(config_path: Path, ar
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
-def test_a_corrupt_footer_exits_with_2_and_one_line(
+def test_a_corrupt_parquet_footer_ends_a_command_with_exit_code_2_and_one_line(
     config_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)
@@ -174,7 +174,7 @@ def test_a_corrupt_footer_exits_with_2_and_one_line(
     assert printed.err.startswith(f"error: {log}: not a readable parquet file (") and printed.err.count("\n") == 1
 
 
-def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(config_path: Path) -> None:
+def test_a_bad_row_ends_a_run_with_exit_code_2_and_one_message_also_if_ids_have_control_characters(config_path: Path) -> None:
     log = {"user_id": ["a", "b\x1b[31m\u202e"] * 50, "item_id": np.arange(100) % 20, "timestamp": np.arange(100) * 3600}
     log["timestamp"][1] = -7
     pq.write_table(pa.table(log), config_path.parent / "log.parquet")

@@ -16,17 +16,18 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.launching.config import TorchxLauncher
 from recsys_core.models.tables.table_config import TableOptimizer
 
-GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
+VALID_CONFIG = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
 
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
-    path.write_text(GOOD)
+    path.write_text(VALID_CONFIG)
     return path
 
 
-def message(config_path: Path, *overrides: str, text: str | None = None) -> str:
+def error_message(config_path: Path, *overrides: str, text: str | None = None) -> str:
+    """Return the error of the config file, whose content is replaced by `text` if there is a text."""
     if text is not None:
         config_path.write_text(text)
     with pytest.raises(InputError) as error_info:
@@ -79,40 +80,40 @@ def test_a_missing_setting_has_its_default(config_path: Path) -> None:
     ],
 )
 def test_each_mistake_is_reported_with_its_key(config_path: Path, text: str, expected: str) -> None:
-    assert expected in message(config_path, text=GOOD + text)
+    assert expected in error_message(config_path, text=VALID_CONFIG + text)
 
 
 def test_a_key_of_a_split_is_reported_without_the_name_of_the_union_member(config_path: Path) -> None:
     text = "interactions: {paths: x, timestamp_column: ts, split: {kind: time, test_day: 1}}"
-    assert "interactions.split.test_day: unknown key; did you mean interactions.split.test_days?" in message(
+    assert "interactions.split.test_day: unknown key; did you mean interactions.split.test_days?" in error_message(
         config_path, text=text
     )
 
 
 def test_a_launcher_without_kind_or_image_is_rejected(config_path: Path) -> None:
-    assert "launcher: set kind to one of local, torchx" in message(config_path, "launcher.scheduler=slurm")
-    assert "launcher: set kind to one of local, torchx" in message(config_path, "launcher={kind: slurm}")
+    assert "launcher: set kind to one of local, torchx" in error_message(config_path, "launcher.scheduler=slurm")
+    assert "launcher: set kind to one of local, torchx" in error_message(config_path, "launcher={kind: slurm}")
     slurm = "launcher={kind: torchx, scheduler: slurm, args: {partition: gpu}}"
     said = "launcher.kind is torchx, but sharding.cluster.device is auto and processes_per_node is empty"
-    assert said in message(config_path, slurm)
+    assert said in error_message(config_path, slurm)
     config = load_config(config_path, [slurm, "sharding.cluster={device: cuda, num_nodes: 2, processes_per_node: 8}"])
     assert isinstance(config.launcher, TorchxLauncher) and config.launcher.args == {"partition": "gpu"}
     kubernetes = "launcher={kind: torchx, scheduler: kubernetes}"
-    assert "scheduler is kubernetes, which starts containers, but image is empty" in message(config_path, kubernetes)
+    assert "scheduler is kubernetes, which starts containers, but image is empty" in error_message(config_path, kubernetes)
 
 
 def test_a_split_without_a_known_kind_lists_the_kinds(config_path: Path) -> None:
     expected = "interactions.split: set kind to one of time, leave_last_out, files"
-    assert expected in message(config_path, "interactions.split={test_days: 1}")
-    assert expected in message(config_path, "interactions.split.kind=weekly")
+    assert expected in error_message(config_path, "interactions.split={test_days: 1}")
+    assert expected in error_message(config_path, "interactions.split.kind=weekly")
     kinds = "flat, ivf_flat, ivf_sq8, ivf_pq, opq_pq, pq_fastscan, hnsw"
-    assert f"index.served: set kind to one of auto, {kinds}" in message(config_path, "index.served=annoy")
-    assert f"index.compared.0: set kind to one of {kinds}" in message(config_path, "index.compared=[{nlist: 8}]")
-    assert "launcher: set kind to one of local, torchx" in message(config_path, "launcher.kind=ssh")
+    assert f"index.served: set kind to one of auto, {kinds}" in error_message(config_path, "index.served=annoy")
+    assert f"index.compared.0: set kind to one of {kinds}" in error_message(config_path, "index.compared=[{nlist: 8}]")
+    assert "launcher: set kind to one of local, torchx" in error_message(config_path, "launcher.kind=ssh")
 
 
 def test_all_unknown_keys_are_reported_at_once(config_path: Path) -> None:
-    error = message(config_path, text=GOOD + "training: {batchsize: 3, epoch: 2}\nevaluation: {k: [10]}\n")
+    error = error_message(config_path, text=VALID_CONFIG + "training: {batchsize: 3, epoch: 2}\nevaluation: {k: [10]}\n")
     assert [line.split(":")[0].strip() for line in error.splitlines()[1:]] == [
         "training.batchsize", "training.epoch", "evaluation.k",
     ]  # fmt: skip
@@ -124,18 +125,18 @@ def test_all_unknown_keys_are_reported_at_once(config_path: Path) -> None:
         ("interactions: [", "cannot be read as YAML: line 1: expected the node content"),
         ("- a list", "holds list, expected a mapping"),
         ("", "holds NoneType, expected a mapping"),
-        ("name: a\nname: b\n" + GOOD, 'line 2: found duplicate key "name"'),
+        ("name: a\nname: b\n" + VALID_CONFIG, 'line 2: found duplicate key "name"'),
         ("name: nightly", "interactions: is missing and has no default"),
         ("!!python/object/apply:os.system [ls]", "line 1: could not determine a constructor for the tag"),
     ],
 )
 def test_a_file_that_is_not_a_config_is_rejected(config_path: Path, text: str, expected: str) -> None:
-    assert expected in message(config_path, text=text)
+    assert expected in error_message(config_path, text=text)
 
 
 def test_the_message_about_a_missing_file_names_nightjar_init(tmp_path: Path) -> None:
     path = tmp_path / "absent.yaml"
-    assert message(path) == f"{path}: no such file; `nightjar init {path}` writes one"
+    assert error_message(path) == f"{path}: no such file; `nightjar init {path}` writes one"
 
 
 def test_overrides_are_yaml_and_reach_any_depth(config_path: Path) -> None:
@@ -173,18 +174,18 @@ def test_overrides_are_yaml_and_reach_any_depth(config_path: Path) -> None:
     ],
 )
 def test_an_invalid_override_is_rejected_like_an_invalid_file(config_path: Path, override: str, expected: str) -> None:
-    assert expected in message(config_path, override, text=GOOD + "name: demo\n")
+    assert expected in error_message(config_path, override, text=VALID_CONFIG + "name: demo\n")
 
 
 def test_an_entry_of_a_list_is_reached_by_its_number(config_path: Path) -> None:
-    two = GOOD + "embeddings: [{paths: a, vector_column: v}, {paths: b, vector_column: v}]\n"
+    two = VALID_CONFIG + "embeddings: [{paths: a, vector_column: v}, {paths: b, vector_column: v}]\n"
     config_path.write_text(two)
     config = load_config(config_path, ["embeddings.1.pca_dim=8"])
     assert [entry.pca_dim for entry in config.embeddings] == [None, 8]
     expected = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name an entry by its index, from 0"
-    assert expected in message(config_path, "embeddings.2.pca_dim=8")
-    assert "embeddings is a list of 2" in message(config_path, "embeddings.first.pca_dim=8")
-    assert "not a group of settings" in message(config_path, "embeddings.1=8")
+    assert expected in error_message(config_path, "embeddings.2.pca_dim=8")
+    assert "embeddings is a list of 2" in error_message(config_path, "embeddings.first.pca_dim=8")
+    assert "not a group of settings" in error_message(config_path, "embeddings.1=8")
 
 
 def test_relative_paths_are_relative_to_the_folder_of_the_file(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,26 +208,28 @@ def test_relative_paths_are_relative_to_the_folder_of_the_file(config_path: Path
 
 def test_vectors_from_the_log_are_another_source(config_path: Path) -> None:
     users = "{table: user, paths: u.parquet, id_column: user, vector_column: v}"
-    config_path.write_text(f"{GOOD}model: {{learn_user_embedding: true}}\nembeddings: [{{source: log, dim: 32}}, {users}]\n")
+    config_path.write_text(
+        f"{VALID_CONFIG}model: {{learn_user_embedding: true}}\nembeddings: [{{source: log, dim: 32}}, {users}]\n"
+    )
     config = load_config(config_path)
     assert config.embeddings[0] == SpectralVectorsConfig(dim=32) == config.inputs.log_vectors
     assert load_config(config_path, ["embeddings.0.method=ease", "embeddings.0.l2=9"]).inputs.log_vectors == EaseVectorsConfig(
         dim=32, l2=9
     )
-    assert "tables.item.dim is 64, but embeddings.dim is 32; leave tables.item.dim out" in message(
-        config_path, "tables.item.dim=64", text=f"{GOOD}embeddings: {{source: log, dim: 32}}\n"
+    assert "tables.item.dim is 64, but embeddings.dim is 32; leave tables.item.dim out" in error_message(
+        config_path, "tables.item.dim=64", text=f"{VALID_CONFIG}embeddings: {{source: log, dim: 32}}\n"
     )
     assert load_config(config_path, ["tables.item.transfer=residual"]).tables["item"].transfer == "residual"
 
 
 def test_embeddings_are_one_group_of_settings_or_a_list_of_groups(config_path: Path) -> None:
-    text_with_one = GOOD + "embeddings: {paths: a.parquet, vector_column: v}\n"
+    text_with_one = VALID_CONFIG + "embeddings: {paths: a.parquet, vector_column: v}\n"
     config_path.write_text(text_with_one)
     config = load_config(config_path, ["embeddings.paths=b.parquet", "embeddings.pca_dim=8"])
     assert [(entry.paths, entry.pca_dim) for entry in config.embeddings] == [((str(config_path.parent / "b.parquet"),), 8)]
     ids = "{paths: map.parquet, from_column: a, to_column: b}"
     config_path.write_text(
-        f"{GOOD}embeddings: [{{paths: a.parquet, vector_column: v}}, {{paths: c, dimension_prefix: d, id_map: {ids}}}]"
+        f"{VALID_CONFIG}embeddings: [{{paths: a.parquet, vector_column: v}}, {{paths: c, dimension_prefix: d, id_map: {ids}}}]"
     )
     first, second = load_config(config_path).embeddings
     assert first.table == second.table == "item"
@@ -258,7 +261,7 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_groups(config_path: P
     ],
 )
 def test_a_mistake_in_an_embeddings_entry_is_reported_with_its_key(config_path: Path, text: str, expected: str) -> None:
-    assert expected in message(config_path, text=f"{GOOD}embeddings: {text}")
+    assert expected in error_message(config_path, text=f"{VALID_CONFIG}embeddings: {text}")
 
 
 @pytest.mark.parametrize(
@@ -285,13 +288,13 @@ def test_a_mistake_in_an_embeddings_entry_is_reported_with_its_key(config_path: 
     ],
 )
 def test_contradicting_stages_are_rejected_with_advice(config_path: Path, override: str, expected: str) -> None:
-    error = message(config_path, override)
+    error = error_message(config_path, override)
     assert expected in error
     assert "set " in error
 
 
 def test_a_model_of_user_embeddings_needs_stored_users(config_path: Path) -> None:
-    error = message(config_path, "package.users=none", "model.learn_user_embedding=true")
+    error = error_message(config_path, "package.users=none", "model.learn_user_embedding=true")
     assert "package.users is none, but the model reads an embedding of each user" in error
     assert load_config(config_path, ["package={users: none, quantization: none}"]).package.quantization == "fp32"
 
@@ -299,7 +302,7 @@ def test_a_model_of_user_embeddings_needs_stored_users(config_path: Path) -> Non
 def test_a_setting_of_an_unknown_table_lists_the_known_tables(config_path: Path) -> None:
     for table in ("item.brand", "item_offset", "item_teacher"):
         for group in ("tables", "sharding.tables"):
-            error = message(config_path, f"{group}={{{table}: {{}}}}")
+            error = error_message(config_path, f"{group}={{{table}: {{}}}}")
             assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in error
 
 
@@ -309,8 +312,10 @@ UNORDERED = "interactions={paths: x, split: {kind: files, test_paths: y}}"
 def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(config_path: Path) -> None:
     no_last = "model.history.last_item_feature=false"
     assert not load_config(config_path, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.is_ordered
-    assert "model.history.include_target is for logs without order" in message(config_path, "model.history.include_target=true")
-    error = message(config_path, UNORDERED, no_last, "model.history.pooling=recency")
+    assert "model.history.include_target is for logs without order" in error_message(
+        config_path, "model.history.include_target=true"
+    )
+    error = error_message(config_path, UNORDERED, no_last, "model.history.pooling=recency")
     assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in error
 
 
@@ -325,13 +330,13 @@ def test_a_temperature_is_chosen_only_by_validation_and_for_a_loss_that_has_one(
     config_path: Path, override: str, problem: str
 ) -> None:
     assert load_config(config_path, ["model.temperature=auto"]).model.temperature == "auto"
-    assert problem in message(config_path, "model.temperature=auto", override)
+    assert problem in error_message(config_path, "model.temperature=auto", override)
 
 
 def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:
-    error = message(config_path, "loss.explicit_negatives=4")
+    error = error_message(config_path, "loss.explicit_negatives=4")
     assert "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error and "set it to true" in error
-    error = message(config_path, "loss.kind=cosine_contrastive", "model.similarity=dot")
+    error = error_message(config_path, "loss.kind=cosine_contrastive", "model.similarity=dot")
     assert (
         "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set model.similarity to cosine"
         in error
@@ -350,7 +355,7 @@ def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:
     ],
 )
 def test_a_slice_needs_a_declared_feature_with_values(features: list[str], text: str, config_path: Path) -> None:
-    assert text in message(config_path, "evaluation.slices=[{feature: item.brand}]", *features)
+    assert text in error_message(config_path, "evaluation.slices=[{feature: item.brand}]", *features)
 
 
 @pytest.mark.parametrize(
@@ -365,14 +370,14 @@ def test_a_slice_needs_a_declared_feature_with_values(features: list[str], text:
 def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
     features: list[str], key: str, text: str, config_path: Path
 ) -> None:
-    error = message(config_path, f"package.popularity_by={key}", *features)
+    error = error_message(config_path, f"package.popularity_by={key}", *features)
     assert f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary" in error
     assert text in error
 
 
 @pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
 def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, config_path: Path) -> None:
-    error = message(config_path, "package.item_vectors=none", f"index.served={kind}")
+    error = error_message(config_path, "package.item_vectors=none", f"index.served={kind}")
     assert f"package.item_vectors is none, but an index of kind {kind} may not contain readable vectors; set it" in error
     assert (
         load_config(config_path, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"
@@ -384,14 +389,14 @@ def test_a_guarded_feature_is_a_slice_of_the_evaluation(config_path: Path) -> No
     assert (
         "registry.guardrails.features: item.brand is not a feature of evaluation.slices (its features: context.device); add "
         "{feature: item.brand} to evaluation.slices"
-    ) in message(config_path, "registry.guardrails.features=[item.brand]", *features)
+    ) in error_message(config_path, "registry.guardrails.features=[item.brand]", *features)
     config = load_config(config_path, overrides=["registry.guardrails.features=[context.device]", *features])
     assert config.guarded_slices == (FeatureSlice(feature="context.device", min_users=40),)
     assert load_config(config_path, overrides=features).guarded_slices == ()
 
 
 def test_a_fold_is_below_the_number_of_folds(config_path: Path) -> None:
-    assert "fold is 2, but num_folds is 2; set fold to at most 1" in message(
+    assert "fold is 2, but num_folds is 2; set fold to at most 1" in error_message(
         config_path, "interactions.split={kind: leave_last_out, num_folds: 2, fold: 2}"
     )
 
@@ -400,8 +405,9 @@ def test_distillation_needs_pretrained_item_vectors(config_path: Path) -> None:
     vectors = "embeddings={paths: a, vector_column: v}"
     distils = "loss.distillation={weight: 0.5}"
     assert load_config(config_path, [vectors, distils]).loss.distillation is not None
-    assert "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors" in message(
-        config_path, distils
+    assert (
+        "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors"
+        in error_message(config_path, distils)
     )
 
 

@@ -16,17 +16,18 @@ from flows.settings.config_file import dump_config, load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 
-GOOD = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
+VALID_CONFIG = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
 
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
-    path.write_text(yaml_loader.dump(GOOD))
+    path.write_text(yaml_loader.dump(VALID_CONFIG))
     return path
 
 
-def message(config_path: Path, *overrides: str, text: str | None = None) -> str:
+def error_message(config_path: Path, *overrides: str, text: str | None = None) -> str:
+    """Return the error of the config file, whose content is replaced by `text` if there is a text."""
     if text is not None:
         config_path.write_text(text)
     with pytest.raises(InputError) as error_info:
@@ -107,12 +108,12 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
     ],
 )
 def test_an_invalid_value_is_rejected_with_its_key(config_path: Path, override: str, expected: str) -> None:
-    assert expected in message(config_path, override)
+    assert expected in error_message(config_path, override)
 
 
 @pytest.mark.parametrize("character", BANNED_CHARACTERS)
 def test_a_name_with_a_character_that_prefect_rejects_is_rejected(config_path: Path, character: str) -> None:
-    error = message(config_path, f'name="a{character}b"')
+    error = error_message(config_path, f'name="a{character}b"')
     assert f"name: is 'a{character}b', but Prefect allows none of / % & > <" in error and f"remove {character}" in error
 
 
@@ -166,7 +167,7 @@ def test_a_name_with_a_dot_is_written_in_quotes(config_path: Path) -> None:
 def test_a_config_that_is_too_deep_or_not_plain_yaml_is_rejected_with_a_short_message(
     config_path: Path, text: str, expected: str
 ) -> None:
-    error = message(config_path, text=text)
+    error = error_message(config_path, text=text)
     assert expected in error
     assert len(error) < 20_000
 
@@ -183,7 +184,7 @@ NAMES = sorted({name.replace("*", "item") for name in setting_keys(PipelineConfi
 
 
 def with_setting(name: str, value: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = {"interactions": dict(GOOD["interactions"])}
+    raw: dict[str, Any] = {"interactions": dict(VALID_CONFIG["interactions"])}
     *parents, last = name.split(".")
     level = raw
     for key in parents:

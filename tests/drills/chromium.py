@@ -1,7 +1,7 @@
 """Headless Chromium for drills that look at the pages of Prefect and MLflow.
 
-Needs chromium and the package playwright: `.venv/bin/pip install playwright`. Set NIGHTJAR_PICTURES to a folder to keep the
-screenshots.
+These drills need chromium and the package playwright (`.venv/bin/pip install playwright`). If NIGHTJAR_PICTURES is the path of
+a folder, they write screenshots into this folder.
 """
 
 import os
@@ -40,7 +40,8 @@ def log_in_to_prefect(page: Any, address: str, *, password: str) -> None:
 
 
 def take_picture(page: Any, name: str, *, width: int = 1280) -> None:
-    page.wait_for_timeout(2_000)  # animations
+    """Write a screenshot to NAME.png in the folder NIGHTJAR_PICTURES; without this variable, only wait 2 s."""
+    page.wait_for_timeout(2_000)  # until the animations have ended
     folder = os.environ.get("NIGHTJAR_PICTURES")
     if folder:
         page.screenshot(path=Path(folder) / f"{name}.png", clip={"x": 0, "y": 0, "width": width, "height": 1000})

@@ -1,4 +1,4 @@
-"""Figures of the drills for the table in docs/operations.md, and a page of a browser."""
+"""Fixtures of all drills: a check for processes that a drill leaves behind, and a browser page."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ MARK_VARIABLE = "NIGHTJAR_DRILL"
 @pytest.fixture(autouse=True)
 def processes_left(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> Iterator[None]:
     """Fail if processes of the drill are alive 10 s after the drill; write their number to the JUnit file."""
-    if "tests.gloo" in sys.modules:  # its fork server lives as long as pytest, so it must not inherit the mark
+    if "tests.gloo" in sys.modules:  # the fork server lives as long as pytest, so it must not inherit the mark
         resource_tracker.ensure_running()
         forkserver.ensure_running()
     mark = uuid.uuid4().hex

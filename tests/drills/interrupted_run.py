@@ -1,4 +1,4 @@
-"""Runs that get a signal in a stage, sent as a terminal, a container or a service manager sends it."""
+"""Runs that get a signal during a stage. As with Ctrl-C in a terminal, the whole process group gets it."""
 
 import os
 import signal
@@ -17,15 +17,15 @@ PATIENCE_S = 240.0
 
 
 def interrupt_run(
-    file: Path, *arguments: str, has_begun: Callable[[], bool], number: signal.Signals
+    config_path: Path, *arguments: str, has_begun: Callable[[], bool], stop_signal: signal.Signals
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     """Start a run, and send the signal to its process group once `has_begun` returns true.
 
     Returns:
-        The ended process, and the seconds between the signal and its end.
+        The ended process, and the seconds between the signal and the end of the process.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", str(file), *arguments],
+        [sys.executable, "-m", "flows.cli", "run", str(config_path), *arguments],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))},
         stdout=subprocess.PIPE,
@@ -40,7 +40,7 @@ def interrupt_run(
         time.sleep(0.005)
     descendants = psutil.Process(process.pid).children(recursive=True)
     signal_time_s = time.monotonic()
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, stop_signal)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     seconds = time.monotonic() - signal_time_s
     _, alive = psutil.wait_procs(descendants, timeout=10)
@@ -48,7 +48,7 @@ def interrupt_run(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr), seconds
 
 
-def states(workspace: Path) -> set[str]:
-    """Return the states of all flow runs and task runs in the database of the embedded Prefect."""
+def state_types(workspace: Path) -> set[str]:
+    """Return the state types of all flow runs and task runs in the database of the embedded Prefect server."""
     with closing(sqlite3.connect(workspace / "prefect" / "prefect.db")) as database:
         return {row[0] for table in ("flow_run", "task_run") for row in database.execute(f"SELECT state_type FROM {table}")}

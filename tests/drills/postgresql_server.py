@@ -12,7 +12,7 @@ from tests.drills.production_servers import DATABASE_PASSWORDS, ROOT
 from tests.drills.restartable_server import free_port
 
 PROGRAMS = ("initdb", "pg_ctl", "psql")
-ADMIN_PASSWORD = "admin-pa55-21b7"  # noqa: S105 of a server that lives for one test
+ADMIN_PASSWORD = "admin-pa55-21b7"  # noqa: S105 the server lives for one test
 
 
 def is_installed() -> bool:
@@ -20,7 +20,7 @@ def is_installed() -> bool:
 
 
 class PostgresqlServer:
-    """The server and its port. PostgreSQL refuses to run as root, so root starts it as the user postgres."""
+    """A PostgreSQL server. PostgreSQL refuses to run as root, so root starts it as the user `postgres`."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -57,7 +57,7 @@ class PostgresqlServer:
         subprocess.run([script], env=os.environ | connection | DATABASE_PASSWORDS, check=True, capture_output=True)
 
     def query(self, database: str, sql: str) -> str:
-        """Return the result of a query as the role of the server that uses `database`."""
+        """Return the output of `sql`, executed with the role that owns `database`."""
         password = DATABASE_PASSWORDS[f"{database.upper()}_DATABASE_PASSWORD"]
         command = ["psql", "--host=127.0.0.1", f"--port={self.port}", f"--username={database}", f"--dbname={database}"]
         command += ["--tuples-only", "--no-align", f"--command={sql}"]
@@ -74,7 +74,7 @@ class PostgresqlServer:
 @contextmanager
 def postgresql_server() -> Iterator[PostgresqlServer]:
     """Start a server with the databases of Prefect and MLflow; remove it and its files at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="nightjar-postgresql-"))  # pytest's folders are closed to the user postgres
+    folder = Path(tempfile.mkdtemp(prefix="nightjar-postgresql-"))  # the user postgres may not read the folders of pytest
     try:
         server = PostgresqlServer(folder)
         server.start()

@@ -1,4 +1,4 @@
-"""A worker of a process work pool with the settings of infra/compose.yaml, and the requests that the Prefect UI sends."""
+"""A worker with the settings of infra/compose.yaml, and the requests of the Prefect UI that start, cancel and retry runs."""
 
 import signal
 import subprocess
@@ -22,14 +22,14 @@ POOL = "nightjar"
 
 
 class PrefectPage:
-    """The requests that the Prefect UI sends, for the deployment of one pipeline."""
+    """The requests of the Prefect UI about the deployment of one pipeline."""
 
     def __init__(self, servers: Servers, *, pipeline: str = "nightly") -> None:
         self._pipeline = pipeline
         self._api = f"{servers.prefect}/api"
         self._session = requests.Session()
         self._session.auth = tuple(PREFECT_LOGIN.split(":"))
-        # A busy server answers 503, and a person clicks again.
+        # A busy server answers 503. A person would click again.
         self._session.mount(
             self._api, HTTPAdapter(max_retries=Retry(3, status_forcelist=[503], allowed_methods=None, backoff_factor=1))
         )
@@ -47,17 +47,17 @@ class PrefectPage:
             time.sleep(0.3)
 
     def start_run(self, **parameters: Any) -> str:
-        """Start a run with the form; return the id of the flow run."""
+        """Start a run with the parameters of the form; return the id of the flow run."""
         deployment = self.request("GET", f"/deployments/name/nightly-retrain/{self._pipeline}")
         body = {"parameters": {**deployment["parameters"], **parameters}}
         return str(self.request("POST", f"/deployments/{deployment['id']}/create_flow_run", body)["id"])
 
     def cancel(self, flow_run_id: str) -> None:
-        """Press the button Cancel."""
+        """Send the request of the button Cancel."""
         self._set_state(flow_run_id, {"type": "CANCELLING", "name": "Cancelling"})
 
     def retry(self, flow_run_id: str) -> None:
-        """Press the button Retry."""
+        """Send the request of the button Retry."""
         self._set_state(flow_run_id, {"type": "SCHEDULED", "name": "AwaitingRetry"})
 
     def _set_state(self, flow_run_id: str, state: dict[str, str]) -> None:
@@ -66,7 +66,7 @@ class PrefectPage:
     def flow_run(self, flow_run_id: str) -> Any:
         return self.request("GET", f"/flow_runs/{flow_run_id}")
 
-    def planned_run(self) -> str:
+    def wait_for_planned_run(self) -> str:
         """Wait until the scheduler has created the deployment's next flow run; return its id."""
         query = {"deployments": {"name": {"any_": [self._pipeline]}}, "sort": "EXPECTED_START_TIME_ASC", "limit": 1}
         deadline = time.monotonic() + PATIENCE_S
@@ -87,7 +87,7 @@ class PrefectPage:
 
 
 class Worker:
-    """The process of the worker."""
+    """A worker process, whose child processes execute the runs."""
 
     def __init__(self, servers: Servers, *, log_file: Path) -> None:
         program, *arguments = SERVICES["worker"]["command"]
@@ -101,11 +101,15 @@ class Worker:
         """Return all processes of its runs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def end(self, number: signal.Signals) -> tuple[float, list[str]]:
-        """Send the signal; return the seconds until no process of its runs is left, and the processes left after 10 s."""
+    def end(self, stop_signal: signal.Signals) -> tuple[float, list[str]]:
+        """Send the signal to the worker.
+
+        Returns:
+            The seconds until no process of the runs is left, and the command lines of the processes left after 10 s.
+        """
         processes = self.children()
         signal_time_s = time.monotonic()
-        self.process.send_signal(number)
+        self.process.send_signal(stop_signal)
         _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
         seconds = time.monotonic() - signal_time_s
         self.process.wait(60)
@@ -114,7 +118,7 @@ class Worker:
 
 @contextmanager
 def worker_of(servers: Servers, *, log_file: Path) -> Iterator[Worker]:
-    """Start a worker; stop it at the end, with its runs."""
+    """Start a worker. At the end, stop the worker and its runs."""
     worker = Worker(servers, log_file=log_file)
     try:
         yield worker

@@ -43,11 +43,16 @@ def service_environment(name: str) -> dict[str, str]:
 
 
 @contextmanager
-def serving(name: str, folder: Path, *, health_path: str, overrides: Mapping[str, str | None]) -> Iterator[str]:
-    """Start a service of compose.yaml on loopback and yield its address. An override None removes a variable."""
+def running_service(name: str, folder: Path, *, health_path: str, overrides: Mapping[str, str | None]) -> Iterator[str]:
+    """Start a service of compose.yaml on loopback and yield its address. None in `overrides` removes the variable."""
     port = free_port()
     program, *arguments = SERVICES[name]["command"]
-    replacements = {"0.0.0.0": "127.0.0.1", "4200": str(port), "5000": str(port), "2": "1"}  # one worker starts faster
+    replacements = {
+        "0.0.0.0": "127.0.0.1",
+        "4200": str(port),
+        "5000": str(port),
+        "2": "1",
+    }  # 1 instead of 2 workers start faster
     arguments = [replacements.get(text, text) for text in arguments]
     settings = clean_environment() | service_environment(name) | overrides
     if name == "prefect":
@@ -62,33 +67,40 @@ def serving(name: str, folder: Path, *, health_path: str, overrides: Mapping[str
 
 @contextmanager
 def production_servers(folder: Path, *, postgresql_port: int | None = None, s3_address: str | None = None) -> Iterator[Servers]:
-    """Start both servers with passwords, on sqlite or on PostgreSQL; files are in `folder`.
+    """Start the Prefect and the MLflow server, both with passwords. Their files are in `folder`.
 
     Args:
-        s3_address: S3 server whose bucket holds MLflow's artifacts; None: they are in `folder`.
+        postgresql_port: port of the PostgreSQL server of both. With None, their databases are sqlite files.
+        s3_address: address of the S3 server whose bucket holds MLflow's artifacts. With None, the artifacts are in `folder`.
     """
     auth_config = (ROOT / "infra" / "compose" / "mlflow-auth.ini").read_text().replace("/var/lib/nightjar", str(folder))
     (folder / "mlflow-auth.ini").write_text(auth_config)
-    prefect: dict[str, str | None] = {"PREFECT_HOME": str(folder / "prefect")}
-    mlflow: dict[str, str | None] = {
+    prefect_overrides: dict[str, str | None] = {"PREFECT_HOME": str(folder / "prefect")}
+    mlflow_overrides: dict[str, str | None] = {
         "MLFLOW_AUTH_CONFIG_PATH": str(folder / "mlflow-auth.ini"),
         "MLFLOW_SERVER_ALLOWED_HOSTS": "127.0.0.1:*",
         "AWS_ENDPOINT_URL": s3_address,
     }
     if s3_address is None:
-        mlflow["MLFLOW_ARTIFACTS_DESTINATION"] = str(folder / "artifacts")
+        mlflow_overrides["MLFLOW_ARTIFACTS_DESTINATION"] = str(folder / "artifacts")
     if postgresql_port is None:
-        prefect |= {name: None for name in service_environment("prefect") if name.startswith("PREFECT_SERVER_DATABASE_")}
-        mlflow |= {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder}/mlflow-server.db", "PGPASSWORD": None}
+        prefect_overrides |= {
+            name: None for name in service_environment("prefect") if name.startswith("PREFECT_SERVER_DATABASE_")
+        }
+        mlflow_overrides |= {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder}/mlflow-server.db", "PGPASSWORD": None}
     else:
-        prefect |= {"PREFECT_SERVER_DATABASE_HOST": "127.0.0.1", "PREFECT_SERVER_DATABASE_PORT": str(postgresql_port)}
-        mlflow["MLFLOW_BACKEND_STORE_URI"] = f"postgresql+psycopg://mlflow@127.0.0.1:{postgresql_port}/mlflow"
+        prefect_overrides |= {"PREFECT_SERVER_DATABASE_HOST": "127.0.0.1", "PREFECT_SERVER_DATABASE_PORT": str(postgresql_port)}
+        mlflow_overrides["MLFLOW_BACKEND_STORE_URI"] = f"postgresql+psycopg://mlflow@127.0.0.1:{postgresql_port}/mlflow"
     with ExitStack() as stack:
-        prefect_address = stack.enter_context(serving("prefect", folder, health_path="/api/health", overrides=prefect))
-        mlflow_address = stack.enter_context(serving("mlflow", folder, health_path="/health", overrides=mlflow))
-        worker = service_environment("worker") | {
+        prefect_address = stack.enter_context(
+            running_service("prefect", folder, health_path="/api/health", overrides=prefect_overrides)
+        )
+        mlflow_address = stack.enter_context(
+            running_service("mlflow", folder, health_path="/health", overrides=mlflow_overrides)
+        )
+        worker_environment = service_environment("worker") | {
             "PREFECT_HOME": str(folder / "prefect-client"),
             "PREFECT_API_URL": f"{prefect_address}/api",
             "MLFLOW_TRACKING_URI": mlflow_address,
         }
-        yield Servers(prefect_address, mlflow_address, clean_environment() | worker)
+        yield Servers(prefect_address, mlflow_address, clean_environment() | worker_environment)

@@ -15,7 +15,7 @@ PATIENCE_S = 400.0
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment of this process without settings of Prefect, MLflow and AWS."""
+    """Return the environment of this process without settings of Prefect, MLflow, AWS and PostgreSQL."""
     prefixes = ("PREFECT_", "MLFLOW_", "AWS_", "PG")
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
@@ -59,16 +59,16 @@ class RestartableServer:
                 assert self._process.poll() is None and time.monotonic() < deadline, self._log_file.read_text()
                 time.sleep(0.2)
 
-    def end(self, number: signal.Signals) -> None:
-        """Send a signal to all processes of the server, if there are any, and wait for its end."""
+    def end(self, stop_signal: signal.Signals) -> None:
+        """Send a signal to all processes of the server and wait for its end. Do nothing if it is not running."""
         if self._process is not None:
-            os.killpg(self._process.pid, number)
+            os.killpg(self._process.pid, stop_signal)
             self._process.wait(timeout=60)
             self._process = None
 
 
 def mlflow_server(folder: Path) -> RestartableServer:
-    """Return an MLflow server on the sqlite database <folder>/server.db, not started."""
+    """Return an MLflow server, not yet started, on the sqlite database <folder>/server.db."""
     port = free_port()
     store = ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", str(folder / "artifacts")]
     return RestartableServer(
@@ -81,7 +81,7 @@ def mlflow_server(folder: Path) -> RestartableServer:
 
 
 def prefect_server(folder: Path) -> RestartableServer:
-    """Return a Prefect server on a sqlite database in <folder>/prefect-server, not started."""
+    """Return a Prefect server, not yet started, on a sqlite database in <folder>/prefect-server."""
     port = free_port()
     settings = {"PREFECT_HOME": str(folder / "prefect-server"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     return RestartableServer(

@@ -20,7 +20,7 @@ from tests.drills.production_servers import SERVICES, clean_environment, free_po
 
 PROGRAM = "moto_server"
 BUCKET = "mlflow"
-START_S = 60.0
+START_TIMEOUT_S = 60.0
 
 
 def is_installed() -> bool:
@@ -29,11 +29,11 @@ def is_installed() -> bool:
 
 @dataclass(frozen=True)
 class S3Server:
-    """The address of the server, and the objects in its bucket."""
+    """A running S3 server with one bucket."""
 
     address: str
 
-    def objects(self) -> list[str]:
+    def object_keys(self) -> list[str]:
         """Return the keys of all objects of the bucket."""
         settings = service_environment("s3-bucket")
         client: Any = boto3.client(
@@ -49,13 +49,13 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Start a server and create the bucket with the command of compose.yaml. Objects are in the memory of the server."""
+    """Start a server and create the bucket with the command of compose.yaml. The server keeps objects in memory."""
     port = free_port()
     server = S3Server(f"http://127.0.0.1:{port}")
     with (folder / "s3.log").open("wb") as log:
         process = subprocess.Popen([PROGRAM, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log, cwd=folder)
     try:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
                 urllib.request.urlopen(server.address, timeout=5).close()

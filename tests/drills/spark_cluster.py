@@ -15,10 +15,10 @@ START_TIMEOUT_S = 120.0
 
 
 class SparkCluster:
-    """The processes of the cluster. `settings` is interactions.engine of an ingest that uses it."""
+    """A master process and worker processes."""
 
     timeout_s = 90.0
-    """interactions.engine.timeout_s: longer than the start of an executor on a busy machine."""
+    """Value of interactions.engine.timeout_s. An executor starts in less time, even on a busy machine."""
 
     def __init__(self, folder: Path) -> None:
         import pyspark
@@ -33,6 +33,7 @@ class SparkCluster:
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Value of interactions.engine for an ingest on this cluster."""
         conf = {
             "spark.executor.memory": "600m",
             "spark.executor.cores": 1,
@@ -46,7 +47,7 @@ class SparkCluster:
         return {"kind": "spark", "master": self.url, "conf": conf, "timeout_s": self.timeout_s}
 
     def start_worker(self, *, prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
-        """Start a worker with one core. prefix: a command that executes the rest of the command line."""
+        """Start a worker with one core. `prefix` is a command that executes the command line after it."""
         name = f"worker-{len(self.workers)}"
         arguments = ["--cores", "1", "--memory", "700m", "--work-dir", str(self._folder / name), self.url]
         main_class = "org.apache.spark.deploy.worker.Worker"
@@ -102,7 +103,7 @@ class SparkCluster:
 
 @contextmanager
 def spark_cluster(folder: Path) -> Iterator[SparkCluster]:
-    """Start a master in `folder`, and end all processes of the cluster at the end."""
+    """Start a master, whose logs are in `folder`. At the end, kill all processes of the cluster."""
     folder.mkdir()
     cluster = SparkCluster(folder)
     try:

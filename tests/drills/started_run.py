@@ -17,11 +17,11 @@ PATIENCE_S = 900.0
 
 
 class StartedRun:
-    """The process of the command, and the folder of its run."""
+    """A running command `nightjar run --json` and the folder of its run."""
 
     def __init__(self, config_path: Path, *arguments: str, environment: Mapping[str, str]) -> None:
         self._outputs = config_path.with_name("stdout.txt"), config_path.with_name("stderr.txt")
-        self._runs = config_path.parent / "workspace" / "runs"
+        self._runs_folder = config_path.parent / "workspace" / "runs"
         with self._outputs[0].open("wb") as stdout, self._outputs[1].open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flows.cli", "run", str(config_path), "--json", *arguments],
@@ -39,19 +39,19 @@ class StartedRun:
     @property
     def folder(self) -> Path:
         """Folder of the newest run."""
-        return max(self._runs.iterdir())
+        return max(self._runs_folder.iterdir())
 
     def wait_until(self, condition: Callable[[Path], bool], *, description: str) -> None:
-        """Wait until `condition` of the run's folder is true."""
+        """Wait until `condition(run folder)` is true. `description` names the condition in errors."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (any(self._runs.glob("*")) and condition(self.folder)):
+        while not (any(self._runs_folder.glob("*")) and condition(self.folder)):
             assert self.process.poll() is None, f"the run ended before: {description}\n{self.stderr}"
             assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {description}\n{self.stderr}"
             time.sleep(0.01)
         self._descendants.update(self.children())
 
     def children(self) -> list[psutil.Process]:
-        """Return the processes below the command."""
+        """Return all descendants of the command's process."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self) -> tuple[int, str]:
@@ -63,15 +63,15 @@ class StartedRun:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The JSON object on stdout."""
+        """The JSON object on the last line of stdout."""
         answer: dict[str, Any] = json.loads(self._outputs[0].read_text().splitlines()[-1])
         return answer
 
 
 @contextmanager
-def started_run(config_path: Path, *arguments: str, **settings: str) -> Iterator[StartedRun]:
-    """Start `nightjar run` with environment variables; kill it after the body if it has not ended."""
-    run = StartedRun(config_path, *arguments, environment=settings)
+def started_run(config_path: Path, *arguments: str, **environment: str) -> Iterator[StartedRun]:
+    """Start `nightjar run` with these environment variables, and kill it after the body if it has not ended."""
+    run = StartedRun(config_path, *arguments, environment=environment)
     try:
         yield run
     finally:

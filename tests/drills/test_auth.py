@@ -32,11 +32,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         ("POST", "/api/flow_runs/filter"),
         ("GET", "/api/admin/version"),
         ("POST", "/api/deployments/filter"),
-        ("GET", "/api/variables/name/system-health"),  # CVE-2026-3514, CVE-2026-7722: paths that end like a health check
+        (
+            "GET",
+            "/api/variables/name/system-health",
+        ),  # CVE-2026-3514 and CVE-2026-7722 are about paths that end like a health check
         ("GET", "/api/work_pools/almost-ready"),
     ],
 )
-def test_prefect_needs_its_password(servers: Servers, method: str, path: str) -> None:
+def test_prefect_rejects_requests_without_its_password(servers: Servers, method: str, path: str) -> None:
     url = f"{servers.prefect}{path}"
     assert requests.request(method, url, json={}, timeout=30).status_code == 401
     assert requests.request(method, url, json={}, auth=WRONG_LOGIN, timeout=30).status_code == 401
@@ -44,8 +47,8 @@ def test_prefect_needs_its_password(servers: Servers, method: str, path: str) ->
     assert requests.request(method, url, json={}, auth=login, timeout=30).status_code in (200, 404)
 
 
-def test_events_of_prefect_need_its_password(servers: Servers) -> None:
-    """CVE-2026-7723: the websocket of events."""
+def test_prefect_rejects_events_without_its_password(servers: Servers) -> None:
+    """CVE-2026-7723 is about the websocket that receives events."""
 
     async def send_event(*, subprotocols: list[str], first_message: dict[str, str]) -> str:
         url = f"{servers.prefect.replace('http', 'ws')}/api/events/in"
@@ -56,11 +59,11 @@ def test_events_of_prefect_need_its_password(servers: Servers) -> None:
         except (websockets.exceptions.ConnectionClosed, websockets.exceptions.InvalidStatus) as error:
             return type(error).__name__
 
-    for arguments in (
+    for rejected_arguments in (
         {"subprotocols": [], "first_message": {"event": "forged"}},
         {"subprotocols": ["prefect"], "first_message": {"type": "auth", "token": "nightjar:wrong"}},
     ):
-        assert asyncio.run(send_event(**arguments)).startswith(("ConnectionClosed", "InvalidStatus"))  # type: ignore[arg-type]
+        assert asyncio.run(send_event(**rejected_arguments)).startswith(("ConnectionClosed", "InvalidStatus"))  # type: ignore[arg-type]
     login_message = {"type": "auth", "token": PREFECT_LOGIN}
     assert "auth_success" in asyncio.run(send_event(subprotocols=["prefect"], first_message=login_message))
 
@@ -75,7 +78,7 @@ def test_events_of_prefect_need_its_password(servers: Servers) -> None:
         "/api/2.0/mlflow/users/list",
     ],
 )
-def test_mlflow_needs_its_password(servers: Servers, path: str) -> None:
+def test_mlflow_rejects_requests_without_its_password(servers: Servers, path: str) -> None:
     url = f"{servers.mlflow}{path}"
     assert requests.get(url, timeout=30).status_code == 401
     assert requests.get(url, auth=WRONG_LOGIN, timeout=30).status_code == 401
@@ -90,21 +93,21 @@ def test_a_foreign_host_name_is_rejected(servers: Servers) -> None:
 
 
 def test_doctor_names_the_missing_passwords_and_a_run_with_them_registers_a_version(servers: Servers, tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    secrets = ("PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
-    environment_without_passwords = {name: value for name, value in servers.environment.items() if name not in secrets}
+    config_path = write_config(tmp_path)
+    login_variables = ("PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+    environment_without_passwords = {name: value for name, value in servers.environment.items() if name not in login_variables}
 
     def nightjar(*arguments: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
         command = [*NIGHTJAR, *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
-    doctor = nightjar("doctor", str(file), environment=environment_without_passwords)
+    doctor = nightjar("doctor", str(config_path), environment=environment_without_passwords)
     assert doctor.returncode == 1
     assert "access denied (status 401); set PREFECT_API_AUTH_STRING to user:password" in doctor.stdout
     assert "access denied (status 401); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in doctor.stdout
 
-    run = nightjar("run", str(file), "--json", environment=dict(servers.environment))
+    run = nightjar("run", str(config_path), "--json", environment=dict(servers.environment))
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["model"]["version"] == "1"
-    doctor = nightjar("doctor", str(file), environment=dict(servers.environment))
+    doctor = nightjar("doctor", str(config_path), environment=dict(servers.environment))
     assert "version 3.9.1, with password" in doctor.stdout and "version 3.17.2, with password" in doctor.stdout

@@ -34,8 +34,8 @@ CONFIG = starter_config().model_copy(update={"name": "films"})
 
 
 @flow
-def tiny() -> None:
-    """A flow whose runs the test puts into states; no process runs it."""
+def stub_flow() -> None:
+    """A flow that no process executes. The test sets the states of its runs."""
 
 
 class Receiver:
@@ -62,6 +62,7 @@ class Receiver:
         return f"http://127.0.0.1:{self.server.server_port}/alerts"
 
     def texts(self, automation: str) -> list[str]:
+        """Return the texts of the alerts of this automation of pipeline films."""
         return [alert["text"] for alert in self.alerts if alert["text"].startswith(f"films: {automation}:")]
 
 
@@ -111,8 +112,8 @@ def wait_until(description: str, condition: Callable[[], object]) -> None:
         time.sleep(0.2)
 
 
-def run_to(client: SyncPrefectClient, deployment: UUID, *states: State) -> str:
-    """Create a run of the deployment and put it into the states; return the name of the run."""
+def run_through(client: SyncPrefectClient, deployment: UUID, *states: State) -> str:
+    """Create a run of the deployment and set the states one after the other; return the name of the run."""
     run = client.create_flow_run_from_deployment(deployment)
     for state in states:
         client.set_flow_run_state(run.id, state, force=True)
@@ -122,51 +123,57 @@ def run_to(client: SyncPrefectClient, deployment: UUID, *states: State) -> str:
 def test_each_automation_delivers_its_alert_for_runs_of_its_pipeline_only(
     tmp_path: Path, client: SyncPrefectClient, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    films, songs = (UUID(str(tiny.to_deployment(name).apply())) for name in ("films", "songs"))
+    films_id, songs_id = (UUID(str(stub_flow.to_deployment(name).apply())) for name in ("films", "songs"))
     with pytest.raises(InputError, match="has no block nightjar-alerts"):
-        create_automations(client, CONFIG, deployment_id=films)
+        create_automations(client, CONFIG, deployment_id=films_id)
     Webhook(url=receiver.url).save(BLOCK_NAME)
     folder = tmp_path / "automations"
     shutil.copytree(automations.AUTOMATION_FOLDER, folder)
     for name in ("did-not-start", "overran"):  # Prefect accepts at least 10 s
-        file = folder / f"{name}.yaml"
-        text = file.read_text()
-        file.write_text(text.replace("within: 600", "within: 10").replace("within: 14400", "within: 10"))
-        assert "within: 10\n" in file.read_text()
+        automation_path = folder / f"{name}.yaml"
+        text = automation_path.read_text()
+        automation_path.write_text(text.replace("within: 600", "within: 10").replace("within: 14400", "within: 10"))
+        assert "within: 10\n" in automation_path.read_text()
     monkeypatch.setattr(automations, "AUTOMATION_FOLDER", folder)
-    names = create_automations(client, CONFIG, deployment_id=films)
+    names = create_automations(client, CONFIG, deployment_id=films_id)
     first_ids = {automation.name: automation.id for automation in client.read_automations()}
     assert first_ids.keys() == set(names) and len(names) == 5
     client.pause_automation(first_ids["films: run failed"])
-    assert create_automations(client, CONFIG, deployment_id=films) == names
+    assert create_automations(client, CONFIG, deployment_id=films_id) == names
     automation_by_name = {automation.name: automation for automation in client.read_automations()}
     assert {name: automation.id for name, automation in automation_by_name.items()} == first_ids
     assert [name for name, automation in automation_by_name.items() if not automation.enabled] == ["films: run failed"]
     client.resume_automation(first_ids["films: run failed"])
 
-    failed = run_to(client, films, Running(), Failed(message='rank 1: "out of memory"'))
-    rejected = run_to(client, films, Running(), Failed(name="DataRejected", message="no events"))
-    run_to(client, songs, Running(), Failed())
+    failed_run_name = run_through(client, films_id, Running(), Failed(message='rank 1: "out of memory"'))
+    rejected_run_name = run_through(client, films_id, Running(), Failed(name="DataRejected", message="no events"))
+    run_through(client, songs_id, Running(), Failed())
     for _ in range(3):
-        run_to(client, films, Running(), Completed(name="NotPromoted", message="recall is less"))
-    promoted = run_to(client, films, Running(), Completed(name="Promoted"))
-    running = run_to(client, films, Running())
+        run_through(client, films_id, Running(), Completed(name="NotPromoted", message="recall is less"))
+    promoted_run_name = run_through(client, films_id, Running(), Completed(name="Promoted"))
+    running_run_name = run_through(client, films_id, Running())
     planned_start = datetime.now(UTC) - timedelta(hours=1)
-    late_run = client.create_flow_run_from_deployment(films, state=Scheduled(scheduled_time=planned_start))
+    late_run = client.create_flow_run_from_deployment(films_id, state=Scheduled(scheduled_time=planned_start))
     alias_change = AliasChange("nightjar", "champion", "3", "4", "recall@20 is at least as good")
     PrefectEvents("f", "films", run_reason="", run_id="r").publish(alias_change)
 
-    expected = {"run failed": 2, "not promoted three times": 1, "did not start": 1, "overran": 1, "champion changed": 1}
+    num_expected_alerts = {
+        "run failed": 2,
+        "not promoted three times": 1,
+        "did not start": 1,
+        "overran": 1,
+        "champion changed": 1,
+    }
     wait_until(
-        f"the alerts {expected}, received {receiver.alerts}",
-        lambda: all(len(receiver.texts(name)) >= number for name, number in expected.items()),
+        f"the alerts {num_expected_alerts}, received {receiver.alerts}",
+        lambda: all(len(receiver.texts(name)) >= number for name, number in num_expected_alerts.items()),
     )
-    assert {name: len(receiver.texts(name)) for name in expected} == expected
-    assert len(receiver.alerts) == sum(expected.values()), receiver.alerts
+    assert {name: len(receiver.texts(name)) for name in num_expected_alerts} == num_expected_alerts
+    assert len(receiver.alerts) == sum(num_expected_alerts.values()), receiver.alerts
     texts = " | ".join(receiver.texts("run failed"))
-    assert f'{failed} is Failed: rank 1: "out of memory" http://prefect.example/' in texts
-    assert f"{rejected} is DataRejected: no events" in texts
-    assert running in receiver.texts("overran")[0] and promoted not in receiver.texts("overran")[0]
+    assert f'{failed_run_name} is Failed: rank 1: "out of memory" http://prefect.example/' in texts
+    assert f"{rejected_run_name} is DataRejected: no events" in texts
+    assert running_run_name in receiver.texts("overran")[0] and promoted_run_name not in receiver.texts("overran")[0]
     assert late_run.name in receiver.texts("did not start")[0]
     (change,) = [alert["change"] for alert in receiver.alerts if "change" in alert]
     assert (change["old_version"], change["new_version"], change["pipeline"]) == ("3", "4", "films")

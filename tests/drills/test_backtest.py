@@ -1,4 +1,4 @@
-"""A backtest of two days and trainings with two seeds, on generated data."""
+"""`nightjar backtest` over two days and `nightjar gate-noise` with two seeds, on generated data."""
 
 import json
 import subprocess
@@ -15,35 +15,37 @@ from tests.drills.test_kill_and_resume import NIGHTJAR, write_config
 pytestmark = pytest.mark.drill
 
 
-def test_each_day_reads_the_log_up_to_its_end_and_is_kept_by_a_second_backtest(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    command = [*NIGHTJAR, "backtest", str(file), "--days", "2"]
-    workspace = load_config(file).workspace
-    folder = workspace / BACKTEST_NAME
-    outputs = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
-    assert [output.returncode for output in outputs] == [0, 0], outputs[0].stderr
-    assert outputs[0].stdout == outputs[1].stdout and "champion before" in outputs[0].stdout
-    assert "(kept)" not in outputs[0].stderr and outputs[1].stderr.count("(kept)") >= 14
+def test_the_run_of_a_day_reads_the_log_up_to_this_day_and_a_second_backtest_repeats_no_stage(tmp_path: Path) -> None:
+    config_path = write_config(tmp_path)
+    command = [*NIGHTJAR, "backtest", str(config_path), "--days", "2"]
+    workspace = load_config(config_path).workspace
+    backtest_folder = workspace / BACKTEST_NAME
+    processes = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
+    assert [process.returncode for process in processes] == [0, 0], processes[0].stderr
+    assert processes[0].stdout == processes[1].stdout and "champion before" in processes[0].stdout
+    assert "(kept)" not in processes[0].stderr and processes[1].stderr.count("(kept)") >= 14
 
-    runs = [BacktestRun.model_validate(run) for run in json.loads((folder / "backtest.json").read_text())]
+    runs = [BacktestRun.model_validate(run) for run in json.loads((backtest_folder / "backtest.json").read_text())]
     assert runs[1].until - runs[0].until == timedelta(days=1)
-    manifests = [require_manifest(folder / "runs" / run.run_id / "ingest_interactions", InteractionsManifest) for run in runs]
+    manifests = [
+        require_manifest(backtest_folder / "runs" / run.run_id / "ingest_interactions", InteractionsManifest) for run in runs
+    ]
     assert all(manifest.last_time <= run.until.isoformat() for manifest, run in zip(manifests, runs, strict=True))
     assert (
         manifests[0].num_removed_events_by_filter["outside_window"] > 0
         and "outside_window" not in manifests[1].num_removed_events_by_filter
     )
     assert "baseline/popularity/recall@20" in runs[0].metrics and "champion/recall@20" in runs[1].metrics
-    assert (folder / "backtest.png").stat().st_size > 10_000
-    assert not (workspace / "mlflow.db").exists()  # the backtest has a registry of its own
+    assert (backtest_folder / "backtest.png").stat().st_size > 10_000
+    assert not (workspace / "mlflow.db").exists()  # the backtest registers its versions elsewhere
 
 
 def test_the_spread_between_seeds_is_measured_on_trainings_that_differ_only_in_the_seed(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    command = [*NIGHTJAR, "gate-noise", str(file), "--seeds", "2"]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert output.returncode == 0, output.stderr
-    noise = GateNoise.model_validate_json((load_config(file).workspace / "gate-noise" / "gate-noise.json").read_text())
-    first_seed = load_config(file).training.seed
+    config_path = write_config(tmp_path)
+    command = [*NIGHTJAR, "gate-noise", str(config_path), "--seeds", "2"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    noise = GateNoise.model_validate_json((load_config(config_path).workspace / "gate-noise" / "gate-noise.json").read_text())
+    first_seed = load_config(config_path).training.seed
     assert [*noise.value_by_seed] == [first_seed, first_seed + 1]
-    assert len(set(noise.value_by_seed.values())) == 2 and "standard deviation between seeds" in output.stdout
+    assert len(set(noise.value_by_seed.values())) == 2 and "standard deviation between seeds" in process.stdout

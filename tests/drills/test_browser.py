@@ -23,14 +23,14 @@ from tests.drills.test_kill_and_resume import write_config
 
 pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
-START_S, RUN_S, STOP_S = 240, 600, 10
+START_TIMEOUT_S, RUN_TIMEOUT_S, STOP_TIMEOUT_S = 240, 600, 10
 REASON = "new catalogue"
-ADDRESS = re.compile(r"^(Prefect|MLflow) +(\S+)$", re.MULTILINE)
+ADDRESS_PATTERN = re.compile(r"^(Prefect|MLflow) +(\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Up:
-    """A running `nightjar up`: its process and the addresses that it prints."""
+    """A running `nightjar up`: its process, the addresses that it prints, and the password of both servers."""
 
     process: "subprocess.Popen[str]"
     prefect: str
@@ -39,7 +39,7 @@ class Up:
 
     @property
     def authorization(self) -> str:
-        """Header with the password of both servers."""
+        """Value of the HTTP header Authorization for both servers."""
         return "Basic " + b64encode(self.password.encode()).decode()
 
     def mlflow_api(self, path: str) -> Any:
@@ -48,8 +48,8 @@ class Up:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
 
-    def api(self, path: str, content: Any = None) -> Any:
-        """Return the JSON answer of Prefect's API."""
+    def prefect_api(self, path: str, content: Any = None) -> Any:
+        """Return the JSON answer of Prefect's API to a POST request with `content`, or to a GET request without content."""
         request = urllib.request.Request(
             f"{self.prefect}/api/{path}", None if content is None else json.dumps(content).encode()
         )
@@ -65,9 +65,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for(condition: Callable[[], Any], *, seconds: float, subject: str) -> Any:
-    """Return the first true value of `condition`; errors of the network count as false."""
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], Any], *, timeout_s: float, subject: str) -> Any:
+    """Return the first true value of `condition`. A network error counts as false."""
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             if value := condition():
@@ -75,28 +75,28 @@ def wait_for(condition: Callable[[], Any], *, seconds: float, subject: str) -> A
         except OSError:
             pass
         time.sleep(0.5)
-    raise AssertionError(f"{subject}: not after {seconds} s")
+    raise AssertionError(f"{subject}: not after {timeout_s} s")
 
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
-    file, log = write_config(tmp_path), tmp_path / "output.log"
+    config_path, log_path = write_config(tmp_path), tmp_path / "output.log"
     ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    with log.open("w") as output:
+    with log_path.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "up", str(file), *ports],
+            [sys.executable, "-m", "flows.cli", "up", str(config_path), *ports],
             cwd=ROOT, env=environment | {"COLUMNS": "120"}, stdout=output, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     try:
         address_by_server = wait_for(
-            lambda: len(addresses := dict(ADDRESS.findall(log.read_text()))) == 2 and addresses,
-            seconds=START_S,
+            lambda: len(addresses := dict(ADDRESS_PATTERN.findall(log_path.read_text()))) == 2 and addresses,
+            timeout_s=START_TIMEOUT_S,
             subject="the addresses of `nightjar up`",
         )
         password = (tmp_path / "workspace" / "server-password").read_text().strip()
         up = Up(process, address_by_server["Prefect"], address_by_server["MLflow"], password)
-        wait_for(lambda: up.api("deployments/filter", {}), seconds=START_S, subject="the deployment")
+        wait_for(lambda: up.prefect_api("deployments/filter", {}), timeout_s=START_TIMEOUT_S, subject="the deployment")
         yield up
     finally:
         if process.poll() is None:
@@ -106,7 +106,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(page: Any, up: Up) -> None:
     log_in_to_prefect(page, up.prefect, password=up.password)
-    (deployment,) = up.api("deployments/filter", {"flows": {"name": {"any_": ["nightly-retrain"]}}})
+    (deployment,) = up.prefect_api("deployments/filter", {"flows": {"name": {"any_": ["nightly-retrain"]}}})
     page.goto(f"{up.prefect}/deployments/deployment/{deployment['id']}/run")
     page.get_by_text("Reason (Optional)").wait_for()
     page.locator("textarea").nth(1).fill(REASON)
@@ -114,7 +114,9 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(page:
     page.get_by_role("button", name="Submit").click()
 
     ended_runs = wait_for(
-        lambda: [run for run in up.api("flow_runs/filter", {}) if run["end_time"]], seconds=RUN_S, subject="the end of the run"
+        lambda: [run for run in up.prefect_api("flow_runs/filter", {}) if run["end_time"]],
+        timeout_s=RUN_TIMEOUT_S,
+        subject="the end of the run",
     )
     (run,) = ended_runs
     assert run["state_name"] == "Promoted", run["state"]
@@ -129,7 +131,7 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(page:
     page.set_extra_http_headers({"Authorization": up.authorization})
     page.goto(f"{up.mlflow}/#/models/nightjar/versions/1")
     page.get_by_text("champion").first.wait_for()
-    take_picture(page, "mlflow-version", width=945)  # without the assistant on the right
+    take_picture(page, "mlflow-version", width=945)  # leaves out the assistant on the right
     mlflow_run = find_mlflow_run(up)
     page.goto(f"{up.mlflow}/#/experiments/{mlflow_run['experiment_id']}/runs/{mlflow_run['run_id']}")
     take_picture(page, "mlflow-run", width=945)
@@ -141,8 +143,8 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(page:
 
     descendants = psutil.Process(up.process.pid).children(recursive=True)
     up.process.send_signal(signal.SIGTERM)
-    assert up.process.wait(STOP_S) in (0, 143)
-    _, alive = psutil.wait_procs(descendants, timeout=STOP_S)
+    assert up.process.wait(STOP_TIMEOUT_S) in (0, 143)
+    _, alive = psutil.wait_procs(descendants, timeout=STOP_TIMEOUT_S)
     assert not alive, [process.cmdline() for process in alive]
 
 

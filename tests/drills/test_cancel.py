@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_ID = "20260101-000000-cace"
 PATIENCE_S = 240.0
 MAX_END_S = 10.0
-MAX_POLL_S = 5.0  # Prefect's runner polls the server every second
+MAX_POLL_S = 5.0  # until Prefect's runner, which polls every second, sees that the run is cancelled
 SERVE_SCRIPT = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
 TRAINING_MODULES = {"recsys_core.training", "recsys_core.launching"}
 TORCHX_OVERRIDES = [
@@ -39,8 +39,8 @@ def wait_until(description: str, condition, *, patience_s: float = PATIENCE_S) -
         time.sleep(0.1)
 
 
-def settings_of_environment() -> AbstractContextManager[object]:
-    """Return a context with the Prefect settings of the environment; Prefect reads it only at its import."""
+def prefect_settings_of_environment() -> AbstractContextManager[object]:
+    """Return a context in which Prefect uses the current environment. Prefect itself reads it only when it is imported."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     return temporary_settings({setting: os.environ[setting.name] for setting in (PREFECT_API_URL, PREFECT_API_AUTH_STRING)})
@@ -62,23 +62,23 @@ def start_run(parameters: dict) -> str:
     return asyncio.run(create_run())
 
 
-def cancel(flow_run: str) -> None:
+def cancel(flow_run_id: str) -> None:
     from prefect.client.orchestration import get_client
     from prefect.states import Cancelling
 
     async def set_state() -> None:
         async with get_client() as client:
-            await client.set_flow_run_state(flow_run, Cancelling(), force=True)
+            await client.set_flow_run_state(flow_run_id, Cancelling(), force=True)
 
     asyncio.run(set_state())
 
 
-def state_of(flow_run: str) -> str:
+def state_name_of(flow_run_id: str) -> str:
     from prefect.client.orchestration import get_client
 
     async def read_state() -> str:
         async with get_client() as client:
-            return str((await client.read_flow_run(flow_run)).state_name)
+            return str((await client.read_flow_run(flow_run_id)).state_name)
 
     return asyncio.run(read_state())
 
@@ -88,7 +88,7 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
 ) -> None:
     if overrides and find_spec("torchx") is None:
-        pytest.skip("no torchx here")
+        pytest.skip("torchx is not installed")
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     config = load_config(write_config(tmp_path), ["training.epochs=10000", "training.validation=null", *overrides])
@@ -98,16 +98,17 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
         assert server is not None
         server.start_prefect(log_file=tmp_path / "prefect.log")
         server.wait_until_ready()
-        stack.enter_context(settings_of_environment())
+        stack.enter_context(prefect_settings_of_environment())
         environment |= {name: os.environ[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
         serving_process = subprocess.Popen(
             [sys.executable, "-c", SERVE_SCRIPT], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            flow_run = start_run({"config": json.loads(config.model_dump_json()), "run_id": RUN_ID})
-            metrics = attempt_folder.parents[1] / "metrics.jsonl"
+            flow_run_id = start_run({"config": json.loads(config.model_dump_json()), "run_id": RUN_ID})
+            metrics_path = attempt_folder.parents[1] / "metrics.jsonl"
             wait_until(
-                f"training; {(tmp_path / 'serve.log').read_text()}", lambda: metrics.is_file() and metrics.stat().st_size
+                f"training; {(tmp_path / 'serve.log').read_text()}",
+                lambda: metrics_path.is_file() and metrics_path.stat().st_size,
             )
             children = psutil.Process(serving_process.pid).children(recursive=True)
             # The resource tracker belongs to the serving process and does not end with the run.
@@ -119,13 +120,13 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
             ]
             training_pids = {process.pid for process in training_processes}
             assert {rank.pid for rank in LaunchFolder(attempt_folder).started_ranks().values()} < training_pids
-            cancel(flow_run)
+            cancel(flow_run_id)
             _, alive = psutil.wait_procs(training_processes, timeout=MAX_POLL_S + MAX_END_S)
             assert not alive, [survivor.cmdline() for survivor in alive]
             # Prefect ends the process of the flow run itself, which takes longer.
             _, alive = psutil.wait_procs(run_processes, timeout=60)
             assert not alive, [survivor.cmdline() for survivor in alive]
-            wait_until("the run is cancelled", lambda: state_of(flow_run) == "Cancelled", patience_s=30)
+            wait_until("the run is cancelled", lambda: state_name_of(flow_run_id) == "Cancelled", patience_s=30)
         finally:
             serving_process.terminate()
             serving_process.wait(30)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600.0
-SERVE = """
+SERVE_SCRIPT = """
 import sys
 from flows.scheduled.deployed import deployed_retrain
 
@@ -33,15 +33,17 @@ deployed_retrain.serve("drill", parameters={"pipeline": sys.argv[1]}, pause_on_s
 
 
 class Form:
-    """The form of the deployment in the Prefect UI: the client sends what the UI sends."""
+    """The form of the deployment in the Prefect UI: a client sends the same requests as the UI."""
 
-    def __init__(self, client: "SyncPrefectClient", file: Path) -> None:
-        self.client, self.file = client, file
+    def __init__(self, client: "SyncPrefectClient", config_path: Path) -> None:
+        self.client, self.config_path = client, config_path
 
     def start(self, **parameters: Any) -> "FlowRun":
-        """Start a run and wait for its end."""
+        """Start a run with these parameters of the form, wait for its end and return it."""
         deployment = self.client.read_deployment_by_name("nightly-retrain/drill")
-        run = self.client.create_flow_run_from_deployment(deployment.id, parameters={"pipeline": str(self.file), **parameters})
+        run = self.client.create_flow_run_from_deployment(
+            deployment.id, parameters={"pipeline": str(self.config_path), **parameters}
+        )
         deadline = time.monotonic() + PATIENCE_S
         while run.state is None or not run.state.is_final():
             assert time.monotonic() < deadline, run.state
@@ -50,7 +52,7 @@ class Form:
         return run
 
     def events_of(self, run: "FlowRun") -> set[str]:
-        """Return the names of the events of a flow run; Prefect stores them some seconds later."""
+        """Return the names of the events of an ended flow run. Prefect stores them some seconds after the end."""
         search = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 50}
         deadline = time.monotonic() + 60
         while True:
@@ -73,9 +75,9 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
         server.start_prefect(log_file=folder / "prefect.log")
         server.wait_until_ready()
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1", "OMP_NUM_THREADS": "1"}
-        file = write_config(folder)
+        config_path = write_config(folder)
         serving_process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(file)], cwd=folder, env=environment, stdout=log, stderr=log
+            [sys.executable, "-c", SERVE_SCRIPT, str(config_path)], cwd=folder, env=environment, stdout=log, stderr=log
         )
         try:
             from prefect.client.orchestration import get_client  # reads the address of the server when it is imported
@@ -85,14 +87,14 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
                 while not client.read_deployments():
                     assert serving_process.poll() is None and time.monotonic() < deadline, (folder / "serve.log").read_text()
                     time.sleep(0.5)
-                yield Form(client, file)
+                yield Form(client, config_path)
         finally:
             serving_process.terminate()
             serving_process.wait(60)
 
 
-def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None:
-    config = load_config(form.file)
+def test_runs_that_the_form_starts_have_the_right_name_tags_state_and_events(form: Form) -> None:
+    config = load_config(form.config_path)
     client = connect(config.workspace)
     name = config.registry.model_name
 
@@ -104,8 +106,8 @@ def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None
     assert {f"pipeline:{config.name}", "reason:first run"} <= set(first_run.tags)
     assert "prefect.flow-run.Promoted" in form.events_of(first_run)
 
-    # The config file is read when the run starts.
-    form.file.write_text(form.file.read_text() + "name: renamed\n")
+    # A run reads the config file when it starts, so the next run has the new name.
+    form.config_path.write_text(form.config_path.read_text() + "name: renamed\n")
     unpromoted_run = form.start(promote="never", full_retrain=True, overrides=["training.epochs=1"])
     assert (
         unpromoted_run.state_name == "NotPromoted" and unpromoted_run.state is not None and unpromoted_run.state.is_completed()
@@ -140,6 +142,6 @@ def test_the_server_rejects_parameters_that_do_not_fit_the_form(form: Form) -> N
     from prefect.exceptions import PrefectHTTPStatusError
 
     for parameters in ({"promote": "always"}, {"until": "trian"}, {"reason": "x" * 201}, {"dry_run": "perhaps"}):
-        with pytest.raises(PrefectHTTPStatusError, match="409") as caught:
+        with pytest.raises(PrefectHTTPStatusError, match="409") as error_info:
             form.start(**parameters)
-        assert next(iter(parameters)) in json.dumps(caught.value.response.json())
+        assert next(iter(parameters)) in json.dumps(error_info.value.response.json())

@@ -24,36 +24,36 @@ pytestmark = pytest.mark.drill
 DISK_MIB = 96
 PATIENCE_S = 600.0
 BOOKKEEPING_BYTES = 2**15
-"""Space for the locks, the config and the record of a run."""
+"""Disk space for the locks, the config and the record of a run."""
 MIN_PARTIAL_BYTES = 2**17
-"""A smaller stage does not start, because less than its minimum of 64 KiB is free. A larger stage fills the disk."""
+"""A larger stage starts and fills the disk. A smaller stage does not start, because less than 64 KiB are free."""
 FILES_WITH_TIMES = ("metrics.jsonl", "checkpoint/.metadata", "checkpoint/job.json", "checkpoint/manifest.json")
 """Files of the training that contain times or paths."""
-RUN_STAGES = """
+RUN_STAGES_SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from flows.servers.prefect_server import embedded_server, prefect_session
 from recsys_core.manifests import STAGES
 from tests.drills.test_disk_full import RUN_ID, bytes_to_leave, fill, checksums_of
 
-file, disk = Path(sys.argv[1]), Path(sys.argv[2])
-os.environ["PREFECT_HOME"] = str(file.parent / "prefect")
-os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{file.parent}/mlflow.db"
+config_path, disk = Path(sys.argv[1]), Path(sys.argv[2])
+os.environ["PREFECT_HOME"] = str(config_path.parent / "prefect")
+os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{config_path.parent}/mlflow.db"
 
-flow_path, log_file = "flows.scheduled.deployed:deployed_retrain", file.parent / "prefect.log"
+flow_path, log_file = "flows.scheduled.deployed:deployed_retrain", config_path.parent / "prefect.log"
 with embedded_server() as server, prefect_session(server, flow_path, log_file=log_file) as flow:
-    reference = file.parent / "workspace/runs" / RUN_ID
+    reference = config_path.parent / "workspace/runs" / RUN_ID
     run = disk / "workspace/runs" / RUN_ID
-    state = flow(str(file), resume=RUN_ID, return_state=True)
+    state = flow(str(config_path), resume=RUN_ID, return_state=True)
     print(json.dumps({"state": state.name, "message": state.message}), flush=True)
-    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{file.parent}/second.db"  # its artifacts are on the disk
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{config_path.parent}/second.db"  # the default artifacts are on the disk
     for stage, kind in STAGES.items():
         arguments = {"overrides": (f"workspace={disk}/workspace",), "resume": RUN_ID, "until": stage}
-        filler = fill(disk, leave=bytes_to_leave(stage, reference))
-        full = flow(str(file), **arguments, return_state=True)
+        filler = fill(disk, bytes_left=bytes_to_leave(stage, reference))
+        full = flow(str(config_path), **arguments, return_state=True)
         folders = [name for name in (stage, f"{stage}.tmp") if (run / name).exists()]
         filler.unlink()
-        state = flow(str(file), **arguments, return_state=True)
+        state = flow(str(config_path), **arguments, return_state=True)
         answer = {"stage": stage, "full": full.name, "message": full.message, "folders": folders, "state": state.name}
         answer |= {"checksums": checksums_of(run / stage, kind), "expected": checksums_of(reference / stage, kind)}
         print(json.dumps(answer | {"end": state.message}), flush=True)
@@ -62,7 +62,7 @@ with embedded_server() as server, prefect_session(server, flow_path, log_file=lo
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """The mount point of a file system of DISK_MIB."""
+    """Mount point of a file system with DISK_MIB of space."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
@@ -72,13 +72,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def fill(disk: Path, *, leave: int) -> Path:
-    """Fill the disk up to `leave` bytes with one file; return the file."""
+def fill(disk: Path, *, bytes_left: int) -> Path:
+    """Write one file that leaves `bytes_left` bytes of the disk free; return its path."""
     filler = disk / "filler"
     with filler.open("wb") as file:
-        while (free := shutil.disk_usage(disk).free) > leave:
+        while (free := shutil.disk_usage(disk).free) > bytes_left:
             with suppress(OSError):  # another process has taken some of the space in the meantime
-                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free - leave)
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free - bytes_left)
     return filler
 
 
@@ -102,70 +102,76 @@ def checksums_of(folder: Path, kind: Any) -> dict[str, str]:
     return {name: record.sha256 for name, record in files.items() if not name.startswith(("parts/", *FILES_WITH_TIMES))}
 
 
-def short_config(folder: Path) -> Path:
+def write_short_config(folder: Path) -> Path:
     """Write the config of a pipeline that trains one epoch on one rank."""
-    file = write_config_of_every_stage(folder)
-    config = YAML(typ="safe", pure=True).load(file.read_text())
+    config_path = write_config_of_every_stage(folder)
+    config = YAML(typ="safe", pure=True).load(config_path.read_text())
     config["training"] |= {"epochs": 1}
     config["sharding"] = {"cluster": {"processes_per_node": 1}}
-    file.write_text(yaml_loader.dump(config))
-    return file
+    config_path.write_text(yaml_loader.dump(config))
+    return config_path
 
 
 def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_completes_the_run(
     tmp_path: Path, disk: Path
 ) -> None:
-    file = short_config(tmp_path)
+    config_path = write_short_config(tmp_path)
     for workspace in (tmp_path / "workspace", disk / "workspace"):
-        start_run_folder(file, workspace=workspace)
+        start_run_folder(config_path, workspace=workspace)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     process = subprocess.run(
-        [sys.executable, "-c", RUN_STAGES, str(file), str(disk)], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", RUN_STAGES_SCRIPT, str(config_path), str(disk)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert process.returncode == 0, process.stderr
-    reference, *stages = [json.loads(line) for line in process.stdout.splitlines()]
+    reference, *answers = [json.loads(line) for line in process.stdout.splitlines()]
     assert reference["state"] == "Promoted", reference
-    assert [answer["stage"] for answer in stages] == list(STAGES)
-    for answer in stages:
+    assert [answer["stage"] for answer in answers] == list(STAGES)
+    for answer in answers:
         stage = answer["stage"]
         assert (answer["full"], answer["folders"]) == ("Failed", []), answer
         assert f"{disk}" in answer["message"] and "GiB free; free some space" in answer["message"], answer
         assert answer["state"] == ("Promoted" if stage == "register" else "StoppedEarly"), answer
-        if stage != "register":  # its files have the id of the MLflow run
+        if stage != "register":  # files of register contain the id of the MLflow run
             assert answer["checksums"] == answer["expected"] != {}, stage
 
 
-def nightjar(file: Path, *arguments: str) -> "subprocess.Popen[str]":
+def nightjar(config_path: Path, *arguments: str) -> "subprocess.Popen[str]":
     """Start a run with its workspace, and the databases of the embedded servers, on the disk."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    command = [*NIGHTJAR, "run", str(file), *arguments]
+    command = [*NIGHTJAR, "run", str(config_path), *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_databases_of_the_servers_on_a_full_disk_end_the_run_with_one_message(tmp_path: Path, disk: Path) -> None:
-    file = short_config(tmp_path)
-    on_disk = f"--set=workspace={disk}/workspace"
-    filler = fill(disk, leave=2**20)
-    _, error = (failed_run := nightjar(file, on_disk)).communicate(timeout=PATIENCE_S)
+    config_path = write_short_config(tmp_path)
+    workspace_option = f"--set=workspace={disk}/workspace"
+    filler = fill(disk, bytes_left=2**20)
+    _, error = (failed_run := nightjar(config_path, workspace_option)).communicate(timeout=PATIENCE_S)
     assert failed_run.returncode == 2, error
     assert f"{disk}/workspace: the embedded Prefect server with its database takes at least 0.031 GiB" in error
     assert not list(disk.glob("workspace/runs/*"))
     filler.unlink()
 
-    run = start_run_folder(file, workspace=disk / "workspace")
-    interrupted_run = nightjar(file, on_disk, "--resume", RUN_ID)
+    run = start_run_folder(config_path, workspace=disk / "workspace")
+    interrupted_run = nightjar(config_path, workspace_option, "--resume", RUN_ID)
     deadline = time.monotonic() + PATIENCE_S
     while not any((run / "train.work" / "checkpoints").glob("step-*[0-9]")):
         assert interrupted_run.poll() is None, interrupted_run.communicate()[1]
         assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.01)
-    filler = fill(disk, leave=0)
+    filler = fill(disk, bytes_left=0)
     _, error = interrupted_run.communicate(timeout=PATIENCE_S)
     assert interrupted_run.returncode == 2, error
     assert "GiB free; free some space" in error and "Traceback" not in error, error
     assert not (run / "train").exists()
     filler.unlink()
 
-    output, error = (resumed_run := nightjar(file, on_disk, "--resume", RUN_ID, "--json")).communicate(timeout=PATIENCE_S)
+    output, error = (resumed_run := nightjar(config_path, workspace_option, "--resume", RUN_ID, "--json")).communicate(
+        timeout=PATIENCE_S
+    )
     assert resumed_run.returncode == 0, error
     assert json.loads(output.splitlines()[-1])["model"]["alias"] == "champion"

@@ -1,4 +1,4 @@
-"""pip installs the requirements of a registered version, including torch, and the version answers requests: `make drills`."""
+"""A registered version answers in a new environment, into which pip installs its requirements: `make drills`."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 from tests.drills.test_kill_and_resume import NIGHTJAR, write_config
 
 pytestmark = pytest.mark.drill
-MODEL = "models:/nightjar@champion"
+MODEL_URI = "models:/nightjar@champion"
 NUM_USERS = 5
 INSTALL_TIMEOUT_S = 3_600.0
 PREDICT_SCRIPT = """
@@ -25,27 +25,29 @@ print(json.dumps({"answers": answers, "loaded": sorted({"torchrec", "fbgemm_gpu"
 """
 
 
-def test_a_version_answers_in_an_environment_made_from_its_own_requirements(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    subprocess.run([*NIGHTJAR, "run", str(file)], check=True)
-    (users,) = (tmp_path / "workspace" / "runs").glob("*/ingest_interactions/users.parquet")
-    user_ids = pq.read_table(users, columns=["id"])["id"].to_pylist()[:NUM_USERS]
+def test_a_version_answers_in_an_environment_that_has_only_its_requirements(tmp_path: Path) -> None:
+    config_path = write_config(tmp_path)
+    subprocess.run([*NIGHTJAR, "run", str(config_path)], check=True)
+    (users_path,) = (tmp_path / "workspace" / "runs").glob("*/ingest_interactions/users.parquet")
+    user_ids = pq.read_table(users_path, columns=["id"])["id"].to_pylist()[:NUM_USERS]
     expected_item_ids = []
     for user in user_ids:
-        command = [*NIGHTJAR, "query", str(file), "--user", str(user), "-k", "10", "--json"]
+        command = [*NIGHTJAR, "query", str(config_path), "--user", str(user), "-k", "10", "--json"]
         process = subprocess.run(command, capture_output=True, text=True, check=True)
         expected_item_ids.append([item["item_id"] for item in json.loads(process.stdout.splitlines()[-1])["items"]])
 
     tracking_uri = f"sqlite:///{tmp_path / 'workspace' / 'mlflow.db'}"
     mlflow.set_tracking_uri(tracking_uri)
-    requirements = mlflow.pyfunc.get_model_dependencies(MODEL)
+    requirements_path = mlflow.pyfunc.get_model_dependencies(MODEL_URI)
     environment_folder = tmp_path / "other"
     subprocess.run([sys.executable, "-m", "venv", str(environment_folder)], check=True)
     subprocess.run(
-        [str(environment_folder / "bin" / "pip"), "install", "-q", "-r", requirements], check=True, timeout=INSTALL_TIMEOUT_S
+        [str(environment_folder / "bin" / "pip"), "install", "-q", "-r", requirements_path],
+        check=True,
+        timeout=INSTALL_TIMEOUT_S,
     )
     process = subprocess.run(
-        [str(environment_folder / "bin" / "python"), "-c", PREDICT_SCRIPT, tracking_uri, MODEL, json.dumps(user_ids)],
+        [str(environment_folder / "bin" / "python"), "-c", PREDICT_SCRIPT, tracking_uri, MODEL_URI, json.dumps(user_ids)],
         capture_output=True,
         text=True,
         cwd=tmp_path,

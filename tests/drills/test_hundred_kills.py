@@ -1,4 +1,4 @@
-"""Trainings killed a hundred times: eighty ranks at random places, and the agent, a rank or the flow twenty times."""
+"""Trainings are killed a hundred times: a rank at a random place (80 times), and the agent, a rank or the flow (20 times)."""
 
 import random
 from pathlib import Path
@@ -27,33 +27,35 @@ from tests.recsys_core.training.kill_points import (
 )
 
 pytestmark = pytest.mark.drill
-ANY_RANK = ("step", "staged", "written", "measured")
-FIRST_RANK = ("hashed", "renaming", "renamed", "line", "removing")
-NUM_KILLS_OF_RANKS = 80
+PLACES_OF_ANY_RANK = ("step", "staged", "written", "measured")
+PLACES_OF_RANK_0 = ("hashed", "renaming", "renamed", "line", "removing")
+NUM_KILLS_AT_PLACES = 80
 
 
-def test_trainings_that_are_killed_a_hundred_times_end_like_an_undisturbed_one(tmp_path):
+def test_trainings_that_are_killed_a_hundred_times_end_like_an_undisturbed_training(tmp_path):
     experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "plan", training=TRAINING)
-    expected = train_undisturbed(experiment, tmp_path)
-    generator, num_kills_left = random.Random(1), NUM_KILLS_OF_RANKS
+    undisturbed = train_undisturbed(experiment, tmp_path)
+    generator, num_kills_left = random.Random(1), NUM_KILLS_AT_PLACES
     while num_kills_left:
         work = tmp_path / f"killed-{num_kills_left}"
         while num_kills_left and (num_steps_done := checkpoint_step(work)) < NUM_STEPS:
-            # Near the end of a run there may be no old checkpoint left to remove.
-            place = generator.choice(ANY_RANK + (FIRST_RANK if num_steps_done < NUM_STEPS - 9 else FIRST_RANK[:-1]))
-            victim = generator.randrange(2) if place in ANY_RANK else 0
+            # In the last 9 steps, there may be no old checkpoint to remove, so a kill at "removing" might not happen.
+            place = generator.choice(
+                PLACES_OF_ANY_RANK + (PLACES_OF_RANK_0 if num_steps_done < NUM_STEPS - 9 else PLACES_OF_RANK_0[:-1])
+            )
+            victim = generator.randrange(2) if place in PLACES_OF_ANY_RANK else 0
             kill = Kill(place, victim, step=generator.randint(num_steps_done + 1, min(num_steps_done + 3, NUM_STEPS)))
             run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), killed_rank=victim)
             num_kills_left -= 1
         finished_training = train_in_forks(experiment, work)
-        assert without_timings(finished_training.lines) == expected.lines
-        assert state_checksums(checkpoint_of(finished_training)) == expected.state
+        assert without_timings(finished_training.lines) == undisturbed.lines
+        assert state_checksums(checkpoint_of(finished_training)) == undisturbed.state
 
     for turn in range(5):
         victims = generator.choices(("agent", "rank", "flow"), k=4)
         folder = tmp_path / f"train-{turn}"
         train_through_kills(experiment, folder, victims=victims)
-        assert state_checksums(folder / "checkpoint") == expected.state
+        assert state_checksums(folder / "checkpoint") == undisturbed.state
 
 
 def checkpoint_step(work: Path) -> int:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from recsys_core.manifests import STAGES
-from tests.drills.interrupted_run import interrupt_run, states
+from tests.drills.interrupted_run import interrupt_run, state_types
 from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, start_run_folder, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
-WITHIN_S = 10.0
+MAX_END_S = 10.0
 
 
 @pytest.mark.parametrize("stop_signal", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -24,11 +24,11 @@ def test_a_signal_in_any_stage_ends_the_run_in_time_and_prints_the_command_that_
         def has_begun(stage: str = stage) -> bool:
             return is_in(stage, run_folder)
 
-        process, seconds = interrupt_run(config_path, "--resume", RUN_ID, has_begun=has_begun, number=stop_signal)
+        process, seconds = interrupt_run(config_path, "--resume", RUN_ID, has_begun=has_begun, stop_signal=stop_signal)
         assert process.returncode == 128 + stop_signal, f"{stage}: {process.stderr}"
-        line = f"interrupted by {stop_signal.name}; resume with: nightjar run {config_path} --resume {RUN_ID}"
-        assert process.stderr.splitlines()[-1] == line, f"{stage}: {process.stderr}"
+        resume_line = f"interrupted by {stop_signal.name}; resume with: nightjar run {config_path} --resume {RUN_ID}"
+        assert process.stderr.splitlines()[-1] == resume_line, f"{stage}: {process.stderr}"
         assert "Traceback" not in process.stderr and "ConnectError" not in process.stderr, f"{stage}: {process.stderr}"
-        assert states(tmp_path / "workspace") <= {"CRASHED", "COMPLETED", "CANCELLED"}, stage
-        assert seconds < WITHIN_S, stage
+        assert state_types(tmp_path / "workspace") <= {"CRASHED", "COMPLETED", "CANCELLED"}, stage
+        assert seconds < MAX_END_S, stage
     assert run_pipeline(config_path)["model"]["alias"] == "champion"

@@ -36,6 +36,7 @@ USER_VECTOR_FILE = {
 
 
 def write_config(folder: Path, *, embeddings: Sequence[dict[str, Any]] = (ITEM_VECTOR_FILE,)) -> Path:
+    """Write generated data and a config that trains on them in seconds; return the path of the config."""
     generate(folder / "data", num_users=300, num_items=200, num_events=6_000, num_days=10, dim=16, num_cold_items=10)
     config = {
         "interactions": {"paths": "data/interactions/*.parquet", "timestamp_column": "timestamp", "split": {"kind": "time"}},
@@ -50,41 +51,46 @@ def write_config(folder: Path, *, embeddings: Sequence[dict[str, Any]] = (ITEM_V
         "model": {"embedding_dim": 16, "learn_user_embedding": True},
         "training": {"epochs": 3, "batch_size": 64, "log_every_steps": 5, "checkpoint_every_steps": 10, "warm_start": None},
         "index": {"nlist": 8},
-        "registry": {"model_name": "nightjar", "gate": {"kind": "margin"}, "baselines": []},  # there are few test users
+        "registry": {
+            "model_name": "nightjar",
+            "gate": {"kind": "margin"},
+            "baselines": [],
+        },  # margin, as there are few test users
     }
-    file = folder / "nightly.yaml"
-    file.write_text(yaml_loader.dump(config))
-    return file
+    config_path = folder / "nightly.yaml"
+    config_path.write_text(yaml_loader.dump(config))
+    return config_path
 
 
 def write_config_of_every_stage(folder: Path) -> Path:
-    """Write data and the config of a run with every stage: user vectors are in a file, item vectors come from the log."""
-    file = write_config(folder, embeddings=[USER_VECTOR_FILE, {"source": "log", "dim": 16}])
+    """Write data and the config of a run that has every stage: user vectors come from a file, item vectors from the log."""
+    config_path = write_config(folder, embeddings=[USER_VECTOR_FILE, {"source": "log", "dim": 16}])
     user_ids = pc.unique(pq.read_table(folder / "data" / "interactions", columns=["user_id"])["user_id"])
     vector_UD = np.random.default_rng(0).normal(size=(len(user_ids), 16)).astype(np.float32)
     pq.write_table(pa.table({"user_id": user_ids, "embedding": list(vector_UD)}), folder / "data" / "user_embeddings.parquet")
-    return file
+    return config_path
 
 
-def run_pipeline(file: Path) -> dict:
-    process = subprocess.run([*NIGHTJAR, "run", str(file), "--json"], capture_output=True, text=True, timeout=300)
+def run_pipeline(config_path: Path) -> dict:
+    """Run the pipeline to its end; return the JSON object that it prints."""
+    process = subprocess.run([*NIGHTJAR, "run", str(config_path), "--json"], capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def is_in(stage: str, run: Path) -> bool:
-    """Return whether `stage` has begun; training has begun once it has a checkpoint to resume from."""
+def is_in(stage: str, run_folder: Path) -> bool:
+    """Return whether `stage` is in progress. Training counts only from its first checkpoint, so that a resume can use one."""
     if stage == "train":
-        return any((run / "train.work" / "checkpoints").glob("step-*[0-9]"))
-    return (run / f"{stage}.tmp").is_dir()
+        return any((run_folder / "train.work" / "checkpoints").glob("step-*[0-9]"))
+    return (run_folder / f"{stage}.tmp").is_dir()
 
 
-def kill_in(stage: str, file: Path, run: Path) -> list[psutil.Process]:
+def kill_in(stage: str, config_path: Path, run_folder: Path) -> list[psutil.Process]:
     """Start or resume the run and kill it with SIGKILL in `stage`; return the processes that it had started."""
-    command = [*NIGHTJAR, "run", str(file), "--resume", RUN_ID]
+    command = [*NIGHTJAR, "run", str(config_path), "--resume", RUN_ID]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + PATIENCE_S
-        while not is_in(stage, run):
+        while not is_in(stage, run_folder):
             assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < deadline, f"{stage} did not begin"
             time.sleep(0.001)
@@ -94,7 +100,7 @@ def kill_in(stage: str, file: Path, run: Path) -> list[psutil.Process]:
 
 
 def start_run_folder(config_path: Path, *, workspace: Path | None = None) -> Path:
-    """Create the folder of the run RUN_ID as a command that was started leaves it: --resume needs it."""
+    """Create the run folder that --resume needs, as `nightjar run` leaves it if it stops before the first stage."""
     config = load_config(config_path, () if workspace is None else (f"workspace={workspace}",))
     run_folder = config.workspace / "runs" / RUN_ID
     run_folder.mkdir(parents=True)
@@ -103,16 +109,16 @@ def start_run_folder(config_path: Path, *, workspace: Path | None = None) -> Pat
     return run_folder
 
 
-def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_one(tmp_path):
+def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_run(tmp_path):
     undisturbed = run_pipeline(write_config_of_every_stage(tmp_path / "undisturbed"))
-    file = write_config_of_every_stage(tmp_path / "killed")
-    run = start_run_folder(file)
+    config_path = write_config_of_every_stage(tmp_path / "killed")
+    run_folder = start_run_folder(config_path)
     for stage in STAGES:
-        children = kill_in(stage, file, run)
+        children = kill_in(stage, config_path, run_folder)
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive, f"{stage}: left running: {[process.cmdline() for process in alive]}"
-        assert not (run / stage).exists(), f"{stage} looks complete although it was killed"
-    resumed = subprocess.run([*NIGHTJAR, "run", str(file), "--resume", RUN_ID, "--json"], capture_output=True, text=True)
+        assert not (run_folder / stage).exists(), f"{stage} looks complete although it was killed"
+    resumed = subprocess.run([*NIGHTJAR, "run", str(config_path), "--resume", RUN_ID, "--json"], capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     answer = json.loads(resumed.stdout.splitlines()[-1])
     assert answer["metrics"] == undisturbed["metrics"]

@@ -20,9 +20,9 @@ def test_a_run_registers_a_version_although_postgresql_restarts_during_the_train
     server_folder, folder = tmp_path / "servers", tmp_path / "user"
     server_folder.mkdir()
     folder.mkdir()
-    file = write_config(folder)
+    config_path = write_config(folder)
     with postgresql_server() as postgresql, production_servers(server_folder, postgresql_port=postgresql.port) as servers:
-        command = [sys.executable, "-m", "flows.cli", "run", str(file), "--json"]
+        command = [sys.executable, "-m", "flows.cli", "run", str(config_path), "--json"]
         with subprocess.Popen(
             command, env=dict(servers.environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:

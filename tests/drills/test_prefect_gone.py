@@ -14,11 +14,11 @@ from tests.drills.started_run import StartedRun, started_run
 from tests.drills.test_kill_and_resume import is_in, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
-PROMOTED = {"name": "nightjar", "version": "1", "alias": "champion"}
+REGISTERED_MODEL = {"name": "nightjar", "version": "1", "alias": "champion"}
 
 
-def states(prefect_home: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the states of the flow runs, and the state of each task run by its name, in Prefect's database."""
+def states_of_runs(prefect_home: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the states of the flow runs, and a dict from the name of each task run to its state."""
     with closing(sqlite3.connect(prefect_home / "prefect.db", timeout=60)) as database:
         flow_runs = [row[0] for row in database.execute("SELECT state_name FROM flow_run")]
         return flow_runs, dict(
@@ -31,13 +31,14 @@ def wait_for_training(run: StartedRun) -> None:
 
 
 def assert_promoted(run: StartedRun, prefect_home: Path) -> None:
+    """Wait for the end of the run; assert that its version is champion and that Prefect has its final states."""
     exit_code, stderr = run.end()
     assert exit_code == 0, stderr
-    assert run.answer["model"] == PROMOTED
-    assert states(prefect_home) == (["Promoted"], dict.fromkeys(STAGES, "Completed"))
+    assert run.answer["model"] == REGISTERED_MODEL
+    assert states_of_runs(prefect_home) == (["Promoted"], dict.fromkeys(STAGES, "Completed"))
 
 
-def test_the_embedded_server_is_killed_in_the_training_and_another_one_takes_its_place(tmp_path: Path) -> None:
+def test_an_embedded_server_that_is_killed_in_the_training_is_replaced(tmp_path: Path) -> None:
     with started_run(write_config_of_every_stage(tmp_path)) as run:
         wait_for_training(run)
         (server,) = [child for child in run.children() if "flows.servers.prefect_app" in child.cmdline()]
@@ -46,9 +47,9 @@ def test_the_embedded_server_is_killed_in_the_training_and_another_one_takes_its
         assert "the embedded Prefect server was ended by SIGKILL; another server is started" in run.stderr
 
 
-def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_whole_run(tmp_path: Path) -> None:
-    file = write_config_of_every_stage(tmp_path)
-    with running(prefect_server(tmp_path)) as server, started_run(file, PREFECT_API_URL=f"{server.address}/api") as run:
+def test_a_server_that_was_stopped_for_twenty_seconds_of_the_training_records_all_states_of_the_run(tmp_path: Path) -> None:
+    config_path = write_config_of_every_stage(tmp_path)
+    with running(prefect_server(tmp_path)) as server, started_run(config_path, PREFECT_API_URL=f"{server.address}/api") as run:
         wait_for_training(run)
         server.end(signal.SIGTERM)
         time.sleep(20)
@@ -57,14 +58,17 @@ def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_who
 
 
 def test_a_run_whose_server_stays_away_registers_its_version_and_warns(tmp_path: Path) -> None:
-    file, server = write_config_of_every_stage(tmp_path), prefect_server(tmp_path)
-    settings = {"PREFECT_API_URL": f"{server.address}/api", "PREFECT_CLIENT_MAX_RETRIES": "2"}  # 6 s instead of two minutes
-    with running(server), started_run(file, **settings) as run:
+    config_path, server = write_config_of_every_stage(tmp_path), prefect_server(tmp_path)
+    settings = {
+        "PREFECT_API_URL": f"{server.address}/api",
+        "PREFECT_CLIENT_MAX_RETRIES": "2",
+    }  # retries for 6 s instead of two minutes
+    with running(server), started_run(config_path, **settings) as run:
         wait_for_training(run)
         server.end(signal.SIGKILL)
         exit_code, stderr = run.end()
     assert exit_code == 0, stderr
-    assert run.answer["model"] == PROMOTED
+    assert run.answer["model"] == REGISTERED_MODEL
     last_line = stderr.splitlines()[-1]
     assert last_line.startswith(f"warning Prefect at {server.address}/api does not work: ConnectError: ")
     assert last_line.endswith("the run ended as Promoted, but Prefect did not receive this state")

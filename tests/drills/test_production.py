@@ -1,4 +1,4 @@
-"""With PostgreSQL, S3 and a Prefect worker, a planned run is cancelled, retried and resumed: `make drills`."""
+"""Runs on servers that use PostgreSQL and S3: a Prefect worker starts, cancels, retries and resumes them: `make drills`."""
 
 import json
 import re
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
 LONGER_TRAINING = ["training.epochs=12", "training.warm_start=null"]
-LEAD = timedelta(seconds=90)  # the worker must have started at the planned time
+LEAD_TIME = timedelta(seconds=90)  # the worker must have started at the planned time
 
 
 def nightjar(*arguments: str, servers: Servers) -> str:
@@ -85,6 +85,7 @@ class Production:
     s3: S3Server
 
     def aliases(self, model_name: str) -> dict[str, str]:
+        """Return the version of each alias of a registered model."""
         sql = f"SELECT alias, version FROM registered_model_aliases WHERE name = '{model_name}'"
         return dict(line.split("|") for line in self.postgresql.query("mlflow", sql).splitlines())
 
@@ -103,46 +104,48 @@ def production(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Production]
 def test_a_planned_run_starts_on_the_worker_and_its_version_is_in_postgresql_and_s3(
     production: Production, tmp_path: Path
 ) -> None:
-    servers, file = production.servers, write_config(tmp_path)
+    servers, config_path = production.servers, write_config(tmp_path)
     with worker_of(servers, log_file=tmp_path / "worker.log"):
         page = PrefectPage(servers)
         page.wait_for_pool()
-        planned_start = datetime.now(UTC) + LEAD
+        planned_start = datetime.now(UTC) + LEAD_TIME
         output = nightjar(
-            "deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers
+            "deploy", str(config_path), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers
         )
         assert re.search(r"nightly-retrain/nightly +created", output), output
-        flow_run = page.planned_run()
+        flow_run = page.wait_for_planned_run()
         page.wait_for(flow_run, "Promoted")
     assert page.flow_run(flow_run)["run_count"] == 1
     assert f"{planned_start:%Y-%m-%dT%H:%M}" in page.flow_run(flow_run)["expected_start_time"]
     assert production.aliases("nightjar") == {"champion": "1"}
     assert production.postgresql.query("prefect", "SELECT count(*) FROM flow_run WHERE state_name = 'Promoted'") == "1"
     assert not (tmp_path / "workspace" / "mlflow.db").exists()
-    assert any(key.endswith("/MLmodel") for key in production.s3.objects())
-    answer = nightjar("query", str(file), "--user", "u1", "-k", "3", "--json", servers=servers)
+    assert any(key.endswith("/MLmodel") for key in production.s3.object_keys())
+    answer = nightjar("query", str(config_path), "--user", "u1", "-k", "3", "--json", servers=servers)
     assert len(json.loads(answer)["items"]) == 3, answer
 
 
-def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
+def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_registers_a_version(
     production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
-    file.write_text(f"{file.read_text()}name: cancelled\n".replace("model_name: nightjar", "model_name: cancelled"))
+    servers, config_path, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
+    config_path.write_text(
+        f"{config_path.read_text()}name: cancelled\n".replace("model_name: nightjar", "model_name: cancelled")
+    )
     with worker_of(servers, log_file=tmp_path / "worker.log") as worker:
         page = PrefectPage(servers, pipeline="cancelled")
         page.wait_for_pool()
-        nightjar("deploy", str(file), "--work-pool", "nightjar", servers=servers)
+        nightjar("deploy", str(config_path), "--work-pool", "nightjar", servers=servers)
 
-        flow_run, run, retried_s = cancel_in_training(page, worker, runs, reason="retry")
+        flow_run, run, retried_run_end_s = cancel_in_training(page, worker, runs, reason="retry")
         ingest_time_ns = (run / "ingest_interactions").stat().st_mtime_ns
         page.retry(flow_run)
         page.wait_for(flow_run, "Promoted")
         assert record_of(run).num_starts == page.flow_run(flow_run)["run_count"] == 2
-        assert (run / "ingest_interactions").stat().st_mtime_ns == ingest_time_ns, "a complete stage is repeated"
+        assert (run / "ingest_interactions").stat().st_mtime_ns == ingest_time_ns, "the retry repeated a complete stage"
         assert production.aliases("cancelled") == {"champion": "1"}
 
-        _, run, resumed_s = cancel_in_training(page, worker, runs, reason="resume")
+        _, run, resumed_run_end_s = cancel_in_training(page, worker, runs, reason="resume")
         flow_run = page.start_run(resume=run.name, reason="resume", overrides=LONGER_TRAINING)
         state = page.wait_for(flow_run, "Promoted", "NotPromoted")
         assert record_of(run).num_starts == 2
@@ -150,7 +153,7 @@ def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
     assert production.aliases("cancelled") == (
         {"champion": "2"} if state == "Promoted" else {"champion": "1", "challenger": "2"}
     )
-    seconds = max(retried_s, resumed_s)
+    seconds = max(retried_run_end_s, resumed_run_end_s)
     record_property(
         "figures",
         f"After Cancel, all processes ended within {seconds:.1f} s. Every run could be resumed, and no alias was wrong",
@@ -160,17 +163,19 @@ def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
 def test_a_planned_run_is_cancelled_and_retried_on_its_page(
     page: Any, production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
-    settings = YAML(typ="safe", pure=True).load(file.read_text()) | {"name": "browser"}
+    servers, config_path, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
+    settings = YAML(typ="safe", pure=True).load(config_path.read_text()) | {"name": "browser"}
     settings["registry"]["model_name"] = "browser"
     settings["training"]["epochs"] = 12
-    file.write_text(yaml_loader.dump(settings))
+    config_path.write_text(yaml_loader.dump(settings))
     with worker_of(servers, log_file=tmp_path / "worker.log") as worker:
         api = PrefectPage(servers, pipeline="browser")
         api.wait_for_pool()
-        planned_start = datetime.now(UTC) + LEAD
-        nightjar("deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers)
-        flow_run = api.planned_run()
+        planned_start = datetime.now(UTC) + LEAD_TIME
+        nightjar(
+            "deploy", str(config_path), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers
+        )
+        flow_run = api.wait_for_planned_run()
         log_in_to_prefect(page, servers.prefect, password=PREFECT_LOGIN)
         page.goto(f"{servers.prefect}/runs/flow-run/{flow_run}")
         wait_until(lambda: any(is_in("train", run) for run in runs.glob("*")), description="training")

@@ -20,23 +20,30 @@ from tasks.registry.loading import load_version
 from tests.drills.test_kill_and_resume import NIGHTJAR, run_pipeline, write_config
 
 pytestmark = pytest.mark.drill
-HELD_OUT, LEFT = range(1180, 1200), range(1000, 1010)
-"""Items that come after the training, and items that leave after it."""
+ADDED_IDS, REMOVED_IDS = range(1180, 1200), range(1000, 1010)
+"""Items that are added to the catalogue after the training, and items that are removed from it."""
 
 
-def set_rows(path: Path, rows: object, *, without: range) -> None:
-    is_left_out = pc.is_in(rows["item_id"], value_set=pc.cast(list(without), rows["item_id"].type))  # type: ignore[index]
-    pq.write_table(rows.filter(pc.invert(is_left_out)), path)  # type: ignore[attr-defined]
+def write_rows(path: Path, table: object, *, without: range) -> None:
+    """Write a pyarrow table to `path`, without the rows of the item ids `without`."""
+    is_left_out = pc.is_in(table["item_id"], value_set=pc.cast(list(without), table["item_id"].type))  # type: ignore[index]
+    pq.write_table(table.filter(pc.invert(is_left_out)), path)  # type: ignore[attr-defined]
 
 
 def nightjar(*arguments: str) -> str:
+    """Run a command; return its stdout with single blanks between words."""
     process = subprocess.run([*NIGHTJAR, *arguments], capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     return " ".join(process.stdout.split())
 
 
 def trained_vectors(export: ExportManifest, vectors: np.ndarray, *, half_rows: list[int]) -> np.ndarray:
-    """Compute the vectors of items with the layers and the feature table of a run, from rows like those of cold items."""
+    """Compute the vectors of new items as the trained tower does.
+
+    Args:
+        vectors: pretrained vectors, one row per item; they are scaled to the norm that the table is initialized with.
+        half_rows: row of each item in the table of feature `half`.
+    """
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     tower = CandidateTower(spec).eval()
     layers = load_file(export.path("dense.safetensors"))
@@ -49,47 +56,49 @@ def trained_vectors(export: ExportManifest, vectors: np.ndarray, *, half_rows: l
         return tower(item_VD, features={"item.half": torch.from_numpy(half)}).numpy()
 
 
-def vectors_of(retriever: Retriever) -> dict[int, np.ndarray]:
+def vector_by_id(retriever: Retriever) -> dict[int, np.ndarray]:
+    """Return the vector of each item id."""
     rows = np.arange(len(retriever.item_ids))
     return dict(zip(retriever.item_ids.ids(rows).tolist(), retriever.item_vectors(rows), strict=True))
 
 
-def test_held_out_items_get_the_vectors_of_the_trained_tower_and_the_next_run_continues(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
-    config_text = file.read_text().replace("warm_start: null", "warm_start: {}")
-    file.write_text(config_text)
+def test_added_items_get_the_vectors_of_the_trained_tower_and_the_next_run_registers_a_version(tmp_path: Path) -> None:
+    config_path = write_config(tmp_path)
+    config_text = config_path.read_text().replace("warm_start: null", "warm_start: {}")
+    config_path.write_text(config_text)
     table_path = tmp_path / "data" / "item_embeddings.parquet"
     table = pq.read_table(table_path)
-    set_rows(table_path, table, without=HELD_OUT)
+    write_rows(table_path, table, without=ADDED_IDS)
     for path in sorted((tmp_path / "data" / "interactions").glob("*.parquet")):
-        set_rows(path, pq.read_table(path), without=HELD_OUT)
-    run_answer = run_pipeline(file)
+        write_rows(path, pq.read_table(path), without=ADDED_IDS)
+    run_answer = run_pipeline(config_path)
     assert run_answer["model"]["alias"] == "champion", run_answer
-    config = load_config(file)
-    assert "no item has changed" in nightjar("refresh", str(file))
+    config = load_config(config_path)
+    assert "no item has changed" in nightjar("refresh", str(config_path))
 
-    set_rows(table_path, table, without=LEFT)
-    output = nightjar("refresh", str(file))
+    write_rows(table_path, table, without=REMOVED_IDS)
+    output = nightjar("refresh", str(config_path))
     assert "20 items added, 10 removed, 0 changed), is champion" in output
     old_retriever, new_retriever = (
         load_version(config.workspace, model_name="nightjar", version=number).retriever for number in ("1", "2")
     )
-    before, after = vectors_of(old_retriever), vectors_of(new_retriever)
-    assert {*after} == {*before} - {*LEFT} | {*HELD_OUT} and new_retriever.space_id == old_retriever.space_id
-    for item_id in {*before} - {*LEFT}:
-        assert after[item_id].tobytes() == before[item_id].tobytes(), item_id
+    old_vector_by_id, new_vector_by_id = vector_by_id(old_retriever), vector_by_id(new_retriever)
+    assert {*new_vector_by_id} == {*old_vector_by_id} - {*REMOVED_IDS} | {*ADDED_IDS}
+    assert new_retriever.space_id == old_retriever.space_id
+    for item_id in {*old_vector_by_id} - {*REMOVED_IDS}:
+        assert new_vector_by_id[item_id].tobytes() == old_vector_by_id[item_id].tobytes(), item_id
     export = require_manifest(Path(run_answer["run_dir"]) / "export", ExportManifest)
     row_by_id = {item_id: row for row, item_id in enumerate(table["item_id"].to_pylist())}
-    vectors = np.stack([np.array(table["embedding"][row_by_id[item_id]].as_py(), np.float32) for item_id in HELD_OUT])
-    expected = trained_vectors(export, vectors, half_rows=[2] * len(HELD_OUT))  # the upper half of the item ids
-    np.testing.assert_allclose(np.stack([after[item_id] for item_id in HELD_OUT]), expected, atol=1e-5)
-    users = new_retriever.user_ids.ids(np.arange(len(new_retriever.user_ids))).tolist()
-    answered = {item_id for answer in new_retriever.recommend(users, k=50) for item_id in answer.item_ids}
-    assert not answered & {*LEFT} and answered & {*HELD_OUT}
+    vectors = np.stack([np.array(table["embedding"][row_by_id[item_id]].as_py(), np.float32) for item_id in ADDED_IDS])
+    expected = trained_vectors(export, vectors, half_rows=[2] * len(ADDED_IDS))  # the upper half of the item ids
+    np.testing.assert_allclose(np.stack([new_vector_by_id[item_id] for item_id in ADDED_IDS]), expected, atol=1e-5)
+    user_ids = new_retriever.user_ids.ids(np.arange(len(new_retriever.user_ids))).tolist()
+    recommended_ids = {item_id for answer in new_retriever.recommend(user_ids, k=50) for item_id in answer.item_ids}
+    assert not recommended_ids & {*REMOVED_IDS} and recommended_ids & {*ADDED_IDS}
 
-    releases = json.loads(nightjar("releases", str(file), "--json"))
+    releases = json.loads(nightjar("releases", str(config_path), "--json"))
     assert [(release["version"], release["parent"]) for release in releases] == [("2", "1"), ("1", "")]
-    next_run = run_pipeline(file)
+    next_run = run_pipeline(config_path)
     assert next_run["model"]["version"] == "3"
     if next_run["model"]["alias"] == "champion":
-        assert "version 2 is champion instead of version 3" in nightjar("rollback", str(file), "--reason", "drill")
+        assert "version 2 is champion instead of version 3" in nightjar("rollback", str(config_path), "--reason", "drill")

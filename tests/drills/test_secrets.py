@@ -39,7 +39,7 @@ PLANTED_SECRETS = (
 
 
 def encodings(secret: str) -> set[bytes]:
-    """Return the secret as text, quoted for a URL, and in base64 logins.
+    """Return the secret as text, quoted for a URL, and as part of base64 logins.
 
     The last characters of a base64 login depend on the text after the login and are left out.
     """
@@ -52,12 +52,13 @@ SECRET_BY_ENCODING = {encoding: secret for secret in PLANTED_SECRETS for encodin
 
 
 def secrets_in(content: bytes) -> list[str]:
+    """Return the planted secrets that `content` contains in some encoding."""
     return sorted({secret for encoding, secret in SECRET_BY_ENCODING.items() if encoding in content})
 
 
 @contextmanager
 def watched_command_lines(leaks: dict[str, list[str]]) -> Iterator[None]:
-    """Read the command lines of all processes, again and again; add those with a secret to `leaks`."""
+    """Read the command lines of all processes every 0.2 s; add each one that contains a secret to `leaks`."""
     stopping = threading.Event()
 
     def watch() -> None:
@@ -88,7 +89,7 @@ def test_the_search_finds_each_form_of_a_secret() -> None:
             assert secrets_in(b"before" + text + b"after") == [secret]
 
 
-def test_no_secret_gets_out(tmp_path: Path) -> None:
+def test_no_secret_is_in_a_file_an_output_or_a_command_line(tmp_path: Path) -> None:
     server_folder, folder = tmp_path / "servers", tmp_path / "user"
     server_folder.mkdir()
     folder.mkdir()
@@ -97,9 +98,11 @@ def test_no_secret_gets_out(tmp_path: Path) -> None:
     outputs: dict[str, subprocess.CompletedProcess[bytes]] = {}
     with watched_command_lines(leaks), production_servers(server_folder) as servers:
         start_time = time.monotonic()
-        verbose_environment = with_secrets(servers, WRONG_PASSWORD) | {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO"}
+        verbose_environment = environment_with_secrets(servers, WRONG_PASSWORD) | {
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO"
+        }
         outputs["wrong password"] = nightjar("run", str(config_path), environment=verbose_environment)
-        user_environment = with_secrets(servers, USER_PASSWORD)
+        user_environment = environment_with_secrets(servers, USER_PASSWORD)
         (run_folder,) = (folder / "workspace" / "runs").iterdir()
         outputs["resumed"] = nightjar(
             "run", str(config_path), "--resume", run_folder.name, "--json", environment=user_environment
@@ -134,8 +137,8 @@ def test_no_secret_gets_out(tmp_path: Path) -> None:
     assert leaks == {}
 
 
-def with_secrets(servers: Servers, password: str) -> dict[str, str]:
-    """Return the environment of a user with secrets in it: a password in the tracking URI, keys of a store, Prefect's login."""
+def environment_with_secrets(servers: Servers, password: str) -> dict[str, str]:
+    """Return a user's environment with a password in the tracking URI, keys of an object store and the login of Prefect."""
     environment = dict(servers.environment)
     del environment["MLFLOW_TRACKING_USERNAME"], environment["MLFLOW_TRACKING_PASSWORD"]
     return environment | {

@@ -39,15 +39,15 @@ class Client(threading.Thread):
         super().__init__(daemon=True)
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         self._user_ids, self._expected_by_version = user_ids, expected_by_version
-        self.is_over = threading.Event()
+        self.stop_event = threading.Event()
         self.problems: list[str] = []
         self.num_responses_by_version: Counter[str] = Counter()
 
     def run(self) -> None:
-        start = 0
-        while not self.is_over.is_set():
-            user_ids = [self._user_ids[(start + row) % len(self._user_ids)] for row in range(NUM_ROWS)]
-            start += 1
+        first_row = 0
+        while not self.stop_event.is_set():
+            user_ids = [self._user_ids[(first_row + row) % len(self._user_ids)] for row in range(NUM_ROWS)]
+            first_row += 1
             try:
                 self._request(user_ids)
             except (OSError, http.client.HTTPException) as error:
@@ -75,7 +75,7 @@ class Client(threading.Thread):
 
 
 @contextmanager
-def serving(config_path: Path, log_path: Path) -> Iterator[int]:
+def running_server(config_path: Path, log_path: Path) -> Iterator[int]:
     """Run `nightjar serve` with two processes; yield its port."""
     options = ["--port", "0", "--workers", "2", "--set", "serve.poll_interval_s=0.5"]
     with log_path.open("w") as log:
@@ -107,12 +107,12 @@ def served_version(port: int) -> str:
 
 
 def expected_items(workspace: Path, user_ids: list[Any], version: str) -> dict[Any, list[Any]]:
-    """Return the items of each user that a version recommends in this process."""
+    """Return the item ids that a version, loaded into this process, recommends to each user."""
     retriever = load_version(workspace, model_name=MODEL_NAME, version=version).retriever
     return {user_id: answer.item_ids for user_id, answer in zip(user_ids, retriever.recommend(user_ids, K), strict=True)}
 
 
-def test_no_request_fails_during_promotions_and_each_response_is_of_one_version(
+def test_no_request_fails_during_promotions_and_each_response_has_the_items_of_one_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -125,7 +125,7 @@ def test_no_request_fails_during_promotions_and_each_response_is_of_one_version(
     expected_by_version = {version: expected_items(workspace, user_ids, version) for version in ("1", "2")}
     assert expected_by_version["1"] != expected_by_version["2"]
 
-    with serving(config_path, tmp_path / "serve.log") as port:
+    with running_server(config_path, tmp_path / "serve.log") as port:
         clients = [Client(port, user_ids, expected_by_version) for _ in range(NUM_CLIENTS)]
         end_s = time.monotonic() + DRILL_S
         for client in clients:
@@ -143,10 +143,10 @@ def test_no_request_fails_during_promotions_and_each_response_is_of_one_version(
             wait_for(lambda version=expected_version: all(served_version(port) == version for _ in range(10)))
         time.sleep(max(0.0, end_s - time.monotonic()))
         for client in clients:
-            client.is_over.set()
+            client.stop_event.set()
         for client in clients:
             client.join(PATIENCE_S)
-    num_by_version = sum((client.num_responses_by_version for client in clients), Counter[str]())
-    record_property("figures", f"{num_by_version.total():,} requests, {len(changes)} changes of the champion")
+    num_responses_by_version = sum((client.num_responses_by_version for client in clients), Counter[str]())
+    record_property("figures", f"{num_responses_by_version.total():,} requests, {len(changes)} changes of the champion")
     assert [problem for client in clients for problem in client.problems] == []
-    assert num_by_version.keys() == {"1", "2"}
+    assert num_responses_by_version.keys() == {"1", "2"}

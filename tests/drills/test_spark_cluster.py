@@ -20,7 +20,7 @@ NUM_EVENTS = 400_000
 
 
 @pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "log"
     write_log(folder, num_events=NUM_EVENTS)
     return folder
@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[SparkCluster]:
         yield cluster
 
 
-class Killer(threading.Thread):
+class DelayedKill(threading.Thread):
     """Calls `kill` as soon as the ingest has written a file that matches `pattern`."""
 
     def __init__(self, folder: Path, pattern: str, kill: Callable[[], None]) -> None:
@@ -48,17 +48,17 @@ class Killer(threading.Thread):
 
 
 def test_a_worker_that_is_killed_in_the_middle_does_not_change_the_store(
-    cluster: SparkCluster, log: Path, tmp_path: Path
+    cluster: SparkCluster, log_folder: Path, tmp_path: Path
 ) -> None:
     for _ in range(2):
         cluster.start_worker()
-    killer = Killer(tmp_path, "spark.tmp/spill/remaining-*/_temporary", lambda: cluster.kill_worker(0))
-    killer.start()
-    on_spark = ingest(log, tmp_path / "spark", engine=cluster.settings)
-    assert killer.has_killed
+    delayed_kill = DelayedKill(tmp_path, "spark.tmp/spill/remaining-*/_temporary", lambda: cluster.kill_worker(0))
+    delayed_kill.start()
+    spark_store = ingest(log_folder, tmp_path / "spark", engine=cluster.settings)
+    assert delayed_kill.has_killed
     assert cluster.workers[1].poll() is None
-    on_duckdb = ingest(log, tmp_path / "duckdb", engine={"kind": "duckdb"})
-    assert differences(on_duckdb, on_spark) == []
+    duckdb_store = ingest(log_folder, tmp_path / "duckdb", engine={"kind": "duckdb"})
+    assert differences(duckdb_store, spark_store) == []
 
 
 def test_the_executors_read_a_table_where_it_is(cluster: SparkCluster, tmp_path: Path) -> None:
@@ -71,49 +71,66 @@ def test_the_executors_read_a_table_where_it_is(cluster: SparkCluster, tmp_path:
         (tmp_path / "table").mkdir(exist_ok=True)
         orc.write_table(table, tmp_path / "table" / f"{path.stem}.orc")
     cluster.start_worker()
-    on_spark = ingest(tmp_path / "table", tmp_path / "spark", engine=cluster.settings, format="orc")
-    on_duckdb = ingest(tmp_path / "log", tmp_path / "duckdb", engine={"kind": "duckdb"})
-    assert differences(on_duckdb, on_spark) == ["fingerprint", "lineage", "num_files_read", "sources", "parts"]
+    spark_store = ingest(tmp_path / "table", tmp_path / "spark", engine=cluster.settings, format="orc")
+    duckdb_store = ingest(tmp_path / "log", tmp_path / "duckdb", engine={"kind": "duckdb"})
+    assert differences(duckdb_store, spark_store) == ["fingerprint", "lineage", "num_files_read", "sources", "parts"]
 
 
-def rejects(error: type[Exception], message: str, cluster: SparkCluster, log: Path, folder: Path) -> None:
-    with pytest.raises(error, match=message) as caught:
-        ingest(log, folder, engine=cluster.settings)
-    assert "\n" not in str(caught.value)
+def assert_ingest_fails(error: type[Exception], message: str, cluster: SparkCluster, log_folder: Path, folder: Path) -> None:
+    """Assert that the ingest into `folder` raises an error of one line and leaves no file."""
+    with pytest.raises(error, match=message) as error_info:
+        ingest(log_folder, folder, engine=cluster.settings)
+    assert "\n" not in str(error_info.value)
     assert [path for path in folder.parent.iterdir() if path.name.startswith(folder.name)] == []
 
 
-def test_the_stage_ends_if_no_executor_is_left(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+def test_the_stage_ends_if_no_executor_is_left(cluster: SparkCluster, log_folder: Path, tmp_path: Path) -> None:
     cluster.start_worker()
-    Killer(tmp_path, "stage.tmp/parts/*.parquet/_temporary", lambda: cluster.kill_worker(0)).start()
-    rejects(
-        StageError, "all executors of spark://.* are lost, and none came back within 90 s", cluster, log, tmp_path / "stage"
+    DelayedKill(tmp_path, "stage.tmp/parts/*.parquet/_temporary", lambda: cluster.kill_worker(0)).start()
+    assert_ingest_fails(
+        StageError,
+        "all executors of spark://.* are lost, and none came back within 90 s",
+        cluster,
+        log_folder,
+        tmp_path / "stage",
     )
 
 
-def test_a_cluster_without_workers_is_an_error_after_the_timeout(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+def test_a_cluster_without_workers_is_an_error_after_the_timeout(
+    cluster: SparkCluster, log_folder: Path, tmp_path: Path
+) -> None:
     cluster.timeout_s = 5
-    rejects(StageError, "no executor of spark://.* started within 5 s", cluster, log, tmp_path / "stage")
+    assert_ingest_fails(StageError, "no executor of spark://.* started within 5 s", cluster, log_folder, tmp_path / "stage")
 
 
-def test_the_error_names_a_workspace_that_the_executors_do_not_see(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_workspace_that_the_executors_do_not_see(
+    cluster: SparkCluster, log_folder: Path, tmp_path: Path
+) -> None:
     workspace = tmp_path / "workspace"
     workspace.mkdir()
     cluster.start_worker(prefix=["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {workspace} && exec "$@"', "sh"])
     message = f"the executors of spark://.* do not share the folder {workspace}/stage.tmp/spill with this host"
-    rejects(InputError, message, cluster, log, workspace / "stage")
+    assert_ingest_fails(InputError, message, cluster, log_folder, workspace / "stage")
 
 
-def test_the_error_names_a_log_that_the_executors_do_not_see(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
-    cluster.start_worker(prefix=["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {log} && exec "$@"', "sh"])
-    rejects(InputError, f"{log}/.*: the executors do not see this file, but this host does", cluster, log, tmp_path / "stage")
+def test_the_error_names_a_log_that_the_executors_do_not_see(cluster: SparkCluster, log_folder: Path, tmp_path: Path) -> None:
+    cluster.start_worker(prefix=["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {log_folder} && exec "$@"', "sh"])
+    assert_ingest_fails(
+        InputError,
+        f"{log_folder}/.*: the executors do not see this file, but this host does",
+        cluster,
+        log_folder,
+        tmp_path / "stage",
+    )
 
 
-def test_the_error_names_executors_of_another_version(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
-    conf = tmp_path / "conf"
-    conf.mkdir()
+def test_the_error_names_executors_of_another_version(cluster: SparkCluster, log_folder: Path, tmp_path: Path) -> None:
+    conf_folder = tmp_path / "conf"
+    conf_folder.mkdir()
     # Executors read their version from this file, and the folder of the configuration comes before Spark's own files.
     lines = ["version=4.0.99", "user=", "revision=", "branch=", "date=", "url=", "docroot="]
-    (conf / "spark-version-info.properties").write_text("\n".join(lines))
-    cluster.start_worker(environment={"SPARK_CONF_DIR": str(conf)})
-    rejects(InputError, "but executors of spark://.* have 4.0.99; install the same version", cluster, log, tmp_path / "stage")
+    (conf_folder / "spark-version-info.properties").write_text("\n".join(lines))
+    cluster.start_worker(environment={"SPARK_CONF_DIR": str(conf_folder)})
+    assert_ingest_fails(
+        InputError, "but executors of spark://.* have 4.0.99; install the same version", cluster, log_folder, tmp_path / "stage"
+    )

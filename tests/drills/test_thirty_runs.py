@@ -1,4 +1,4 @@
-"""Thirty runs in a row use no more disk, memory, shared memory and processes at the end than at the start.
+"""Thirty runs in a row use no more disk, memory and shared memory at the end than at the start, and leave no process.
 
 Each run reads one new file of the log, and the oldest file is removed.
 
@@ -29,11 +29,11 @@ from tests.tasks.retention.run_folders_by_hand import run_ids
 pytestmark = pytest.mark.drill
 NUM_RUNS = int(os.environ.get("NIGHTJAR_DRILL_RUNS", "30"))
 WINDOW_DAYS = 6
-WHOLE_RUNS, REPORT_RUNS, VERSIONS = 2, 3, 1
+NUM_FULL_RUNS, NUM_REPORT_RUNS, NUM_VERSIONS = 2, 3, 1
 MARGIN_SHARE = 0.1
 MARGIN_BYTES = 4 * MIB
 MAX_GROWTH_BYTES_PER_RUN = 2 * MIB
-"""The databases grow in the drill: Prefect deletes events after a week, flow runs after retention.flow_run_days."""
+"""The databases grow during the drill, because Prefect deletes events and flow runs only after days."""
 RUN_TIMEOUT_S = 600
 CONFIG = f"""
 name: drill
@@ -46,7 +46,7 @@ sharding: {{cluster: {{device: cpu, processes_per_node: 1}}}}
 index: {{nlist: 4, pq_m: 4}}
 data_report: {{max_event_drop_share: null, max_leaked_event_share: null}}
 registry: {{model_name: drill, smoke_test_users: 100, gate: {{kind: margin, max_relative_drop: 0.5}}, baselines: []}}
-retention: {{keep_full_runs: {WHOLE_RUNS}, keep_report_runs: {REPORT_RUNS}, keep_versions: {VERSIONS}}}
+retention: {{keep_full_runs: {NUM_FULL_RUNS}, keep_report_runs: {NUM_REPORT_RUNS}, keep_versions: {NUM_VERSIONS}}}
 """
 
 
@@ -80,23 +80,23 @@ class Usage:
 def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
 ) -> None:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(CONFIG)
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(CONFIG)
     num_days = NUM_RUNS + WINDOW_DAYS - 1
     generate(
         tmp_path / "data", num_users=100, num_items=120, num_events=500 * num_days, num_days=num_days, dim=8, num_cold_items=5
     )
-    days = sorted((tmp_path / "data" / "interactions").glob("*.parquet"))
+    day_paths = sorted((tmp_path / "data" / "interactions").glob("*.parquet"))
     (tmp_path / "log").mkdir()
     shared_memory = _leaked_shared_memory()
     usages = []
     for index in range(NUM_RUNS):
-        for day in days[index : index + WINDOW_DAYS]:
-            (tmp_path / "log" / day.name).unlink(missing_ok=True)
-            (tmp_path / "log" / day.name).hardlink_to(day)
+        for day_path in day_paths[index : index + WINDOW_DAYS]:
+            (tmp_path / "log" / day_path.name).unlink(missing_ok=True)
+            (tmp_path / "log" / day_path.name).hardlink_to(day_path)
         if index:
-            (tmp_path / "log" / days[index - 1].name).unlink()
-        usages.append(_run(file, shared_memory=shared_memory))
+            (tmp_path / "log" / day_paths[index - 1].name).unlink()
+        usages.append(_run(config_path, shared_memory=shared_memory))
         with capsys.disabled():
             _print(index, usages[-1])
     first_half, second_half = usages[: NUM_RUNS // 2], usages[NUM_RUNS // 2 :]
@@ -104,13 +104,13 @@ def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
         first_max, second_max = (max(getattr(usage, name) for usage in half) for half in (first_half, second_half))
         assert second_max <= first_max * (1 + MARGIN_SHARE) + MARGIN_BYTES / MIB, name
     assert max(usage.max_descriptors for usage in second_half) <= max(usage.max_descriptors for usage in first_half) + 10
-    assert max(usage.versions for usage in usages) <= VERSIONS + 4  # the champion and three former champions
+    assert max(usage.versions for usage in usages) <= NUM_VERSIONS + 4  # the champion and three former champions
     assert {(usage.shared_memory, usage.orphans) for usage in usages} == {(0, 0)}
     assert usages[-1].temporary_files == usages[0].temporary_files
-    growth = (usages[-1].growing_mib - first_half[-1].growing_mib) / len(second_half)
-    assert growth < MAX_GROWTH_BYTES_PER_RUN / MIB
-    assert len(run_ids(tmp_path)) <= REPORT_RUNS + 2
-    record_property("figures", _summary(first_half, second_half, growth_mib=growth))
+    growth_mib_per_run = (usages[-1].growing_mib - first_half[-1].growing_mib) / len(second_half)
+    assert growth_mib_per_run < MAX_GROWTH_BYTES_PER_RUN / MIB
+    assert len(run_ids(tmp_path)) <= NUM_REPORT_RUNS + 2
+    record_property("figures", _summary(first_half, second_half, growth_mib=growth_mib_per_run))
 
 
 def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: float) -> str:
@@ -132,26 +132,29 @@ def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: f
     )
 
 
-def _run(file: Path, *, shared_memory: set[str]) -> Usage:
-    """Execute `nightjar run` to its end; return its usage."""
+def _run(config_path: Path, *, shared_memory: set[str]) -> Usage:
+    """Execute `nightjar run` to its end; return its usage.
+
+    `shared_memory` contains the names of files that were leaked into shared memory before the first run.
+    """
     mark = uuid.uuid4().hex
-    temporary_folder = file.parent / "tmp"
+    temporary_folder = config_path.parent / "tmp"
     temporary_folder.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     start_s = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", str(file)],
+        [sys.executable, "-m", "flows.cli", "run", str(config_path)],
         cwd=ROOT,
         env=environment | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary_folder), "NIGHTJAR_DRILL_MARK": mark},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    peak_rss = max_descriptors = 0
+    peak_rss_bytes = max_descriptors = 0
     while process.poll() is None and time.monotonic() - start_s < RUN_TIMEOUT_S:
         try:
             run_process = psutil.Process(process.pid)
-            peak_rss = max(peak_rss, run_process.memory_info().rss)
+            peak_rss_bytes = max(peak_rss_bytes, run_process.memory_info().rss)
             max_descriptors = max(max_descriptors, run_process.num_fds())
         except psutil.Error:  # the process has just ended
             pass
@@ -159,22 +162,22 @@ def _run(file: Path, *, shared_memory: set[str]) -> Usage:
     seconds = time.monotonic() - start_s
     stderr = process.communicate(timeout=10)[1]
     assert process.returncode == 0, stderr
-    workspace = file.parent
+    workspace = config_path.parent
     database_files = workspace.glob("mlflow.db*")
-    databases = used_bytes(workspace / "prefect") + sum(path.stat().st_size for path in database_files)
-    runs, models = used_bytes(workspace / "runs"), used_bytes(workspace / "mlartifacts" / "models")
-    inputs = used_bytes(workspace / "data")
+    database_bytes = used_bytes(workspace / "prefect") + sum(path.stat().st_size for path in database_files)
+    runs_bytes, models_bytes = used_bytes(workspace / "runs"), used_bytes(workspace / "mlartifacts" / "models")
+    inputs_bytes = used_bytes(workspace / "data")
     client = connect(workspace)
     return Usage(
         seconds=seconds,
-        runs_mib=runs / MIB,
-        models_mib=models / MIB,
-        databases_mib=databases / MIB,
-        other_mib=(used_bytes(workspace) - databases - runs - models - inputs) / MIB,
+        runs_mib=runs_bytes / MIB,
+        models_mib=models_bytes / MIB,
+        databases_mib=database_bytes / MIB,
+        other_mib=(used_bytes(workspace) - database_bytes - runs_bytes - models_bytes - inputs_bytes) / MIB,
         versions=len(client.search_model_versions("name = 'drill'")),
         shared_memory=len(_leaked_shared_memory() - shared_memory),
         temporary_files=len(list(temporary_folder.iterdir())),
-        peak_rss_mib=peak_rss / MIB,
+        peak_rss_mib=peak_rss_bytes / MIB,
         max_descriptors=max_descriptors,
         orphans=sum(_has_mark(candidate, mark) for candidate in psutil.process_iter()),
     )
@@ -198,6 +201,7 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def _print(index: int, usage: Usage) -> None:
+    """Print a row of the table, and its header above the first row."""
     if index == 0:
         sys.stdout.write("\t".join(["\nrun", *(field.name for field in fields(usage))]) + "\n")
     values = (f"{value:.1f}" if isinstance(value, float) else str(value) for value in astuple(usage))

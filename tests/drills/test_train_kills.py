@@ -1,6 +1,6 @@
-"""Training and export are killed at 20 points and resumed, and the result equals an undisturbed run bit for bit.
+"""Training and export are killed 20 times and resumed, and the result equals the result of an undisturbed run bit for bit.
 
-Eighteen times a forked rank kills itself at a kill point; twice torchrun's agent or the whole flow is killed.
+Eighteen times a forked rank kills itself at a kill point. Once torchrun's agent and once the whole flow is killed.
 """
 
 import numpy as np
@@ -53,8 +53,8 @@ KILLS = (
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory) -> Experiment:
-    root = tmp_path_factory.mktemp("experiment")
-    return make_experiment(generate_dataset(root), root / "plan", training=TRAINING)
+    folder = tmp_path_factory.mktemp("experiment")
+    return make_experiment(generate_dataset(folder), folder / "plan", training=TRAINING)
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +62,24 @@ def undisturbed(experiment, tmp_path_factory) -> UndisturbedResult:
     return train_undisturbed(experiment, tmp_path_factory.mktemp("undisturbed"))
 
 
-def test_a_run_whose_ranks_are_killed_at_eighteen_points_ends_like_an_undisturbed_one(experiment, undisturbed, tmp_path):
-    work = tmp_path / "work"
+def test_a_run_whose_ranks_are_killed_at_eighteen_points_ends_like_an_undisturbed_run(experiment, undisturbed, tmp_path):
+    work_folder = tmp_path / "work"
     for kill in KILLS:
-        run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), killed_rank=kill.rank)
-    finished_training = train_in_forks(experiment, work)
+        run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work_folder), kill), killed_rank=kill.rank)
+    finished_training = train_in_forks(experiment, work_folder)
     assert without_timings(finished_training.lines) == undisturbed.lines
     assert state_checksums(checkpoint_of(finished_training)) == undisturbed.state
     export_folder = tmp_path / "export"
     export_folder.mkdir()
-    job = export_job(experiment, checkpoint_of(finished_training), export_folder)
-    run_ranks(export_and_die, world_size=2, arguments=(job, Kill("export", 1)), killed_rank=1)
+    killed_export_job = export_job(experiment, checkpoint_of(finished_training), export_folder)
+    run_ranks(export_and_die, world_size=2, arguments=(killed_export_job, Kill("export", 1)), killed_rank=1)
     export_arrays = export_in_forks(experiment, checkpoint_of(finished_training), tmp_path / "again")
     assert export_arrays.keys() == undisturbed.export.keys()
     for name, value in undisturbed.export.items():
         np.testing.assert_array_equal(export_arrays[name], value, err_msg=name)
 
 
-def test_a_run_whose_agent_and_flow_are_killed_ends_like_an_undisturbed_one(experiment, undisturbed, tmp_path):
+def test_a_run_whose_agent_and_flow_are_killed_ends_like_an_undisturbed_run(experiment, undisturbed, tmp_path):
     train_through_kills(experiment, tmp_path / "train", victims=("agent", "flow"))
     assert state_checksums(tmp_path / "train" / "checkpoint") == undisturbed.state
     assert not (tmp_path / "train.work").exists()

@@ -23,26 +23,26 @@ ROOT = Path(cli.__file__).parents[1]
 
 
 class Tuning:
-    """A workspace in which the first tuning was killed in its second trial and a second tuning continued it."""
+    """A workspace in which a tuning was killed in its second trial and resumed by a second command."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / "nightly.yaml"
+        self.folder, self.config_path = folder, folder / "nightly.yaml"
         generate(folder / "data", num_users=300, num_items=200, num_events=4_000, num_days=10, dim=16, num_cold_items=10)
-        self.file.write_text(CONFIG)
+        self.config_path.write_text(CONFIG)
         self._kill_in_second_trial()
         process = self.start("--json")
         output, error_output = process.communicate(timeout=400)
         assert process.returncode == 0, error_output
         self.stderr = error_output
         self.answer: Any = json.loads(output.splitlines()[-1])
-        self.study = Path(self.answer["folder"])
+        self.study_folder = Path(self.answer["folder"])
         self.trial_by_number = {trial["number"]: trial for trial in self.answer["trials"]}
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        """Run `nightjar tune FILE ARGUMENTS` on servers of its own."""
+        """Start `nightjar tune CONFIG ARGUMENTS` without the Prefect and MLflow variables of the environment."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "tune", str(self.file), *arguments],
+            [sys.executable, "-m", "flows.cli", "tune", str(self.config_path), *arguments],
             env=environment | {"OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -67,8 +67,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
 
 
 def test_a_resumed_tuning_continues_with_the_interrupted_trial(tuned: Tuning) -> None:
-    assert f"{tuned.study}, 1 of 3 trials done" in tuned.stderr
-    assert [word for word in tuned.stderr.split("\n") if word.startswith("ingest_interactions") and word.endswith("(kept)")]
+    assert f"{tuned.study_folder}, 1 of 3 trials done" in tuned.stderr
+    assert any(line.startswith("ingest_interactions") and line.endswith("(kept)") for line in tuned.stderr.splitlines())
     assert sorted(tuned.trial_by_number) == [0, 1, 2]
     assert "trial 0 " not in tuned.stderr and "trial 1 " in tuned.stderr
 
@@ -83,31 +83,29 @@ def test_trials_end_complete_failed_or_pruned_and_the_best_comes_first(tuned: Tu
 
 
 def test_the_best_settings_are_printed_as_yaml_and_the_history_is_plotted(tuned: Tuning) -> None:
-    text = (tuned.study / "best.yaml").read_text()
+    text = (tuned.study_folder / "best.yaml").read_text()
     assert text.startswith("# trial 0 of study")
     assert YAML(typ="safe", pure=True).load(text) == {"training": {"table_optimizer": {"learning_rate": 10}}}
-    assert (tuned.study / "history.png").read_bytes().startswith(b"\x89PNG")
+    assert (tuned.study_folder / "history.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_mlflow_has_a_run_for_the_study_and_nested_in_it_one_for_each_trial(
-    tuned: Tuning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # mlflow.set_tracking_uri, which other tests call, sets it
+def test_mlflow_has_a_run_of_the_study_and_a_nested_run_of_each_trial(tuned: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # other tests call mlflow.set_tracking_uri, which sets it
     runs = connect(tuned.folder).search_runs(["1"])
     (parent,) = (run for run in runs if run.info.run_name.startswith("tune-"))
-    trials = {run.info.run_name: run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
-    states = {name: run.info.status for name, run in trials.items()}
+    trial_runs = {run.info.run_name: run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
+    states = {name: run.info.status for name, run in trial_runs.items()}
     assert states == {"trial-0": "FINISHED", "trial-1": "FAILED", "trial-2": "KILLED"}
-    first = trials["trial-0"]
-    assert {name: float(value) for name, value in first.data.params.items()} == {RATE: 10}
-    curve = connect(tuned.folder).get_metric_history(first.info.run_id, "validation/ndcg_at_10")
+    complete_run = trial_runs["trial-0"]
+    assert {name: float(value) for name, value in complete_run.data.params.items()} == {RATE: 10}
+    curve = connect(tuned.folder).get_metric_history(complete_run.info.run_id, "validation/ndcg_at_10")
     assert [str(point.step) for point in curve] == list(tuned.trial_by_number[0]["epochs"])
-    assert first.data.metrics["validation/best/ndcg_at_10"] == parent.data.metrics["validation/best/ndcg_at_10"]
+    assert complete_run.data.metrics["validation/best/ndcg_at_10"] == parent.data.metrics["validation/best/ndcg_at_10"]
 
 
-def test_trials_keep_only_metrics_plan_and_the_logs_of_ended_ones(tuned: Tuning) -> None:
+def test_a_complete_trial_keeps_only_metrics_and_plan_and_a_failed_trial_keeps_its_logs(tuned: Tuning) -> None:
     assert not [process for process in psutil.process_iter(["cmdline"]) if str(tuned.folder) in str(process.info["cmdline"])]
-    assert not list(tuned.study.glob("**/checkpoint*"))
-    names = {path.name for path in (tuned.study / "trial-0").iterdir()}
+    assert not list(tuned.study_folder.glob("**/checkpoint*"))
+    names = {path.name for path in (tuned.study_folder / "trial-0").iterdir()}
     assert names == {"metrics.jsonl", "plan"}
-    assert list((tuned.study / "trial-2").glob("train.work/logs/**/stderr.log"))
+    assert list((tuned.study_folder / "trial-2").glob("train.work/logs/**/stderr.log"))

@@ -24,7 +24,7 @@ registry: {smoke_test_users: 50, gate: {kind: margin, max_relative_drop: 0.9}, b
 
 
 def run_pipeline(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
-    """Run the pipeline on servers of its own; return the manifest of its train stage and its stderr."""
+    """Run the pipeline; return the manifest of its train stage and its stderr."""
     server_prefixes = ("PREFECT_", "MLFLOW_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(server_prefixes)}
     process = subprocess.run(

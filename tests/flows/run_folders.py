@@ -1,4 +1,4 @@
-"""Run folders written by hand: a record, and empty reports. `month_of_runs` has a run in each state."""
+"""Folders of past runs with a record, stub reports and a weights file, but no trained model."""
 
 import os
 import random
@@ -13,8 +13,8 @@ from tasks.runs.run_record import RunFigures, RunRecord, RunState
 
 METRIC = "recall@20"
 FIRST_START = datetime(2026, 10, 24, 2, 15, tzinfo=UTC)
-_SECONDS = (34, 210, 52, 3, 12, 9, 1900, 75, 120, 62, 21, 88)
-"""Seconds of each stage."""
+_STAGE_SECONDS = (34, 210, 52, 3, 12, 9, 1900, 75, 120, 62, 21, 88)
+"""Duration of each stage, in the order of STAGES."""
 
 
 def past_run(
@@ -22,37 +22,37 @@ def past_run(
     start: datetime,
     *,
     state: RunState,
-    stages: int = len(STAGES),
+    num_stages: int = len(STAGES),
     stage_bytes: int = 4_000,
     **fields: Any,
 ) -> Run:
-    """Write one run folder with the first `stages` stages; `fields` are of RunRecord, or of its figures."""
+    """Write one run folder with the first `num_stages` stages. `fields` are fields of RunRecord or of RunFigures."""
     run = Run(f"{start:%Y%m%d-%H%M%S}-{start.day:04x}", workspace=workspace)
     run.folder.mkdir(parents=True)
     with (run.folder / "weights.bin").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, stage_bytes * (stages + 1))
-    for place in ("check_data/report.html", "plan_sharding/plan.html", "loss.png", "indexes.png")[: stages // 2 + 1]:
-        (run.folder / place).parent.mkdir(exist_ok=True)
-        (run.folder / place).write_text(place)
+        os.posix_fallocate(file.fileno(), 0, stage_bytes * (num_stages + 1))
+    for report_path in ("check_data/report.html", "plan_sharding/plan.html", "loss.png", "indexes.png")[: num_stages // 2 + 1]:
+        (run.folder / report_path).parent.mkdir(exist_ok=True)
+        (run.folder / report_path).write_text(report_path)
     figure_names = RunFigures.model_fields.keys() & fields.keys()
-    defaults = {"stage_seconds": dict(zip(STAGES, _SECONDS[:stages], strict=False)), "promoted": state == "Promoted"}
+    defaults = {"stage_seconds": dict(zip(STAGES, _STAGE_SECONDS[:num_stages], strict=False)), "promoted": state == "Promoted"}
     figures = defaults | {name: fields.pop(name) for name in figure_names}
-    end = start + timedelta(seconds=sum(_SECONDS[:stages]) + 40)
+    end = start + timedelta(seconds=sum(_STAGE_SECONDS[:num_stages]) + 40)
     record = {"pipeline": "films", "host": "trainer-1", "pid": 4711, "started": start, "ended": end, "state": state} | fields
     RunRecord.model_validate(record | {"options": fields.pop("options", RunOptions()), "figures": figures}).write(run)
     return run
 
 
 def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_000) -> list[Run]:
-    """Write a run a day: most promoted, some not, one with rejected data, one failed and one killed."""
-    dice = random.Random(7)
+    """Write one run per day: most promoted, some not, one with rejected data, one failed and one still running."""
+    random_generator = random.Random(7)
     runs, champion_value, version = [], 0.212, 40
     for day in range(num_runs):
-        start = FIRST_START + timedelta(days=day, seconds=dice.randrange(20))
+        start = FIRST_START + timedelta(days=day, seconds=random_generator.randrange(20))
         growth = 1 + 0.004 * day
-        shared = {
+        common_fields = {
             "stage_bytes": int(stage_bytes * growth),
-            "events": int(18_400_000 * growth * dice.uniform(0.985, 1.015)),
+            "events": int(18_400_000 * growth * random_generator.uniform(0.985, 1.015)),
             "users": int(1_240_000 * growth),
             "validation_users": 1_234,
             "test_users": 5_678,
@@ -63,19 +63,26 @@ def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_0
                 "the data violates 1 of the limits in data_report: - 8,912,004 training events, 52 % fewer than the run before"
             )
             runs.append(
-                past_run(workspace, start, state="DataRejected", stages=4, message=message, **shared | {"events": 8_912_004})
+                past_run(
+                    workspace,
+                    start,
+                    state="DataRejected",
+                    num_stages=4,
+                    message=message,
+                    **common_fields | {"events": 8_912_004},
+                )
             )
             continue
         if day == 19:
             message = "the launch failed: rank 1 (pid 28123) ended with SIGKILL; the kernel killed it, probably for memory"
-            runs.append(past_run(workspace, start, state="Failed", stages=5, message=message, **shared))
+            runs.append(past_run(workspace, start, state="Failed", num_stages=5, message=message, **common_fields))
             (runs[-1].folder / "error.log").write_text("Traceback")
             continue
         if day == 23:
-            runs.append(past_run(workspace, start, state="Running", stages=0, ended=None, stage_bytes=stage_bytes))
+            runs.append(past_run(workspace, start, state="Running", num_stages=0, ended=None, stage_bytes=stage_bytes))
             continue
         version += 1
-        value = champion_value * dice.uniform(0.955, 1.05)
+        value = champion_value * random_generator.uniform(0.955, 1.05)
         promoted = value >= 0.98 * champion_value
         comparison = "at least" if promoted else "less than"
         reason = f"{METRIC} is {value:.4f}, {comparison} 0.98 times the {champion_value:.4f} of version {version - 1}"
@@ -92,7 +99,7 @@ def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_0
                 model_name="films",
                 version=str(version),
                 metrics=metrics,
-                **shared,
+                **common_fields,
             )
         )
         champion_value = value if promoted else champion_value * 0.998

@@ -1,4 +1,4 @@
-"""The forms of the deployments promote and rollback, and errors before anything changes."""
+"""The forms of the deployments `promote` and `rollback`, and invalid input, which changes nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,19 @@ CONFIG = "interactions: {paths: log.parquet, timestamp_column: timestamp}\n"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def config_path(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
     path.write_text(CONFIG)
     return path
 
 
 @pytest.mark.parametrize(
-    ("flow", "required"), [(promote, ["pipeline", "version", "reason"]), (rollback, ["pipeline", "reason"])]
+    ("flow", "required_fields"), [(promote, ["pipeline", "version", "reason"]), (rollback, ["pipeline", "reason"])]
 )
-def test_the_forms_are_short_and_have_titles_descriptions_and_bounds(flow: Any, required: list[str]) -> None:
+def test_the_forms_are_short_and_have_titles_descriptions_and_bounds(flow: Any, required_fields: list[str]) -> None:
     schema = flow.parameters.model_dump()
     fields: dict[str, dict[str, Any]] = schema["properties"]
-    assert schema["required"] == required
+    assert schema["required"] == required_fields
     assert set(fields) == {"pipeline", "version", "reason", "overrides"}
     for name, field in fields.items():
         assert field["title"] != name and field["title"][0].isupper(), name
@@ -45,18 +45,18 @@ def test_the_forms_are_short_and_have_titles_descriptions_and_bounds(flow: Any, 
     ],
 )
 def test_an_invalid_form_has_the_message_of_the_command_line_and_changes_nothing(
-    file: Path, parameters: dict[str, Any], message: str
+    config_path: Path, parameters: dict[str, Any], message: str
 ) -> None:
     for flow, version in ((promote, {"version": 1}), (rollback, {})):
-        with pytest.raises(InputError) as in_form:
-            flow.fn(str(file), **parameters, **version)
-        assert message in str(in_form.value)
+        with pytest.raises(InputError) as form_error:
+            flow.fn(str(config_path), **parameters, **version)
+        assert message in str(form_error.value)
         options = [f"--{name}={value}" for name, value in version.items()]
         options += [f"--set={override}" for override in parameters.get("overrides", ())]
-        result = CliRunner().invoke(app, [flow.name, str(file), f"--reason={parameters['reason']}", *options])
-        assert str(result.exception) == str(in_form.value)
-    assert not list(file.parent.glob("workspace/runs")) and not list(file.parent.glob("workspace/mlflow.db"))
+        result = CliRunner().invoke(app, [flow.name, str(config_path), f"--reason={parameters['reason']}", *options])
+        assert str(result.exception) == str(form_error.value)
+    assert not list(config_path.parent.glob("workspace/runs")) and not list(config_path.parent.glob("workspace/mlflow.db"))
 
 
-def test_a_missing_reason_is_exit_code_2(file: Path) -> None:
-    assert CliRunner().invoke(app, ["promote", str(file), "--version=1"]).exit_code == 2
+def test_a_missing_reason_ends_the_command_with_exit_code_2(config_path: Path) -> None:
+    assert CliRunner().invoke(app, ["promote", str(config_path), "--version=1"]).exit_code == 2

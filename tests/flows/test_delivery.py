@@ -1,4 +1,4 @@
-"""The delivery of a new champion: what happens if it fails."""
+"""The delivery of recommendations after a run: when they are written, and what happens if this fails."""
 
 import json
 import logging
@@ -14,29 +14,34 @@ from recsys_core.errors import StageError
 from tasks.delivery.recommendations import SUMMARY_FILE_NAME, BatchSummary
 
 
-def config_with(folder: Path | None) -> PipelineConfig:
+def config_with_recommendations_in(folder: Path | None) -> PipelineConfig:
+    """Return the starter config with this folder for recommendations. With None, none are written."""
     config = starter_config()
     recommendations = config.delivery.recommendations.model_copy(update={"folder": folder})
     return config.model_copy(update={"delivery": config.delivery.model_copy(update={"recommendations": recommendations})})
 
 
 @pytest.mark.parametrize(
-    ("champion", "written_by", "is_written"),
+    ("champion_version", "delivered_version", "is_written"),
     [(None, None, False), ("2", "2", False), ("2", "1", True), ("1", "2", True), ("2", None, True)],
     ids=["no champion", "same version", "new champion", "rolled back", "first champion"],
 )
-def test_recommendations_are_written_if_they_are_those_of_another_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, champion: str | None, written_by: str | None, is_written: bool
+def test_recommendations_are_written_unless_the_folder_has_those_of_the_champion(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    champion_version: str | None,
+    delivered_version: str | None,
+    is_written: bool,
 ) -> None:
     summary = BatchSummary(version="", space_id="", k=1, num_rows=0, columns=[], num_rows_by_fallback={"popularity": 0})
-    if written_by is not None:
-        content = json.dumps(summary._replace(version=written_by)._asdict())
+    if delivered_version is not None:
+        content = json.dumps(summary._replace(version=delivered_version)._asdict())
         (tmp_path / SUMMARY_FILE_NAME).write_text(content)
     folders = []
-    monkeypatch.setattr(delivery, "version_number_with_alias", lambda workspace, model_name: champion)
+    monkeypatch.setattr(delivery, "version_number_with_alias", lambda workspace, model_name: champion_version)
     monkeypatch.setattr(delivery, "recommend_many", lambda config, folder: folders.append(folder) or summary)
-    assert delivery.deliver(config_with(None)) == [] and folders == []
-    assert delivery.deliver(config_with(tmp_path)) == []
+    assert delivery.deliver(config_with_recommendations_in(None)) == [] and folders == []
+    assert delivery.deliver(config_with_recommendations_in(tmp_path)) == []
     assert folders == [tmp_path] * is_written
 
 
@@ -46,7 +51,7 @@ def test_a_failed_delivery_is_logged_and_returned_but_not_raised(
     monkeypatch.setattr(delivery, "version_number_with_alias", lambda workspace, model_name: "2")
     monkeypatch.setattr(delivery, "recommend_many", Mock(side_effect=StageError("index.faiss: the sha256 differs")))
     with caplog.at_level(logging.ERROR, logger="nightjar"):
-        problems = delivery.deliver(config_with(tmp_path / "recs"))
+        problems = delivery.deliver(config_with_recommendations_in(tmp_path / "recs"))
     expected_problem = (
         f"the recommendations in {tmp_path / 'recs'} are not those of the champion: index.faiss: the sha256 differs; "
         "repeat nightjar recommend"

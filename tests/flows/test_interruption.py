@@ -1,4 +1,4 @@
-"""Signals during a run: one line with the command that resumes it, an exit code of its own, nothing left running."""
+"""Signals during a run: the last line is the resume command, and no flow run is left in state RUNNING."""
 
 import signal
 import subprocess
@@ -7,31 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.interrupted_run import interrupt_run, states
+from tests.drills.interrupted_run import interrupt_run, state_types
 from tests.drills.test_kill_and_resume import write_config
 
 
 @pytest.mark.drill
-def test_sigterm_to_the_process_group_ends_a_run_with_the_command_that_resumes_it(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
+def test_sigterm_to_the_process_group_ends_a_run_whose_last_line_is_the_resume_command(tmp_path: Path) -> None:
+    config_path = write_config(tmp_path)
     runs = tmp_path / "workspace" / "runs"
     answer, _ = interrupt_run(
-        file,
+        config_path,
         "--until",
         "plan_sharding",
         has_begun=lambda: any(runs.glob("*/ingest_embeddings/manifest.json")),
-        number=signal.SIGTERM,
+        stop_signal=signal.SIGTERM,
     )
     (run,) = runs.iterdir()
     assert answer.returncode == 143, answer.stderr
     assert answer.stdout == ""
-    line = f"interrupted by SIGTERM; resume with: nightjar run {file} --resume {run.name}"
-    assert answer.stderr.splitlines()[-1] == line
-    assert "Traceback" not in answer.stderr and "prefect" not in answer.stderr.replace(line, "").lower(), answer.stderr
-    assert "RUNNING" not in states(tmp_path / "workspace")
+    resume_line = f"interrupted by SIGTERM; resume with: nightjar run {config_path} --resume {run.name}"
+    assert answer.stderr.splitlines()[-1] == resume_line
+    assert "Traceback" not in answer.stderr and "prefect" not in answer.stderr.replace(resume_line, "").lower(), answer.stderr
+    assert "RUNNING" not in state_types(tmp_path / "workspace")
 
 
-FINALIZER = """
+FINALIZER_SCRIPT = """
 import signal, sys, time, weakref
 from flows.interruption import Interrupted, end_process, interruptible
 
@@ -62,5 +62,5 @@ except Interrupted as error:
 
 @pytest.mark.parametrize("handler", ["own", "like Prefect"])
 def test_after_a_signal_in_a_finalizer_the_process_prints_one_line_and_ends(handler: str) -> None:
-    answer = subprocess.run([sys.executable, "-c", FINALIZER, handler], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([sys.executable, "-c", FINALIZER_SCRIPT, handler], capture_output=True, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (143, "interrupted by SIGTERM; resume with: it\n")

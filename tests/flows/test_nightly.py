@@ -34,8 +34,8 @@ from tasks.runs.run_record import RunRecord
 from tests.recsys_core.launching.listening_sockets import Listening, collect_listening
 
 ROOT = Path(nightly.__file__).parents[1]
-REFIT = "training.refit=true"
-RUN_STAGES = {*STAGES} - {"embed_log"}  # the vectors of the items are in files
+REFIT_OVERRIDE = "training.refit=true"
+RUN_STAGES = {*STAGES} - {"embed_log"}  # item vectors come from files, not from the log
 CONFIG = """
 name: small-catalogue
 workspace: .
@@ -54,19 +54,19 @@ class Workspace:
     """A folder with data and config, and `nightjar` started in it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / "nightly.yaml"
+        self.folder, self.config_path = folder, folder / "nightly.yaml"
         generate(folder / "data", num_users=300, num_items=200, num_events=8_000, num_days=10, dim=16, num_cold_items=10)
         item = pq.read_table(folder / "data" / "item_embeddings.parquet").column("item_id")
         brand = pc.binary_join_element_wise("brand", pc.cast(pc.bit_wise_and(item, 7), pa.string()), "-")
         pq.write_table(pa.table({"item_id": item, "brand": brand}), folder / "data" / "item_features.parquet")
-        self.file.write_text(CONFIG)
+        self.config_path.write_text(CONFIG)
 
     def start(self, command: str, *arguments: str) -> "subprocess.Popen[str]":
-        """`nightjar COMMAND FILE ARGUMENTS` without the Prefect and MLflow variables of the environment."""
+        """Start `nightjar COMMAND CONFIG ARGUMENTS` without the Prefect and MLflow variables of the environment."""
         server_prefixes = ("PREFECT_", "MLFLOW_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(server_prefixes)}
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", command, str(self.file), *arguments],
+            [sys.executable, "-m", "flows.cli", command, str(self.config_path), *arguments],
             env=environment | {"OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -89,17 +89,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def sockets() -> Listening:
-    """Listening sockets seen during the undisturbed run."""
+    """Sockets on which processes listen during the undisturbed run. The fixture `outcome` fills this set."""
     return set()
 
 
 @pytest.fixture(scope="module")
 def outcome(workspace: Workspace, sockets: Listening) -> Any:
     """The result of an undisturbed run with a refit."""
-    with collect_listening() as during:
-        answer = workspace.nightjar("run", "--reason", "first run", "--set", REFIT)
-    sockets |= during
-    return answer
+    with collect_listening() as sockets_of_run:
+        result = workspace.nightjar("run", "--reason", "first run", "--set", REFIT_OVERRIDE)
+    sockets |= sockets_of_run
+    return result
 
 
 def test_during_a_run_processes_listen_on_the_loopback_only(outcome: Any, sockets: Listening) -> None:
@@ -115,12 +115,14 @@ def test_a_run_ends_with_a_registered_champion(workspace: Workspace, outcome: An
     assert set(outcome["stages"]) == RUN_STAGES
     assert all(stage["seconds"] >= 0 for stage in outcome["stages"].values())
     assert all((run.folder / stage / "manifest.json").is_file() for stage in RUN_STAGES)
-    names = ("recall@20", "ndcg@20", "hit_rate@10")
-    assert all(0 <= outcome["metrics"][f"{who}/{name}"] <= 1 for who in ("test", "baseline/popularity") for name in names)
+    metric_names = ("recall@20", "ndcg@20", "hit_rate@10")
+    assert all(
+        0 <= outcome["metrics"][f"{model}/{name}"] <= 1 for model in ("test", "baseline/popularity") for name in metric_names
+    )
     assert outcome["metrics"]["served/recall@20"] == pytest.approx(outcome["metrics"]["test/recall@20"], abs=0.05)
 
 
-def test_mlflow_has_the_curves_that_the_trainer_wrote(workspace: Workspace, outcome: Any) -> None:
+def test_mlflow_has_the_loss_of_each_step_that_the_trainer_wrote(workspace: Workspace, outcome: Any) -> None:
     client = connect(workspace.folder)
     (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{outcome['run_id']}'")
     lines = (Path(outcome["run_dir"]) / "train" / "metrics.jsonl").read_text().splitlines()
@@ -129,8 +131,8 @@ def test_mlflow_has_the_curves_that_the_trainer_wrote(workspace: Workspace, outc
 
 
 def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: Workspace, outcome: Any) -> None:
-    (file,) = workspace.folder.rglob("prefect.db")
-    with closing(sqlite3.connect(file)) as database:
+    (database_path,) = workspace.folder.rglob("prefect.db")
+    with closing(sqlite3.connect(database_path)) as database:
         ((name, tags, state),) = database.execute("select name, tags, state_name from flow_run").fetchall()
         key = "small-catalogue-training-progress"
         ((percent,),) = database.execute("select data from artifact where key = ?", [key]).fetchall()
@@ -156,16 +158,16 @@ def test_mlflow_has_the_duration_of_each_stage(workspace: Workspace, outcome: An
     assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"embeddings", "interactions"}
 
 
-def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: Workspace, outcome: Any) -> None:
+def test_the_command_the_python_model_and_the_server_return_the_same_unseen_items(workspace: Workspace, outcome: Any) -> None:
     log = pd.concat(pq.read_table(path).to_pandas() for path in sorted(workspace.folder.glob("data/interactions/*")))
     user = log["user_id"].iloc[0]
-    asked = workspace.nightjar("query", "--user", user, "-k", "7")
-    assert (asked["model"], asked["version"], asked["known_user"]) == ("small", "2", True)
+    query_result = workspace.nightjar("query", "--user", user, "-k", "7")
+    assert (query_result["model"], query_result["version"], query_result["known_user"]) == ("small", "2", True)
     stranger = workspace.start("query", "--user", "stranger", "--json")
     output, error_output = stranger.communicate(timeout=240)
     assert json.loads(output)["known_user"] is False and len(json.loads(output)["items"]) == 10
     assert "user stranger is unknown to version 2: these are the most popular items" in error_output
-    items = [item["item_id"] for item in asked["items"]]
+    items = [item["item_id"] for item in query_result["items"]]
     assert len(set(items)) == 7
     assert set(items) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
     assert not set(items) & set(log.loc[log["user_id"] == user, "item_id"])
@@ -190,61 +192,66 @@ def test_a_promoted_run_with_refit_gets_a_second_version_trained_on_all_events(w
     assert (tags["nightjar.refit_of"], tags["nightjar.smoke"], tags["nightjar.run_id"]) == ("1", "passed", run.run_id)
     card = client.get_model_version("small", "2").description
     assert "Metrics of version 1, on the test events" in card and "Validation and test events were not trained on" not in card
-    written = json.loads((workspace.folder / "recommendations" / "_recommendations.json").read_text())
-    assert written["version"] == "2" and not (run.folder / "refit").exists()
+    delivery_summary = json.loads((workspace.folder / "recommendations" / "_recommendations.json").read_text())
+    assert delivery_summary["version"] == "2" and not (run.folder / "refit").exists()
 
 
 @pytest.mark.drill
-def test_a_resume_repeats_a_refit_that_is_missing_and_no_other(workspace: Workspace) -> None:
-    first = workspace.nightjar("run")
-    resume = ("--resume", first["run_id"], "--set", REFIT)
-    resumed = workspace.nightjar("run", *resume)
-    assert resumed["stages"]["train"] == first["stages"]["train"]  # kept
-    assert resumed["refit"]["version"] != resumed["model"]["version"]
-    versions = len(connect(workspace.folder).search_model_versions("name = 'small'"))
-    assert workspace.nightjar("run", *resume)["refit"] == resumed["refit"]
-    assert len(connect(workspace.folder).search_model_versions("name = 'small'")) == versions
+def test_a_resume_trains_a_missing_refit_and_keeps_an_existing_refit(workspace: Workspace) -> None:
+    first_result = workspace.nightjar("run")
+    resume = ("--resume", first_result["run_id"], "--set", REFIT_OVERRIDE)
+    resumed_result = workspace.nightjar("run", *resume)
+    assert resumed_result["stages"]["train"] == first_result["stages"]["train"]  # the stage is not repeated
+    assert resumed_result["refit"]["version"] != resumed_result["model"]["version"]
+    num_versions = len(connect(workspace.folder).search_model_versions("name = 'small'"))
+    assert workspace.nightjar("run", *resume)["refit"] == resumed_result["refit"]
+    assert len(connect(workspace.folder).search_model_versions("name = 'small'")) == num_versions
 
 
 @pytest.mark.drill
-def test_a_run_killed_in_training_has_the_same_metrics_when_it_is_resumed(workspace: Workspace, outcome: Any) -> None:
-    before = set((workspace.folder / "runs").iterdir())
+def test_a_run_that_is_killed_in_training_and_resumed_has_the_metrics_of_an_undisturbed_run(
+    workspace: Workspace, outcome: Any
+) -> None:
+    earlier_folders = set((workspace.folder / "runs").iterdir())
     process = workspace.start("run")
-    while not any(lines_written(folder) for folder in set((workspace.folder / "runs").iterdir()) - before):
+    while not any(num_logged_steps(folder) for folder in set((workspace.folder / "runs").iterdir()) - earlier_folders):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     process.kill()
     process.communicate()
-    (killed,) = set((workspace.folder / "runs").iterdir()) - before
+    (killed,) = set((workspace.folder / "runs").iterdir()) - earlier_folders
     assert not (killed / "train" / "manifest.json").exists()
 
-    resumed = workspace.nightjar("run", "--resume", killed.name)
-    assert resumed["run_id"] == killed.name
-    exact = {name: value for name, value in outcome["metrics"].items() if not name.startswith(("served/", "champion/"))}
-    assert {name: resumed["metrics"][name] for name in exact} == exact
+    resumed_result = workspace.nightjar("run", "--resume", killed.name)
+    assert resumed_result["run_id"] == killed.name
+    expected_metrics = {
+        name: value for name, value in outcome["metrics"].items() if not name.startswith(("served/", "champion/"))
+    }
+    assert {name: resumed_result["metrics"][name] for name in expected_metrics} == expected_metrics
     client = connect(workspace.folder)
     newest = max(int(version.version) for version in client.search_model_versions("name = 'small'"))
-    assert resumed["model"] == {"name": "small", "version": str(newest), "alias": "champion"}
+    assert resumed_result["model"] == {"name": "small", "version": str(newest), "alias": "champion"}
     (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{killed.name}'")
     steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")]
     assert len(steps) == len(set(steps)) == len((killed / "train" / "metrics.jsonl").read_text().splitlines())
 
 
-def lines_written(run: Path) -> int:
-    metrics = run / "train.work" / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+def num_logged_steps(run_folder: Path) -> int:
+    """Return the number of lines of the metrics file, 0 if there is no file."""
+    metrics_path = run_folder / "train.work" / "metrics.jsonl"
+    return len(metrics_path.read_text().splitlines()) if metrics_path.is_file() else 0
 
 
 @pytest.mark.parametrize(
-    ("promoted", "alarm", "name", "message"),
+    ("promoted", "alarm", "state_name", "message"),
     [
         (True, None, "Promoted", "m version 3 is champion: because"),
         (False, None, "NotPromoted", "m version 3 is challenger: because"),
         (True, "the champion does not load", "BrokenChampion", "the champion does not load; m version 3 is champion: because"),
     ],
 )
-def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, alarm: str | None, name: str, message: str
+def test_the_flow_state_names_the_verdict_and_a_delivery_problem_is_added_to_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, alarm: str | None, state_name: str, message: str
 ) -> None:
     registration = RegistrationManifest(
         model_name="m", version="3", alias="champion" if promoted else "challenger", promoted=promoted, reasons=("because",),
@@ -254,7 +261,7 @@ def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
     monkeypatch.setattr(nightly, "retrain", lambda config, run: registration)
     config = starter_config().with_absolute_paths(tmp_path)
     state = nightly.nightly_retrain.fn(config, run_id="r")
-    assert (state.name, state.is_completed()) == (name, True)
+    assert (state.name, state.is_completed()) == (state_name, True)
     assert state.message == message
     if promoted:
         monkeypatch.setattr(nightly, "deliver", lambda config: ["the recommendations are old"])
@@ -262,7 +269,7 @@ def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
     assert Run("r", workspace=tmp_path / "workspace").config_file.is_file()
 
 
-def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_in_a_completed_one(
+def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_ends_it_in_a_completed_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reject(config: PipelineConfig, run: Run) -> None:
@@ -291,14 +298,18 @@ def test_a_full_retrain_builds_the_vocabularies_again_and_starts_from_no_champio
     config = starter_config().with_absolute_paths(tmp_path)
     assert (config.training.warm_start, config.interactions.vocabulary.rebuild) == (WarmStartConfig(), "when_due")
     nightly.nightly_retrain.fn(config, run_id="r", options=RunOptions(full_retrain=True))
-    used = load_config(tmp_path / "workspace/runs/r/config.yaml")
-    assert (used.training.warm_start, used.interactions.vocabulary.rebuild) == (None, "always")
+    config_of_run = load_config(tmp_path / "workspace/runs/r/config.yaml")
+    assert (config_of_run.training.warm_start, config_of_run.interactions.vocabulary.rebuild) == (None, "always")
 
 
 @pytest.mark.parametrize("run_id", ["../../theirs", "theirs", "link"])
 def test_the_flow_changes_no_folder_that_nightjar_did_not_create(tmp_path: Path, run_id: str) -> None:
-    places = {"../../theirs": tmp_path / "theirs", "theirs": tmp_path / "workspace/runs/theirs", "link": tmp_path / "elsewhere"}
-    user_folder = places[run_id]
+    folder_by_run_id = {
+        "../../theirs": tmp_path / "theirs",
+        "theirs": tmp_path / "workspace/runs/theirs",
+        "link": tmp_path / "elsewhere",
+    }
+    user_folder = folder_by_run_id[run_id]
     (user_folder / "embeddings").mkdir(parents=True)
     (user_folder / "embeddings" / "mine.npy").write_text("kept")
     (user_folder / "config.yaml").write_text("kept")

@@ -26,7 +26,7 @@ workspace: .
 interactions: {paths: log.parquet, timestamp_column: timestamp}
 registry: {model_name: m}
 """
-STORE = "delivery: {stores: [{kind: lancedb, folder: vectors}]}"
+STORE_SETTING = "delivery: {stores: [{kind: lancedb, folder: vectors}]}"
 
 
 @pytest.fixture
@@ -35,64 +35,68 @@ def registration(workspace: Path, stages: Callable[..., Stages], predicted_uris:
 
 
 @pytest.fixture
-def file(workspace: Path) -> Path:  # noqa: F811
+def config_path(workspace: Path) -> Path:  # noqa: F811
     path = workspace / "nightly.yaml"
-    path.write_text(CONFIG + STORE)
+    path.write_text(CONFIG + STORE_SETTING)
     return path
 
 
-def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(file: Path, registration: RegistrationManifest) -> None:
-    result = CliRunner().invoke(app, ["push", str(file)])
+def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(
+    config_path: Path, registration: RegistrationManifest
+) -> None:
+    result = CliRunner().invoke(app, ["push", str(config_path)])
     assert result.exception is None
     assert "alias m names m_v1_" in result.output and f"{NUM_ITEMS} items loaded, overlap 100.0%" in result.output
-    aliases = lancedb.connect(file.parent / "vectors").open_table("nightjar_aliases")
+    aliases = lancedb.connect(config_path.parent / "vectors").open_table("nightjar_aliases")
     (row,) = aliases.search().to_list()
     assert row["alias"] == "m" and row["collection"].startswith("m_v1_")
-    again = CliRunner().invoke(app, ["push", str(file), "--version", "1"])
-    assert f"{NUM_ITEMS} items, which were there" in again.output
-    assert push_champion(load_config(file)) is None
+    second_result = CliRunner().invoke(app, ["push", str(config_path), "--version", "1"])
+    assert f"{NUM_ITEMS} items, which were there" in second_result.output
+    assert push_champion(load_config(config_path)) is None
 
 
-def test_a_promotion_by_hand_reaches_the_store_and_reports_one_that_fails(
-    file: Path,
+def test_a_manual_promotion_pushes_the_version_and_reports_a_store_that_fails(
+    config_path: Path,
     registration: RegistrationManifest,
     stages: Callable[..., Stages],  # noqa: F811
 ) -> None:
-    folder = file.parent / "runs" / "20260102-000000-abcd" / "ingest_interactions"
-    shutil.copytree(stages().dataset.interactions.folder, folder)  # the smoke test needs users
-    client = connect(file.parent)
-    for is_broken in (False, True):
+    users_folder = config_path.parent / "runs" / "20260102-000000-abcd" / "ingest_interactions"
+    shutil.copytree(stages().dataset.interactions.folder, users_folder)  # the smoke test reads users from here
+    client = connect(config_path.parent)
+    for is_store_broken in (False, True):
         client.delete_registered_model_alias("m", "champion")
-        if is_broken:
-            shutil.rmtree(file.parent / "vectors")
-            (file.parent / "vectors").write_text("a file, not a folder")
-        state = promote.fn(str(file), version=1, reason="prices")
+        if is_store_broken:
+            shutil.rmtree(config_path.parent / "vectors")
+            (config_path.parent / "vectors").write_text("a file, not a folder")
+        state = promote.fn(str(config_path), version=1, reason="prices")
         assert state.name == "Promoted" and state.message is not None
-        assert ("version 1 was not pushed" in state.message) == is_broken
-        if not is_broken:
-            assert lancedb.connect(file.parent / "vectors").open_table("nightjar_aliases").count_rows() == 1
+        assert ("version 1 was not pushed" in state.message) == is_store_broken
+        if not is_store_broken:
+            assert lancedb.connect(config_path.parent / "vectors").open_table("nightjar_aliases").count_rows() == 1
 
 
-def test_a_store_that_fails_does_not_change_the_end_of_the_run(file: Path, registration: RegistrationManifest) -> None:
-    (file.parent / "vectors").write_text("a file, not a folder")
-    alarm = push_champion(load_config(file))
-    assert alarm is not None and alarm.startswith(f"version 1 was not pushed: lancedb {file.parent / 'vectors'}: ")
+def test_a_store_that_fails_changes_the_message_but_not_the_state_of_a_run(
+    config_path: Path, registration: RegistrationManifest
+) -> None:
+    (config_path.parent / "vectors").write_text("a file, not a folder")
+    alarm = push_champion(load_config(config_path))
+    assert alarm is not None and alarm.startswith(f"version 1 was not pushed: lancedb {config_path.parent / 'vectors'}: ")
     assert "Remove the cause, and repeat the push with `nightjar push`" in alarm
-    state = end_state(registration, run=context_of(file.parent, "one").run, notes=[alarm])
+    state = end_state(registration, run=context_of(config_path.parent, "one").run, notes=[alarm])
     assert state.name == "Promoted" and state.message is not None
     assert state.message.startswith("m version 1 is champion: ") and state.message.endswith(alarm)
-    result = CliRunner().invoke(app, ["push", str(file)])
+    result = CliRunner().invoke(app, ["push", str(config_path)])
     assert isinstance(result.exception, StageError) and str(result.exception) == alarm
 
 
-def test_without_a_store_a_run_pushes_nothing_and_the_command_names_the_setting(file: Path) -> None:
-    file.write_text(CONFIG)
-    assert push_champion(load_config(file)) is None
-    result = CliRunner().invoke(app, ["push", str(file)])
+def test_without_a_store_a_run_pushes_nothing_and_the_command_names_the_setting(config_path: Path) -> None:
+    config_path.write_text(CONFIG)
+    assert push_champion(load_config(config_path)) is None
+    result = CliRunner().invoke(app, ["push", str(config_path)])
     assert isinstance(result.exception, InputError) and "add one to delivery.stores" in str(result.exception)
 
 
-def test_a_version_that_does_not_exist_is_an_alarm_after_a_run(file: Path, registration: RegistrationManifest) -> None:
-    config = load_config(file, overrides=["registry.model_name=other"])
+def test_a_push_without_a_champion_returns_an_alarm(config_path: Path, registration: RegistrationManifest) -> None:
+    config = load_config(config_path, overrides=["registry.model_name=other"])
     alarm = push_champion(config)
     assert alarm is not None and alarm.startswith("the champion was not pushed: the registered model 'other' has no champion")

@@ -1,4 +1,4 @@
-"""Commands that read the registry, without a healthy MLflow: exit code 1 and one sentence, in time and without a password."""
+"""Commands that read the registry while MLflow does not work: they print one line without the password."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tasks.registry import mlflow_client
 from tests.tasks.unhealthy_servers import answering, closed, silent
 
 COMMANDS = (["query", "--user", "1"], ["recommend", "--out", "recs"], ["releases"])
-TROUBLE: dict[str, Callable[[], AbstractContextManager[str]]] = {
+SERVER_BY_TROUBLE: dict[str, Callable[[], AbstractContextManager[str]]] = {
     "a closed port": lambda: nullcontext(closed()),
     "not MLflow": partial(answering, (200, "<html></html>")),
     "error 500": partial(answering, (500, "")),
@@ -23,28 +23,30 @@ TROUBLE: dict[str, Callable[[], AbstractContextManager[str]]] = {
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def config_path(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
     path.write_text("interactions: {paths: log.parquet, timestamp_column: timestamp}\n")
     return path
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize("trouble", TROUBLE)
-def test_a_command_ends_with_one_sentence_and_exit_code_1(
-    file: Path, command: list[str], trouble: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("trouble", SERVER_BY_TROUBLE)
+def test_a_command_prints_one_line_and_returns_exit_code_1(
+    config_path: Path, command: list[str], trouble: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 5.0)
-    monkeypatch.setattr(environment, "prepare_environment", lambda *_, **__: None)  # it changes this process
+    monkeypatch.setattr(
+        environment, "prepare_environment", lambda *_, **__: None
+    )  # it would change the environment of this process
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["nightjar", command[0], str(file), *command[1:]])
+    monkeypatch.setattr(sys, "argv", ["nightjar", command[0], str(config_path), *command[1:]])
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with TROUBLE[trouble]() as address:
+    with SERVER_BY_TROUBLE[trouble]() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address.replace("//", "//ada:s3cret@"))
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
-    assert (caught.value.code, printed.out) == (1, "")
+    assert (exit_info.value.code, printed.out) == (1, "")
     assert line.startswith(f"error: MLflow at {address.replace('//', '//ada:***@')} does not work: ")
     assert "s3cret" not in line

@@ -21,14 +21,14 @@ from tests.tasks.refresh.test_refreshed_version import make_champion, version_by
 
 
 @pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> SmallPipeline:
+def parent_pipeline(tmp_path_factory: pytest.TempPathFactory) -> SmallPipeline:
     return build_pipeline(tmp_path_factory.mktemp("parent") / "files")
 
 
 @pytest.fixture
-def file(workspace: Path, parent: SmallPipeline) -> Path:  # noqa: F811
+def config_path(workspace: Path, parent_pipeline: SmallPipeline) -> Path:  # noqa: F811
     items = {
-        "paths": str(parent.input_folder / "items.parquet"),
+        "paths": str(parent_pipeline.input_folder / "items.parquet"),
         "id_column": "item_id",
         "title_column": "title",
         "filter_columns": ["genre", "in_stock"],
@@ -37,11 +37,11 @@ def file(workspace: Path, parent: SmallPipeline) -> Path:  # noqa: F811
     config = {
         "workspace": str(workspace),
         "interactions": {
-            "paths": str(parent.input_folder / "log.parquet"),
+            "paths": str(parent_pipeline.input_folder / "log.parquet"),
             "order_column": "position",
             "split": {"kind": "leave_last_out"},
         },
-        "embeddings": {"paths": str(parent.input_folder / "vectors.parquet"), "vector_column": "vector"},
+        "embeddings": {"paths": str(parent_pipeline.input_folder / "vectors.parquet"), "vector_column": "vector"},
         "features": {"items": items},
         "registry": {"model_name": "m"},
     }
@@ -51,69 +51,72 @@ def file(workspace: Path, parent: SmallPipeline) -> Path:  # noqa: F811
 
 
 @pytest.fixture
-def client(file: Path, parent: SmallPipeline) -> MlflowClient:
-    client = connect(file.parent)
-    make_champion(client, file.parent, parent)
-    set_items(parent, ITEMS)
+def client(config_path: Path, parent_pipeline: SmallPipeline) -> MlflowClient:
+    client = connect(config_path.parent)
+    make_champion(client, config_path.parent, parent_pipeline)
+    set_items(parent_pipeline, ITEMS)
     return client
 
 
-def set_items(parent: SmallPipeline, ids: Any) -> None:
-    write_vectors(parent.input_folder, ids)
-    write_items(parent.input_folder, ids)
+def set_items(parent_pipeline: SmallPipeline, ids: Any) -> None:
+    """Write an items file and a vector file with these item ids."""
+    write_vectors(parent_pipeline.input_folder, ids)
+    write_items(parent_pipeline.input_folder, ids)
 
 
 def test_the_command_refreshes_the_champion_and_the_releases_show_the_lineage(
-    file: Path, client: MlflowClient, parent: SmallPipeline
+    config_path: Path, client: MlflowClient, parent_pipeline: SmallPipeline
 ) -> None:
-    set_items(parent, range(1002, 1310))
-    result = CliRunner().invoke(app, ["refresh", str(file)])
+    set_items(parent_pipeline, range(1002, 1310))
+    result = CliRunner().invoke(app, ["refresh", str(config_path)])
     assert result.exit_code == 0, result.output
-    text = "m version 2, refreshed from version 1 (10 items added, 2 removed, 0 changed), is champion; changed vectors: runs:/"
-    assert text in " ".join(result.output.split())
+    summary = (
+        "m version 2, refreshed from version 1 (10 items added, 2 removed, 0 changed), is champion; changed vectors: runs:/"
+    )
+    assert summary in " ".join(result.output.split())
     assert "duration" in result.output
-    releases = " ".join(CliRunner().invoke(app, ["releases", str(file)]).output.split())
+    releases = " ".join(CliRunner().invoke(app, ["releases", str(config_path)]).output.split())
     assert "Refreshed from version 1: 10 items added, 2 removed, 0 changed" in releases and "2 (from 1) champion" in releases
-    answer = CliRunner().invoke(app, ["query", str(file), "--item", "1305", "-k", "3"])
-    assert answer.exit_code == 0 and "m version 2, item 1305" in answer.output
+    query_result = CliRunner().invoke(app, ["query", str(config_path), "--item", "1305", "-k", "3"])
+    assert query_result.exit_code == 0 and "m version 2, item 1305" in query_result.output
 
 
-def test_a_command_without_a_change_succeeds_and_registers_nothing(file: Path, client: MlflowClient) -> None:
-    result = CliRunner().invoke(app, ["refresh", str(file)])
+def test_a_refresh_without_changed_items_succeeds_and_registers_nothing(config_path: Path, client: MlflowClient) -> None:
+    result = CliRunner().invoke(app, ["refresh", str(config_path)])
     assert result.exit_code == 0 and "no item has changed, so no version is registered" in result.output
-    state: State[Any] = refresh.fn(str(file))
+    state: State[Any] = refresh.fn(str(config_path))
     assert (state.name, version_by_alias(client)) == ("Unchanged", {"champion": "1"})
 
 
-def test_a_promoted_refresh_is_delivered_like_a_run(
-    file: Path, client: MlflowClient, parent: SmallPipeline, monkeypatch: pytest.MonkeyPatch
+def test_a_promoted_refresh_is_delivered_and_its_state_names_the_problems(
+    config_path: Path, client: MlflowClient, parent_pipeline: SmallPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delivered = []
-    monkeypatch.setattr(refresh_flow, "deliver", lambda config: delivered.append(config.name) or ["the store is full"])
-    set_items(parent, range(1000, 1310))
-    state: State[Any] = refresh.fn(str(file))
-    assert state.name == "Promoted" and len(delivered) == 1
+    delivered_configs = []
+    monkeypatch.setattr(refresh_flow, "deliver", lambda config: delivered_configs.append(config.name) or ["the store is full"])
+    set_items(parent_pipeline, range(1000, 1310))
+    state: State[Any] = refresh.fn(str(config_path))
+    assert state.name == "Promoted" and len(delivered_configs) == 1
     assert str(state.message).endswith("; the store is full")
 
 
-def test_a_refused_refresh_fails_with_the_failed_checks(
-    file: Path, client: MlflowClient, parent: SmallPipeline, monkeypatch: pytest.MonkeyPatch
+def test_a_refused_refresh_fails_and_names_the_failed_check(
+    config_path: Path, client: MlflowClient, parent_pipeline: SmallPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_index = package.write_index
     monkeypatch.setattr(package, "write_index", lambda kind, vector_ID, paths: write_index(kind, vector_ID[::-1].copy(), paths))
-    monkeypatch.setattr(refresh_flow, "deliver", lambda *_, **__: pytest.fail("it was delivered"))
-    set_items(parent, range(1000, 1310))
-    state: State[Any] = refresh.fn(str(file))
+    monkeypatch.setattr(refresh_flow, "deliver", lambda *_, **__: pytest.fail("the refused version was delivered"))
+    set_items(parent_pipeline, range(1000, 1310))
+    state: State[Any] = refresh.fn(str(config_path))
     assert (state.name, state.is_failed()) == ("Refused", True)
     with pytest.raises(StageError, match=r"m version 2, .* does not become champion: .*recall@100 of the index"):
         state.result()
-    set_items(parent, range(1000, 1311))
-    result = CliRunner().invoke(app, ["refresh", str(file)])
+    set_items(parent_pipeline, range(1000, 1311))
+    result = CliRunner().invoke(app, ["refresh", str(config_path)])
     assert isinstance(result.exception, StageError) and result.exception.exit_code == 1
 
 
-def test_without_a_champion_the_command_is_an_input_error(file: Path) -> None:
-    result = CliRunner().invoke(app, ["refresh", str(file)])
+def test_without_a_champion_the_command_raises_an_input_error(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["refresh", str(config_path)])
     assert isinstance(result.exception, InputError)
     assert str(result.exception) == "m has no champion to refresh; train one with `nightjar run`"
 

@@ -1,4 +1,4 @@
-"""The configs of repeated runs, and the plot of a backtest."""
+"""Repeated runs: the configs of the runs that measure the noise of the gate, and the plot of a backtest."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +15,12 @@ from recsys_core import plots
 from tasks.delivery.config import DeliveryConfig
 
 
-def test_the_plot_of_a_backtest_shows_every_metric_and_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[Figure] = []
-    monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or path)
-    names = ("test/ndcg@20", "test/recall@20", "baseline/closed_form/ndcg@20", "baseline/cooccurrence/ndcg@20", "other")
+def test_the_plot_of_a_backtest_has_a_panel_per_metric_and_lines_of_the_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_figures: list[Figure] = []
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: saved_figures.append(figure) or path)
+    metric_names = ("test/ndcg@20", "test/recall@20", "baseline/closed_form/ndcg@20", "baseline/cooccurrence/ndcg@20", "other")
     runs = [
         BacktestRun(
             until=datetime(2026, 1, day, tzinfo=UTC),
@@ -26,12 +28,12 @@ def test_the_plot_of_a_backtest_shows_every_metric_and_the_baselines(tmp_path: P
             state="Promoted",
             message="",
             version=f"{day}",
-            metrics=dict.fromkeys(names, day / 10) | ({} if day == 1 else {"champion/ndcg@20": 0.7}),
+            metrics=dict.fromkeys(metric_names, day / 10) | ({} if day == 1 else {"champion/ndcg@20": 0.7}),
         )
         for day in (1, 2)
     ]
     assert plot_backtest(runs, metric="ndcg@20", path=tmp_path / "backtest.png") == tmp_path / "backtest.png"
-    panels = saved[0].axes
+    panels = saved_figures[0].axes
     assert [axes.get_ylabel() for axes in panels] == ["ndcg@20", "recall@20", "hit_rate@10"]
     assert {line.get_label(): list(line.get_ydata()) for line in panels[0].lines} == {
         "model": [0.1, 0.2],
@@ -42,9 +44,7 @@ def test_the_plot_of_a_backtest_shows_every_metric_and_the_baselines(tmp_path: P
     assert [text.get_text() for text in panels[-1].get_xticklabels()] == ["01-01\nPromoted", "01-02\nPromoted"]
 
 
-def test_a_repeated_run_has_a_valid_config_without_the_receivers_of_the_champion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_run_has_a_valid_config_that_delivers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noise.yaml").write_text(
         "interactions: {paths: log.parquet, timestamp_column: time}\n"
         "features: {items: {paths: items.parquet, id_column: item_id, features: [{name: brand}]}}\n"

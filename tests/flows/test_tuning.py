@@ -1,4 +1,4 @@
-"""A search without ranges on a tiny log: its space fits the data, and its first trials train real models."""
+"""A search without configured ranges, on a small log. Its trials train real models."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ from flows.tuning import StudyResult, tune_settings
 from recsys_core.ingest.synthetic import generate
 from tests.flows.tuning_config import CONFIG
 
-NO_RANGES = CONFIG.partition("tuning:")[0] + "tuning: {trials: 2}\n"
+CONFIG_WITHOUT_RANGES = CONFIG.partition("tuning:")[0] + "tuning: {trials: 2}\n"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def study(tmp_path_factory: pytest.TempPathFactory, new_database: Path) -> Study
     folder = tmp_path_factory.mktemp("tuning")
     generate(folder / "data", num_users=300, num_items=200, num_events=4_000, num_days=10, dim=16, num_cold_items=10)
     shutil.copy(new_database, folder / "mlflow.db")
-    (folder / "nightly.yaml").write_text(NO_RANGES)
+    (folder / "nightly.yaml").write_text(CONFIG_WITHOUT_RANGES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "run_trial", tuning.run_trial.fn)  # without a Prefect server
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -28,11 +28,12 @@ def study(tmp_path_factory: pytest.TempPathFactory, new_database: Path) -> Study
         return tune_settings.fn(load_config(folder / "nightly.yaml"))
 
 
-def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_ones(study: StudyResult) -> None:
-    of_file, suggested = sorted(study.trials, key=lambda trial: trial.number)
-    assert of_file.settings.keys() == suggested.settings.keys()
-    assert (of_file.settings["model.temperature"], suggested.settings["model.temperature"]) == (1.0, 0.2)  # a dense log
-    assert (of_file.settings["model.history.pooling"], suggested.settings["model.history.pooling"]) == ("mean", "recency")
+def test_the_first_trial_has_the_configured_settings_and_the_second_has_the_suggested_settings(study: StudyResult) -> None:
+    configured_trial, suggested_trial = sorted(study.trials, key=lambda trial: trial.number)
+    assert configured_trial.settings.keys() == suggested_trial.settings.keys()
+    names = ("model.temperature", "model.history.pooling")
+    assert [configured_trial.settings[name] for name in names] == [1.0, "mean"]
+    assert [suggested_trial.settings[name] for name in names] == [0.2, "recency"]  # as suggested for a dense log
     assert [trial.ending for trial in study.trials] == ["complete", "complete"], [trial.reason for trial in study.trials]
 
 

@@ -1,6 +1,6 @@
-"""`nightjar tune`: ranges; tests/drills/test_tuning.py runs real trainings. `nightjar suggest` with a real log.
+"""The ranges of `nightjar tune`, `nightjar suggest` on a generated log, and `nightjar popularity-curve` on a stub run.
 
-`nightjar popularity-curve` with a run written by hand.
+tests/drills/test_tuning.py tunes with real trainings.
 """
 
 import json
@@ -49,43 +49,43 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
     ],
 )
 def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, ranges: str, expected: str) -> None:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
-    with pytest.raises(InputError) as caught:
-        load_config(file)
-    assert expected in str(caught.value)
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
+    with pytest.raises(InputError) as error_info:
+        load_config(config_path)
+    assert expected in str(error_info.value)
 
 
-def test_a_file_without_validation_is_rejected(tmp_path: Path) -> None:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(CONFIG)
+def test_a_search_in_a_config_without_validation_is_rejected(tmp_path: Path) -> None:
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(CONFIG)
     with pytest.raises(InputError, match="trials have no metric to be compared by"):
-        tunable_config(LoadedConfig.read(file, ["training.validation=null"]), num_trials=None)
+        tunable_config(LoadedConfig.read(config_path, ["training.validation=null"]), num_trials=None)
 
 
 def test_options_replace_the_size_of_the_search(tmp_path: Path) -> None:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(CONFIG)
-    tuning = tunable_config(LoadedConfig.read(file, ["tuning=null"]), num_trials=7, minutes=1.5).tuning
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(CONFIG)
+    tuning = tunable_config(LoadedConfig.read(config_path, ["tuning=null"]), num_trials=7, minutes=1.5).tuning
     assert tuning is not None and (tuning.trials, tuning.timeout_s, tuning.ranges) == (7, 90, {})
-    tuning = tunable_config(LoadedConfig.read(file), num_trials=None).tuning
+    tuning = tunable_config(LoadedConfig.read(config_path), num_trials=None).tuning
     assert tuning is not None and (tuning.trials, tuning.timeout_s) == (3, None)
 
 
-def test_a_range_has_the_number_type_of_its_setting(tmp_path: Path) -> None:
-    file = tmp_path / "nightly.yaml"
+def test_the_bounds_of_a_range_have_the_number_type_of_the_setting(tmp_path: Path) -> None:
+    config_path = tmp_path / "nightly.yaml"
     ranges = "model.query.dropout: {low: 0, high: 1e-1}, model.history.length: {low: 0, high: 4}"
-    file.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
-    tuning = load_config(file).tuning
+    config_path.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
+    tuning = load_config(config_path).tuning
     assert tuning is not None
     assert [type(value_range.low) for value_range in tuning.ranges.values()] == [float, int]
 
 
 def test_settings_as_yaml_writes_a_list_with_one_varied_entry_as_a_whole(tmp_path: Path) -> None:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(CONFIG)
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(CONFIG)
     gradual = "tables={item: {transfer: gradual, unfreeze: [{epoch: 1, share: 0.2}, {epoch: 2, share: 1.0}]}}"
-    config = load_config(file, ["embeddings={paths: vectors.parquet, vector_column: embedding}", gradual])
+    config = load_config(config_path, ["embeddings={paths: vectors.parquet, vector_column: embedding}", gradual])
     settings = {"tables.item.unfreeze.0.share": 0.5, "loss.kind": "bce"}
     unfreeze = [{"epoch": 1, "share": 0.5}, {"epoch": 2, "share": 1.0}]
     assert YAML(typ="safe", pure=True).load(settings_as_yaml(config, settings)) == {
@@ -95,63 +95,63 @@ def test_settings_as_yaml_writes_a_list_with_one_varied_entry_as_a_whole(tmp_pat
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config_path(tmp_path: Path) -> Path:
     events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
     users, items, times = (list(column) for column in zip(*events, strict=True))
     log = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
-    file = tmp_path / "nightly.yaml"
-    file.write_text(f"interactions: {{paths: {log}, timestamp_column: t, split: {{kind: leave_last_out}}}}\n")
-    return file
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(f"interactions: {{paths: {log}, timestamp_column: t, split: {{kind: leave_last_out}}}}\n")
+    return config_path
 
 
-def test_a_file_with_the_suggested_settings_gets_no_more_suggestions(config: Path) -> None:
-    answer = CliRunner().invoke(app, ["suggest", str(config), "--json"])
-    assert answer.exit_code == 0, answer.output
-    suggested = json.loads(answer.stdout.splitlines()[-1])
+def test_a_file_with_the_suggested_settings_gets_no_more_suggestions(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--json"])
+    assert result.exit_code == 0, result.output
+    suggested = json.loads(result.stdout.splitlines()[-1])
     assert suggested["facts"]["num_train_events"] == 400 and suggested["changed"]["model.temperature"] == 0.2
 
-    answer = CliRunner().invoke(app, ["suggest", str(config)])
-    assert answer.exit_code == 0, answer.output
-    assert "a dense log needs a higher temperature" in answer.output and "nightjar tune" in answer.output
+    result = CliRunner().invoke(app, ["suggest", str(config_path)])
+    assert result.exit_code == 0, result.output
+    assert "a dense log needs a higher temperature" in result.output and "nightjar tune" in result.output
     yaml = YAML(typ="safe", pure=True)
-    changes = answer.output.partition("for your file\n")[2].partition("\n\n")[0]
-    merged = yaml.load(config.read_text()) | yaml.load(changes)
-    config.write_text(json.dumps(merged))
-    answer = CliRunner().invoke(app, ["suggest", str(config)])
-    assert answer.exit_code == 0 and "The file has all suggested settings." in answer.output
+    changes = result.output.partition("for your file\n")[2].partition("\n\n")[0]
+    merged = yaml.load(config_path.read_text()) | yaml.load(changes)
+    config_path.write_text(json.dumps(merged))
+    result = CliRunner().invoke(app, ["suggest", str(config_path)])
+    assert result.exit_code == 0 and "The file has all suggested settings." in result.output
 
 
-def test_suggest_writes_a_new_file(config: Path, tmp_path: Path) -> None:
-    file = tmp_path / "suggested.yaml"
-    answer = CliRunner().invoke(app, ["suggest", str(config), "--write", str(file)])
-    assert answer.exit_code == 0, answer.output
-    assert f"nightjar run {file}" in answer.output
-    assert "suggested: " in file.read_text() and load_config(file).model.temperature == 0.2
-    answer = CliRunner().invoke(app, ["suggest", str(file), "--json"])
-    assert answer.exit_code == 0 and json.loads(answer.stdout.splitlines()[-1])["changed"] == {}
-    answer = CliRunner().invoke(app, ["suggest", str(config), "--write", str(file)])
-    assert isinstance(answer.exception, InputError) and "exists already" in str(answer.exception)
+def test_suggest_writes_a_new_file(config_path: Path, tmp_path: Path) -> None:
+    suggested_path = tmp_path / "suggested.yaml"
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--write", str(suggested_path)])
+    assert result.exit_code == 0, result.output
+    assert f"nightjar run {suggested_path}" in result.output
+    assert "suggested: " in suggested_path.read_text() and load_config(suggested_path).model.temperature == 0.2
+    result = CliRunner().invoke(app, ["suggest", str(suggested_path), "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout.splitlines()[-1])["changed"] == {}
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--write", str(suggested_path)])
+    assert isinstance(result.exception, InputError) and "exists already" in str(result.exception)
 
 
-def test_a_suggestion_that_contradicts_the_file_is_left_out(config: Path) -> None:
-    arguments = ["suggest", str(config), "--set", "model.history={pooling: self_attention, num_blocks: 1}"]
-    answer = CliRunner().invoke(app, [*arguments, "--json"])
-    assert answer.exit_code == 0, answer.output
-    suggested = json.loads(answer.stdout.splitlines()[-1])
+def test_a_suggestion_that_contradicts_the_file_is_left_out(config_path: Path) -> None:
+    arguments = ["suggest", str(config_path), "--set", "model.history={pooling: self_attention, num_blocks: 1}"]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    suggested = json.loads(result.stdout.splitlines()[-1])
     assert suggested["left_out"].keys() == {"model.history.pooling"} and "model.history.pooling" not in suggested["changed"]
-    answer = CliRunner().invoke(app, arguments)
-    assert answer.exit_code == 0 and "left out, because it contradicts the file" in " ".join(answer.output.split())
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0 and "left out, because it contradicts the file" in " ".join(result.output.split())
 
 
-def test_an_error_in_the_data_ends_the_command(config: Path) -> None:
-    answer = CliRunner().invoke(app, ["suggest", str(config), "--set", "interactions.timestamp_column=nope"])
-    assert answer.exit_code == 1 and "nope" in str(answer.exception)
+def test_suggest_ends_with_exit_code_1_if_a_column_is_missing(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--set", "interactions.timestamp_column=nope"])
+    assert result.exit_code == 1 and "nope" in str(result.exception)
 
 
 @pytest.fixture
-def run(config: Path, tmp_path: Path) -> Run:
+def run(config_path: Path, tmp_path: Path) -> Run:
     """Write the interactions and the export of a run of three users and four items."""
-    config.write_text(config.read_text() + f"workspace: {tmp_path / 'workspace'}\nevaluation: {{ks: [2]}}\n")
+    config_path.write_text(config_path.read_text() + f"workspace: {tmp_path / 'workspace'}\nevaluation: {{ks: [2]}}\n")
     run = Run("20261125-020000-ab12", workspace=tmp_path / "workspace")
     run.folder.mkdir(parents=True)
     interactions_stage(
@@ -166,18 +166,18 @@ def run(config: Path, tmp_path: Path) -> Run:
     return run
 
 
-def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config: Path, run: Run) -> None:
-    answer = CliRunner().invoke(app, ["popularity-curve", str(config), "--weights=-0.5, 0.25", "--json"])
-    assert answer.exit_code == 0, answer.output
-    points = json.loads(answer.stdout.splitlines()[-1])
+def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config_path: Path, run: Run) -> None:
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path), "--weights=-0.5, 0.25", "--json"])
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.stdout.splitlines()[-1])
     assert [(point["weight"], point["is_served"]) for point in points] == [(-0.5, False), (0, True), (0.25, False)]
     assert points[0]["metrics"].keys() == {f"{name}@2" for name in ("recall", "ndcg", "coverage", "novelty", "popularity_lift")}
     folder = run.workspace / "popularity-curve"
     assert json.loads((folder / f"{run.run_id}.json").read_text()) == points
     assert (folder / f"{run.run_id}.png").read_bytes().startswith(b"\x89PNG")
-    answer = CliRunner().invoke(app, ["popularity-curve", str(config), "--run", run.run_id])
-    assert answer.exit_code == 0, answer.output
-    assert "0 (this run)" in answer.output and f"{run.run_id}.png" in answer.output
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path), "--run", run.run_id])
+    assert result.exit_code == 0, result.output
+    assert "0 (this run)" in result.output and f"{run.run_id}.png" in result.output
 
 
 @pytest.mark.parametrize(
@@ -188,15 +188,15 @@ def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config: P
         (["--run", "other"], "there is no run other; there are 20261125-020000-ab12"),
     ],
 )
-def test_a_wrong_argument_of_the_popularity_curve_is_refused(
-    config: Path, run: Run, arguments: list[str], expected: str
+def test_a_wrong_argument_of_the_popularity_curve_is_rejected(
+    config_path: Path, run: Run, arguments: list[str], expected: str
 ) -> None:
-    answer = CliRunner().invoke(app, ["popularity-curve", str(config), *arguments])
-    assert isinstance(answer.exception, InputError) and expected in str(answer.exception)
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path), *arguments])
+    assert isinstance(result.exception, InputError) and expected in str(result.exception)
     assert not (run.workspace / "popularity-curve").exists()
 
 
-def test_a_run_without_its_vectors_has_no_popularity_curve(config: Path, run: Run) -> None:
+def test_a_run_without_its_vectors_has_no_popularity_curve(config_path: Path, run: Run) -> None:
     (run.folder / REDUCED_FILE_NAME).touch()
-    answer = CliRunner().invoke(app, ["popularity-curve", str(config)])
-    assert isinstance(answer.exception, InputError) and "choose a newer run with --run" in str(answer.exception)
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path)])
+    assert isinstance(result.exception, InputError) and "choose a newer run with --run" in str(result.exception)

@@ -17,7 +17,7 @@ from flows.settings.config_file import load_config
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def config_path(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     log = {"user_id": random.integers(0, 9, 100), "item_id": random.integers(0, 20, 100), "timestamp": np.arange(100) * 3600}
     pq.write_table(pa.table(log), tmp_path / "log.parquet")
@@ -36,9 +36,9 @@ def nightjar(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run `nightjar ARGUMENTS` and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["nightjar", *map(str, arguments)])
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)  # this process belongs to pytest
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as error_info:
         cli.main()
-    return int(caught.value.code or 0)
+    return int(error_info.value.code or 0)
 
 
 def test_the_help_lists_every_command_and_each_command_has_an_example() -> None:
@@ -49,11 +49,11 @@ def test_the_help_lists_every_command_and_each_command_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "exit_code"),
     [(["--help"], 0), (["init", "new.yaml"], 0), (["validate", "absent.yaml"], 2), (["history", "absent.yaml"], 2)],
     ids=lambda value: str(value),
 )
-def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, arguments: list[str], code: int) -> None:
+def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, arguments: list[str], exit_code: int) -> None:
     program = (
         "import sys\nfrom flows.cli.main import main\n"
         f"sys.argv = {['nightjar', *arguments]!r}\n"
@@ -63,7 +63,7 @@ def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, a
     )
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert answer.stdout.splitlines()[-2:] == [str(code), ""], answer.stderr
+    assert answer.stdout.splitlines()[-2:] == [str(exit_code), ""], answer.stderr
 
 
 def test_init_writes_a_config_and_does_not_overwrite_a_file(
@@ -88,19 +88,19 @@ def test_init_marks_the_columns_that_it_cannot_guess_and_takes_them_as_options(
     assert f"wrote {config}; {next_step} {config}" in capsys.readouterr().out
     assert nightjar("validate", config, monkeypatch=monkeypatch) == 2
     assert "no column '<column of the users>' (interactions.user_column)" in capsys.readouterr().err
-    named = ["--user-column", "a", "--item-column", "b"]
-    assert nightjar("init", tmp_path / "b.yaml", "--log", log, *named, monkeypatch=monkeypatch) == 0
+    column_options = ["--user-column", "a", "--item-column", "b"]
+    assert nightjar("init", tmp_path / "b.yaml", "--log", log, *column_options, monkeypatch=monkeypatch) == 0
     assert nightjar("validate", tmp_path / "b.yaml", monkeypatch=monkeypatch) == 0
-    assert nightjar("init", tmp_path / "c.yaml", *named, monkeypatch=monkeypatch) == 2
+    assert nightjar("init", tmp_path / "c.yaml", *column_options, monkeypatch=monkeypatch) == 2
     assert "are about the log; add --log" in capsys.readouterr().err
 
 
 def test_validate_accepts_good_input_and_writes_nothing(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(file.parent.iterdir())
-    assert nightjar("validate", file, monkeypatch=monkeypatch) == 0
-    assert sorted(file.parent.iterdir()) == before
+    paths_before = sorted(config_path.parent.iterdir())
+    assert nightjar("validate", config_path, monkeypatch=monkeypatch) == 0
+    assert sorted(config_path.parent.iterdir()) == paths_before
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
@@ -114,20 +114,20 @@ def test_validate_accepts_good_input_and_writes_nothing(
         ("tables.item.dim=16", ["8", "16"]),
     ],
 )
-def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is_started(
-    file: Path,
+def test_bad_config_and_bad_input_end_a_command_with_exit_code_2_and_one_message_before_anything_starts(
+    config_path: Path,
     command: str,
     override: str,
     words: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)  # it sets up Prefect for a process of its own
-    assert nightjar(command, file, "--set", override, monkeypatch=monkeypatch) == 2
+    monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)  # it would change the environment of this process
+    assert nightjar(command, config_path, "--set", override, monkeypatch=monkeypatch) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert all(word in printed.err for word in words), printed.err
-    assert not (file.parent / "workspace" / "runs").exists()
+    assert not (config_path.parent / "workspace" / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,10 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
         (["query", "--user", "1", "--item", "2"], "pass --user, --history or both; or --item alone"),
     ],
 )
-def test_an_input_error_is_one_message_without_a_traceback(file: Path, arguments: list[str], words: str) -> None:
+def test_an_input_error_is_one_message_without_a_traceback(config_path: Path, arguments: list[str], words: str) -> None:
     command, *options = arguments
     answer = subprocess.run(
-        [sys.executable, "-m", "flows.cli", command, str(file), *options],
+        [sys.executable, "-m", "flows.cli", command, str(config_path), *options],
         capture_output=True,
         text=True,
         cwd=Path(cli.__file__).parents[2],
@@ -162,32 +162,35 @@ def test_an_input_error_is_one_message_without_a_traceback(file: Path, arguments
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
-def test_a_corrupt_footer_exits_with_2_and_one_line(
-    file: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_corrupt_parquet_footer_ends_a_command_with_exit_code_2_and_one_line(
+    config_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)
-    log = file.parent / "log.parquet"
+    log = config_path.parent / "log.parquet"
     log.write_bytes(log.read_bytes()[:-100] + b"PAR1")
-    assert nightjar(command, file, monkeypatch=monkeypatch) == 2
+    assert nightjar(command, config_path, monkeypatch=monkeypatch) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"error: {log}: not a readable parquet file (") and printed.err.count("\n") == 1
 
 
-def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(file: Path) -> None:
+def test_a_bad_row_ends_a_run_with_exit_code_2_and_one_message_also_if_ids_have_control_characters(config_path: Path) -> None:
     log = {"user_id": ["a", "b\x1b[31m\u202e"] * 50, "item_id": np.arange(100) % 20, "timestamp": np.arange(100) * 3600}
     log["timestamp"][1] = -7
-    pq.write_table(pa.table(log), file.parent / "log.parquet")
+    pq.write_table(pa.table(log), config_path.parent / "log.parquet")
     answer = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", str(file)], capture_output=True, text=True, cwd=Path(cli.__file__).parents[2]
+        [sys.executable, "-m", "flows.cli", "run", str(config_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(cli.__file__).parents[2],
     )
     assert answer.returncode == 2, answer.stderr
-    message = f"error: {file.parent / 'log.parquet'}: column 'timestamp', row 1: -7 is before 1970 (1 of 100 rows); "
+    message = f"error: {config_path.parent / 'log.parquet'}: column 'timestamp', row 1: -7 is before 1970 (1 of 100 rows); "
     assert sum(line.startswith("error: ") for line in answer.stderr.splitlines()) == 1
     assert message in answer.stderr
     assert "Traceback" not in answer.stderr and "Traceback" not in answer.stdout
     assert "nanobind" not in answer.stderr
-    (run,) = (file.parent / "workspace" / "runs").iterdir()
+    (run,) = (config_path.parent / "workspace" / "runs").iterdir()
     assert not list(run.glob("ingest_interactions*")) and not list(run.glob("**/*.tmp"))
 
 

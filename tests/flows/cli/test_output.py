@@ -49,7 +49,7 @@ def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, con
     assert line.split() == ["train", *STAGE_FACTS.split(), "1.5", "s"]
 
 
-def test_the_bar_shows_the_stage_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+def test_the_progress_bar_shows_the_stage_and_its_progress(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     bar_console = Console(file=io.StringIO(), width=WIDTH, force_terminal=True)
     monkeypatch.setattr(output, "stderr", bar_console)
     with output.stage_lines():

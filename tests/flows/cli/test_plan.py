@@ -13,13 +13,13 @@ from recsys_core.sharding.plan_file import PlanFile
 from tests.recsys_core.ingest.parquet_files import write_parquet
 
 CLUSTER_SETTINGS = {"ddr_gb": 500, "inter_host_gb_s": 25, "intra_host_gb_s": 300}
-SPARK = "interactions.engine={kind: spark}"
-CLUSTER = ["--nodes", "2", "--gpus-per-node", "4", "--hbm-gb", "40"]
-CLUSTER += [word for key, value in CLUSTER_SETTINGS.items() for word in ("--set", f"sharding.cluster.{key}={value}")]
+SPARK_OVERRIDE = "interactions.engine={kind: spark}"
+CLUSTER_OPTIONS = ["--nodes", "2", "--gpus-per-node", "4", "--hbm-gb", "40"]
+CLUSTER_OPTIONS += [word for key, value in CLUSTER_SETTINGS.items() for word in ("--set", f"sharding.cluster.{key}={value}")]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config_path(tmp_path: Path) -> Path:
     events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
     users, items, times = (list(column) for column in zip(*events, strict=True))
     log = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
@@ -30,48 +30,52 @@ def config(tmp_path: Path) -> Path:
         "training": {"batch_size": 16},
         "loss": {"num_negatives": 4},
     }
-    file = tmp_path / "nightly.yaml"
-    file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
-    return file
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+    return config_path
 
 
-def test_a_plan_is_written_as_json_and_as_a_page_and_shown_as_tables(config: Path) -> None:
-    answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER])
-    assert answer.exit_code == 0, answer.output
-    plan = PlanFile.read(config.parent / "workspace" / "plan" / "plan.json")
-    page = (config.parent / "workspace" / "plan" / "plan.html").read_text()
+def test_a_plan_is_written_as_json_and_as_a_page_and_shown_as_tables(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(config_path), *CLUSTER_OPTIONS])
+    assert result.exit_code == 0, result.output
+    plan = PlanFile.read(config_path.parent / "workspace" / "plan" / "plan.json")
+    page = (config_path.parent / "workspace" / "plan" / "plan.html").read_text()
     assert plan.world_size == 8 and plan.device == "cuda"
     assert (plan.cluster.inter_host_gb_s, plan.cluster.intra_host_gb_s, plan.cluster.ddr_gb) == (25, 300, 500)
-    assert 1 < plan.tables["item"].values_per_query < 1 + 3 + 4 / 16, "fewer than all draws: each distinct item once"
+    assert 1 < plan.tables["item"].values_per_query < 1 + 3 + 4 / 16, (
+        "a value is counted once per distinct item, so there are fewer than lookups"
+    )
     for word in (plan.tables["item"].sharding_type, "HBM", "plan.html"):
-        assert word in answer.output
+        assert word in result.output
     assert "Sharding plan for 8 GPUs" in page and "Time by rank" in page
 
 
-def test_json_is_the_whole_plan(config: Path) -> None:
-    answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER, "--json"])
-    assert answer.exit_code == 0, answer.output
-    plan = PlanFile.model_validate_json(answer.output.splitlines()[-1])
+def test_the_option_json_prints_the_whole_plan(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(config_path), *CLUSTER_OPTIONS, "--json"])
+    assert result.exit_code == 0, result.output
+    plan = PlanFile.model_validate_json(result.output.splitlines()[-1])
     assert plan.world_size == 8
 
 
-def test_the_stages_of_a_run_on_the_ingested_data_are_estimated(config: Path) -> None:
-    answer = CliRunner().invoke(app, ["plan", str(config)])
-    assert answer.exit_code == 0, answer.output
-    estimate = RunEstimate.model_validate_json((config.parent / "workspace" / "plan" / "estimate.json").read_bytes())
+def test_the_stages_of_a_run_on_the_ingested_data_are_estimated(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(config_path)])
+    assert result.exit_code == 0, result.output
+    estimate = RunEstimate.model_validate_json((config_path.parent / "workspace" / "plan" / "estimate.json").read_bytes())
     data = estimate.workload.data
     assert (data.num_users, data.num_events, data.num_held_out_users) == (40, 480, 40)
     assert [stage.stage for stage in estimate.stages][:3] == ["ingest_interactions", "check_data", "train"]
     for word in ("with 1 host of", "ingest_interactions", "at this size", "cost: 0.0", "estimate.json"):
-        assert word in answer.output
+        assert word in result.output
 
 
-def test_sizes_are_planned_and_estimated_without_reading_data(config: Path) -> None:
-    (config.parent / "log.parquet").unlink()
+def test_sizes_are_planned_and_estimated_without_reading_data(config_path: Path) -> None:
+    (config_path.parent / "log.parquet").unlink()
     sizes = ["--users", "1000000000", "--items", "100000000", "--events", "10000000000"]
-    answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER, *sizes, "--set", SPARK, "--cores", "32"])
-    assert answer.exit_code == 0, answer.output
-    folder = config.parent / "workspace" / "plan"
+    result = CliRunner().invoke(
+        app, ["plan", str(config_path), *CLUSTER_OPTIONS, *sizes, "--set", SPARK_OVERRIDE, "--cores", "32"]
+    )
+    assert result.exit_code == 0, result.output
+    folder = config_path.parent / "workspace" / "plan"
     plan = PlanFile.read(folder / "plan.json")
     estimate = RunEstimate.model_validate_json((folder / "estimate.json").read_bytes())
     assert {name: (table.rows, table.dim) for name, table in plan.tables.items()} == {
@@ -81,11 +85,11 @@ def test_sizes_are_planned_and_estimated_without_reading_data(config: Path) -> N
     assert estimate.workload.machines.engine == "spark"
     assert estimate.workload.training.table_bytes == 1_100_000_000 * (64 + 1) * 4
     words = ["2 hosts of 4 GPUs and 32 cores, and spark for the ingest", "64 cores", "at 1/5,000", "8 GPUs", "per GPU-hour"]
-    assert [word for word in words if word not in answer.output] == []
+    assert [word for word in words if word not in result.output] == []
 
 
-def test_sizes_are_asked_for_together(config: Path) -> None:
-    answer = CliRunner().invoke(app, ["plan", str(config), "--users", "5"])
-    assert isinstance(answer.exception, InputError)
-    assert "--users without --items, --events" in str(answer.exception)
-    assert not (config.parent / "workspace" / "plan").exists()
+def test_one_size_without_the_other_sizes_is_an_input_error(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(config_path), "--users", "5"])
+    assert isinstance(result.exception, InputError)
+    assert "--users without --items, --events" in str(result.exception)
+    assert not (config_path.parent / "workspace" / "plan").exists()

@@ -24,10 +24,10 @@ MEBIBYTE = 2**20
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
-    """A workspace with four runs, of which it keeps two."""
+    """Config of a workspace with four runs, of which retention keeps two."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    file = tmp_path / "nightly.yaml"
-    file.write_text(
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(
         "workspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\n"
         "retention: {keep_full_runs: 1, keep_report_runs: 2}\n"
     )
@@ -36,19 +36,19 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
         create_own_folder(work.parent)
         work.mkdir()
         (work / "checkpoint").write_bytes(bytes(MEBIBYTE))
-    return load_config(file, ())
+    return load_config(config_path, ())
 
 
-def table(removals: Removals, *, dry_run: bool) -> str:
-    file = io.StringIO()
+def printed_table(removals: Removals, *, dry_run: bool) -> str:
+    stream = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "stdout", Console(file=file, width=120))
+        patch.setattr(output, "stdout", Console(file=stream, width=120))
         print_removals(removals, dry_run=dry_run)
-    return file.getvalue()
+    return stream.getvalue()
 
 
 def test_a_dry_run_lists_runs_and_removes_nothing_and_the_command_removes_them(config: PipelineConfig) -> None:
-    planned = table(clean_workspace(config, dry_run=True), dry_run=True)
+    planned = printed_table(clean_workspace(config, dry_run=True), dry_run=True)
     assert [line.split() for line in planned.splitlines()[:4]] == [
         ["run", "to", "remove"],
         ["20260", "folder"],
@@ -59,14 +59,14 @@ def test_a_dry_run_lists_runs_and_removes_nothing_and_the_command_removes_them(c
     assert run_ids(config.workspace) == ["20260", "20261", "20262", "20263"]
     with Workspace(config.workspace).lock(run_id="other"), pytest.raises(InputError, match="with run other, since"):
         clean_workspace(config, dry_run=False)
-    assert "removed files of 3 runs and 0 model versions: 0.003 GiB" in table(
+    assert "removed files of 3 runs and 0 model versions: 0.003 GiB" in printed_table(
         clean_workspace(config, dry_run=False), dry_run=False
     )
     assert run_ids(config.workspace) == ["20262", "20263"]
-    assert table(clean_workspace(config, dry_run=False), dry_run=False) == "Nothing to remove.\n"
+    assert printed_table(clean_workspace(config, dry_run=False), dry_run=False) == "Nothing to remove.\n"
 
 
 def test_versions_are_listed_with_their_model_and_run() -> None:
     version = ModelVersion("m", "3", 0, tags=[ModelVersionTag(RUN_ID_TAG, "20261")])
-    rows = [line.split() for line in table(Removals([], [version]), dry_run=False).splitlines()]
+    rows = [line.split() for line in printed_table(Removals([], [version]), dry_run=False).splitlines()]
     assert rows[1] == ["20261", "m", "version", "3"]

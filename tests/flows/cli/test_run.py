@@ -1,4 +1,4 @@
-"""The facts below the metrics of a run: what the validation has chosen."""
+"""The weights that validation has chosen, as `nightjar run` prints them below the metrics."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.recsys_core.evaluation.stage_folders import export_stage
 
 
 @pytest.mark.parametrize(
-    ("update", "expected"),
+    ("export_fields", "expected_text"),
     [
         ({}, "spectral block"),
         ({"spectral_block_weight": 0.25}, "weight 0.25\n"),
@@ -22,10 +22,10 @@ from tests.recsys_core.evaluation.stage_folders import export_stage
     ],
 )
 def test_a_run_shows_the_weights_that_its_export_has_chosen(
-    update: dict[str, float], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    export_fields: dict[str, float], expected_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vectors = np.eye(4)
     export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": ([0, 1], vectors[:2])})
-    results = RunResults(Run("r", workspace=tmp_path), Results([export.model_copy(update=update)]))
+    results = RunResults(Run("r", workspace=tmp_path), Results([export.model_copy(update=export_fields)]))
     print_results(results, config_path=tmp_path / "nightly.yaml", command_text="nightjar run")
-    assert (expected in capsys.readouterr().out) == bool(update)
+    assert (expected_text in capsys.readouterr().out) == bool(export_fields)

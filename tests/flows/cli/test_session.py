@@ -35,10 +35,10 @@ def test_the_advice_after_an_interruption_depends_on_the_config_of_the_run(
 
 
 def test_the_traceback_of_an_unexpected_error_holds_no_password(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"postgresql://ada:\*\*\*@db/mlflow") as caught, one_sentence_errors(tmp_path):
+    with pytest.raises(StageError, match=r"postgresql://ada:\*\*\*@db/mlflow") as error_info, one_sentence_errors(tmp_path):
         raise ValueError("cannot parse postgresql://ada:s3cret@db/mlflow")
     assert "ValueError: cannot parse postgresql://ada:***@db/mlflow" in (tmp_path / "error.log").read_text()
-    assert "s3cret" not in str(caught.value) + (tmp_path / "error.log").read_text()
+    assert "s3cret" not in str(error_info.value) + (tmp_path / "error.log").read_text()
 
 
 def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

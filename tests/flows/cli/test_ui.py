@@ -59,7 +59,7 @@ def test_the_error_for_an_mlflow_database_with_another_schema_has_both_schemas_a
         ui.serve(config, prefect_port=0, mlflow_port=0)
 
 
-def test_a_second_up_of_a_workspace_is_an_input_error(tmp_path: Path) -> None:
+def test_a_second_nightjar_up_in_a_workspace_is_an_input_error(tmp_path: Path) -> None:
     with (
         ui._up_lock(tmp_path),
         pytest.raises(InputError, match=f"^{tmp_path}: another `nightjar up` runs this workspace"),
@@ -74,10 +74,10 @@ def test_the_password_of_the_pages_is_kept_in_a_file_of_the_user_and_not_printed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
-    password, shown = ui._server_password(tmp_path)
-    file = tmp_path / "server-password"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert (password, shown) == (file.read_text().strip(), f"in {file}")
+    password, password_hint = ui._server_password(tmp_path)
+    password_path = tmp_path / "server-password"
+    assert stat.S_IMODE(password_path.stat().st_mode) == 0o600
+    assert (password, password_hint) == (password_path.read_text().strip(), f"in {password_path}")
     assert ui._server_password(tmp_path)[0] == password
     monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "ada:s3cret")
     assert ui._server_password(tmp_path) == ("ada:s3cret", None)

@@ -10,32 +10,34 @@ from tests.flows.run_folders import month_of_runs
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def config_path(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
     path.write_text("workspace: .\ninteractions: {paths: log.parquet, timestamp_column: timestamp}\n")
     return path
 
 
 def test_the_table_has_a_line_per_run_and_the_messages_of_runs_without_promotion(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert nightjar("history", file, monkeypatch=monkeypatch) == 0
+    assert nightjar("history", config_path, monkeypatch=monkeypatch) == 0
     assert "no run in" in capsys.readouterr().out
-    written = month_of_runs(file.parent)
-    assert nightjar("history", file, "--last", "12", monkeypatch=monkeypatch) == 0
+    runs = month_of_runs(config_path.parent)
+    assert nightjar("history", config_path, "--last", "12", monkeypatch=monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["run", "(UTC)", "ended"]
-    assert [line.split()[0] for line in lines[1:13]] == [run.run_id for run in reversed(written[-12:])]
+    assert [line.split()[0] for line in lines[1:13]] == [run.run_id for run in reversed(runs[-12:])]
     assert "promoted" in lines[1] and "44 min" in lines[1] and "20.8 M" in lines[1]
-    failed, killed = written[19].run_id, written[23].run_id
-    assert f"{failed}  the launch failed: rank 1 (pid 28123) ended with SIGKILL" in "\n".join(lines[13:])
-    assert f"{killed}  process 4711 on trainer-1 ended without a record" in "\n".join(lines[13:])
-    assert lines[-1].split() == ["page", str(file.parent / "index.html")]
+    failed_run_id, killed_run_id = runs[19].run_id, runs[23].run_id
+    assert f"{failed_run_id}  the launch failed: rank 1 (pid 28123) ended with SIGKILL" in "\n".join(lines[13:])
+    assert f"{killed_run_id}  process 4711 on trainer-1 ended without a record" in "\n".join(lines[13:])
+    assert lines[-1].split() == ["page", str(config_path.parent / "index.html")]
 
 
-def test_json_has_an_object_per_run(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (run, *_) = month_of_runs(file.parent, num_runs=1)
-    assert nightjar("history", file, "--json", monkeypatch=monkeypatch) == 0
+def test_the_option_json_prints_an_object_per_run(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run, *_) = month_of_runs(config_path.parent, num_runs=1)
+    assert nightjar("history", config_path, "--json", monkeypatch=monkeypatch) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["run_id"], row["run_dir"], row["state"], row["version"]) == (run.run_id, str(run.folder), "Promoted", "41")
     assert row["ended"] == "2026-10-24T02:58:56Z" and row["seconds"] == 2626

@@ -25,7 +25,7 @@ def test_page_and_metrics_are_written_after_a_failed_run_and_only_metrics_after_
 ) -> None:
     shutil.copy(new_database, tmp_path)
     config = starter_config().model_copy(update={"workspace": tmp_path})
-    after_run(config, StageContext(past_run(tmp_path, FIRST_START, state=state, stages=0)))  # type: ignore[arg-type]
+    after_run(config, StageContext(past_run(tmp_path, FIRST_START, state=state, num_stages=0)))  # type: ignore[arg-type]
     assert (tmp_path / "index.html").is_file() == (state == "Failed")
     assert f'state="{state}"}} 1.0' in (tmp_path / "metrics.prom").read_text()
 
@@ -36,7 +36,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     shutil.copy(new_database, tmp_path)
     (tmp_path / "index.html").mkdir()
     config = starter_config().model_copy(update={"workspace": tmp_path})
-    after_run(config, StageContext(past_run(tmp_path, FIRST_START, state="Failed", stages=0)))
+    after_run(config, StageContext(past_run(tmp_path, FIRST_START, state="Failed", num_stages=0)))
     assert "could not write the page of the last runs (IsADirectoryError" in caplog.text
     assert (tmp_path / "metrics.prom").is_file()
 
@@ -66,7 +66,7 @@ def test_a_run_that_stops_before_check_data_does_not_wait_for_mlflow(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no process listens there
     config = starter_config().model_copy(update={"workspace": tmp_path})
-    after_run(config, StageContext(past_run(tmp_path, FIRST_START, state="StoppedEarly", stages=0)))
+    after_run(config, StageContext(past_run(tmp_path, FIRST_START, state="StoppedEarly", num_stages=0)))
     assert (tmp_path / "index.html").is_file()
     assert not caplog.text
 
@@ -77,7 +77,7 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
     config = starter_config().model_copy(update={"workspace": tmp_path})
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(new_database, tmp_path)
-    run = past_run(tmp_path, FIRST_START, state="Promoted", version="2", stages=len(STAGES))
+    run = past_run(tmp_path, FIRST_START, state="Promoted", version="2", num_stages=len(STAGES))
     client = connect(tmp_path)
     mlflow_run_id = open_run(client, StageContext(run, experiment="e"))
     client.create_registered_model(config.registry.model_name)

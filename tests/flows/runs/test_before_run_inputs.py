@@ -36,11 +36,11 @@ def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_
     check_inputs(
         PipelineConfig.model_validate(config | {"embeddings": {"paths": vectors, "vector_column": "v", "table": "item.brand"}})
     )
-    wrong = PipelineConfig.model_validate(
+    config_with_unknown_table = PipelineConfig.model_validate(
         config | {"embeddings": {"paths": vectors, "vector_column": "v", "table": "item.brandt"}}
     )
     with input_error("'item.brandt'", "item, user, item.brand"):
-        check_inputs(wrong)
+        check_inputs(config_with_unknown_table)
 
 
 def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_path: Path) -> None:
@@ -90,22 +90,22 @@ LOG = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
 
 
 def test_vectors_in_lists_are_measured_in_their_first_rows(tmp_path: Path) -> None:
-    twelve = {"item_id": [1, 2], "v": [[1.0] * 12, None]}
+    vectors_of_width_12 = {"item_id": [1, 2], "v": [[1.0] * 12, None]}
     with input_error("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out"):
-        check_config(tmp_path, LOG, twelve, tables={"item": {"dim": 8}})
-    assert "12 numbers each" in check_config(tmp_path, LOG, twelve)["embeddings"]
-    assert "8 numbers each" in check_config(tmp_path, LOG, twelve, embeddings={"pca_dim": 8})["embeddings"]
+        check_config(tmp_path, LOG, vectors_of_width_12, tables={"item": {"dim": 8}})
+    assert "12 numbers each" in check_config(tmp_path, LOG, vectors_of_width_12)["embeddings"]
+    assert "8 numbers each" in check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 8})["embeddings"]
     with input_error("embeddings.pca_dim is 16, but the vectors of ", "have 12 numbers"):
-        check_config(tmp_path, LOG, twelve, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
+        check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
 
 
 def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_path: Path) -> None:
     log = LOG | {"item_id": ["a", "b"]}
-    eight = [[1.0] * 8] * 5
+    vectors_of_width_8 = [[1.0] * 8] * 5
     with input_error("none of the 5 item vectors belongs to one of the log's items", "such as 'a'", "such as 'item-1'"):
-        check_config(tmp_path, log, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": eight})
-    late = {"item_id": ["x", "y", "z", "w", "b"], "v": eight}  # beyond the first row group
-    assert "5 vectors" in check_config(tmp_path, log, late)["embeddings"]
+        check_config(tmp_path, log, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": vectors_of_width_8})
+    matching_vectors = {"item_id": ["x", "y", "z", "w", "b"], "v": vectors_of_width_8}  # b is not in the first row group
+    assert "5 vectors" in check_config(tmp_path, log, matching_vectors)["embeddings"]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ AddRun = Callable[..., Run]
 
 @pytest.fixture
 def config(tmp_path: Path) -> PipelineConfig:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(
         "name: p\nworkspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\nschedule: {unfinished_run: resume}\n"
     )
-    return load_config(file, ())
+    return load_config(config_path, ())
 
 
 def add_run(

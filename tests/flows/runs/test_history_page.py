@@ -71,7 +71,7 @@ def test_the_page_loads_nothing_and_text_of_users_is_escaped(tmp_path: Path) -> 
 
 def test_a_page_without_a_run_and_with_one_run_is_complete(tmp_path: Path) -> None:
     assert "No run yet" in page_of(tmp_path).text
-    past_run(tmp_path, FIRST_START, state="Failed", stages=0, message="no such file")
+    past_run(tmp_path, FIRST_START, state="Failed", num_stages=0, message="no such file")
     page = page_of(tmp_path)
     assert "Failed: there is no champion yet" in page.text and "no such file" in page.text
 

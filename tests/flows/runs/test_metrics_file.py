@@ -22,8 +22,8 @@ def config_of(workspace: Path, *, name: str = "films") -> PipelineConfig:
     return starter_config().model_copy(update={"workspace": workspace, "name": name})
 
 
-def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
-    """Return name -> label values after the pipeline -> value."""
+def values_by_metric(text: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return a dict by metric name. Its values are dicts from label values, without the pipeline, to numbers."""
     return {
         family.name.removeprefix("nightjar_"): {
             tuple(value for name, value in sample.labels.items() if name != "pipeline"): sample.value
@@ -36,7 +36,7 @@ def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
 def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
     month_of_runs(tmp_path)
     write_metrics_file(config_of(tmp_path))
-    metrics, record = parsed((tmp_path / METRICS_FILE_NAME).read_text()), run_history(tmp_path)[0].record
+    metrics, record = values_by_metric((tmp_path / METRICS_FILE_NAME).read_text()), run_history(tmp_path)[0].record
     figures = record.figures
     assert record.ended is not None
     assert metrics["run_start_timestamp_seconds"] == {(): record.started.timestamp()}
@@ -57,23 +57,25 @@ def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
 def test_history_metrics_and_retention_agree_on_the_newest_run_if_an_earlier_run_is_dated_in_the_future(tmp_path: Path) -> None:
     future_run = past_run(tmp_path, datetime(2090, 1, 1, tzinfo=UTC), state="Promoted", version="7")
     newest_run = Workspace(tmp_path).run(Workspace(tmp_path).new_run_id())
-    past_run(tmp_path, FIRST_START, state="Failed").folder.rename(newest_run.folder)  # the record has the time of the clock
+    past_run(tmp_path, FIRST_START, state="Failed").folder.rename(
+        newest_run.folder
+    )  # the record has an earlier start than the run id
     for run in (future_run, newest_run):
         (run.folder / MARKER_NAME).touch()
     assert [run.run.run_id for run in run_history(tmp_path)] == [newest_run.run_id, future_run.run_id]
     assert run_ids(tmp_path) == [future_run.run_id, newest_run.run_id]
     assert Workspace(tmp_path).newest_run() == newest_run
     write_metrics_file(config_of(tmp_path))
-    metrics = parsed((tmp_path / METRICS_FILE_NAME).read_text())
+    metrics = values_by_metric((tmp_path / METRICS_FILE_NAME).read_text())
     assert {state for state, value in metrics["run_state"].items() if value == 1} == {("Failed",)}
     assert metrics["run_start_timestamp_seconds"] == {(): FIRST_START.timestamp()}
 
 
-def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
+def test_the_file_of_a_failed_run_leaves_out_the_metrics_that_the_run_does_not_have(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="Promoted", version="7")
-    past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", stages=0, message="no such file")
+    past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", num_stages=0, message="no such file")
     write_metrics_file(config_of(tmp_path))
-    metrics = parsed((tmp_path / METRICS_FILE_NAME).read_text())
+    metrics = values_by_metric((tmp_path / METRICS_FILE_NAME).read_text())
     assert metrics["run_state"][("Failed",)] == 1
     assert metrics["events"] == metrics["served_metric"] == metrics["stage_duration_seconds"] == {}
     assert metrics["champion_version"] == {(): 7}
@@ -83,7 +85,7 @@ def test_a_workspace_without_a_run_and_any_pipeline_name_give_a_valid_file(tmp_p
     name = 'films "new"\\'
     write_metrics_file(config_of(tmp_path, name=name))
     text = (tmp_path / METRICS_FILE_NAME).read_text()
-    assert "run_state" not in parsed(text)
+    assert "run_state" not in values_by_metric(text)
     (family,) = (family for family in text_string_to_metric_families(text) if family.name == "nightjar_workspace_bytes")
     assert family.samples[0].labels == {"pipeline": name}
 
@@ -91,8 +93,8 @@ def test_a_workspace_without_a_run_and_any_pipeline_name_give_a_valid_file(tmp_p
 def test_alerts_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:
     month_of_runs(tmp_path)
     write_metrics_file(config_of(tmp_path))
-    exported = parsed((tmp_path / METRICS_FILE_NAME).read_text()).keys()
-    files = [ROOT / "infra/compose/alerts.yaml", ROOT / "infra/compose/grafana/nightjar.json", ROOT / "docs/operations.md"]
-    for file in files:
-        used = set(re.findall(r"\bnightjar_([a-z_]+)", file.read_text(encoding="utf-8")))
-        assert used and used <= exported, file
+    exported_names = values_by_metric((tmp_path / METRICS_FILE_NAME).read_text()).keys()
+    paths = [ROOT / "infra/compose/alerts.yaml", ROOT / "infra/compose/grafana/nightjar.json", ROOT / "docs/operations.md"]
+    for path in paths:
+        used_names = set(re.findall(r"\bnightjar_([a-z_]+)", path.read_text(encoding="utf-8")))
+        assert used_names and used_names <= exported_names, path

@@ -17,9 +17,9 @@ from tests.recsys_core.manifests.committed_stage import commit_stage
 
 def test_every_name_of_the_api_exists_and_no_other() -> None:
     for package in (flows, recsys_core):
-        with pytest.raises(AttributeError, match="has no attribute 'absent'; it has ") as caught:
+        with pytest.raises(AttributeError, match="has no attribute 'absent'; it has ") as error_info:
             package.absent  # noqa: B018
-        for name in str(caught.value).split("; it has ")[1].split(", "):
+        for name in str(error_info.value).split("; it has ")[1].split(", "):
             assert getattr(package, name).__name__ == name
 
 
@@ -31,7 +31,8 @@ def test_importing_the_packages_imports_neither_prefect_nor_torch() -> None:
     )
 
 
-def evaluated(workspace: Path, run_id: str) -> None:
+def write_evaluated_run(workspace: Path, run_id: str) -> None:
+    """Write a run whose only stage is the evaluation."""
     run = Run(run_id, workspace=workspace)
     commit_stage(
         run.stage_folder(EvaluationManifest),
@@ -42,8 +43,8 @@ def evaluated(workspace: Path, run_id: str) -> None:
 
 
 def test_open_run_reads_the_newest_run_or_the_named_one(tmp_path: Path) -> None:
-    evaluated(tmp_path, "20261121-000000-aaaa")
-    evaluated(tmp_path, "20261122-000000-aaaa")
+    write_evaluated_run(tmp_path, "20261121-000000-aaaa")
+    write_evaluated_run(tmp_path, "20261122-000000-aaaa")
     assert open_run(tmp_path).run.run_id == "20261122-000000-aaaa"
     results = open_run(str(tmp_path), "20261121-000000-aaaa")
     assert isinstance(results, RunResults) and results.metrics == {"test/ndcg@10": 0.5}
@@ -53,7 +54,7 @@ def test_open_run_reads_the_newest_run_or_the_named_one(tmp_path: Path) -> None:
 def test_a_missing_result_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run; start one"):
         open_run(tmp_path)
-    evaluated(tmp_path, "r")
+    write_evaluated_run(tmp_path, "r")
     with pytest.raises(InputError, match="there is no run x; there are r"):
         open_run(tmp_path, "x")
     with pytest.raises(StageError, match="no completed stage ingest_interactions"):

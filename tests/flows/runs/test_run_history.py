@@ -11,14 +11,16 @@ from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
 
 
 def test_runs_are_listed_from_the_newest_start_with_their_figures(tmp_path: Path) -> None:
-    written = month_of_runs(tmp_path)
+    runs_by_start = month_of_runs(tmp_path)
     runs = run_history(tmp_path)
-    assert [past_run.run.run_id for past_run in runs] == [run.run_id for run in reversed(written)]
+    assert [past_run.run.run_id for past_run in runs] == [run.run_id for run in reversed(runs_by_start)]
     states = {past_run.record.state for past_run in runs}
     assert states == {"Promoted", "NotPromoted", "DataRejected", "Failed", "Interrupted"}
     assert runs[0].record.figures.events and runs[0].disk_bytes > 0
-    assert runs[0].page_paths["plan"] == f"runs/{written[-1].run_id}/plan_sharding/plan.html"
-    assert [past_run.run.run_id for past_run in run_history(tmp_path, max_runs=2)] == [run.run_id for run in written[:-3:-1]]
+    assert runs[0].page_paths["plan"] == f"runs/{runs_by_start[-1].run_id}/plan_sharding/plan.html"
+    assert [past_run.run.run_id for past_run in run_history(tmp_path, max_runs=2)] == [
+        run.run_id for run in runs_by_start[:-3:-1]
+    ]
 
 
 def test_the_champion_is_the_version_of_the_newest_promotion(tmp_path: Path) -> None:

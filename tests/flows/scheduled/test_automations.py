@@ -14,8 +14,8 @@ from flows.settings.schedule import ScheduleConfig
 from flows.settings.template import starter_config
 from tasks.runs.run_record import RunState
 
-FILES = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
-DEPLOYMENT = uuid4()
+AUTOMATION_PATHS = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
+DEPLOYMENT_ID = uuid4()
 CONFIG = starter_config().model_copy(update={"name": "films", "schedule": ScheduleConfig(deadline_minutes=90)})
 
 
@@ -30,7 +30,10 @@ def block(slug: str, *capabilities: str) -> BlockDocument:
 
 
 def automations(document: BlockDocument) -> dict[str, AutomationCore]:
-    return {file.stem: automation_of(file, CONFIG, deployment_id=DEPLOYMENT, block=document) for file in FILES}
+    return {
+        automation_path.stem: automation_of(automation_path, CONFIG, deployment_id=DEPLOYMENT_ID, block=document)
+        for automation_path in AUTOMATION_PATHS
+    }
 
 
 def event_trigger(automation: AutomationCore) -> EventTrigger:
@@ -42,9 +45,9 @@ def match_of(specification: Any) -> dict[str, Any]:
     return dict(specification.root)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_each_file_is_also_an_automation_for_prefects_own_command(file: Any) -> None:
-    automation = AutomationCore.model_validate(YAML(typ="safe", pure=True).load(file.read_text()))
+@pytest.mark.parametrize("automation_path", AUTOMATION_PATHS, ids=lambda automation_path: automation_path.stem)
+def test_each_file_is_also_an_automation_for_prefects_own_command(automation_path: Any) -> None:
+    automation = AutomationCore.model_validate(YAML(typ="safe", pure=True).load(automation_path.read_text()))
     assert [action.block_document_id for action in automation.actions if isinstance(action, CallWebhook)] == [UUID(int=0)]
 
 
@@ -55,7 +58,7 @@ def test_automations_watch_the_deployment_or_the_model_of_their_pipeline() -> No
         if stem == "champion-changed":
             assert match_of(trigger.match) == {"prefect.resource.id": f"nightjar.model.{CONFIG.registry.model_name}"}
         else:
-            assert match_of(trigger.match_related)["prefect.resource.id"] == f"prefect.deployment.{DEPLOYMENT}"
+            assert match_of(trigger.match_related)["prefect.resource.id"] == f"prefect.deployment.{DEPLOYMENT_ID}"
         assert automation.name.startswith("films: ")
         assert [action.block_document_id for action in automation.actions] == [webhook.id]
 

@@ -16,7 +16,7 @@ CONFIG = "interactions: {paths: log.parquet, timestamp_column: timestamp}\n"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def config_path(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
     path.write_text(CONFIG)
     return path
@@ -49,14 +49,14 @@ def test_the_form_has_few_fields_with_titles_descriptions_defaults_and_dropdowns
 @pytest.mark.parametrize(
     "override", ["training.epoch=3", "training.epochs", "training.epochs=-1", "training.epochs=[", "name.first=x", "=1"]
 )
-def test_an_invalid_override_has_the_message_of_the_command_line_and_begins_nothing(file: Path, override: str) -> None:
+def test_an_invalid_override_has_the_message_of_the_command_line_and_begins_nothing(config_path: Path, override: str) -> None:
     with pytest.raises(InputError) as on_command_line:
-        load_config(file, [override])
+        load_config(config_path, [override])
     with pytest.raises(InputError) as in_form:
-        deployed_retrain.fn(str(file), overrides=("training.epochs=2", override))
+        deployed_retrain.fn(str(config_path), overrides=("training.epochs=2", override))
     assert str(in_form.value) == str(on_command_line.value)
     assert in_form.value.exit_code == 2
-    assert [path.name for path in file.parent.iterdir()] == ["nightly.yaml"]
+    assert [path.name for path in config_path.parent.iterdir()] == ["nightly.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_an_invalid_override_has_the_message_of_the_command_line_and_begins_noth
         ({"resume": "20261121-070312-ab12"}, "cannot resume 20261121-070312-ab12: no such run"),
     ],
 )
-def test_options_that_contradict_each_other_begin_nothing(file: Path, parameters: dict[str, Any], message: str) -> None:
+def test_options_that_contradict_each_other_begin_nothing(config_path: Path, parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        deployed_retrain.fn(str(file), **parameters)
-    assert [path.name for path in file.parent.iterdir()] == ["nightly.yaml"]
+        deployed_retrain.fn(str(config_path), **parameters)
+    assert [path.name for path in config_path.parent.iterdir()] == ["nightly.yaml"]
 
 
 def test_a_missing_config_file_is_an_input_error(tmp_path: Path) -> None:

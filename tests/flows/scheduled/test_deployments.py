@@ -66,9 +66,9 @@ def client() -> Iterator[SyncPrefectClient]:
 
 
 def pipeline(folder: Path, *overrides: str, **settings: object) -> LoadedConfig:
-    file = folder / "nightly.yaml"
-    file.write_text(yaml_loader.dump({**LOG, **settings}))
-    return LoadedConfig.read(file, overrides)
+    config_path = folder / "nightly.yaml"
+    config_path.write_text(yaml_loader.dump({**LOG, **settings}))
+    return LoadedConfig.read(config_path, overrides)
 
 
 def deploy(folder: Path, *, work_pool: str | None = POOL, dry_run: bool = False, **settings: object) -> None:
@@ -161,9 +161,9 @@ def test_a_work_pool_that_does_not_exist_is_an_input_error_with_the_command_that
     way_out = (
         f"its work pools are ['{POOL}']; create one with: prefect work-pool create {work_pool or 'nightjar'} --type process"
     )
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         deploy(tmp_path, name="nowhere", work_pool=work_pool)
-    assert str(caught.value) == f"{problem}; {way_out}"
+    assert str(error_info.value) == f"{problem}; {way_out}"
     assert deployments.read_deployment(client, "nowhere") is None
 
 
@@ -220,10 +220,12 @@ def test_an_error_quotes_a_file_only_from_the_folder_of_the_deployed_config(
     with pytest.raises(InputError, match="content: unknown key"):
         load_form_config(str(folder / "neighbour.yaml"))
     for path in (tmp_path / "shadow", folder / "link.yaml", tmp_path / "absent"):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError) as error_info:
             load_form_config(str(path))
-        assert str(caught.value).startswith(f"{path}: this file or one of the overrides is not a valid config; the reason is ")
-        assert "content" not in str(caught.value).removeprefix(str(path))
+        assert str(error_info.value).startswith(
+            f"{path}: this file or one of the overrides is not a valid config; the reason is "
+        )
+        assert "content" not in str(error_info.value).removeprefix(str(path))
 
 
 @pytest.mark.parametrize("version", ["2.20.4", "3.1.0"])

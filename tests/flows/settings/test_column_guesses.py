@@ -20,11 +20,12 @@ RANDOM = np.random.default_rng(0)
 SECONDS = 1_700_000_000 + np.arange(NUM_EVENTS)
 
 
-def ids(num_distinct: int) -> np.ndarray:
+def random_ids(num_distinct: int) -> np.ndarray:
+    """Return NUM_EVENTS random ids below `num_distinct`."""
     return RANDOM.integers(0, num_distinct, NUM_EVENTS)
 
 
-def write(path: Path, **columns: object) -> str:
+def write_parquet(path: Path, **columns: object) -> str:
     pq.write_table(pa.table(columns), path)
     return str(path)
 
@@ -34,7 +35,7 @@ def guess(folder: Path, **inputs: str) -> tuple[PipelineConfig, dict[str, str]]:
 
 
 def guess_log(folder: Path, columns: dict[str, object], **named: str) -> tuple[InteractionsConfig, dict[str, str]]:
-    config, notes = guess(folder, log=write(folder / "log.parquet", **columns), **named)
+    config, notes = guess(folder, log=write_parquet(folder / "log.parquet", **columns), **named)
     return config.interactions, notes
 
 
@@ -48,19 +49,19 @@ def columns_of(log: InteractionsConfig) -> tuple[str, str, str | None]:
 
 @pytest.fixture
 def log(tmp_path: Path) -> str:
-    return write(
+    return write_parquet(
         tmp_path / "ratings.parquet", userId=[1, 2], movieId=[7, 8], rating=[1.0, 5.0], timestamp=[1_700_000_000_000] * 2
     )
 
 
 def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log: str) -> None:
-    items = write(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
+    items = write_parquet(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
-    vectors = write(tmp_path / "vectors.parquet", item_id=[7], values=vector)
+    vectors = write_parquet(tmp_path / "vectors.parquet", item_id=[7], values=vector)
     config, notes = guess(tmp_path, log=log, items=items, vectors=vectors)
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
-    loaded = load_config(file)
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    loaded = load_config(config_path)
     assert loaded == config.with_absolute_paths(tmp_path)
     interactions = loaded.interactions
     assert columns_of(interactions) == ("userId", "movieId", "timestamp")
@@ -70,7 +71,7 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     assert loaded.features is not None and loaded.features.items is not None
     kinds = {feature.name: feature.kind for feature in loaded.features.items.features}
     assert kinds == {"title": "categorical", "genres": "list", "year": "numeric"}
-    lines = [line.strip() for line in file.read_text().splitlines()]
+    lines = [line.strip() for line in config_path.read_text().splitlines()]
     assert lines[lines.index("# guessed: column 'userId' is int64") + 1].startswith("user_column: userId")
     assert all(f"# {note}" in lines for note in notes.values())
 
@@ -85,48 +86,50 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     ],
 )
 def test_columns_are_known_by_their_names(tmp_path: Path, columns: tuple[str, str, str]) -> None:
-    log, notes = guess_log(tmp_path, dict(zip(columns, (ids(200), ids(50), SECONDS), strict=True)))
+    log, notes = guess_log(tmp_path, dict(zip(columns, (random_ids(200), random_ids(50), SECONDS), strict=True)))
     assert columns_of(log) == columns and unknown_settings(notes) == []
 
 
 def test_a_timestamp_is_preferred_to_an_id_that_could_be_a_time(tmp_path: Path) -> None:
-    columns = {"customer": SECONDS, "item": ids(50), "loaded": pa.array(SECONDS, pa.timestamp("s")), "time": SECONDS}
+    columns = {"customer": SECONDS, "item": random_ids(50), "loaded": pa.array(SECONDS, pa.timestamp("s")), "time": SECONDS}
     assert columns_of(guess_log(tmp_path, columns)[0]) == ("customer", "item", "time")
     assert guess_log(tmp_path, columns, time_column="loaded")[0].timestamp_column == "loaded"
 
 
 def test_a_column_that_is_not_known_is_marked_with_the_possible_columns(tmp_path: Path) -> None:
     config, notes = guess(
-        tmp_path, log=write(tmp_path / "log.parquet", a=np.arange(NUM_EVENTS) % 200, b=np.arange(NUM_EVENTS) % 50)
+        tmp_path, log=write_parquet(tmp_path / "log.parquet", a=np.arange(NUM_EVENTS) % 200, b=np.arange(NUM_EVENTS) % 50)
     )
     settings = ["interactions.timestamp_column", "interactions.user_column", "interactions.item_column"]
     assert unknown_settings(notes) == settings
     assert notes["interactions.user_column"] == "FILL IN the column of the users: one of ['a', 'b']"
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
-    assert columns_of(load_config(file).interactions) == (
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    assert columns_of(load_config(config_path).interactions) == (
         "<column of the users>", "<column of the items>", "<column of the times>",
     )  # fmt: skip
 
 
 def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> None:
     for name in ("train.parquet", "test.parquet"):
-        write(tmp_path / name, user=ids(200), item=ids(50))
+        write_parquet(tmp_path / name, user=random_ids(200), item=random_ids(50))
     config, notes = guess(tmp_path, log=str(tmp_path / "train.parquet"), test=str(tmp_path / "test.parquet"))
     assert columns_of(config.interactions) == ("user", "item", None) and unknown_settings(notes) == []
     split = config.interactions.split
     assert isinstance(split, FileSplit) and (split.test_paths, split.validation_share) == (("test.parquet",), 0.1)
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
-    assert not load_config(file).model.history.last_item_feature
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    assert not load_config(config_path).model.history.last_item_feature
     config, _ = guess(
-        tmp_path, log=write(tmp_path / "log.parquet", user=ids(200), item=ids(50), ts=SECONDS), test=str(tmp_path)
+        tmp_path,
+        log=write_parquet(tmp_path / "log.parquet", user=random_ids(200), item=random_ids(50), ts=SECONDS),
+        test=str(tmp_path),
     )
     assert config.interactions.timestamp_column == "ts" and config.model.history.last_item_feature
 
 
 def test_the_columns_that_the_user_names_are_not_guessed(tmp_path: Path) -> None:
-    columns = {"user": ids(200), "a": ids(300), "b": ids(50), "c": SECONDS}
+    columns = {"user": random_ids(200), "a": random_ids(300), "b": random_ids(50), "c": SECONDS}
     log, notes = guess_log(tmp_path, columns, user_column="a", item_column="b", time_column="c")
     assert columns_of(log) == ("a", "b", "c") and list(notes) == ["interactions.timestamp_unit"]
     with pytest.raises(InputError, match=r"log.parquet: no column 'usr' \(interactions.user_column\); did you mean 'user'?"):
@@ -136,18 +139,18 @@ def test_the_columns_that_the_user_names_are_not_guessed(tmp_path: Path) -> None
 
 
 def test_the_vectors_have_the_id_column_of_the_log(tmp_path: Path) -> None:
-    log = write(tmp_path / "log.parquet", user=ids(200), thing=ids(50), ts=SECONDS)
-    vectors = write(tmp_path / "vectors.parquet", id=[7], thing=[7], dim_0=[0.5], dim_1=[0.25])
+    log = write_parquet(tmp_path / "log.parquet", user=random_ids(200), thing=random_ids(50), ts=SECONDS)
+    vectors = write_parquet(tmp_path / "vectors.parquet", id=[7], thing=[7], dim_0=[0.5], dim_1=[0.25])
     config, _ = guess(tmp_path, log=log, vectors=vectors, item_column="thing")
     assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("thing", "dim_")
-    config, notes = guess(tmp_path, vectors=write(tmp_path / "none.parquet", id=[7], thing=[7]))
+    config, notes = guess(tmp_path, vectors=write_parquet(tmp_path / "none.parquet", id=[7], thing=[7]))
     assert config.embeddings[0].id_column == "id" and unknown_settings(notes) == ["embeddings.vector_column"]
 
 
 def test_partition_folders_are_columns(tmp_path: Path) -> None:
     folder = tmp_path / "log" / "dt=2026-11-19"
     folder.mkdir(parents=True)
-    write(folder / "0.parquet", user=ids(200), item=ids(50))
+    write_parquet(folder / "0.parquet", user=random_ids(200), item=random_ids(50))
     config, _ = guess(tmp_path, log=str(tmp_path / "log"))
     assert columns_of(config.interactions) == ("user", "item", "dt") and config.interactions.paths == ("log",)
 

@@ -16,22 +16,23 @@ from flows.settings.config_file import dump_config, load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 
-GOOD = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
+VALID_CONFIG = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def config_path(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
-    path.write_text(yaml_loader.dump(GOOD))
+    path.write_text(yaml_loader.dump(VALID_CONFIG))
     return path
 
 
-def message(file: Path, *overrides: str, text: str | None = None) -> str:
+def error_message(config_path: Path, *overrides: str, text: str | None = None) -> str:
+    """Return the error of the config file, whose content is replaced by `text` if there is a text."""
     if text is not None:
-        file.write_text(text)
-    with pytest.raises(InputError) as caught:
-        load_config(file, overrides)
-    return str(caught.value)
+        config_path.write_text(text)
+    with pytest.raises(InputError) as error_info:
+        load_config(config_path, overrides)
+    return str(error_info.value)
 
 
 def leaves(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -106,19 +107,19 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
         ("a." * 40 + "b=1", "41 nested names"),
     ],
 )
-def test_an_invalid_value_is_rejected_with_its_key(file: Path, override: str, expected: str) -> None:
-    assert expected in message(file, override)
+def test_an_invalid_value_is_rejected_with_its_key(config_path: Path, override: str, expected: str) -> None:
+    assert expected in error_message(config_path, override)
 
 
 @pytest.mark.parametrize("character", BANNED_CHARACTERS)
-def test_a_name_with_a_character_that_prefect_rejects_is_rejected(file: Path, character: str) -> None:
-    error = message(file, f'name="a{character}b"')
+def test_a_name_with_a_character_that_prefect_rejects_is_rejected(config_path: Path, character: str) -> None:
+    error = error_message(config_path, f'name="a{character}b"')
     assert f"name: is 'a{character}b', but Prefect allows none of / % & > <" in error and f"remove {character}" in error
 
 
-def test_numbers_are_those_of_yaml_1_2(file: Path) -> None:
+def test_numbers_are_those_of_yaml_1_2(config_path: Path) -> None:
     config = load_config(
-        file, ["training.epochs=012", "training.batch_size=0x40", "model.learn_user_embedding=true", "name=1e5x"]
+        config_path, ["training.epochs=012", "training.batch_size=0x40", "model.learn_user_embedding=true", "name=1e5x"]
     )
     assert (config.training.epochs, config.training.batch_size) == (12, 64)
     assert config.model.learn_user_embedding and config.name == "1e5x"
@@ -129,21 +130,23 @@ def test_numbers_are_those_of_yaml_1_2(file: Path) -> None:
         "a": "1:30", "b": "yes", "c": "2026-11-19", "d": 12, "e": math.inf, "f": None, "g": 0.001, "h": "x",
         "i": 1_000, "j": 10.5, "k": 3, "l": "=", "m": 11,
     }  # fmt: skip
-    assert load_config(file, ["training.batch_size=1_000"]).training.batch_size == 1_000
+    assert load_config(config_path, ["training.batch_size=1_000"]).training.batch_size == 1_000
 
 
-def test_an_alias_is_the_group_of_its_anchor_and_a_merge_key_adds_its_settings(file: Path) -> None:
+def test_an_alias_is_the_group_of_its_anchor_and_a_merge_key_adds_its_settings(config_path: Path) -> None:
     text = "interactions: {paths: x, timestamp_column: t}\nmodel: {query: &tower {layers: [64, 32]}, candidate: *tower}\n"
-    file.write_text(text)
-    model = load_config(file).model
+    config_path.write_text(text)
+    model = load_config(config_path).model
     assert model.query == model.candidate and model.query.layers == (64, 32)
-    file.write_text(text.replace("*tower}", "{<<: *tower, dropout: 0.5}}"))
-    assert load_config(file).model.candidate.layers == (64, 32) and load_config(file).model.candidate.dropout == 0.5
+    config_path.write_text(text.replace("*tower}", "{<<: *tower, dropout: 0.5}}"))
+    assert (
+        load_config(config_path).model.candidate.layers == (64, 32) and load_config(config_path).model.candidate.dropout == 0.5
+    )
 
 
-def test_a_name_with_a_dot_is_written_in_quotes(file: Path) -> None:
+def test_a_name_with_a_dot_is_written_in_quotes(config_path: Path) -> None:
     brand = "features={items: {paths: p, id_column: id, features: [{name: brand}]}}"
-    config = load_config(file, [brand, 'tables."item.brand".dim=8', 'sharding.tables."item.brand".pooling_factor=2'])
+    config = load_config(config_path, [brand, 'tables."item.brand".dim=8', 'sharding.tables."item.brand".pooling_factor=2'])
     assert config.tables["item.brand"].dim == 8
     assert config.sharding.tables["item.brand"].pooling_factor == 2
 
@@ -162,9 +165,9 @@ def test_a_name_with_a_dot_is_written_in_quotes(file: Path) -> None:
     ids=range(7),
 )
 def test_a_config_that_is_too_deep_or_not_plain_yaml_is_rejected_with_a_short_message(
-    file: Path, text: str, expected: str
+    config_path: Path, text: str, expected: str
 ) -> None:
-    error = message(file, text=text)
+    error = error_message(config_path, text=text)
     assert expected in error
     assert len(error) < 20_000
 
@@ -181,7 +184,7 @@ NAMES = sorted({name.replace("*", "item") for name in setting_keys(PipelineConfi
 
 
 def with_setting(name: str, value: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = {"interactions": dict(GOOD["interactions"])}
+    raw: dict[str, Any] = {"interactions": dict(VALID_CONFIG["interactions"])}
     *parents, last = name.split(".")
     level = raw
     for key in parents:
@@ -198,14 +201,14 @@ def with_setting(name: str, value: Any) -> dict[str, Any]:
 @example("allowed_data_root", [False, "x" * 11_000])
 @example("launcher", {"kind": "torchx", "scheduler": "slurm", "env": {"A B": "c"}})
 def test_any_value_of_any_setting_gives_a_config_that_reads_back_or_one_message(tmp_path: Path, name: str, value: Any) -> None:
-    file = tmp_path / "nightly.yaml"
+    config_path = tmp_path / "nightly.yaml"
     try:
         text = yaml_loader.dump(with_setting(name, value))
-        file.write_text(text, encoding="utf-8")
+        config_path.write_text(text, encoding="utf-8")
     except UnicodeEncodeError:
         return
     try:
-        config = load_config(file)
+        config = load_config(config_path)
     except InputError as error:
         assert len(str(error)) < 10_000
         return
@@ -216,15 +219,15 @@ def test_any_value_of_any_setting_gives_a_config_that_reads_back_or_one_message(
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60) | st.text("{}[]&*!|>'\"%@`#:,-? \n\tab1", max_size=60))
 def test_any_text_ends_in_a_config_or_in_one_message(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "nightly.yaml"
+    config_path = tmp_path / "nightly.yaml"
     try:
-        file.write_text(text, encoding="utf-8")
+        config_path.write_text(text, encoding="utf-8")
     except UnicodeEncodeError:
         return
     with pytest.raises(InputError):
-        load_config(file)
+        load_config(config_path)
     with pytest.raises(InputError):
-        load_config(file, [text])
+        load_config(config_path, [text])
 
 
 @settings(max_examples=100, deadline=None)

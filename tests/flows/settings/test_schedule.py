@@ -16,11 +16,11 @@ CRON_HELP = "write the five fields minute, hour, day of month, month and day of 
 
 
 def error_message(folder: Path, **schedule: object) -> str:
-    file = folder / "nightly.yaml"
-    file.write_text(yaml_loader.dump({**LOG, "schedule": schedule}))
-    with pytest.raises(InputError) as caught:
-        load_config(file)
-    return str(caught.value).removeprefix(f"{file}:\n  ")
+    config_path = folder / "nightly.yaml"
+    config_path.write_text(yaml_loader.dump({**LOG, "schedule": schedule}))
+    with pytest.raises(InputError) as error_info:
+        load_config(config_path)
+    return str(error_info.value).removeprefix(f"{config_path}:\n  ")
 
 
 @pytest.mark.parametrize(

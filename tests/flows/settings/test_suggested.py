@@ -16,10 +16,10 @@ ORDER, NO_ORDER = "order_column: t, split: {kind: leave_last_out}", "split: {kin
 
 
 def config_of(folder: Path, facts: DataFacts, *overrides: str) -> PipelineConfig:
-    file = folder / "nightly.yaml"
+    config_path = folder / "nightly.yaml"
     vectors = "embeddings: {paths: vectors.parquet, vector_column: v}\n" if facts.has_vectors else ""
-    file.write_text(LOG % (ORDER if facts.is_ordered else NO_ORDER, vectors))
-    return load_config(file, overrides)
+    config_path.write_text(LOG % (ORDER if facts.is_ordered else NO_ORDER, vectors))
+    return load_config(config_path, overrides)
 
 
 @pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, SPARSE_UNORDERED, DENSE, DENSE_ORDERED])
@@ -30,9 +30,9 @@ def test_the_written_file_has_every_suggestion_and_gets_no_more(tmp_path: Path, 
     reasons = {item.setting: item.reason for item in suggested if item.setting in proposal.changes}
     text = to_commented_yaml(proposal.config, notes=reasons, every_setting=False)
     assert [reason for reason in reasons.values() if reason not in text] == []
-    file = tmp_path / "suggested.yaml"
-    file.write_text(text)
-    written = load_config(file)
+    config_path = tmp_path / "suggested.yaml"
+    config_path.write_text(text)
+    written = load_config(config_path)
     assert written == proposal.config and written.tuning == config.tuning
     assert SuggestedConfig.of(written, suggested).changes == {}
 

@@ -23,10 +23,10 @@ NO_HISTORY = ["model.history={length: 0, last_item_feature: false}", "model.lear
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(CONFIG)
-    return file
+def config_path(tmp_path: Path) -> Path:
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(CONFIG)
+    return config_path
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def path(tmp_path: Path) -> Path:
     ids=["sparse", "dense", "an ensemble has no popularity", "no order", "whole catalogue", "no history, bce"],
 )
 def test_the_varied_settings_fit_the_data_and_the_config(
-    path: Path, facts: DataFacts, overrides: list[str], varied: set[str], not_varied: set[str]
+    config_path: Path, facts: DataFacts, overrides: list[str], varied: set[str], not_varied: set[str]
 ) -> None:
-    config = load_config(path, overrides)
+    config = load_config(config_path, overrides)
     ranges = default_ranges(config, suggestions(facts))
     assert varied <= ranges.keys() and not not_varied & ranges.keys()
     for setting, value_range in ranges.items():
@@ -52,14 +52,14 @@ def test_the_varied_settings_fit_the_data_and_the_config(
             with_settings(config, {setting: value})  # raises InputError for an invalid value
 
 
-def test_a_range_contains_the_value_of_the_file_and_the_suggested_one(path: Path) -> None:
-    ranges = default_ranges(load_config(path, ["model.history.length=33"]), suggestions(SPARSE))
+def test_a_range_contains_the_value_of_the_file_and_the_suggested_one(config_path: Path) -> None:
+    ranges = default_ranges(load_config(config_path, ["model.history.length=33"]), suggestions(SPARSE))
     assert ranges[TEMPERATURE] == RangeConfig(low=0.05, high=1.0, log=True)  # the file has 1
     assert ranges[LENGTH].choices == (33, 30, 10, 20, 50)
 
 
-def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_ones(path: Path) -> None:
-    config, suggested = load_config(path), suggestions(SPARSE)
+def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_ones(config_path: Path) -> None:
+    config, suggested = load_config(config_path), suggestions(SPARSE)
     ranges = default_ranges(config, suggested)
     of_file, proposed = first_trials(config, suggested, ranges)
     assert of_file.keys() == proposed.keys() == ranges.keys()
@@ -69,15 +69,15 @@ def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_ones(p
     assert first_trials(same, suggested, ranges) == [proposed]
 
 
-def test_a_temperature_that_the_training_chooses_is_searched_like_a_number(path: Path) -> None:
-    config, suggested = load_config(path, ["model.temperature=auto"]), suggestions(SPARSE)
+def test_a_temperature_that_the_training_chooses_is_searched_like_a_number(config_path: Path) -> None:
+    config, suggested = load_config(config_path, ["model.temperature=auto"]), suggestions(SPARSE)
     ranges = default_ranges(config, suggested)
     assert ranges[TEMPERATURE] == RangeConfig(low=0.05, high=0.2, log=True)
     assert [trial[TEMPERATURE] for trial in first_trials(config, suggested, ranges)] == [0.1, 0.1]
 
 
-def test_a_suggested_choice_that_contradicts_the_file_is_not_tried(path: Path) -> None:
-    config, suggested = load_config(path, ["model.num_members=2"]), suggestions(DENSE_ORDERED)
+def test_a_suggested_choice_that_contradicts_the_file_is_not_tried(config_path: Path) -> None:
+    config, suggested = load_config(config_path, ["model.num_members=2"]), suggestions(DENSE_ORDERED)
     assert any(item.setting == "model.popularity" for item in suggested)
     for trial in first_trials(config, suggested, default_ranges(config, suggested)):
         assert "model.popularity" not in trial

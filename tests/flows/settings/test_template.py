@@ -14,14 +14,14 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 
 @pytest.mark.parametrize("every_setting", [True, False])
 def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: bool) -> None:
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
-    assert load_config(file) == starter_config().with_absolute_paths(tmp_path)
-    assert load_config(file, ["embeddings.pca_dim=8"]).embeddings[0].pca_dim == 8
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
+    assert load_config(config_path) == starter_config().with_absolute_paths(tmp_path)
+    assert load_config(config_path, ["embeddings.pca_dim=8"]).embeddings[0].pca_dim == 8
     second = EmbeddingsConfig(paths=("b.parquet",), table="item.brand", dimension_prefix="d")
     config_with_both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
-    file.write_text(to_commented_yaml(config_with_both, every_setting=every_setting))
-    assert load_config(file) == config_with_both.with_absolute_paths(tmp_path)
+    config_path.write_text(to_commented_yaml(config_with_both, every_setting=every_setting))
+    assert load_config(config_path) == config_with_both.with_absolute_paths(tmp_path)
 
 
 @pytest.mark.parametrize("every_setting", [True, False])
@@ -32,12 +32,12 @@ def test_settings_of_tables_and_other_kinds_than_the_default_load_back(tmp_path:
         "tables.item={transfer: residual, optimizer: {kind: sgd, learning_rate: 0.5}}",
         "tuning.ranges={model.temperature: {low: 0.1, high: 0.2}}",
     ]
-    file = tmp_path / "nightly.yaml"
-    file.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
-    config = load_config(file, settings)
-    file.write_text(to_commented_yaml(config, notes={"tables.item.transfer": "a note"}, every_setting=every_setting))
-    assert load_config(file) == config
-    assert "  # a note\n  item: {" in file.read_text()
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
+    config = load_config(config_path, settings)
+    config_path.write_text(to_commented_yaml(config, notes={"tables.item.transfer": "a note"}, every_setting=every_setting))
+    assert load_config(config_path) == config
+    assert "  # a note\n  item: {" in config_path.read_text()
 
 
 def test_every_setting_is_explained_in_lines_that_fit() -> None:

@@ -11,7 +11,14 @@ from prefect.states import Completed
 from pydantic import Field
 
 from flows.delivery import deliver
-from flows.prefect_runs import ConfigPath, Overrides, fail_unknown_parameters, load_form_config, name_flow_run, titled_field
+from flows.prefect_runs import (
+    ConfigPath,
+    Overrides,
+    fail_run_with_unknown_parameters,
+    load_form_config,
+    name_flow_run,
+    titled_field,
+)
 from flows.runs.mlflow_steps import write_and_log_history_page
 from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
@@ -24,7 +31,7 @@ LOG = logging.getLogger("nightjar")
 Reason = Annotated[str, titled_field("Reason"), Field(min_length=1, max_length=MAX_REASON_CHARACTERS)]
 
 
-@flow(name="promote", validate_parameters=True, on_crashed=[fail_unknown_parameters])
+@flow(name="promote", validate_parameters=True, on_crashed=[fail_run_with_unknown_parameters])
 def promote(
     pipeline: ConfigPath,
     version: Annotated[int, titled_field("Version"), Field(ge=1)],
@@ -51,7 +58,7 @@ def promote(
     )
 
 
-@flow(name="rollback", validate_parameters=True, on_crashed=[fail_unknown_parameters])
+@flow(name="rollback", validate_parameters=True, on_crashed=[fail_run_with_unknown_parameters])
 def rollback(
     pipeline: ConfigPath,
     reason: Reason,

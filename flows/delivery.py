@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.prefect_runs import ConfigPath, Overrides, fail_unknown_parameters, load_form_config, name_flow_run
+from flows.prefect_runs import ConfigPath, Overrides, fail_run_with_unknown_parameters, load_form_config, name_flow_run
 from flows.push import push_champion
 from flows.query import recommend_many
 from flows.settings.pipeline import PipelineConfig
@@ -52,7 +52,7 @@ def _write_recommendations(config: PipelineConfig) -> str | None:
     return None
 
 
-@flow(name="recommend", validate_parameters=True, on_crashed=[fail_unknown_parameters])
+@flow(name="recommend", validate_parameters=True, on_crashed=[fail_run_with_unknown_parameters])
 def recommend(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     """Write the champion's recommendations for many users to parquet files, with the settings `delivery.recommendations`.
 

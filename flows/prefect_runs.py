@@ -88,13 +88,13 @@ def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig
         if deployed_path is not None and Path(path).resolve().is_relative_to(Path(deployed_path).parent.resolve()):
             raise
     raise InputError(
-        f"{printable(path)}: this file or one of the overrides is not a valid config; the reason is shown only for files in "
-        "the folder of the deployment's own config; run nightjar validate on the worker"
+        f"{printable(path)}: the config file or one of the overrides is invalid; the reason is shown only for files in the "
+        "folder of the deployment's own config; run nightjar validate on the worker"
     )
 
 
-def fail_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Set a flow run with unknown parameters to Failed. Prefect calls this hook when it does not start the run."""
+def fail_run_with_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """Set a flow run with unknown parameters to Failed. Prefect calls this hook for a flow run that it cannot start."""
     unknown_names = sorted(flow_run.parameters.keys() - flow.parameters.properties.keys())
     if unknown_names:
         message = (
@@ -109,8 +109,8 @@ def fail_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: Stat
 def run_id_in(workspace: Workspace) -> str:
     """Return the run id of the current flow run in `workspace`: a time, and eight characters of the flow run's id.
 
-    The time is the scheduled time. If the clock was set back, it is a time after the last run. A retried flow run keeps its
-    id, so the retry resumes the run in the same folder.
+    The time is the scheduled start time, or a later time if a run of the workspace has a later id because the clock was set
+    back. A retried flow run keeps its id, so the retry resumes the run in the same folder.
     """
     suffix = f"-{runtime.flow_run.id[:8]}"
     earlier_id = next((run.run_id for run in workspace.runs() if run.run_id.endswith(suffix)), None)
@@ -118,7 +118,7 @@ def run_id_in(workspace: Workspace) -> str:
 
 
 def flow_run_url() -> str | None:
-    """Return the address of the current flow run in the Prefect UI; None outside a flow run and without a UI."""
+    """Return the address of the current flow run in the Prefect UI; None outside a flow run, or if the server has no UI."""
     flow_run_id = runtime.flow_run.id
     return None if flow_run_id is None else url_for("flow-run", obj_id=flow_run_id)
 

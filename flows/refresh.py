@@ -5,13 +5,13 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from flows.delivery import deliver
-from flows.prefect_runs import ConfigPath, Overrides, fail_unknown_parameters, load_form_config, name_flow_run
+from flows.prefect_runs import ConfigPath, Overrides, fail_run_with_unknown_parameters, load_form_config, name_flow_run
 from recsys_core.errors import StageError
 from recsys_core.parent_process import die_with_parent
 from tasks.delivery.publishers import publishers_of
 
 
-@flow(name="refresh", validate_parameters=True, on_crashed=[fail_unknown_parameters])
+@flow(name="refresh", validate_parameters=True, on_crashed=[fail_run_with_unknown_parameters])
 def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     """Add the new items of the vector files and of the item table to the champion, and remove items that are no longer there.
 

@@ -11,7 +11,7 @@ from flows.prefect_runs import (
     ConfigPath,
     Overrides,
     end_earlier_runs,
-    fail_unknown_parameters,
+    fail_run_with_unknown_parameters,
     load_form_config,
     run_id_in,
     titled_field,
@@ -29,7 +29,7 @@ SCHEDULED_TAG = "auto-scheduled"
 """Tag with which Prefect marks the flow runs of a schedule."""
 
 
-@flow(name="nightly-retrain", validate_parameters=True, on_crashed=[fail_unknown_parameters])
+@flow(name="nightly-retrain", validate_parameters=True, on_crashed=[fail_run_with_unknown_parameters])
 def deployed_retrain(
     pipeline: ConfigPath,
     reason: Annotated[str, titled_field("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",

@@ -132,7 +132,8 @@ class _TemplateWriter(NamedTuple):
         """Yield the lines of `config`, the group of settings with the dotted name `group_name`.
 
         Args:
-            kind_name: setting that names the kind of the group, if this kind is not the default.
+            kind_name: setting that selects the kind of the group. It is written even if it has its default. None if the group
+                has its default kind.
         """
         indent = "  " * depth
         for setting_name, field in type(config).model_fields.items():

@@ -29,7 +29,7 @@ class SplitCounts:
     num_test_events_I: Ints
     """Test events of each item."""
     num_events_by_day: dict[int, Ints] = field(default_factory=dict)
-    """Number of events in each part, int64 [3], by day: the number of days since 1970."""
+    """Number of events in each part, int64 [3]. The key is the day, counted from 1970-01-01."""
     num_duplicates: int = 0
     """Events that repeat another event of the same part: same user, item and time."""
     num_repeated_train_pairs: int = 0
@@ -55,7 +55,7 @@ def count_split_events(
 
     - time: training events after the first validation or test event, and validation events after the first test event.
     - leave_last_out: each user's validation events beyond the first, and each user's test events beyond the first. One more
-      event is counted for each user whose validation or test part begins before an earlier part ends.
+      event is counted for each validation or test part of a user that begins before an earlier part of this user ends.
     - files: no events, because the config lists the files of each part.
     """
     store = EventStore.open(interactions)

@@ -26,8 +26,8 @@ def shuffled(index: NDArray[np.int64], *, n: int, key: tuple[int, ...]) -> NDArr
     """
     if n < 2:
         return index.copy()
-    left_side = math.isqrt(n - 1) + 1
-    grid_sides = (np.uint64(left_side), np.uint64(-(-n // left_side)))
+    left_length = math.isqrt(n - 1) + 1
+    grid_sides = (np.uint64(left_length), np.uint64(-(-n // left_length)))
     round_keys = _round_keys(key)
     shuffled_index = _feistel(
         np.ascontiguousarray(index, np.int64).view(np.uint64), grid_sides=grid_sides, round_keys=round_keys

@@ -103,7 +103,7 @@ def _memory_hint(rank_report: RankReport, host_report: HostReport) -> str:
 
 def format_stacks(folder: LaunchFolder, *, world_size: int) -> str:
     """Return one line per rank with the innermost functions of its stack dump."""
-    started_ranks = folder.started_ranks()
+    started_ranks = folder.start_reports()
     lines = []
     for rank in range(world_size):
         if rank not in started_ranks:

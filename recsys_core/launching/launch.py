@@ -104,7 +104,7 @@ def _require_local_capacity(layout: RankLayout) -> None:
     if layout.device == "cuda" and torch.cuda.device_count() < layout.ranks_per_host:
         raise InputError(
             f"plan.json: the plan needs {layout.ranks_per_host} GPUs on this host, but there are {torch.cuda.device_count()}; "
-            "set sharding.cluster.processes_per_node, or device to cpu"
+            "reduce sharding.cluster.processes_per_node, or set sharding.cluster.device to cpu"
         )
 
 

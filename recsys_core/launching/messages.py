@@ -66,7 +66,7 @@ class LaunchSpec(Frozen):
 
 
 class Host(Frozen):
-    """A host of a launch, as error messages name it. index: number of the host, from 0.
+    """A host of a launch; str() returns its name in error messages. index: number of the host, from 0.
 
     >>> str(Host(index=1, name="beta"))
     'host 1 (beta)'
@@ -80,9 +80,7 @@ class Host(Frozen):
 
 
 class RankReport(Frozen):
-    """Report of a rank that has started; if the rank failed, also of its end.
-
-    The fields from `exit_code` on are set only if the rank failed.
+    """Report that a rank has started. If the rank failed, a second report also has the fields from `exit_code` on.
 
     Attributes:
         signal: name of the signal that ended the rank, such as SIGKILL.
@@ -181,15 +179,15 @@ class LaunchFolder:
             return None
         return lease if lease.startswith(token) else None
 
-    def ready_hosts(self) -> dict[int, HostReport]:
+    def ready_reports(self) -> dict[int, HostReport]:
         """Return the reports of the hosts that are ready, by index of the host."""
         return {report.host.index: report for report in self._read_messages("ready-*.json", HostReport)}
 
-    def ended_hosts(self) -> list[HostReport]:
+    def end_reports(self) -> list[HostReport]:
         """Return the reports of the hosts that have ended, sorted by index of the host."""
         return sorted(self._read_messages("end-*.json", HostReport), key=lambda report: report.host.index)
 
-    def started_ranks(self) -> dict[int, RankReport]:
+    def start_reports(self) -> dict[int, RankReport]:
         """Return the reports of the ranks that have started, by rank."""
         return {report.rank: report for report in self._read_messages("rank-*.json", RankReport)}
 

@@ -53,9 +53,9 @@ class Monitor:
         while not self._has_succeeded:
             poll()
             group_state = group.state()
-            if group_state == "ended" or any(report.has_failed for report in self._folder.ended_hosts()):
+            if group_state == "ended" or any(report.has_failed for report in self._folder.end_reports()):
                 # One failure ends the agents of all hosts, and the agent of the failed host may be the last to report.
-                wait_until(lambda: len(self._folder.ended_hosts()) == self._layout.num_hosts, timeout_s=REPORTS_TIMEOUT_S)
+                wait_until(lambda: len(self._folder.end_reports()) == self._layout.num_hosts, timeout_s=REPORTS_TIMEOUT_S)
                 if self._has_succeeded:
                     break
                 group.end()
@@ -71,7 +71,7 @@ class Monitor:
 
     @property
     def _has_succeeded(self) -> bool:
-        ended_hosts = self._folder.ended_hosts()
+        ended_hosts = self._folder.end_reports()
         return len(ended_hosts) == self._layout.num_hosts and not any(report.has_failed for report in ended_hosts)
 
     def _time_limit(self) -> tuple[float, str]:
@@ -88,9 +88,9 @@ class Monitor:
     def _update_phase(self, *, is_running: bool) -> None:
         """Move to the next phase if its condition holds. Each heartbeat restarts the phase `work`."""
         next_phase = self._phase
-        if next_phase == "queue" and (is_running or self._folder.ready_hosts()):
+        if next_phase == "queue" and (is_running or self._folder.ready_reports()):
             next_phase = "rendezvous"
-        if next_phase == "rendezvous" and len(self._folder.started_ranks()) == self._layout.world_size:
+        if next_phase == "rendezvous" and len(self._folder.start_reports()) == self._layout.world_size:
             next_phase = "start"
         heartbeat_state = self._heartbeat.mtime_and_size()
         if heartbeat_state != self._last_heartbeat_state:
@@ -107,10 +107,10 @@ class Monitor:
 
     @property
     def _missing_hosts(self) -> list[int]:
-        return sorted(set(range(self._layout.num_hosts)) - self._folder.ready_hosts().keys())
+        return sorted(set(range(self._layout.num_hosts)) - self._folder.ready_reports().keys())
 
     def _failure_error(self, group: HostGroup) -> InputError | StageError:
-        failed_hosts = [report for report in self._folder.ended_hosts() if report.has_failed]
+        failed_hosts = [report for report in self._folder.end_reports() if report.has_failed]
         if failed_hosts:
             return error_from_failures(failed_hosts, num_hosts=self._layout.num_hosts, folder=self._folder)
         self._raise_printed_error(group)
@@ -136,7 +136,7 @@ class Monitor:
     def _dump_stacks(self) -> str:
         """Request the stack dumps, wait for them, and return them formatted."""
         self._folder.stacks_request_path.touch()
-        stack_paths = [self._folder.stack_path(rank) for rank in self._folder.started_ranks()]
+        stack_paths = [self._folder.stack_path(rank) for rank in self._folder.start_reports()]
         wait_until(
             lambda: all(stack_path.is_file() and stack_path.stat().st_size for stack_path in stack_paths),
             timeout_s=STACKS_TIMEOUT_S,
@@ -146,7 +146,7 @@ class Monitor:
 
     def _rendezvous_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:
         group.end()  # first, because some schedulers provide logs only for hosts that have ended
-        ready_hosts, missing_hosts = self._folder.ready_hosts(), self._missing_hosts
+        ready_hosts, missing_hosts = self._folder.ready_reports(), self._missing_hosts
         start_summary = f"{len(ready_hosts)} of {self._layout.num_hosts} hosts started"
         host_names = ", ".join(str(report.host) for _, report in sorted(ready_hosts.items())) or "none"
         if missing_hosts:
@@ -156,7 +156,7 @@ class Monitor:
                 f"{', '.join(f'host {host}' for host in missing_hosts)}; {group.exit_summary()}; raise {setting} if the hosts "
                 f"need more time to start{self._quote_logs(group, missing_hosts)}"
             )
-        missing_ranks = sorted(set(range(self._layout.world_size)) - self._folder.started_ranks().keys())
+        missing_ranks = sorted(set(range(self._layout.world_size)) - self._folder.start_reports().keys())
         return LaunchError(
             f"{start_summary} ({host_names}), but after {limit_s:g} s ranks {', '.join(map(str, missing_ranks))} do not run: "
             f"the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need more "

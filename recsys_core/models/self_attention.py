@@ -13,8 +13,9 @@ INIT_STD = 0.02
 
 
 class SelfAttention(nn.Module):
-    """The state of the last item of each history, after blocks of self-attention.
+    """Blocks of self-attention over histories.
 
+    Each block computes a new vector, the *state*, for each entry. The result is the state of the last item of each history.
     A position is the number of items after an entry. An entry attends to itself and to the items before it. The last block
     computes only the state of the last item, because no other state is read.
 

@@ -63,7 +63,7 @@ def check_expansion(
         require_within_limit(source.name, decoded_bytes, source.record.size_bytes)
         if count_text_bytes:
             limit_bytes = max(HARMLESS_BYTES, max_expansion_ratio * source.record.size_bytes)
-            decoded_bytes += _total_text_bytes(source, columns, max_text_bytes=limit_bytes - decoded_bytes)
+            decoded_bytes += _text_bytes_bound(source, columns, max_text_bytes=limit_bytes - decoded_bytes)
             require_within_limit(source.name, decoded_bytes, source.record.size_bytes)
         total_decoded_bytes += decoded_bytes
     file_bytes = sum(source.record.size_bytes for source in sources)
@@ -97,8 +97,11 @@ def _bit_width(data_type: pa.DataType) -> int:
         return 8
 
 
-def _total_text_bytes(source: Source, columns: Sequence[str], *, max_text_bytes: float) -> int:
-    """Return the number of bytes of all strings that the file stores in dictionaries. Stop counting above `max_text_bytes`."""
+def _text_bytes_bound(source: Source, columns: Sequence[str], *, max_text_bytes: float) -> int:
+    """Return an upper bound of the bytes of all strings in dictionaries. Stop counting above `max_text_bytes`.
+
+    0 means that the footer already shows at most `max_text_bytes`.
+    """
     footer, text_bytes = source.footer, 0
     text_leaf_indices = [
         index for index in footer.leaf_indices_of(columns) if footer.leaves[index].physical_type == "BYTE_ARRAY"

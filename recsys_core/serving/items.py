@@ -143,7 +143,9 @@ class ItemTable:
         return value.isoformat() if isinstance(value, datetime) else value
 
     def matching(self, item_filter: Filter) -> NDArray[np.bool_]:
-        """Return whether each item satisfies all conditions, [I]. An item without a value in a column fails its conditions.
+        """Return whether each item satisfies all conditions, [I].
+
+        An item without a value in a column satisfies no condition on this column.
 
         Raises:
             InputError: a column or operator is unknown, or a value does not have the type of its column.
@@ -165,7 +167,7 @@ class ItemTable:
 
 
 def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
-    """Return the operand of each operator. A list of values, or one value, is short for `in`."""
+    """Return the operand of each operator. A list stands for {"in": list}, and a single value for {"in": [value]}."""
     if not isinstance(conditions, Mapping):
         return {"in": conditions if isinstance(conditions, list | tuple) else [conditions]}
     for operator in conditions:
@@ -215,7 +217,7 @@ def _parse_operand(value: Any, data_type: pa.DataType, column: str) -> Any:
             return time
         expected = "a time such as 2026-11-25T06:00:00Z"
     else:
-        if isinstance(value, str) and _is_unicode(value):
+        if isinstance(value, str) and _can_be_encoded(value):
             return value
         expected = "a string"
     raise InputError(f"filter: {shown(value)} is no value of column {column!r}; pass {expected}")
@@ -236,7 +238,7 @@ def _is_number(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
 
 
-def _is_unicode(text: str) -> bool:
+def _can_be_encoded(text: str) -> bool:
     """Return whether a text can be encoded; half a surrogate pair, which JSON can contain, cannot."""
     try:
         text.encode()

@@ -29,7 +29,7 @@ from tasks.registry.releases import (
 from tasks.retention.run_folders import own_runs
 
 _LOGGED_MODEL_PATTERN = re.compile(r"models:/(m-[0-9a-f]+)")
-MAX_GATE_MS = 1_000 * DAY_S
+MAX_COMPARISON_MS = 1_000 * DAY_S
 """Age above which retention assumes that no run is still comparing a version with the champion."""
 
 
@@ -76,13 +76,13 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     former_versions = former_champions(client, model_name)[:MAX_FORMER_CHAMPIONS]
     kept_versions = [*versions[-num_kept:], *former_versions]
     kept_numbers = {str(version.version) for version in kept_versions} | set(number_by_alias.values())
-    earliest_gate_start_ms = time.time() * 1_000 - MAX_GATE_MS
+    earliest_comparison_start_ms = time.time() * 1_000 - MAX_COMPARISON_MS
     return [
         version
         for version in versions
         if str(version.version) not in kept_numbers
         and RUN_ID_TAG in version.tags
-        and (REASONS_TAG in version.tags or version.creation_timestamp < earliest_gate_start_ms)
+        and (REASONS_TAG in version.tags or version.creation_timestamp < earliest_comparison_start_ms)
         and not _is_behind_link(_logged_model(client, version))
     ]
 
@@ -104,7 +104,7 @@ def delete_versions(client: MlflowClient, versions: Iterable[ModelVersion]) -> l
         try:
             client.delete_model_version(version.name, str(version.version))
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # an earlier cleaning has deleted it
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # otherwise an earlier cleaning has deleted the version
                 raise
         deleted_versions.append(version)
     return deleted_versions

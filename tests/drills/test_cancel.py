@@ -119,7 +119,7 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
                 if {"recsys_core.training", "recsys_core.launching"} & set(process.cmdline())
             ]
             training_pids = {process.pid for process in training_processes}
-            assert {rank.pid for rank in LaunchFolder(attempt_folder).started_ranks().values()} < training_pids
+            assert {rank.pid for rank in LaunchFolder(attempt_folder).start_reports().values()} < training_pids
             cancel(flow_run_id)
             _, alive = psutil.wait_procs(training_processes, timeout=MAX_POLL_S + MAX_END_S)
             assert not alive, [survivor.cmdline() for survivor in alive]

@@ -59,7 +59,10 @@ def gather_parts(
     new_sources = tuple(source for source in log.sources if source.record not in reused_records)
     for source in new_sources if continued_run else ():
         if source.table is not None:
-            logger.info("%s is a new version of its table and is read whole; all ids keep their rows", source.name)
+            logger.info(
+                "%s: this version of the table is new, so all its rows are read; the row numbers of the ids do not change",
+                source.name,
+            )
     if new_sources:
         part_name = fingerprint_of(settings_fingerprint, [source.record for source in new_sources])[:16]
         part_path = output_folder / "parts" / f"{part_name}.parquet"
@@ -82,14 +85,15 @@ def _settings_fingerprint(engine: LogEngine, config: InteractionsConfig, log: In
         key: str(data_type) for key, data_type in log.sources[0].partition_types.items() if key in config.columns
     }
     validation_unit = None
-    if isinstance(config.split, FileSplit) and config.split.validation_share > 0:  # the part has the column `draw`
+    # Only then does a part have the column `draw`, whose values depend on the unit.
+    if isinstance(config.split, FileSplit) and config.split.validation_share > 0:
         validation_unit = config.split.validation_unit
     settings = PART_SETTINGS | ({"explicit_negatives"} if config.explicit_negatives else set())
     return fingerprint_of(engine.version, config.model_dump(mode="json", include=settings), validation_unit, type_by_hive_key)
 
 
 def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bool:
-    """Return whether at least half of the rows of `part` are from unchanged, current input files."""
+    """Return whether at least half of the rows of `part` come from files that are still input files and have not changed."""
     num_rows = sum(file.source.num_rows for file in part.files)
     return 2 * sum(file.source.num_rows for file in part.files if file.source in input_files) >= num_rows
 

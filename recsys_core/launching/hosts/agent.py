@@ -119,9 +119,9 @@ def _check_and_run(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, host_0
     initial_lease = folder.read_lease(spec.token)
     if not wait_until(lambda: folder.read_lease(spec.token) not in (initial_lease, None), timeout_s=launcher.lease_timeout_s):
         raise HostRejected(f"{host} started after the launching process had ended", is_retryable=True)
-    if not wait_until(lambda: 0 in folder.ready_hosts(), timeout_s=launcher.rendezvous_timeout_s):
+    if not wait_until(lambda: 0 in folder.ready_reports(), timeout_s=launcher.rendezvous_timeout_s):
         raise HostRejected(f"{host} waited {launcher.rendezvous_timeout_s:g} s, but host 0 did not start", is_retryable=True)
-    host_0 = folder.ready_hosts()[0]
+    host_0 = folder.ready_reports()[0]
     threading.Thread(target=_watch_lease, args=(spec, folder, launcher.lease_timeout_s), daemon=True).start()
     try:
         rendezvous_context: AbstractContextManager[StaticRendezvous]
@@ -136,7 +136,7 @@ def _check_and_run(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, host_0
         with rendezvous_context as rendezvous:
             return run_ranks(spec, folder=folder, host=host, rendezvous=rendezvous, address=address)
     except DistError as error:
-        if len(folder.started_ranks()) == spec.layout.world_size:
+        if len(folder.start_reports()) == spec.layout.world_size:
             message = f"{host} lost the connection to {host_0.host}: an agent was killed, or a host is down"
         else:
             message = (

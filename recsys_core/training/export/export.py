@@ -59,12 +59,12 @@ def export_vectors(
     """Launch as many ranks as the training had. They write the arrays of the model together; no rank gathers a whole table.
 
     Args:
-        ranking: settings of the rankings that the ranks also write; None for no rankings. The ranks write none for a model with
-            a spectral block or a validated popularity term, because its weight is chosen after the ranks have finished. The
-            settings are not part of the fingerprint: the export stays valid if they change, and the stage `evaluate` then
-            computes the rankings, as for a model without rankings.
+        ranking: settings of the rankings that the ranks also write; None for no rankings. The ranks write no rankings if the
+            model has a spectral block or a validated popularity term: the weight of this term is chosen after the ranks have
+            finished. The settings are not part of the fingerprint. If they change, the export stays valid, and the stage
+            `evaluate` computes the rankings, as for an export without rankings.
         train_log: stage with the training events from which a spectral block is computed; None means the events of `dataset`.
-            The fingerprint of `train` contains these events.
+            The export is computed again if these events change, because the fingerprint of `train` depends on them.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
@@ -229,6 +229,6 @@ def _write_tables(
         with writer.part(state_path) as part:
             for state_shard in state_shards if is_writer else ():
                 part.add(*state_shard.table_contribution(is_rowwise=is_rowwise, dim=table.dim))
-        # Ranks that hold different columns of a row each add their share of the row's accumulator.
+        # Several ranks may hold columns of one row. Each of them adds its share of the row's accumulator.
         state_shape = (table.num_rows,) if is_rowwise else (table.num_rows, table.dim)
         writer.build(state_path, shape=state_shape, accumulate=is_rowwise)

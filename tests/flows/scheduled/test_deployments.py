@@ -20,7 +20,7 @@ from prefect.states import Completed, Crashed, Pending, Running
 from ruamel.yaml import YAML
 
 from flows.cli.deploy import deploy_pipeline
-from flows.prefect_runs import end_lost_runs, fail_unknown_parameters, load_form_config, prefect_client
+from flows.prefect_runs import end_lost_runs, fail_run_with_unknown_parameters, load_form_config, prefect_client
 from flows.scheduled import deployments
 from flows.scheduled.crash_report import start_reporter
 from flows.scheduled.deployed import deployed_retrain
@@ -193,12 +193,12 @@ def test_the_death_of_a_running_flow_run_is_reported_and_frees_its_slot(
 def test_a_run_with_unknown_parameters_ends_as_failed_and_names_them(tmp_path: Path, client: SyncPrefectClient) -> None:
     deploy(tmp_path, name="forms")
     deployment = deployments.read_deployment(client, "forms")
-    assert deployment is not None and deployed_retrain.on_crashed_hooks == [fail_unknown_parameters]
+    assert deployment is not None and deployed_retrain.on_crashed_hooks == [fail_run_with_unknown_parameters]
     for parameters, state_name in (({"epochs": 3, "dry-run": True}, "Failed"), ({"dry_run": True}, "Crashed")):
         run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
         crashed = client.set_flow_run_state(run.id, Crashed(), force=True).state  # as Prefect's runner
         assert crashed is not None
-        fail_unknown_parameters(deployed_retrain, run, crashed)
+        fail_run_with_unknown_parameters(deployed_retrain, run, crashed)
         state = client.read_flow_run(run.id).state
         assert state is not None and state.name == state_name
         if state_name == "Failed":
@@ -222,9 +222,7 @@ def test_an_error_quotes_a_file_only_from_the_folder_of_the_deployed_config(
     for path in (tmp_path / "shadow", folder / "link.yaml", tmp_path / "absent"):
         with pytest.raises(InputError) as error_info:
             load_form_config(str(path))
-        assert str(error_info.value).startswith(
-            f"{path}: this file or one of the overrides is not a valid config; the reason is "
-        )
+        assert str(error_info.value).startswith(f"{path}: the config file or one of the overrides is invalid; the reason is ")
         assert "content" not in str(error_info.value).removeprefix(str(path))
 
 

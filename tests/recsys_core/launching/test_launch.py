@@ -122,7 +122,7 @@ def test_every_process_below_the_launching_process_ends_with_it(
     tmp_path: Path, launcher_name: str, signal_number: signal.Signals
 ) -> None:
     with running_launch(tmp_path, launcher_name) as (launching_process, descendants):
-        rank_pids = {report.pid for report in LaunchFolder(tmp_path / "logs").started_ranks().values()}
+        rank_pids = {report.pid for report in LaunchFolder(tmp_path / "logs").start_reports().values()}
         assert len(rank_pids) == 2 and rank_pids <= {process.pid for process in descendants}
         launching_process.send_signal(signal_number)
         assert_all_end(descendants)
@@ -147,7 +147,7 @@ def test_remote_hosts_end_when_the_lease_expires_or_another_launch_takes_it_over
 @pytest.mark.parametrize("launcher_name", LAUNCHER_NAMES)
 def test_after_the_kill_of_an_agent_its_ranks_end_and_the_launch_fails(tmp_path: Path, launcher_name: str) -> None:
     with running_launch(tmp_path, launcher_name) as (launching_process, descendants):
-        agent_pid = LaunchFolder(tmp_path / "logs").ready_hosts()[0].pid
+        agent_pid = LaunchFolder(tmp_path / "logs").ready_reports()[0].pid
         assert agent_pid in {process.pid for process in descendants}
         os.kill(agent_pid, signal.SIGKILL)
         assert_all_end(descendants)

@@ -13,7 +13,7 @@ def test_a_message_is_never_replaced_and_a_truncated_message_is_ignored(tmp_path
     with pytest.raises(FileExistsError):
         folder.report_end(HostReport(host=host, pid=1, reason="second"))
     (tmp_path / "end-1.json").write_text('{"host": 1,')
-    assert [report.reason for report in folder.ended_hosts()] == ["first"]
+    assert [report.reason for report in folder.end_reports()] == ["first"]
 
 
 def test_the_lease_of_another_launch_is_not_read(tmp_path: Path) -> None:

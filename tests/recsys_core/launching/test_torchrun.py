@@ -64,7 +64,7 @@ def test_on_two_hosts_a_pickle_in_the_store_is_not_loaded(tmp_path: Path) -> Non
         sockets = listening_sockets(psutil.Process(launching_process.pid))
         assert {name for name, _ in sockets} == {AGENT_MODULE, RANK_MODULE} and {address for _, address in sockets} <= LOOPBACK
         folder = LaunchFolder(tmp_path / "logs")
-        first_host = folder.ready_hosts()[0]
+        first_host = folder.ready_reports()[0]
         store = TCPStore(first_host.address, first_host.port, None, False, wait_for_workers=False)
         token = LaunchSpec.model_validate_json(folder.spec_path.read_bytes()).token
         store.set(f"torch.rendezvous.{token}", base64.b64encode(pickle.dumps(Payload(tmp_path / "was loaded"))).decode())

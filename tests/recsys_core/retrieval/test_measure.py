@@ -48,16 +48,16 @@ class ScriptedQueries:
 
 
 def test_the_fastest_setting_of_all_rescore_series_is_chosen_and_a_slower_series_is_not_continued() -> None:
-    # Each line is a series of one rescore value, which ends at the target or at the latency of the best setting.
+    # Each line has the points of one rescore value, up to the first point that reaches the target or is slower than the best.
     points = {(1, 2): (0.5, 1.0), (2, 2): (0.7, 2.0), (3, 2): (0.96, 3.0)}
     points |= {(1, 4): (0.6, 1.5), (2, 4): (0.95, 2.5)}
     points |= {(1, 8): (0.8, 2.6)}
     points |= {(1, 16): (0.9, 2.7)}
     queries = ScriptedQueries(points)
-    kind, tried = tune(PqFastScan(nlist=4, pq_m=2), None, queries, recall_target=0.95)  # type: ignore[arg-type]
+    kind, measured_points = tune(PqFastScan(nlist=4, pq_m=2), None, queries, recall_target=0.95)  # type: ignore[arg-type]
     assert (kind.nprobe, kind.rescore) == (2, 4)  # type: ignore[union-attr]
     assert queries.measured_settings == [*points]
-    assert [point.recall for point in tried] == [recall for recall, _ in points.values()]
+    assert [point.recall for point in measured_points] == [recall for recall, _ in points.values()]
 
 
 def test_a_series_below_the_target_ends_when_the_recall_stops_growing_and_gives_the_highest_recall() -> None:
@@ -65,6 +65,6 @@ def test_a_series_below_the_target_ends_when_the_recall_stops_growing_and_gives_
     nprobes = [1, 2, 3, 4, 6, 8, 12]
     points = {(nprobe, 0): (recall, float(nprobe)) for nprobe, recall in zip(nprobes, recalls, strict=True)}
     queries = ScriptedQueries(points)
-    kind, tried = tune(IvfFlat(nlist=1_000), None, queries, recall_target=0.95)  # type: ignore[arg-type]
+    kind, measured_points = tune(IvfFlat(nlist=1_000), None, queries, recall_target=0.95)  # type: ignore[arg-type]
     assert kind == IvfFlat(nlist=1_000, nprobe=8)
-    assert [point.recall for point in tried] == recalls
+    assert [point.recall for point in measured_points] == recalls

@@ -1,6 +1,6 @@
-"""Tables that Spark reads: Delta and Iceberg tables at one version, and ORC tables with one set of files.
+"""Tables that Spark reads: Delta and Iceberg tables at one version, and ORC tables, whose version is a hash of their files.
 
-A version identifies the rows of a table, so a part with its events is reused as long as the version stays the same. The version
+A version identifies the rows of a table. While it stays the same, later runs reuse the stored events of the table. The version
 of an ORC table is a hash of the names, sizes and times of its files.
 """
 
@@ -58,7 +58,7 @@ def open_tables(
 
     Args:
         paths_by_setting: paths and names of tables, by config key.
-        columns: columns that the first rows of a table have to contain.
+        columns: columns whose values in the first rows are stored; the other columns are null there.
         allowed_data_root: folder that has to contain every table.
 
     Raises:
@@ -104,7 +104,7 @@ def _require_below_root(name: str, *, setting: str, allowed_data_root: Path | No
 def _open_table(spark: SparkSession, table_format: TableFormat, path: str, columns: Sequence[str], *, setting: str) -> Source:
     name, version = split_version(path)
     with _explain_errors(table_format, name, setting=setting):
-        # The newest version is read even if `path` names a version, because this statement fails if there is no connector.
+        # Query the newest version even if `path` names a version: this query fails if Spark has no connector.
         newest_version = _newest_version(spark, table_format, name)
         if newest_version is None:
             raise InputError(f"{setting}: {printable(name)}: no rows; check the job that writes this table")

@@ -1,4 +1,4 @@
-"""Event stores in several shards, which must have the contents of a store with one shard, and rows of more than 32 bits."""
+"""Event stores in several shards, compared with stores in one shard, and row numbers that need more than 32 bits."""
 
 from collections.abc import Iterator
 from itertools import pairwise

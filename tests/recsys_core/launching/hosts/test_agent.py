@@ -43,7 +43,7 @@ def write_spec(folder_path: Path, **changes: object) -> LaunchFolder:
 
 
 def only_failure(folder: LaunchFolder) -> HostReport:
-    (host_report,) = folder.ended_hosts()
+    (host_report,) = folder.end_reports()
     return host_report
 
 
@@ -63,7 +63,7 @@ def test_an_agent_writes_no_message_to_the_folder_of_another_launch(tmp_path: Pa
     folder = write_spec(tmp_path)
     assert run_agent(folder, host=1, launch="theirs") == agent.EXIT_REJECTED
     assert "its token is ours, but the launching process wrote theirs; the folder is not shared" in capfd.readouterr().err
-    assert not folder.ended_hosts() and not folder.ready_hosts()
+    assert not folder.end_reports() and not folder.ready_reports()
 
 
 def test_a_spec_of_another_version_is_rejected_even_if_it_cannot_be_parsed(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_host_waits_for_the_first_host_only_until_the_timeout(tmp_path: Path) 
     with heartbeat(lambda: folder.renew_lease("ours", next(counter)), interval_s=0.1):
         assert run_agent(folder, host=1) == agent.EXIT_REJECTED
     assert "waited 0.1 s, but host 0 did not start" in only_failure(folder).reason and only_failure(folder).is_retryable
-    assert list(folder.ready_hosts()) == [1]
+    assert list(folder.ready_reports()) == [1]
 
 
 def test_a_host_that_leaves_the_queue_after_its_run_was_killed_starts_no_rank(tmp_path: Path) -> None:

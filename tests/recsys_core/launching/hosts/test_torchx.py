@@ -85,7 +85,7 @@ def test_a_slurm_job_whose_heartbeat_stops_is_cancelled_and_the_stacks_are_repor
     with pytest.raises(LaunchError, match=r"sent no heartbeat for 2 s.*\n.*\n.*hang \(scripted_ranks"):
         launch_ranks(tmp_path, {1: "hang"}, launcher=SLURM, heartbeat_timeout_s=2)
     assert (slurm / "100.state").read_text() == "CANCELLED"
-    agent_pids = [report.pid for report in LaunchFolder(tmp_path / "logs").ready_hosts().values()]
+    agent_pids = [report.pid for report in LaunchFolder(tmp_path / "logs").ready_reports().values()]
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in agent_pids if psutil.pid_exists(pid)], timeout=10)
     assert not alive
 

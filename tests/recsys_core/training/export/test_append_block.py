@@ -1,4 +1,4 @@
-"""The spectral block of an export, compared with scores by definition and with the served query tower."""
+"""The spectral block of an export, compared with scores by the block's definition, and with the served query tower."""
 
 import shutil
 from pathlib import Path
@@ -68,7 +68,7 @@ class Exported(NamedTuple):
         return result
 
     def expected_scores(self, split: str, weight: float) -> np.ndarray:
-        """Return the trained scores plus the block's scores times `weight`, in units of the trained standard deviation."""
+        """Return the trained scores, plus `weight` * standard deviation of the trained scores * the block's scores."""
         matrix_UI = log_matrix(self.store, before="validation", max_events=10_000)
         history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=BLOCK_DIM, item_exponent=0.4)
         history = self.store.items_before(np.arange(NUM_USERS), split, max_items=BLOCK_LENGTH)  # type: ignore[arg-type]
@@ -76,8 +76,8 @@ class Exported(NamedTuple):
         total_UM = np.array([history_factor_IM[items].sum(axis=0) for items in items_by_user])
         block_UI = total_UM / np.linalg.norm(total_UM, axis=1, keepdims=True) @ candidate_factor_IM.T
         trained_scores = np.concatenate([self.trained_scores(name) for name in SPLITS])
-        unit = np.sqrt(trained_scores.var(axis=1, ddof=1).mean())
-        result: np.ndarray = self.trained_scores(split) + weight * unit * block_UI
+        trained_std = np.sqrt(trained_scores.var(axis=1, ddof=1).mean())
+        result: np.ndarray = self.trained_scores(split) + weight * trained_std * block_UI
         return result
 
 

@@ -167,7 +167,7 @@ class ItemTable:
 
 
 def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
-    """Return the operand of each operator. A list stands for {"in": list}, and a single value for {"in": [value]}."""
+    """Return the operand of each operator. A list means {"in": list}, and a single value means {"in": [value]}."""
     if not isinstance(conditions, Mapping):
         return {"in": conditions if isinstance(conditions, list | tuple) else [conditions]}
     for operator in conditions:

@@ -191,7 +191,7 @@ def test_the_order_of_the_items_matters_only_for_an_encoder_that_needs_the_order
 
 
 @every_kind
-def test_min_norm_is_at_most_the_norm_of_an_item(kind: str) -> None:
+def test_the_expected_norm_is_at_most_the_norm_of_an_item(kind: str) -> None:
     assert 0 < encoder_of(kind).expected_norm(8.0) <= 8.0
 
 

@@ -102,9 +102,9 @@ def check_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
         for shard, old_RC in zip(shards, untrained_shards[name], strict=True):
             expected_RC = expected_RD[shard.row : shard.row + len(old_RC)]
             torch.testing.assert_close(shard.weight_RD, torch.where(expected_RC.isnan(), old_RC, expected_RC), rtol=0, atol=0)
-        (shard,) = accumulator_shards(optimizer, spec=job.spec, table=name)
-        expected_R = accumulator_R[shard.row : shard.row + len(shard.weight_RD)]
-        torch.testing.assert_close(shard.weight_RD[:, 0], expected_R.nan_to_num(0.0), rtol=0, atol=0)
+        (accumulator,) = accumulator_shards(optimizer, spec=job.spec, table=name)
+        expected_R = accumulator_R[accumulator.row : accumulator.row + len(accumulator.values_RC)]
+        torch.testing.assert_close(accumulator.values_RC[:, 0], expected_R.nan_to_num(0.0), rtol=0, atol=0)
     head = get_unwrapped_module(model).head
     for name, value in load_file(job.warm_start.export_folder / "dense.safetensors").items():
         torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)

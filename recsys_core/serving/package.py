@@ -5,7 +5,7 @@ Shapes: I items.
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -122,10 +122,7 @@ def build_package(
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
         space_id = space_id_of(export)
         _write_query_tower(package_folder, spec, export, quantization=config.quantization, space_id=space_id)
-        for file_name, packaged_name in zip(
-            _index_files(index), shard_files(INDEX_NAME, num_shards=_num_shards(index)), strict=True
-        ):
-            shutil.copyfile(index.path(file_name), package_folder / packaged_name)
+        _copy_index(package_folder, index)
         item_columns = _item_columns(dataset)
         write_items(
             package_folder / ITEMS_NAME,
@@ -140,13 +137,7 @@ def build_package(
         np.save(package_folder / SOURCES_NAME, _item_sources(dataset))
         _write_popularity(package_folder, config, dataset, evaluation)
         description = _description(
-            config,
-            spec,
-            export=export,
-            index=index,
-            dataset=dataset,
-            evaluation=evaluation,
-            item_column_names=item_columns.column_names,
+            config, spec, export=export, index=index, dataset=dataset, evaluation=evaluation, item_columns=item_columns
         )
         for file_name in description.vocabulary_names:
             assert features is not None  # the spec has features
@@ -157,6 +148,12 @@ def build_package(
             served_index=index.served_index,
             quantization=config.quantization,
         )
+
+
+def _copy_index(package_folder: Path, index: IndexManifest) -> None:
+    packaged_names = shard_files(INDEX_NAME, num_shards=_num_shards(index))
+    for file_name, packaged_name in zip(_index_files(index), packaged_names, strict=True):
+        shutil.copyfile(index.path(file_name), package_folder / packaged_name)
 
 
 def _index_files(index: IndexManifest) -> tuple[str, ...]:
@@ -185,7 +182,7 @@ def _description(
     index: IndexManifest,
     dataset: Dataset,
     evaluation: EvaluationManifest,
-    item_column_names: Sequence[str],
+    item_columns: pa.Table,
 ) -> PackageDescription:
     """Return the description of a package, without the records of its files."""
     features, report = dataset.features, index.reports[index.served_index]
@@ -204,8 +201,8 @@ def _description(
         fallbacks=_fallbacks(spec, query_features),
         features=query_features,
         item_features={} if features is None else {key: features.features[key] for key in spec.features("item")},
-        filter_columns=tuple(name for name in item_column_names if name not in RESERVED_ITEM_COLUMNS),
-        has_titles="title" in item_column_names,
+        filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
+        has_titles="title" in item_columns.column_names,
         item_vectors=config.item_vectors,
         popularity_by=config.popularity_by,
         exports=config.exports,

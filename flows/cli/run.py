@@ -1,5 +1,6 @@
 """`nightjar run`: the nightly flow in a session, and its results in the terminal."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def run_nightly(
     run = StageContext(workspace.run(resume or workspace.new_run_id()), options=options, until=until).run
     if resume is not None:
         check_resume(config, run)
+        warn_of_other_options(RunRecord.read(run), options)
     require_own_folder(run.folder)
     command_text = command_line("run", loaded, _option_words(options))
     command = FlowCommand(config, server, run, command_text, resume_option=f" --resume {run.run_id}")
@@ -87,6 +89,13 @@ def run_nightly(
         output.print_warning(f"{error}; the run ended as {record.state}, but Prefect did not receive this state")
     # An earlier start of the run may have completed later stages, which are left out.
     return RunResults.read(run, until="package" if options.dry_run and until in (None, "register") else until), command_text
+
+
+def warn_of_other_options(record: RunRecord | None, options: RunOptions) -> None:
+    """Print a warning if the last start of the run had other options, which are not restored: the change may be intended."""
+    if record is not None and record.options != options:
+        earlier_words, words = (shlex.join(_option_words(each)) or "no options" for each in (record.options, options))
+        output.print_warning(f"the last start of this run had {earlier_words}; this resume has {words}")
 
 
 def _option_words(options: RunOptions) -> list[str]:

@@ -1,14 +1,15 @@
-"""The weights that validation has chosen, as `nightjar run` prints them below the metrics."""
+"""Output of `nightjar run`: the weights that validation has chosen, and a warning of a resume with other options."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flows.cli.run import print_results
+from flows.cli.run import print_results, warn_of_other_options
 from flows.runs.results import RunResults
-from tasks.runs.context import Results
+from tasks.runs.context import Results, RunOptions
 from tasks.runs.run import Run
+from tasks.runs.run_record import RunRecord
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
 
@@ -29,3 +30,15 @@ def test_a_run_shows_the_weights_that_its_export_has_chosen(
     results = RunResults(Run("r", workspace=tmp_path), Results([export.model_copy(update=export_fields)]))
     print_results(results, config_path=tmp_path / "nightly.yaml", command_text="nightjar run")
     assert (expected_text in capsys.readouterr().out) == bool(export_fields)
+
+
+def test_a_resume_with_other_options_than_the_last_start_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
+    record = RunRecord.model_construct(options=RunOptions(dry_run=True, reason="a test"))
+    warn_of_other_options(record, RunOptions())
+    warning = " ".join(capsys.readouterr().err.split())
+    assert warning == "warning the last start of this run had --reason 'a test' --dry-run; this resume has no options"
+
+
+def test_a_resume_with_the_options_of_the_last_start_prints_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_of_other_options(RunRecord.model_construct(options=RunOptions(full_retrain=True)), RunOptions(full_retrain=True))
+    assert capsys.readouterr().err == ""

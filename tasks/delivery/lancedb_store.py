@@ -55,14 +55,7 @@ class _LanceDb:
         self._database = lancedb.connect(str(settings.folder))
 
     def collections(self) -> list[str]:
-        table_names: list[str] = []
-        page_token = None
-        while True:
-            page = self._database.list_tables(page_token=page_token, limit=_TABLES_PER_PAGE)
-            table_names += page.tables
-            page_token = page.page_token
-            if not page_token:
-                return [name for name in table_names if name != ALIASES_TABLE]
+        return [name for name in self._table_names() if name != ALIASES_TABLE]
 
     def create(self, collection: str, schema: pa.Schema) -> None:
         self._database.create_table(collection, schema=schema)
@@ -94,7 +87,7 @@ class _LanceDb:
         import pyarrow as pa
 
         row = pa.table({"alias": [alias], "collection": [collection]})
-        if ALIASES_TABLE not in self._database.list_tables(limit=_TABLES_PER_PAGE).tables:
+        if ALIASES_TABLE not in self._table_names():
             self._database.create_table(ALIASES_TABLE, schema=row.schema, exist_ok=True)
         aliases = self._database.open_table(ALIASES_TABLE)
         aliases.merge_insert("alias").when_matched_update_all().when_not_matched_insert_all().execute(row)
@@ -103,7 +96,17 @@ class _LanceDb:
     def drop(self, collection: str) -> None:
         self._database.drop_table(collection)
 
+    def _table_names(self) -> list[str]:
+        table_names: list[str] = []
+        page_token = None
+        while True:
+            page = self._database.list_tables(page_token=page_token, limit=_TABLES_PER_PAGE)
+            table_names += page.tables
+            page_token = page.page_token
+            if not page_token:
+                return table_names
+
     def _alias_rows(self) -> Iterator[tuple[str, str]]:
-        if ALIASES_TABLE in self._database.list_tables(limit=_TABLES_PER_PAGE).tables:
+        if ALIASES_TABLE in self._table_names():
             rows = self._database.open_table(ALIASES_TABLE).to_arrow().to_pylist()
             yield from ((row["alias"], row["collection"]) for row in rows)

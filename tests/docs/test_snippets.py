@@ -107,7 +107,7 @@ def test_an_example_is_a_valid_config_with_the_name_of_its_file(path: Path) -> N
     assert load_config(path).name == path.stem.replace("_", "-")
 
 
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", [*commands()])
 def test_a_command_of_the_documentation_exists_with_its_options(line: str) -> None:
     words = shlex.split(line)[1:]
     subcommand = COMMAND.commands.get(words[0])  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def test_a_command_of_the_documentation_exists_with_its_options(line: str) -> No
     assert not unknown_options, f"nightjar {words[0]} has no {unknown_options}; it has {sorted(options)}"
 
 
-@pytest.mark.parametrize("name", named_settings())
+@pytest.mark.parametrize("name", [*named_settings()])
 def test_a_setting_named_in_the_documentation_exists(name: str) -> None:
     pattern = re.sub(r"<name>|\"[a-z_.]+\"", "*", name)
     assert any(fnmatchcase(pattern, setting) or fnmatchcase(setting, pattern) for setting in SETTING_KEYS), name

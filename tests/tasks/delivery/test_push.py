@@ -16,7 +16,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import PackageManifest
 from recsys_core.serving.golden import golden_vectors
 from recsys_core.serving.retriever import Retriever
-from tasks.delivery import vector_store
+from tasks.delivery import lancedb_store, vector_store
 from tasks.delivery.config import AnyStore, DeliveryConfig, StoreConfig
 from tasks.delivery.push import exact_top_scores, push, push_to_all
 from tasks.delivery.vector_store import VectorStore
@@ -219,6 +219,20 @@ def test_a_damaged_collection_that_the_alias_names_is_reported_and_kept(settings
     with pytest.raises(StageError, match=r"has 20 items, but the version has 300; the alias names this collection, so it is"):
         push(retriever, settings, model_name="films")
     assert read_collections(settings) == (collection_name(retriever), [collection_name(retriever)])
+
+
+def test_lancedb_finds_an_alias_among_more_tables_than_it_lists_at_once(
+    package: PackageManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lancedb_store, "_TABLES_PER_PAGE", 2)
+    settings = store_config("lancedb", tmp_path)
+    other_collections = ["a", "b", "c", "d"]
+    with settings.connect() as store:
+        for name in other_collections:
+            store.create(name, pa.schema({"item_id": pa.string()}))
+    retriever = load_version(package, 1)
+    push(retriever, settings, model_name="films")
+    assert read_collections(settings) == (collection_name(retriever), [*other_collections, collection_name(retriever)])
 
 
 @pytest.mark.parametrize("kind", ["lancedb", "milvus"])

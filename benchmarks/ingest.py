@@ -1,7 +1,9 @@
 """Benchmark of the ingest, compared with pandas, and of the loader.
 
-make bench-ingest                    # writes benchmarks/ingest.json and ingest.md; about 15 minutes and 10 GB of disk
-python -m benchmarks.ingest loader   # repeats one part: interactions, vectors or loader
+Commands:
+
+    make bench-ingest                    # writes benchmarks/ingest.json and ingest.md; about 15 minutes and 10 GB of disk
+    python -m benchmarks.ingest loader   # repeats one part: interactions, vectors or loader
 """
 
 import json

@@ -1,9 +1,11 @@
 """Pictures for the documentation: an SVG of a terminal session, and screenshots of HTML pages with headless Chromium.
 
-script --quiet --command "nightjar demo" run.log           # capture a session
-python -m infra.pictures terminal run.log docs/img/run.svg --title "nightjar demo"
-python -m infra.pictures page <run>/check_data/report.html docs/img/data-report.png --height 1100
-python -m infra.pictures page <workspace>/index.html docs/img/history.png --width 1200 --height 1270
+Commands:
+
+    script --quiet --command "nightjar demo" run.log           # capture a session
+    python -m infra.pictures terminal run.log docs/img/run.svg --title "nightjar demo"
+    python -m infra.pictures page <run>/check_data/report.html docs/img/data-report.png --height 1100
+    python -m infra.pictures page <workspace>/index.html docs/img/history.png --width 1200 --height 1270
 """
 
 import argparse

@@ -21,6 +21,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
+    """Return a port of the loopback that no process uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -16,7 +16,8 @@ from typing import Any
 
 import boto3
 
-from tests.drills.production_servers import SERVICES, clean_environment, free_port, service_environment
+from tests.drills.production_servers import SERVICES, service_environment
+from tests.drills.restartable_server import clean_environment, free_port
 
 PROGRAM = "moto_server"
 BUCKET = "mlflow"

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from tests.drills.chromium import log_in_to_prefect, take_picture
+from tests.drills.restartable_server import free_port
 from tests.drills.test_kill_and_resume import write_config
 
 pytestmark = pytest.mark.drill
@@ -57,12 +57,6 @@ class Up:
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], Any], *, timeout_s: float, subject: str) -> Any:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 
 from flows.settings.config_file import load_config
 from tasks.runs.run_record import RunRecord
+from tests.drills.restartable_server import free_port
 from tests.drills.test_kill_and_resume import write_config
 
 pytestmark = pytest.mark.drill
@@ -30,11 +30,6 @@ SERVICE_UNAVAILABLE = 503
 PATIENCE_S = 600.0
 GONE_WITHIN_S = 10.0
 LEAD_TIME = timedelta(minutes=3)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Up:

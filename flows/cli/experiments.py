@@ -58,6 +58,13 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
         summary["left_out"] = proposal.problem_by_setting
         output.print_json(json.dumps(summary))
         return
+    _print_facts(facts)
+    rows = [_suggestion_row(config, suggestion, proposal) for suggestion in suggested]
+    output.print_table(["setting", "now", "suggested", "why"], rows, left_columns=(0, 3))
+    _print_changes(loaded, proposal, written_path=written_path)
+
+
+def _print_facts(facts: DataFacts) -> None:
     output.print_labelled(
         {
             "data": f"{facts.num_train_events:,} training events, {facts.num_users:,} users, {facts.num_items:,} items",
@@ -67,13 +74,15 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
         }
     )
     output.stdout.print()
-    rows = [_suggestion_row(config, suggestion, proposal) for suggestion in suggested]
-    output.print_table(["setting", "now", "suggested", "why"], rows, left_columns=(0, 3))
+
+
+def _print_changes(loaded: LoadedConfig, proposal: SuggestedConfig, *, written_path: Path | None) -> None:
+    """Print the suggested settings that the file does not have, and the commands that use them."""
     if not proposal.changes:
         output.print_line("\nThe file has all suggested settings.")
         return
     output.stdout.print("\n[bold]The changes[/], for your file")
-    output.print_line(settings_as_yaml(config, proposal.changes))
+    output.print_line(settings_as_yaml(loaded.config, proposal.changes))
     if written_path is not None:
         command_arguments = str(written_path)
         output.print_line(f"wrote {written_path}")

@@ -1,6 +1,7 @@
 """Checks before a run: its input files, the run to resume, and the unfinished run that a scheduled run resumes."""
 
 import logging
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,10 +9,11 @@ from flows.settings.config_file import load_config
 from flows.settings.environment import require_writable
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, shown
+from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.feature_schema import check_feature_vectors, open_feature_tables
 from recsys_core.ingest.first_row_group import check_shared_ids, check_time_unit, stored_vector_dim
-from recsys_core.ingest.log.log_schema import open_interactions
-from recsys_core.ingest.vectors.vector_schema import open_embeddings
+from recsys_core.ingest.log.log_schema import InteractionsInput, open_interactions
+from recsys_core.ingest.vectors.vector_schema import VectorFiles, open_embeddings
 from recsys_core.models.tables.table_config import check_width
 from tasks.runs.context import RunOptions
 from tasks.runs.run import REDUCED_FILE_NAME, Run
@@ -35,55 +37,61 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     config.package.require_libraries()
     if config.inputs.log_vectors is not None:
         config.inputs.log_vectors.require_libraries()
-    log = open_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
-    check_time_unit(config.interactions_with_context, log.sources_by_split["train"])
-    num_rows = sum(source.record.num_rows for source in log.sources)
-    sources_text = f"{len(log.sources)} {config.interactions.source_noun}"
-    summary_by_input = {
-        "interactions": f"{num_rows:,} rows in {sources_text}, users {log.user_id_type}, items {log.item_id_type}"
-    }
+    log_config = config.interactions_with_context
+    log = open_interactions(log_config, allowed_data_root=config.allowed_data_root)
+    check_time_unit(log_config, log.sources_by_split["train"])
     embeddings = open_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
+    num_rows = sum(source.record.num_rows for source in log.sources)
+    summary_by_input = {
+        "interactions": f"{num_rows:,} rows in {len(log.sources)} {log_config.source_noun}, users {log.user_id_type}, "
+        f"items {log.item_id_type}"
+    }
     for vectors in embeddings:
-        table = vectors.config.table
-        expected_type = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
-        if vectors.id_type != expected_type:
-            raise InputError(
-                f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but the ids of the log's {table}s are "
-                f"{expected_type}; write both with the same type"
-            )
-        dim = stored_vector_dim(vectors)
-        if dim is not None:
-            check_width(dim, config.tables[table].dim if table in config.tables else None, table=table)
-        width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
-        summary_by_input[vectors.setting] = (
-            f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
-        )
+        summary_by_input[vectors.setting] = _check_vectors(vectors, log=log, config=config)
     log_vectors = config.inputs.log_vectors
     if log_vectors is not None:
         summary_by_input["embeddings from the log"] = (
             f"{log_vectors.method}, {log_vectors.dim} numbers for each item of a training event"
         )
-    id_column_by_table = {
-        "item": config.interactions_with_context.item_column,
-        "user": config.interactions_with_context.user_column,
-    }
-    check_shared_ids(config.interactions_with_context, log.sources, embeddings, id_column_by_table=id_column_by_table)
+    id_column_by_table = {"item": log_config.item_column, "user": log_config.user_column}
+    check_shared_ids(log_config, log.sources, embeddings, id_column_by_table=id_column_by_table)
     if config.features is not None:
-        feature_tables = open_feature_tables(
-            config.features,
-            user_id_type=log.user_id_type,
-            item_id_type=log.item_id_type,
-            context_sources=log.sources,
-            allowed_data_root=config.allowed_data_root,
-        )
-        check_feature_vectors(
-            feature_tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings}
-        )
-        summary_by_input["features"] = ", ".join(
-            f"{len(table.features)} of {'the context' if table.owner_kind == 'context' else f'{table.owner_kind}s'}"
-            for table in feature_tables
-        )
+        summary_by_input["features"] = _check_features(config.features, log=log, embeddings=embeddings, config=config)
     return summary_by_input
+
+
+def _check_vectors(vectors: VectorFiles, *, log: InteractionsInput, config: PipelineConfig) -> str:
+    """Raise InputError if the ids or the width of pretrained vectors do not fit the model. Return one line about them."""
+    table = vectors.config.table
+    expected_type = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
+    if vectors.id_type != expected_type:
+        raise InputError(
+            f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but the ids of the log's {table}s are "
+            f"{expected_type}; write both with the same type"
+        )
+    dim = stored_vector_dim(vectors)
+    if dim is not None:
+        check_width(dim, config.tables[table].dim if table in config.tables else None, table=table)
+    width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
+    return f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
+
+
+def _check_features(
+    features: FeaturesConfig, *, log: InteractionsInput, embeddings: Sequence[VectorFiles], config: PipelineConfig
+) -> str:
+    """Raise InputError if a feature table does not fit the log or the vectors. Return one line about all features."""
+    feature_tables = open_feature_tables(
+        features,
+        user_id_type=log.user_id_type,
+        item_id_type=log.item_id_type,
+        context_sources=log.sources,
+        allowed_data_root=config.allowed_data_root,
+    )
+    check_feature_vectors(feature_tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings})
+    return ", ".join(
+        f"{len(table.features)} of {'the context' if table.owner_kind == 'context' else f'{table.owner_kind}s'}"
+        for table in feature_tables
+    )
 
 
 def check_resume(config: PipelineConfig, run: Run) -> None:

@@ -60,34 +60,46 @@ def register(
     stage_folder = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
     manifest = stage_folder.manifest
     if manifest is None:
-        publishers = publishers_of(context.flow_run_id, context.pipeline, run_reason=options.reason, run_id=run.run_id)
-        registry = Registry.connect(run.workspace, config.model_name, publishers=publishers)
-        with stage_folder.writing() as new_folder, ModelProcess() as process:
-            mlflow_run_id = _open_mlflow_run(registry, context)
-            version = registry.call(
-                get_or_create_version,
-                context,
-                model_name=config.model_name,
-                client=registry.client,
-                mlflow_run_id=mlflow_run_id,
-            )
-            assert version.source is not None  # get_or_create_version creates every version from a logged model
-            _log_results(registry, context, mlflow_run_id, model_id=version.source.removeprefix("models:/"))
-            registration_fields = run_champion_gate(
-                version,
-                config=config,
-                context=context,
-                registry=registry,
-                process=process,
-                folder=new_folder,
-                feature_slices=feature_slices,
-            )
-            page_path = write_report(registration_fields, context, config=config, folder=new_folder)
-            registry.call(registry.client.log_artifact, mlflow_run_id, str(page_path))
-            manifest = stage_folder.commit(**registration_fields)
+        manifest = _register_and_compare(stage_folder, context, config, feature_slices=feature_slices)
     page = verdict_page(manifest, evaluation=evaluation, data_report=results[DataReportManifest])
     show_markdown(context, "verdict", page)
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
+
+
+def _register_and_compare(
+    stage_folder: StageFolder[RegistrationManifest],
+    context: StageContext,
+    config: RegistryConfig,
+    *,
+    feature_slices: Sequence[FeatureSlice],
+) -> RegistrationManifest:
+    """Register the package as a version, compare the version with the champion, and commit the stage."""
+    run_reason, run_id = context.options.reason, context.run.run_id
+    publishers = publishers_of(context.flow_run_id, context.pipeline, run_reason=run_reason, run_id=run_id)
+    registry = Registry.connect(context.run.workspace, config.model_name, publishers=publishers)
+    with stage_folder.writing() as new_folder, ModelProcess() as process:
+        mlflow_run_id = _open_mlflow_run(registry, context)
+        version = registry.call(
+            get_or_create_version,
+            context,
+            model_name=config.model_name,
+            client=registry.client,
+            mlflow_run_id=mlflow_run_id,
+        )
+        assert version.source is not None  # get_or_create_version creates every version from a logged model
+        _log_results(registry, context, mlflow_run_id, model_id=version.source.removeprefix("models:/"))
+        registration_fields = run_champion_gate(
+            version,
+            config=config,
+            context=context,
+            registry=registry,
+            process=process,
+            folder=new_folder,
+            feature_slices=feature_slices,
+        )
+        page_path = write_report(registration_fields, context, config=config, folder=new_folder)
+        registry.call(registry.client.log_artifact, mlflow_run_id, str(page_path))
+        return stage_folder.commit(**registration_fields)
 
 
 def _open_mlflow_run(registry: Registry, context: StageContext) -> str:

@@ -35,11 +35,14 @@ from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import FileRecord, Manifest, commit_folder, load_manifest, record_files, require_no_link
+from recsys_core.training.averaging import WeightAverage
 from recsys_core.training.dense_parallel import local_part
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 1.0
 MAX_SHOWN_DIFFERENCES = 5
+TRAINED_WEIGHTS = "trained"
+"""Key of the weights in a checkpoint whose entry `model` is their average."""
 
 
 class BestValidation(Frozen):
@@ -105,14 +108,23 @@ class Checkpointer:
                 shutil.rmtree(stale_folder, ignore_errors=True)
 
     def save(
-        self, model: DistributedModelParallel, optimizer: CombinedOptimizer, *, step: int, best: BestValidation | None
+        self,
+        model: DistributedModelParallel,
+        optimizer: CombinedOptimizer,
+        *,
+        step: int,
+        best: BestValidation | None,
+        average: WeightAverage | None = None,
     ) -> None:
         """Copy the state and return. A background thread of each rank writes and hashes its files, and rank 0 commits them.
+
+        Args:
+            average: average of the weights, which is saved as the model. The weights are saved too, for a resumed training.
 
         Raises InputError if the disk is too small, and the error of the previous save if it failed.
         """
         self.finish()
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = _checkpoint_state(model, optimizer, average=average)
         checkpoint_folder = self._folder / checkpoint_name(step)
         staging_folder = checkpoint_folder.with_name(f"{checkpoint_folder.name}.tmp-{self._attempt_number}")
         self._require_free_space(state, staging_folder=staging_folder)
@@ -227,8 +239,21 @@ def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest |
     return None
 
 
-def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, checkpoint: Path) -> None:
+def _checkpoint_state(
+    model: DistributedModelParallel, optimizer: CombinedOptimizer, *, average: WeightAverage | None
+) -> dict[str, Any]:
+    """Return the entries of a checkpoint. With an average, `model` is the average, and TRAINED_WEIGHTS are the weights."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return state if average is None else state | {"model": average.state, TRAINED_WEIGHTS: state["model"]}
+
+
+def restore(
+    model: DistributedModelParallel, optimizer: CombinedOptimizer, *, checkpoint: Path, average: WeightAverage | None = None
+) -> None:
     """Collective. Load weights and optimizer state into this rank's shards.
+
+    If the training averages its weights, the model gets their average. With `average`, which a resumed training passes, the
+    average gets it, and the model gets the weights.
 
     The number of ranks and the sharding may have changed since the checkpoint was saved.
 
@@ -240,9 +265,13 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
     for _, child_optimizer in optimizer.optimizers:
         if isinstance(child_optimizer, KeyedOptimizer) and not isinstance(child_optimizer, CombinedOptimizer):
             child_optimizer.init_state()  # DCP silently skips state that does not exist yet
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = _checkpoint_state(model, optimizer, average=average)
     value_by_key, _ = flatten_state_dict(state)
-    saved_metadata_by_key: Mapping[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved_metadata_by_key: dict[str, Any] = {
+        key: metadata
+        for key, metadata in FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()
+        if average is not None or not key.startswith(f"{TRAINED_WEIGHTS}.")
+    }
     weight_key_by_accumulator = {
         key: _weight_key(key, value_by_key)
         for key, value in value_by_key.items()
@@ -259,7 +288,7 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
         weight_key = weight_key_by_accumulator[key]
         accumulator_SR = saved_accumulator.view(-1, value_by_key[weight_key].size(0))
         _fill_accumulators(value_by_key[key], accumulator_SR=accumulator_SR, saved_weight=saved_metadata_by_key[weight_key])
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state["model"] if average is None else state[TRAINED_WEIGHTS])
     optimizer.load_state_dict(state["optimizer"])
 
 

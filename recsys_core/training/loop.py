@@ -20,6 +20,7 @@ from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.seeds import step_seed
 from recsys_core.sharding.config import PLAN_NAME
+from recsys_core.training.averaging import WeightAverage
 from recsys_core.training.checkpoint import BestValidation, Checkpointer, CheckpointManifest, checkpoint_name, restore
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.job import (
@@ -132,7 +133,9 @@ class Trainer:
         # torch.profiler writes its trace between two steps, which may take longer than the previous steps.
         min_timeout_s = MIN_TIMEOUT_S if self.config.profile is None else UNMEASURED_TIMEOUT_S
         self.heartbeat = HeartbeatWriter(job.heartbeat_path, is_main=process.is_main, min_timeout_s=min_timeout_s)
-        self.step, self.best_validation = load_state(job, model=model, optimizer=self.optimizer)
+        num_averaged = self.config.averaged_epochs
+        self.average = WeightAverage(model, num_epochs=num_averaged) if num_averaged > 1 else None
+        self.step, self.best_validation = load_state(job, model=model, optimizer=self.optimizer, average=self.average)
         self.saved_step = self.step
         self.checkpointer = Checkpointer(
             job.work_folder / CHECKPOINTS_FOLDER,
@@ -212,12 +215,17 @@ class Trainer:
         self.heartbeat.end("steps", start_time=start_time)
 
     def end_epoch(self) -> None:
-        """Collective. Validate if a validation is due, and write a log line.
+        """Collective. Average the weights, validate if a validation is due, and write a log line.
 
         Save a checkpoint if the epoch is the best so far or the last, or if a checkpoint is due.
         """
         epoch = self.step // self.steps_per_epoch
-        metrics = self._validate(epoch)
+        if self.average is None:
+            metrics = self._validate(epoch)
+        else:
+            self.average.add_epoch(epoch)
+            with self.average.in_model():
+                metrics = self._validate(epoch)
         self._write_log_line(epoch, validation=metrics)
         is_best = self.best_validation is not None and self.best_validation.step == self.step
         if is_best or self.step == self.total_steps or self.step % self.config.checkpoint_every_steps == 0:
@@ -255,7 +263,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        self.checkpointer.save(self.model, self.optimizer, step=self.step, best=self.best_validation)
+        self.checkpointer.save(self.model, self.optimizer, step=self.step, best=self.best_validation, average=self.average)
         self.saved_step = self.step
 
     def _write_result(self) -> None:
@@ -275,7 +283,7 @@ class Trainer:
 
 
 def load_state(
-    job: TrainJob, *, model: DistributedModelParallel, optimizer: CombinedOptimizer
+    job: TrainJob, *, model: DistributedModelParallel, optimizer: CombinedOptimizer, average: WeightAverage | None
 ) -> tuple[int, BestValidation | None]:
     """Collective. Restore the checkpoint of `job`; without a checkpoint, load the champion if the job has one.
 
@@ -284,7 +292,7 @@ def load_state(
     """
     if job.resume_folder is not None:
         checkpoint = require_manifest(job.resume_folder, CheckpointManifest, verify=False)
-        restore(model, optimizer, checkpoint=checkpoint.folder)
+        restore(model, optimizer, checkpoint=checkpoint.folder, average=average)
         return checkpoint.step, checkpoint.best
     if job.warm_start is not None:
         load_champion_weights(model, warm_start=job.warm_start)

@@ -68,6 +68,7 @@ SETTINGS_BY_CASE = {
     "self-attention": {
         "model": MODEL.model_copy(update={"history": SelfAttentionHistory(length=6, num_heads=2, item_dropout=0.2)}),
         "loss": LossConfig(negatives="all", mask_negatives="seen"),
+        "training": training_with(averaged_epochs=2),
     },
     "gradual table": {
         "tables": {"item": TableConfig(transfer="gradual", unfreeze=(UnfreezeStep(epoch=2, share=0.4),))},

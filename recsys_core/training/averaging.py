@@ -1,0 +1,74 @@
+"""Average of the weights over the last epochs, which is validated and exported instead of the weights of one epoch.
+
+With a constant learning rate, the weights move around a good point without reaching it, and their average is closer to this
+point (Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", UAI 2018).
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from recsys_core.training.dense_parallel import local_part
+
+
+class WeightAverage:
+    """Average of the weights at the ends of the epochs, on this rank's part of the model.
+
+    After each epoch, the average moves towards the weights: by 1 / `num_epochs` of the difference, or by 1 / epoch in the first
+    epochs. So it is the mean over all epochs up to epoch `num_epochs`, and later epochs have larger weights than earlier ones.
+
+    Attributes:
+        state: the average, with the keys and the shards of the model's state dict.
+    """
+
+    def __init__(self, model: DistributedModelParallel, *, num_epochs: int) -> None:
+        self._model, self._num_epochs = model, num_epochs
+        self.state: Mapping[str, Any] = copy.deepcopy(model.state_dict())
+
+    @torch.no_grad()
+    def add_epoch(self, epoch: int) -> None:
+        """Move the average towards the weights at the end of `epoch`, which counts from 1."""
+        share = 1 / min(epoch, self._num_epochs)
+        for average, weight in self._pairs():
+            if average.is_floating_point():
+                average.lerp_(weight, share)
+            else:
+                average.copy_(weight)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Replace the model's weights by their average in the block."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, weight in self._pairs():
+            previous_weight = weight.clone()
+            weight.copy_(average)
+            average.copy_(previous_weight)
+        for module in self._model.modules():
+            if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+                module.reset_cache_states()  # the rows in the cache are the previous weights
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the average and the weight of each entry or shard. `state_dict` writes the rows in a cache to the weights."""
+        for key, weight in self._model.state_dict().items():
+            yield from zip(_local_tensors(self.state[key]), _local_tensors(weight), strict=True)
+
+
+def _local_tensors(value: Any) -> list[Tensor]:
+    """Return this rank's part of an entry of a state dict, as views."""
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [local_part(value)]

@@ -1,0 +1,85 @@
+"""The average of the weights over epochs: its values, its place in the model, and a whole training on two gloo ranks."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
+from recsys_core.training.averaging import WeightAverage
+from recsys_core.training.checkpoint import checkpoint_name
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.job import CHECKPOINTS_FOLDER
+from tests.recsys_core.training.forked_training import (
+    checkpoint_of,
+    export_in_forks,
+    generate_dataset,
+    make_experiment,
+    train_in_forks,
+)
+
+
+def set_weights(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def test_the_average_is_the_mean_of_the_first_epochs_and_then_moves_by_a_fixed_share() -> None:
+    model = nn.Linear(2, 2)
+    average = WeightAverage(model, num_epochs=3)
+    values = []
+    for epoch, value in enumerate([6.0, 2.0, 4.0, 10.0, -4.0], start=1):
+        set_weights(model, value)
+        average.add_epoch(epoch)
+        values.append(average.state["weight"][0, 0].item())
+    assert values == pytest.approx([6, 4, 4, 6, 8 / 3])
+
+
+def test_the_model_has_the_average_in_the_block_and_its_weights_after_the_block_also_after_an_error() -> None:
+    model = nn.Linear(2, 2)
+    set_weights(model, 1.0)
+    average = WeightAverage(model, num_epochs=2)
+    set_weights(model, 5.0)
+    with pytest.raises(KeyError), average.in_model():
+        assert (model.weight == 1).all() and (model.bias == 1).all()
+        raise KeyError
+    assert (model.weight == 5).all() and (model.bias == 5).all()
+    assert (average.state["weight"] == 1).all()
+
+
+def test_a_training_exports_the_mean_of_the_weights_that_it_has_after_each_epoch_without_averaging(tmp_path):
+    num_epochs = 3
+    training = TrainingConfig(
+        epochs=num_epochs,
+        batch_size=256,
+        keep_checkpoints=num_epochs,
+        validation=None,
+        table_optimizer=TableOptimizer(learning_rate=0.2),
+        dense_optimizer=DenseOptimizer(learning_rate=0.01),
+    )
+    dataset = generate_dataset(tmp_path)
+    # Each epoch ends with a checkpoint.
+    epoch_steps = train_in_forks(
+        make_experiment(dataset, tmp_path / "plan", training=training.model_copy(update={"epochs": 1})), tmp_path / "one epoch"
+    ).result.num_steps
+    training = training.model_copy(update={"checkpoint_every_steps": epoch_steps})
+    experiment = make_experiment(dataset, tmp_path / "plan", training=training)
+    without_average = train_in_forks(experiment, tmp_path / "without")
+    exports = [
+        export_in_forks(
+            experiment,
+            without_average.work_folder / CHECKPOINTS_FOLDER / checkpoint_name(epoch * epoch_steps),
+            tmp_path / f"epoch {epoch}",
+        )
+        for epoch in range(1, num_epochs + 1)
+    ]
+    experiment = experiment._replace(training=training.model_copy(update={"averaged_epochs": num_epochs}))
+    averaged = export_in_forks(experiment, checkpoint_of(train_in_forks(experiment, tmp_path / "with")), tmp_path / "export")
+    weight_names = [name for name in averaged if name.startswith("table_") or not name.endswith(".npy")]
+    assert "table_item.npy" in weight_names and len(weight_names) > 5
+    for name in weight_names:
+        np.testing.assert_allclose(
+            averaged[name], np.mean([export[name] for export in exports], axis=0), rtol=1e-4, atol=1e-6, err_msg=name
+        )
+    assert not np.allclose(averaged["table_item.npy"], exports[-1]["table_item.npy"], atol=1e-3)

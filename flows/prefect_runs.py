@@ -157,16 +157,19 @@ def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = Fals
                 client.set_task_run_state(task_run.id, crashed_state, force=True)
 
 
-def end_lost_runs(deployment_id: UUID, *, current_flow_run_id: UUID | None = None) -> None:
+def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | None = None) -> None:
     """Set the unfinished flow runs of a deployment to Crashed. Scheduled flow runs are not changed.
 
-    Call this function only if no process of these flow runs can be alive. The flow run `current_flow_run_id` is not changed.
+    Call this function only if no process of these flow runs can be alive.
+
+    Args:
+        deployment_id: None for the flow runs without a deployment.
+        current_flow_run_id: a flow run that is not changed.
     """
+    deployment = {"is_null_": True} if deployment_id is None else {"any_": [deployment_id]}
     state = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
     with get_client(sync_client=True) as client:
-        lost_runs = client.read_flow_runs(
-            flow_run_filter=_flow_run_filter(deployment_id={"any_": [deployment_id]}, state=state)
-        )
+        lost_runs = client.read_flow_runs(flow_run_filter=_flow_run_filter(deployment_id=deployment, state=state))
     for lost_run in lost_runs:
         if lost_run.id != current_flow_run_id:
             LOG.warning("the process of flow run %s has died; the flow run ends as Crashed", lost_run.name)
@@ -180,10 +183,25 @@ def end_earlier_runs() -> None:
     other Pending flow run has died too, because the current flow run has the only slot of the deployment. A flow run that waits
     for the slot is Scheduled and is not changed.
     """
-    if runtime.deployment.id is None:
-        return
+    if runtime.deployment.id is not None:
+        with _warn_of_errors():
+            end_lost_runs(UUID(runtime.deployment.id), current_flow_run_id=UUID(runtime.flow_run.id))
+
+
+def end_runs_of_dead_commands() -> None:
+    """End the lost flow runs of earlier commands, before the flow of this command starts. A failure is logged.
+
+    The Prefect server belongs to the workspace, and the caller holds the lock of the workspace, so the process of every Running
+    flow run without a deployment has died.
+    """
+    with _warn_of_errors():
+        end_lost_runs(None)
+
+
+@contextmanager
+def _warn_of_errors() -> Iterator[None]:
     try:
-        end_lost_runs(UUID(runtime.deployment.id), current_flow_run_id=UUID(runtime.flow_run.id))
+        yield
     except Exception as error:  # any error of Prefect or the network
         LOG.warning("could not end lost flow runs (%s: %s); this run is not affected", type(error).__name__, error)
 

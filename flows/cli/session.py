@@ -80,6 +80,10 @@ def flow_session(command: FlowCommand, flow_path: str) -> Iterator[Any]:
             prefect_session(command.server, flow_path, log_file=workspace / "prefect.log") as flow,
             explain_disk_full(run.folder),
         ):
+            if command.server is not None:
+                from flows.prefect_runs import end_runs_of_dead_commands  # prefect_session has imported Prefect
+
+                end_runs_of_dead_commands()
             yield flow.with_options(on_running=[interruption.set_flow_run])
 
 

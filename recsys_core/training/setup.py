@@ -55,7 +55,8 @@ class TrainingSetup:
     def checkpoint_bytes(self, *, work_folder: Path, steps_per_epoch: int) -> int:
         """Return the bytes that the checkpoints will need at their peak, minus the bytes already in `work_folder`."""
         config = self.training
-        checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
+        num_weights = 2 if config.averaged_epochs > 1 else 1  # the weights and their average
+        checkpoint_bytes = sum(num_weights * _weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
         # A new checkpoint is complete before an old one is removed, and the best checkpoint is kept in addition.
         max_num_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
         num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs

@@ -20,7 +20,13 @@ from prefect.states import Completed, Crashed, Pending, Running
 from ruamel.yaml import YAML
 
 from flows.cli.deploy import deploy_pipeline
-from flows.prefect_runs import end_lost_runs, fail_run_with_unknown_parameters, load_form_config, prefect_client
+from flows.prefect_runs import (
+    end_lost_runs,
+    end_runs_of_dead_commands,
+    fail_run_with_unknown_parameters,
+    load_form_config,
+    prefect_client,
+)
 from flows.scheduled import deployments
 from flows.scheduled.crash_report import start_reporter
 from flows.scheduled.deployed import deployed_retrain
@@ -291,6 +297,20 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
         client.set_flow_run_state(current_run.id, state)
     end_lost_runs(deployment.id, current_flow_run_id=current_run.id)
     assert [client.read_flow_run(run.id).state_name for run in (lost_run, current_run)] == ["Crashed", "Running"]
+
+
+def test_lost_flow_runs_of_commands_end_as_crashed_and_those_of_deployments_do_not(
+    tmp_path: Path, client: SyncPrefectClient
+) -> None:
+    deploy(tmp_path, name="other")
+    deployment = deployments.read_deployment(client, "other")
+    assert deployment is not None
+    command_run, deployed_run = client.create_flow_run(deployed_retrain), client.create_flow_run_from_deployment(deployment.id)
+    for flow_run in (command_run, deployed_run):
+        for state in (Pending(), Running()):
+            client.set_flow_run_state(flow_run.id, state)
+    end_runs_of_dead_commands()
+    assert [client.read_flow_run(run.id).state_name for run in (command_run, deployed_run)] == ["Crashed", "Running"]
 
 
 def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:

@@ -41,6 +41,12 @@ def test_the_estimates_are_the_bytes_of_the_arrays_in_a_checkpoint_and_in_an_exp
     table_bytes = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
     vector_bytes = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
     estimate = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path / "none", steps_per_epoch=10)
+    averaged = CONFIG.model_copy(update={"averaged_epochs": 2})
+    estimate_with_average = TrainingSetup(experiment.spec, averaged).checkpoint_bytes(
+        work_folder=tmp_path / "none", steps_per_epoch=10
+    )
+    weight_bytes = sum(num_bytes for name, num_bytes in table_bytes.items() if name.startswith("table_"))
+    assert estimate_with_average == estimate + weight_bytes
     checkpoint_bytes = sum(path.stat().st_size for path in checkpoint_of(finished_training).glob("*.distcp"))
     assert estimate == sum(table_bytes.values()) < checkpoint_bytes  # a checkpoint also contains the layers
     array_bytes = table_bytes | vector_bytes

@@ -41,7 +41,7 @@ from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import METRICS_FILE, Progress, TrainJob
 from recsys_core.training.loop import Trainer, make_loader
-from recsys_core.training.sharded_model import initial_model
+from recsys_core.training.model.sharded_model import initial_model
 
 NUM_ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
 """Rows of each of the two tables, their width, and the widths of the layers of each tower."""

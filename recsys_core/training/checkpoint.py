@@ -35,8 +35,8 @@ from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import FileRecord, Manifest, commit_folder, load_manifest, record_files, require_no_link
-from recsys_core.training.averaging import WeightAverage
-from recsys_core.training.dense_parallel import local_part
+from recsys_core.training.model.averaging import WeightAverage
+from recsys_core.training.model.dense_parallel import local_part
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 1.0

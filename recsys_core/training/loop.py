@@ -20,7 +20,6 @@ from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.seeds import step_seed
 from recsys_core.sharding.config import PLAN_NAME
-from recsys_core.training.averaging import WeightAverage
 from recsys_core.training.checkpoint import BestValidation, Checkpointer, CheckpointManifest, checkpoint_name, restore
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.job import (
@@ -33,8 +32,9 @@ from recsys_core.training.job import (
     TrainResult,
 )
 from recsys_core.training.metrics_log import MetricsLog, make_profiler, raise_if_not_finite
-from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.sharded_model import initial_model
+from recsys_core.training.model.averaging import WeightAverage
+from recsys_core.training.model.optimizers import LearningRates, make_optimizer
+from recsys_core.training.model.sharded_model import initial_model
 from recsys_core.training.validation import Validator
 from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights
 

@@ -24,8 +24,8 @@ from recsys_core.launching.rank import Process
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.training.config import ProfileConfig
-from recsys_core.training.dense_parallel import local_part
 from recsys_core.training.job import Progress
+from recsys_core.training.model.dense_parallel import local_part
 
 FLOAT32_BYTES = 4
 PROFILER_WARMUP_STEPS = 2

@@ -21,7 +21,6 @@ from recsys_core.models.loss.catalogue import require_catalogue_fits
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import latest_checkpoint
-from recsys_core.training.dense_parallel import require_shardable_layers
 from recsys_core.training.job import (
     CHECKPOINTS_FOLDER,
     JOB_FILE,
@@ -35,6 +34,7 @@ from recsys_core.training.job import (
     WarmStart,
 )
 from recsys_core.training.metrics_log import MetricsTail
+from recsys_core.training.model.dense_parallel import require_shardable_layers
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.temperature import TemperatureTrials
 from recsys_core.training.warm.starting_model import Champion

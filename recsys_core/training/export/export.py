@@ -32,16 +32,16 @@ from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
-from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.export.append_block import append_block
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.item_columns import Share
 from recsys_core.training.export.ranking import write_rankings
 from recsys_core.training.export.validated_choice import choose_popularity
 from recsys_core.training.job import ExportJob
-from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
+from recsys_core.training.model.dense_parallel import gather_tensors
+from recsys_core.training.model.optimizers import accumulator_shards, has_accumulators, make_optimizer
+from recsys_core.training.model.sharded_model import build_model
 from recsys_core.training.setup import TrainingSetup, export_bytes
-from recsys_core.training.sharded_model import build_model
 from recsys_core.training.train import launch_job
 
 HELD_OUT_SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")

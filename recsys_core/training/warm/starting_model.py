@@ -28,7 +28,7 @@ from recsys_core.manifests import (
 from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
 from recsys_core.models.spec import ModelSpec, Side
 from recsys_core.models.tables.table_config import OFFSET_TABLE
-from recsys_core.training.optimizers import has_accumulators
+from recsys_core.training.model.optimizers import has_accumulators
 
 ID_FILE_BY_TABLE = {
     "item": vocabulary_file("item"),

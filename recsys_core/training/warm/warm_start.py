@@ -18,10 +18,10 @@ from recsys_core.models.tables.embedding_tables import LocalShard, table_shards
 from recsys_core.models.tables.initialisation import copy_pretrained
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.config import WarmStartConfig
-from recsys_core.training.dense_parallel import copy_into
 from recsys_core.training.job import LOG_VECTORS_FILE, WarmStart
-from recsys_core.training.optimizers import accumulator_shards, has_accumulators
-from recsys_core.training.sharded_model import PretrainedVectors, pretrained_vectors_by_table
+from recsys_core.training.model.dense_parallel import copy_into
+from recsys_core.training.model.optimizers import accumulator_shards, has_accumulators
+from recsys_core.training.model.sharded_model import PretrainedVectors, pretrained_vectors_by_table
 from recsys_core.training.warm.leaked_events import count_leaked_events
 from recsys_core.training.warm.starting_model import (
     Champion,

@@ -18,7 +18,7 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableCons
 from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.sharded_model import build_model
+from recsys_core.training.model.sharded_model import build_model
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
 

@@ -27,7 +27,7 @@ from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, Sha
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.sharded_model import PretrainedVectors, build_model, fill_pretrained
+from recsys_core.training.model.sharded_model import PretrainedVectors, build_model, fill_pretrained
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS = 50, 41, 300
 HISTORY_LENGTH = 4

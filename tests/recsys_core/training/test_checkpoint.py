@@ -37,7 +37,7 @@ from recsys_core.training.checkpoint import (
     restore,
 )
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.optimizers import accumulator_shards, make_optimizer
+from recsys_core.training.model.optimizers import accumulator_shards, make_optimizer
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 

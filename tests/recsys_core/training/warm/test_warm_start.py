@@ -30,8 +30,8 @@ from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import CHECKPOINTS_FOLDER, LOG_VECTORS_FILE, TrainJob, WarmStart
 from recsys_core.training.loop import make_loader
-from recsys_core.training.optimizers import accumulator_shards, make_optimizer
-from recsys_core.training.sharded_model import initial_model
+from recsys_core.training.model.optimizers import accumulator_shards, make_optimizer
+from recsys_core.training.model.sharded_model import initial_model
 from recsys_core.training.warm.starting_model import Champion, match_rows_by_value
 from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights, prepare_warm_start
 from tests.gloo import cpu_process, run_ranks

@@ -20,8 +20,8 @@ from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, 
 from recsys_core.sharding.config import QuantizedCommsConfig
 from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.sharded_model import EPS, zero_unknown_users
+from recsys_core.training.model.optimizers import LearningRates, make_optimizer
+from recsys_core.training.model.sharded_model import EPS, zero_unknown_users
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import ITEM_COUNT_I, NUM_USERS, make_batch, plain_task, sharded_model, small_spec
 

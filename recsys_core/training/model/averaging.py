@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys_core.training.dense_parallel import local_part
+from recsys_core.training.model.dense_parallel import local_part
 
 
 class WeightAverage:

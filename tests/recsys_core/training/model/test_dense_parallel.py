@@ -27,10 +27,10 @@ from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig
 from recsys_core.models.task import RetrievalHead
 from recsys_core.training.checkpoint import Checkpointer, checkpoint_name, restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.dense_parallel import gather_tensors, local_part, require_shardable_layers
 from recsys_core.training.job import WarmStart
 from recsys_core.training.metrics_log import raise_if_not_finite
-from recsys_core.training.optimizers import LearningRates, make_optimizer
+from recsys_core.training.model.dense_parallel import gather_tensors, local_part, require_shardable_layers
+from recsys_core.training.model.optimizers import LearningRates, make_optimizer
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train as train_stage
 from recsys_core.training.warm.warm_start import load_champion_weights

@@ -17,7 +17,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.optimizers import make_optimizer
+from recsys_core.training.model.optimizers import make_optimizer
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 

@@ -15,7 +15,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import OFFSET_TABLE, DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.optimizers import LearningRates, make_optimizer, table_name_of
+from recsys_core.training.model.optimizers import LearningRates, make_optimizer, table_name_of
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import (
     NUM_ITEMS,

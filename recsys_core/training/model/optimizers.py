@@ -21,7 +21,7 @@ from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.models.tables.embedding_tables import local_shards
 from recsys_core.models.tables.table_config import DenseOptimizer, Schedule, TableOptimizer
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.sharded_model import EPS
+from recsys_core.training.model.sharded_model import EPS
 
 DENSE_OPTIMIZER_BY_KIND = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 TABLE_OPTIMIZER_BY_KIND = {

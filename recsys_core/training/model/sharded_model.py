@@ -34,8 +34,8 @@ from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.torchrec_planner import OPTIMIZER_CLASS_BY_KIND, sharders
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.dense_parallel import shard_layers
 from recsys_core.training.job import LOG_VECTORS_FILE, TrainJob
+from recsys_core.training.model.dense_parallel import shard_layers
 
 logger = logging.getLogger(__name__)
 EPS = 1e-8

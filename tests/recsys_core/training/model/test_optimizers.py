@@ -10,8 +10,8 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import DenseOptimizer
 from recsys_core.training.config import DenseParallel, TrainingConfig
-from recsys_core.training.dense_parallel import local_part
-from recsys_core.training.optimizers import AccumulatorShard, make_optimizer, table_name_of
+from recsys_core.training.model.dense_parallel import local_part
+from recsys_core.training.model.optimizers import AccumulatorShard, make_optimizer, table_name_of
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import sharded_model, small_spec
 

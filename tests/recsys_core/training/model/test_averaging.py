@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
-from recsys_core.training.averaging import WeightAverage
 from recsys_core.training.checkpoint import checkpoint_name
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import CHECKPOINTS_FOLDER
+from recsys_core.training.model.averaging import WeightAverage
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,
     export_in_forks,

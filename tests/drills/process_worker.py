@@ -4,8 +4,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,14 @@ class Worker:
         _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
         seconds = time.monotonic() - signal_time_s
         self.process.wait(60)
-        return seconds, [" ".join(process.cmdline()) for process in alive]
+        return seconds, [*_command_lines(alive)]
+
+
+def _command_lines(processes: Iterable[psutil.Process]) -> Iterator[str]:
+    """Yield the command lines of the processes that have not ended. A zombie has ended."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            yield " ".join(process.cmdline())
 
 
 @contextmanager

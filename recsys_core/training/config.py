@@ -75,9 +75,9 @@ class TrainingConfig(Settings):
         ge=1,
         le=MAX_EPOCHS,
         description="Number of epochs over which the weights are averaged. After each epoch, the average moves towards the "
-        "weights: by 1/`averaged_epochs` of the difference, or by 1/epoch in the first epochs. The average is validated and "
-        "exported, while the training continues with the weights. The average takes as much memory as the weights. With `1`, "
-        "the weights are not averaged",
+        "weights by 2/(`averaged_epochs` + 1) of the difference, and in the first epochs by 1/epoch. The average is validated "
+        "and exported, while the training continues with the weights. The average takes as much memory as the weights. With "
+        "`1`, the weights are not averaged",
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="Precision of the matrix products of the towers. Tables and optimizer states stay in `fp32`"

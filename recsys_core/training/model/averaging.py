@@ -19,10 +19,11 @@ from recsys_core.training.model.dense_parallel import local_part
 
 
 class WeightAverage:
-    """Average of the weights at the ends of the epochs, on this rank's part of the model.
+    """Exponential average of the weights at the ends of the epochs, on this rank's part of the model.
 
-    After each epoch, the average moves towards the weights: by 1 / `num_epochs` of the difference, or by 1 / epoch in the first
-    epochs. So it is the mean over all epochs up to epoch `num_epochs`, and later epochs have larger weights than earlier ones.
+    After each epoch, the average moves towards the weights by 2 / (`num_epochs` + 1) of the difference. The mean age of the
+    averaged weights is then the same as in a mean over the last `num_epochs` epochs. In the first epochs, the average moves by
+    1 / epoch, so it is the mean over all epochs.
 
     Attributes:
         state: the average, with the keys and the shards of the model's state dict.
@@ -35,7 +36,7 @@ class WeightAverage:
     @torch.no_grad()
     def add_epoch(self, epoch: int) -> None:
         """Move the average towards the weights at the end of `epoch`, which counts from 1."""
-        share = 1 / min(epoch, self._num_epochs)
+        share = max(1 / epoch, 2 / (self._num_epochs + 1))
         for average, weight in self._pairs():
             if average.is_floating_point():
                 average.lerp_(weight, share)

@@ -86,7 +86,9 @@ SETTINGS_BY_CASE = {
         # Without learned weights in the history, no layer is left for DDP.
         "model": MODEL.model_copy(update={"history": MODEL.history.model_copy(update={"pooling": "mean"})}),
         "training": training_with(
-            dense_parallel="sharded", dense_optimizer=DenseOptimizer(warmup_steps=5, gradient_clip_norm=0.5)
+            dense_parallel="sharded",
+            dense_optimizer=DenseOptimizer(warmup_steps=5, gradient_clip_norm=0.5),
+            averaged_epochs=2,
         ),
     },
 }

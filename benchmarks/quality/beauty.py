@@ -23,6 +23,7 @@ CANDIDATE_LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip
 DECAYED_RATES: Settings = {
     "training": {"table_optimizer": {"lr_decay": "cosine"}, "dense_optimizer": {"lr_decay": "cosine"}},
 }
+AVERAGED_WEIGHTS: Settings = {"training": {"epochs": 12, "averaged_epochs": 8}}
 SELF_ATTENTION: Settings = {
     "model": {
         "history": {
@@ -79,6 +80,9 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
     settings_by_variant["pretrained, full, features, decay"] = decayed_settings
     member_settings = merge_settings(decayed_settings, {"model": {"num_members": 3}})
     settings_by_variant["pretrained, full, features, decay, 3 members"] = member_settings
+    settings_by_variant["pretrained, full, features, average, 3 members"] = merge_settings(
+        settings_by_variant["pretrained, full, features"], AVERAGED_WEIGHTS, {"model": {"num_members": 3}}
+    )
     log_member_settings = merge_settings(base_settings, LOG_VECTORS, {"model": {"num_members": 3}})
     settings_by_variant["log vectors, full, 3 members"] = log_member_settings
     all_events = all_events_settings(data_folder, folder=folder)

@@ -52,6 +52,11 @@ INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
         Ingredient("learning rates that fall to 0", "pretrained, full, features", "pretrained, full, features, decay"),
         Ingredient("three members, next to vectors from the log", "log vectors, full", "log vectors, full, 3 members"),
         Ingredient("three members", "pretrained, full, features, decay", "pretrained, full, features, decay, 3 members"),
+        Ingredient(
+            "average over epochs instead of learning rates that fall to 0, three members",
+            "pretrained, full, features, decay, 3 members",
+            "pretrained, full, features, average, 3 members",
+        ),
     ),
     "all_events": tuple(
         Ingredient(f"training on the validation events, {kind}", variant, variant, part_before="beauty")

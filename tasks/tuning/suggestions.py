@@ -277,11 +277,6 @@ def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:
 def _training(facts: DataFacts) -> Iterator[Suggestion]:
     batch_size = _batch_size(facts, steps_per_epoch=STEPS_PER_EPOCH)
     yield _suggestion("training.batch_size", batch_size, _steps_reason(facts, batch_size))
-    if facts.is_ordered and facts.describes_items and not facts.is_dense:
-        reason = "on a sparse log with an order, the average of the weights of several epochs ranks better than one epoch"
-        yield _suggestion("training.averaged_epochs", 8, reason, 1, 8)
-        yield _suggestion("training.epochs", 12, "with averaged weights, the best epoch is later")
-        return
     reason = "the learning rates fall to 0 until the last epoch"
     yield _suggestion("training.table_optimizer.lr_decay", "cosine", reason)
     yield _suggestion("training.dense_optimizer.lr_decay", "cosine", reason)

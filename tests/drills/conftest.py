@@ -1,5 +1,6 @@
-"""Fixtures of all drills: a check for processes that a drill leaves behind, and a browser page."""
+"""Fixtures of all drills: signals, a check for processes that a drill leaves behind, and a browser page."""
 
+import signal
 import sys
 import time
 import uuid
@@ -14,6 +15,15 @@ from tests.drills.chromium import browser_page
 
 END_TIMEOUT_S = 10.0
 MARK_VARIABLE = "NIGHTJAR_DRILL"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def default_sigint() -> None:
+    """Let child processes handle SIGINT. A shell that runs the drills in the background ignores it, and children inherit this.
+
+    Otherwise, Prefect's worker would not end after SIGTERM, which it handles by sending itself SIGINT.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

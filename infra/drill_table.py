@@ -62,7 +62,7 @@ def with_table(page: str, results: dict[str, Any]) -> str:
 def drills_table(results: dict[str, Any]) -> str:
     """Return the table in Markdown, with the first sentence of each test file."""
     lines = [
-        f"These results were measured on {results['date']} on a machine with {results['cores']} cores:",
+        f"These results were measured on machines with {results['cores']} cores, the newest of them on {results['date']}:",
         "",
         "| what the drill tests | tests that passed | skipped | failed | seconds | processes left behind |",
         "|---|---:|---:|---:|---:|---:|",

@@ -80,22 +80,22 @@ class Interruption:
         with suppress(TimeoutError):
             if not signal_socket.recv(1):
                 return
-        report_thread = threading.Thread(target=self._report, daemon=True)
+        report_thread = threading.Thread(target=self.end_flow_run, daemon=True)
         report_thread.start()
         report_thread.join(REPORT_S)
         if self.error is not None and not self._has_body_ended.is_set():
             end_process(self.error)
 
-    def end(self) -> None:
-        """Record that the body has ended, so that `watch` does not end the process."""
-        self._has_body_ended.set()
-
-    def _report(self) -> None:
-        """Set the flow run and its unfinished task runs to Crashed in Prefect."""
-        if self._flow_run is not None:
+    def end_flow_run(self) -> None:
+        """Set the flow run and its unfinished task runs to Crashed in Prefect, if there was a signal."""
+        if self._signal_number is not None and self._flow_run is not None:
             from flows.prefect_runs import end_as_crashed  # a flow has started, so Prefect is imported
 
             end_as_crashed(self._flow_run.id, message=str(self.error))
+
+    def end(self) -> None:
+        """Record that the body has ended, so that `watch` does not end the process."""
+        self._has_body_ended.set()
 
 
 def _hide_signal(unraisable: Any) -> None:

@@ -84,7 +84,11 @@ def flow_session(command: FlowCommand, flow_path: str) -> Iterator[Any]:
                 from flows.prefect_runs import end_runs_of_dead_commands  # prefect_session has imported Prefect
 
                 end_runs_of_dead_commands()
-            yield flow.with_options(on_running=[interruption.set_flow_run])
+            try:
+                yield flow.with_options(on_running=[interruption.set_flow_run])
+            except Exception:  # a library or a stage may raise its own error after a signal, which is Failed in Prefect
+                interruption.end_flow_run()
+                raise
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Signals during a run: the last line is the resume command, and no flow run is left in state RUNNING."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.interrupted_run import interrupt_run, state_types
+from tests.drills.interrupted_run import ROOT, interrupt_run, state_types
 from tests.drills.test_kill_and_resume import write_config
 
 
@@ -29,6 +30,54 @@ def test_sigterm_to_the_process_group_ends_a_run_whose_last_line_is_the_resume_c
     assert answer.stderr.splitlines()[-1] == resume_line
     assert "Traceback" not in answer.stderr and "prefect" not in answer.stderr.replace(resume_line, "").lower(), answer.stderr
     assert "RUNNING" not in state_types(tmp_path / "workspace")
+
+
+INTERRUPTED_FLOW = """
+import signal
+from prefect import flow
+
+@flow
+def interrupted_flow():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except BaseException:
+        raise OSError("the connection was interrupted") from None
+"""
+
+SESSION_SCRIPT = """
+from pathlib import Path
+from flows.cli.session import FlowCommand, flow_session
+from flows.interruption import Interrupted, end_process
+from flows.servers.prefect_server import embedded_server
+from flows.settings.template import starter_config
+from tasks.runs.run import Run
+
+config = starter_config().with_absolute_paths(Path.cwd())
+try:
+    with embedded_server() as server:
+        command = FlowCommand(config, server, Run("r", workspace=config.workspace), "nightjar run a.yaml")
+        with flow_session(command, "interrupted:interrupted_flow") as interrupted_flow:
+            interrupted_flow()
+except Interrupted as error:
+    end_process(error)
+"""
+
+
+def test_a_flow_run_whose_error_replaces_the_signal_ends_as_crashed(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED_FLOW)
+    workspace = tmp_path / "workspace"
+    answer = subprocess.run(
+        [sys.executable, "-c", SESSION_SCRIPT],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        | {"PREFECT_HOME": str(workspace / "prefect"), "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert answer.returncode == 143, answer.stderr
+    assert answer.stderr.splitlines()[-1] == "interrupted by SIGTERM; resume with: nightjar run a.yaml"
+    assert state_types(workspace) == {"CRASHED"}
 
 
 FINALIZER_SCRIPT = """

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 hypothesis.settings.register_profile("nightjar", deadline=None)  # no test depends on how long the code takes
 hypothesis.settings.load_profile("nightjar")
@@ -42,12 +43,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of an empty MLflow database that tests copy, because creating one takes seconds."""
+def new_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The path of an empty MLflow database that tests copy, because creating one takes seconds.
+
+    The first test process that needs the database creates it for all test processes.
+    """
     from tasks.registry.mlflow_client import connect
 
-    folder = tmp_path_factory.mktemp("mlflow")
-    with pytest.MonkeyPatch.context() as patch:
+    base_folder = tmp_path_factory.getbasetemp()
+    folder = (base_folder if worker_id == "master" else base_folder.parent) / "mlflow"
+    with FileLock(f"{folder}.lock"), pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        connect(folder)
+        if not folder.exists():
+            folder.mkdir()
+            connect(folder)
     return folder / "mlflow.db"

@@ -19,7 +19,7 @@ FAST_RULES: list[Rule] = [
 ]
 """The rules with fewer resamples, for property tests."""
 user_values = arrays(np.float64, st.integers(2, 50), elements=st.floats(0.125, 1))
-NUM_USERS, NUM_RUNS = 5_000, 500
+NUM_USERS, NUM_RUNS = 5_000, 300
 
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
 every_fast_rule = pytest.mark.parametrize("rule", FAST_RULES, ids=lambda rule: rule.kind)

@@ -35,6 +35,46 @@ def load_log(
     Args:
         split_code_by_file: code of the split of each input file; events of other files are not in `log`.
     """
+    _create_events_view(session, config, parts=parts, folder=folder, split_code_by_file=split_code_by_file)
+    num_events = fetch_count(session, "SELECT count(*) FROM events")
+    if num_events == 0:
+        return LogCounts(num_read_events=0)
+    current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
+    newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
+    newest_us, is_in_window_sql = _window(config.filter, newest_us=newest_us)
+    events_sql, num_filtered_by_reason = _filter_events(
+        session, config.filter, num_events=num_events, is_in_window_sql=is_in_window_sql
+    )
+    test_days = (
+        _test_days(session, config.split, events_sql, newest_us=newest_us) if isinstance(config.split, TimeSplit) else None
+    )
+    split_sql = _split_code_sql(
+        config, newest_us=newest_us, test_days=test_days, tie_breaker_columns=extra_column_names(session, "events")
+    )
+    # A view is evaluated at each use, which is cheap except for the window function of leave_last_out.
+    create_log = session.create_table if isinstance(config.split, LeaveLastOut) else session.create_view
+    create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
+    if config.explicit_negatives:
+        create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql or "true")
+    num_removed_by_reason = {
+        "below_threshold": sum(file.num_below_threshold for file in current_files)
+    } | num_filtered_by_reason
+    return replace(
+        count_log(session, config, num_read_events=num_events),
+        num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count},
+        test_days=test_days,
+    )
+
+
+def _create_events_view(
+    session: SqlSession,
+    config: InteractionsConfig,
+    *,
+    parts: Sequence[LogPart],
+    folder: Path,
+    split_code_by_file: Mapping[SourceFile, int],
+) -> None:
+    """Create the view `events`, and with explicit negatives also `coded_events`, which contains the negatives."""
     # A part of an earlier run is left out if none of its files is still an input file.
     current_parts = [part for part in parts if any(file.source in split_code_by_file for file in part.files)]
     part_rows_sql = " UNION ALL ".join(
@@ -51,45 +91,36 @@ def load_log(
         session.create_view("coded_events", part_rows_sql)
         part_rows_sql = "SELECT * EXCLUDE (is_negative) FROM coded_events WHERE NOT is_negative"
     session.create_view("events", part_rows_sql)
-    num_events = fetch_count(session, "SELECT count(*) FROM events")
-    if num_events == 0:
-        return LogCounts(num_read_events=0)
-    current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
-    num_removed_by_reason = {"below_threshold": sum(file.num_below_threshold for file in current_files)}
-    newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
-    filters_not_by_time = config.filter.model_copy(update={"until": None, "window_days": None})
-    time_conditions_sql = []
-    if config.filter.until is not None:
-        newest_us = min(newest_us, time_us(config.filter.until))
-        time_conditions_sql.append(f"position <= {newest_us}")
-    if config.filter.window_days is not None:
-        time_conditions_sql.append(f"position > {newest_us - int(config.filter.window_days * DAY_US)}")
-    is_in_window_sql = " AND ".join(time_conditions_sql) or "true"
-    events_sql = f"(SELECT * FROM events WHERE {is_in_window_sql})" if time_conditions_sql else "events"
-    if filters_not_by_time != LogFilter():
+
+
+def _window(log_filter: LogFilter, *, newest_us: int) -> tuple[int, str | None]:
+    """Return the time of the newest event in the window of the filter, and the SQL condition of the window.
+
+    newest_us: time of the newest event of the log.
+
+    The condition is None if the filter has no window.
+    """
+    conditions_sql = []
+    if log_filter.until is not None:
+        newest_us = min(newest_us, time_us(log_filter.until))
+        conditions_sql.append(f"position <= {newest_us}")
+    if log_filter.window_days is not None:
+        conditions_sql.append(f"position > {newest_us - int(log_filter.window_days * DAY_US)}")
+    return newest_us, " AND ".join(conditions_sql) or None
+
+
+def _filter_events(
+    session: SqlSession, log_filter: LogFilter, *, num_events: int, is_in_window_sql: str | None
+) -> tuple[str, dict[str, int]]:
+    """Apply the filter to `events`. Return the SQL of the remaining events, and the number of removed events by reason."""
+    events_sql = f"(SELECT * FROM events WHERE {is_in_window_sql})" if is_in_window_sql else "events"
+    if log_filter.model_copy(update={"until": None, "window_days": None}) != LogFilter():
         session.create_table("remaining", f"SELECT * FROM {events_sql}")
-        num_removed_by_reason["outside_window"] = num_events - fetch_count(session, "SELECT count(*) FROM remaining")
-        num_removed_by_reason |= _apply_filters(session, config.filter)
-        events_sql = "remaining"
-    elif events_sql != "events":
-        num_removed_by_reason["outside_window"] = num_events - fetch_count(session, f"SELECT count(*) FROM {events_sql}")
-    test_days = (
-        _test_days(session, config.split, events_sql, newest_us=newest_us) if isinstance(config.split, TimeSplit) else None
-    )
-    split_sql = _split_code_sql(
-        config, newest_us=newest_us, test_days=test_days, tie_breaker_columns=extra_column_names(session, "events")
-    )
-    # A view is evaluated at each use, which is cheap except for the window function of leave_last_out.
-    create_log = session.create_table if isinstance(config.split, LeaveLastOut) else session.create_view
-    create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
-    if config.explicit_negatives:
-        create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql)
-    counts = count_log(session, config, num_read_events=num_events)
-    return replace(
-        counts,
-        num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count},
-        test_days=test_days,
-    )
+        num_outside_window = num_events - fetch_count(session, "SELECT count(*) FROM remaining")
+        return "remaining", {"outside_window": num_outside_window, **_apply_filters(session, log_filter)}
+    if is_in_window_sql is None:
+        return events_sql, {}
+    return events_sql, {"outside_window": num_events - fetch_count(session, f"SELECT count(*) FROM {events_sql}")}
 
 
 def extra_column_names(session: SqlSession, table_name: str) -> list[str]:

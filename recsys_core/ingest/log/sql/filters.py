@@ -64,8 +64,8 @@ def load_log(
         time_conditions_sql.append(f"position <= {newest_us}")
     if config.filter.window_days is not None:
         time_conditions_sql.append(f"position > {newest_us - int(config.filter.window_days * DAY_US)}")
-    is_in_window_sql = " AND ".join(time_conditions_sql) or "true"
-    events_sql = f"(SELECT * FROM events WHERE {is_in_window_sql})" if time_conditions_sql else "events"
+    is_kept_time_sql = " AND ".join(time_conditions_sql) or "true"
+    events_sql = f"(SELECT * FROM events WHERE {is_kept_time_sql})" if time_conditions_sql else "events"
     if filters_not_by_time != LogFilter():
         session.create_table("remaining", f"SELECT * FROM {events_sql}")
         num_removed_by_reason["outside_window"] = num_events - fetch_count(session, "SELECT count(*) FROM remaining")
@@ -83,7 +83,7 @@ def load_log(
     create_log = session.create_table if isinstance(config.split, LeaveLastOut) else session.create_view
     create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
     if config.explicit_negatives:
-        create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql)
+        create_known_negatives(session, config, split_sql=split_sql, is_kept_time_sql=is_kept_time_sql)
     counts = count_log(session, config, num_read_events=num_events)
     return replace(
         counts,

@@ -176,7 +176,7 @@ def _export_constants() -> dict[str, Constant]:
     ranks, nightly, plan = Result("ranks"), Result("nightly"), Result("plan")
     num_users, num_pairs = ranks.content["queries"], ranks.content["queries"] * ranks.content["items"]
     top_lists, targets = "runs.Top lists.2", "runs.Top lists and positions of all targets.2"  # the third run has 2 ranks
-    pair_unit = "s of CPU time per value of a pair of a user and an item"
+    pair_unit = "s of CPU time per dimension of the score of a user-item pair"
     pair_s, target_pair_s = (ranks.number(f"{path}.cpu_s") / num_pairs / TRAINED_DIM for path in (top_lists, targets))
     vector_bytes = (num_users + ranks.content["items"]) * TRAINED_DIM * 4
     memory = f"{targets}.rank_bytes"

@@ -33,7 +33,7 @@ from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.evaluation.ranking.queries import Queries, Ranking
 from recsys_core.launching.rank import Process
 from recsys_core.preflight import installed_versions
-from recsys_core.training.export.item_columns import Share, rows_of_rank
+from recsys_core.training.export.item_columns import EncodedRows, rows_of_rank
 from recsys_core.training.export.ranking import PartOfRanking, rank_on_ranks
 
 DIM, K, NUM_SEEN, NUM_TARGETS = 64, 100, 20, 5
@@ -79,7 +79,7 @@ def measure_rank(options: argparse.Namespace) -> dict[str, Any]:
         dist.barrier()
 
     def rank() -> None:
-        queries, items = queries_of_rows(rows, num_items=options.items), Share(options.items, dim=DIM, process=process)
+        queries, items = queries_of_rows(rows, num_items=options.items), EncodedRows(options.items, dim=DIM, process=process)
         items.add(items.rows.start, 0, torch.from_numpy(random_rows(items.rows, columns=DIM, kind=1)))
         ranking: PartOfRanking | Ranking
         if options.world_size:

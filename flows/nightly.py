@@ -83,7 +83,7 @@ def nightly_retrain(
 
 def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManifest | None:
     """Run the stages in order, except stages that are already complete. Return the registration, or None for a dry run."""
-    dataset = stages.data_stages.ingest(context, config.inputs)
+    dataset = stages.data_stages.ingest(context, config.input_config)
     stages.data_report.check_data(context, config.data_report, split=config.interactions.split)
     setup = config.training_setup(dataset)
     stages.model_stages.plan_sharding(context, setup)
@@ -111,7 +111,7 @@ def refit(config: PipelineConfig, context: StageContext) -> list[str]:
         ]
     except Exception as error:  # any error of a library; the promoted version stays champion
         reason = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {first_line(error)}"
-        problem = f"there is no refit: {reason}; resume the run to repeat it"
+        problem = f"the refit failed: {reason}; resume the run to try the refit again"
         LOG.error(problem)
         return [problem]
 
@@ -124,7 +124,7 @@ def end_state(registration: RegistrationManifest | None, *, run: Run, notes: Seq
         notes: results and errors of the refit and of the delivery.
     """
     if registration is None:
-        return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
+        return Completed(name="DryRun", message=f"dry run: no version is registered; resume run {run.run_id} to register one")
     reasons = "; ".join((*registration.reasons, *notes))
     message = f"{registration.model_name} version {registration.version} is {registration.alias}: {reasons}"
     if registration.alarm is not None:

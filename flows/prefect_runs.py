@@ -1,4 +1,4 @@
-"""Access to Prefect: its client, fields of forms, and the names and states of flow runs."""
+"""Access to Prefect: its client, fields of the form that starts a run, and the names and states of flow runs."""
 
 import logging
 import os
@@ -64,7 +64,10 @@ def _check_server_version(server_version: str, *, shown_url: str) -> None:
 
 
 def titled_field(title: str) -> Any:
-    """Return a field with a title for the form. The form takes the description of the field from the flow's docstring."""
+    """Return the field of a flow parameter, with its title in the form of the Prefect UI that starts a run.
+
+    The form takes the description of the parameter from the flow's docstring.
+    """
     return Field(json_schema_extra={"title": title})
 
 
@@ -84,7 +87,7 @@ def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig
         if runtime.deployment.id is None:
             raise
         with get_client(sync_client=True) as client:
-            deployed_path = client.read_deployment(UUID(runtime.deployment.id)).parameters.get("pipeline")
+            deployed_path = client.read_deployment(UUID(runtime.deployment.id)).parameters.get("pipeline")  # the path
         if deployed_path is not None and Path(path).resolve().is_relative_to(Path(deployed_path).parent.resolve()):
             raise
     raise InputError(
@@ -109,8 +112,9 @@ def fail_run_with_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, st
 def run_id_in(workspace: Workspace) -> str:
     """Return the run id of the current flow run in `workspace`: a time, and eight characters of the flow run's id.
 
-    The time is the scheduled start time, or a later time if a run of the workspace has a later id because the clock was set
-    back. A retried flow run keeps its id, so the retry resumes the run in the same folder.
+    The time is the scheduled start time. If the clock was set back, the newest run of the workspace may have an id after this
+    time; the new id then begins with a time after the newest id. A retried flow run keeps its id, so the retry resumes the run
+    in the same folder.
     """
     suffix = f"-{runtime.flow_run.id[:8]}"
     earlier_id = next((run.run_id for run in workspace.runs() if run.run_id.endswith(suffix)), None)
@@ -123,15 +127,16 @@ def flow_run_url() -> str | None:
     return None if flow_run_id is None else url_for("flow-run", obj_id=flow_run_id)
 
 
-def name_flow_run(pipeline_name: str, description: str, *, reason: str = "") -> None:
+def name_flow_run(pipeline_name: str, run_label: str, *, reason: str = "") -> None:
     """Set name and tags of the current flow run. Log an error as a warning.
 
-    The name consists of the pipeline, `description` and the reason. The tags are pipeline:<name> and reason:<text>.
+    The name consists of the pipeline, `run_label` (a run id, or a word such as tune) and the reason. The tags are
+    pipeline:<name> and reason:<text>.
     """
     flow_run_id = runtime.flow_run.id
     if flow_run_id is None:  # the flow's function was called without Prefect
         return
-    name = f"{pipeline_name} {description}" + (f": {reason}" if reason else "")
+    name = f"{pipeline_name} {run_label}" + (f": {reason}" if reason else "")
     new_tags = [f"pipeline:{pipeline_name}", *[f"reason:{reason}"] * bool(reason)]
     tags = {*runtime.flow_run.tags, *(tag[:MAX_TAG_CHARACTERS] for tag in new_tags)}
     try:
@@ -145,7 +150,7 @@ def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = Fals
     """Set a flow run and its unfinished task runs to Crashed. This frees the concurrency slot of the flow run.
 
     Args:
-        only_running: change nothing unless the flow run is Running.
+        only_running: change the flow run only if it is Running.
     """
     crashed_state: State = Crashed(message=message)
     with get_client(sync_client=True) as client:
@@ -166,17 +171,19 @@ def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | Non
         deployment_id: None for the flow runs without a deployment.
         current_flow_run_id: a flow run that is not changed.
     """
-    deployment = {"is_null_": True} if deployment_id is None else {"any_": [deployment_id]}
-    state = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
+    deployment_condition = {"is_null_": True} if deployment_id is None else {"any_": [deployment_id]}
+    state_condition = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
     with get_client(sync_client=True) as client:
-        lost_runs = client.read_flow_runs(flow_run_filter=_flow_run_filter(deployment_id=deployment, state=state))
+        lost_runs = client.read_flow_runs(
+            flow_run_filter=_flow_run_filter(deployment_id=deployment_condition, state=state_condition)
+        )
     for lost_run in lost_runs:
         if lost_run.id != current_flow_run_id:
             LOG.warning("the process of flow run %s has died; the flow run ends as Crashed", lost_run.name)
             end_as_crashed(lost_run.id, message="the process of this run died: its worker or machine was stopped")
 
 
-def end_earlier_runs() -> None:
+def end_lost_runs_of_deployment() -> None:
     """End the lost runs of the current flow run's deployment. A failure is logged and does not affect the current flow run.
 
     The caller holds the lock of the workspace, so the process of every other Running flow run has died. The process of every
@@ -188,7 +195,7 @@ def end_earlier_runs() -> None:
             end_lost_runs(UUID(runtime.deployment.id), current_flow_run_id=UUID(runtime.flow_run.id))
 
 
-def end_runs_of_dead_commands() -> None:
+def end_lost_runs_of_commands() -> None:
     """End the lost flow runs of earlier commands, before the flow of this command starts. A failure is logged.
 
     The Prefect server belongs to the workspace, and the caller holds the lock of the workspace, so the process of every Running

@@ -16,7 +16,7 @@ from tasks.registry.loading import LoadedVersion, load_version, newest_version_n
 if TYPE_CHECKING:
     from recsys_core.serving.retriever import Retriever
     from tasks.delivery.recommendations import BatchSummary
-    from tasks.registry.version_overlap import VersionOverlap
+    from tasks.registry.version_overlap import VersionComparison
 
 _MODEL_URI_PATTERN = re.compile(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))")
 
@@ -34,7 +34,8 @@ class QueryAnswer(Frozen):
 
     Attributes:
         known_user: whether the user is in the vocabulary of the model; False without --user.
-        fallback: origin of the items, see recsys_core.serving.answers.FALLBACKS.
+        fallback: what the items are computed from if the model does not know the user. None if it knows the user, or if the
+            package has no users. See recsys_core.serving.answers.FALLBACKS.
         num_unknown_items: number of items of --history that are not in the catalogue.
     """
 
@@ -63,7 +64,8 @@ def recommend(
         item: id of an item. The returned items are similar to this item. `user` and `history` must be None.
 
     Raises:
-        InputError: an id is invalid, the item is unknown, or the arguments are not a user, a history, both, or an item.
+        InputError: an id is invalid, the item is unknown, there is neither a user, a history nor an item, or there is an item
+            together with a user or a history.
     """
     if (item is None) == (user is None and history is None):
         raise InputError("pass --user, --history or both; or --item alone")
@@ -116,20 +118,22 @@ def recommend_many(config: PipelineConfig, *, folder: Path, model_uri: str | Non
 
 def compare_versions(
     config: PipelineConfig, *, version: str | None, other: str, num_users: int, k: int
-) -> "tuple[str, str, VersionOverlap]":
-    """Return the number of the other version, the number of the version, and the difference of their recommendations.
+) -> "tuple[str, str, VersionComparison]":
+    """Compare the recommendations of two versions. Return the numbers of `other` and `version`, and the comparison.
 
     Args:
         version: number or alias of the version; None for the newest version.
-        other: number or alias of the other version.
+        other: number or alias of the version with which it is compared.
     """
-    from tasks.registry.version_overlap import overlap  # imports torch and FAISS
+    from tasks.registry.version_overlap import compare_recommendations  # imports torch and FAISS
 
     model_name = config.registry.model_name
     if version is None:
         version = newest_version_number(config.workspace, model_name)
-    before, after = (load_version(config.workspace, model_name=model_name, version=name) for name in (other, version))
-    return before.version, after.version, overlap(before.retriever, after.retriever, num_users=num_users, k=k)
+    before, after = (
+        load_version(config.workspace, model_name=model_name, version=version_or_alias) for version_or_alias in (other, version)
+    )
+    return before.version, after.version, compare_recommendations(before.retriever, after.retriever, num_users=num_users, k=k)
 
 
 def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":

@@ -38,7 +38,7 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     workspace, model_name = config.workspace.absolute(), config.registry.model_name
     publishers = publishers_of(runtime.flow_run.id, config.name, run_reason="refresh", run_id=None)
     registry = Registry.connect(workspace, model_name, publishers=publishers)
-    refreshed = refresh_champion(config.refresh, config.inputs, registry, workspace=workspace, pipeline=config.name)
+    refreshed = refresh_champion(config.refresh, config.input_config, registry, workspace=workspace, pipeline=config.name)
     if refreshed is None:
         return Completed(name="Unchanged", message="no item has changed, so no version is registered")
     version_text = (

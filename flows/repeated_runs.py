@@ -92,7 +92,7 @@ def backtest(config: PipelineConfig, num_days: int) -> list[BacktestRun]:
         raise InputError("a backtest needs event times; set interactions.timestamp_column")
     name_flow_run(config.name, f"backtest of {num_days} days")
     with _locked_workspace(config, BACKTEST_NAME) as folder:
-        interactions = ingest(StageContext(Run("data", workspace=folder)), config.inputs).interactions
+        interactions = ingest(StageContext(Run("data", workspace=folder)), config.input_config).interactions
         assert interactions.last_time is not None
         last_time = datetime.fromisoformat(interactions.last_time) + timedelta(seconds=1)
         registry = config.registry.model_copy(

@@ -74,7 +74,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
     name_flow_run(config.name, "tune")
     data_run = Run("data", workspace=workspace, parent=TUNING_FOLDER_NAME)
     with data_run.lock():
-        dataset = ingest(StageContext(data_run), config.inputs)
+        dataset = ingest(StageContext(data_run), config.input_config)
         if dataset.interactions.num_validation_events == 0:
             raise InputError(
                 "tuning compares trials on the validation split, but the split holds no event; set interactions.split, e.g. "

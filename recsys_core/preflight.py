@@ -67,23 +67,25 @@ def check_environment(folder: Path) -> tuple[dict[str, str], list[str]]:
         "python": f"{platform.python_version()} ({sys.executable})",
         **version_by_package,
         "cores": f"{min(num_cores, limits.cores or num_cores):g} usable of {os.cpu_count() or num_cores}",
-        "memory": describe_memory(limits, machine=psutil.virtual_memory()),
+        "memory": describe_memory(limits, machine_memory=psutil.virtual_memory()),
         "gpus": gpus_text or "none that torch can use",
         "free disk": f"{format_gib(free_disk_bytes)} in {folder}",
     }
     return properties, problems
 
 
-def describe_memory(limits: CgroupLimits, *, machine: Any) -> str:
+def describe_memory(limits: CgroupLimits, *, machine_memory: Any) -> str:
     """Return the available and the usable memory as text.
 
-    machine: the result of psutil.virtual_memory(), or an object with the same attributes `total` and `available`, in bytes.
+    machine_memory: the result of psutil.virtual_memory(), or an object with its attributes `total` and `available`, in bytes.
     """
-    usable_bytes = min(machine.total, limits.memory_bytes or machine.total)
-    available_bytes = max(0, min(machine.available, usable_bytes - limits.memory_used_bytes))
+    usable_bytes = min(machine_memory.total, limits.memory_bytes or machine_memory.total)
+    available_bytes = max(0, min(machine_memory.available, usable_bytes - limits.memory_used_bytes))
     memory_text = f"{format_gib(available_bytes)} available of {format_gib(usable_bytes)}"
     return (
-        memory_text if usable_bytes == machine.total else f"{memory_text} (limit; the machine has {format_gib(machine.total)})"
+        memory_text
+        if usable_bytes == machine_memory.total
+        else f"{memory_text} (limit; the machine has {format_gib(machine_memory.total)})"
     )
 
 

@@ -124,14 +124,16 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
     run_folder = folder / f"core-{core}" / "run"
     shutil.rmtree(run_folder, ignore_errors=True)
     embeddings = None
-    if config.inputs.has_vector_files:
+    if config.input_config.has_vector_files:
         embeddings = ingest_embeddings(config.embeddings, folder=ingest_folder / "embeddings")
     interactions = ingest_interactions(
         config.interactions_with_context, embeddings=embeddings, folder=ingest_folder / "interactions"
     )
     log_vectors = None
-    if config.inputs.log_vectors is not None:
-        log_vectors = embed_log(config.inputs.log_vectors, interactions=interactions, folder=ingest_folder / "log_vectors")
+    if config.input_config.log_vectors is not None:
+        log_vectors = embed_log(
+            config.input_config.log_vectors, interactions=interactions, folder=ingest_folder / "log_vectors"
+        )
     features = None
     if config.features is not None:
         features = ingest_features(

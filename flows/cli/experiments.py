@@ -41,7 +41,7 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
         require_new_file(written_path)
     run = Run("data", workspace=config.workspace.absolute(), parent="tuning")
     with run.lock(), output.stage_lines():
-        facts = DataFacts.of(ingest(StageContext(run), config.inputs), config.interactions.split)
+        facts = DataFacts.of(ingest(StageContext(run), config.input_config), config.interactions.split)
     suggested = suggestions(facts)
     proposal = SuggestedConfig.of(config, suggested)
     if written_path is not None:

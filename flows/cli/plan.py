@@ -12,7 +12,7 @@ from flows.settings.pipeline import PipelineConfig
 from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, plan_for_sizes, workload_of
 from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
-from recsys_core.estimates.workload import Data, Machines
+from recsys_core.estimates.workload import DataSizes, Machines
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
 from recsys_core.sharding.planner import write_plan
 from recsys_core.units import format_bytes, format_duration, format_milliseconds
@@ -66,7 +66,7 @@ def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool)
         print_folded("the plan and the estimate leave out the features, because their sizes are not known")
 
 
-def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFile, Data]:
+def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFile, DataSizes]:
     assert (
         sizes.num_users is not None and sizes.num_items is not None and sizes.num_events is not None
     )  # ensured by check_sizes
@@ -74,9 +74,9 @@ def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFil
     return plan_for_sizes(config, data), data
 
 
-def _plan_of_data(config: PipelineConfig, run: Run) -> tuple[PlanFile, Data]:
+def _plan_of_data(config: PipelineConfig, run: Run) -> tuple[PlanFile, DataSizes]:
     with output.stage_lines():
-        dataset = ingest(StageContext(run), config.inputs)
+        dataset = ingest(StageContext(run), config.input_config)
     return config.training_setup(dataset).make_plan(dataset), data_of_dataset(config, dataset)
 
 

@@ -81,9 +81,9 @@ def flow_session(command: FlowCommand, flow_path: str) -> Iterator[Any]:
             explain_disk_full(run.folder),
         ):
             if command.server is not None:
-                from flows.prefect_runs import end_runs_of_dead_commands  # prefect_session has imported Prefect
+                from flows.prefect_runs import end_lost_runs_of_commands  # prefect_session has imported Prefect
 
-                end_runs_of_dead_commands()
+                end_lost_runs_of_commands()
             try:
                 yield flow.with_options(on_running=[interruption.set_flow_run])
             except Exception:  # a library or a stage may raise its own error after a signal, which is Failed in Prefect

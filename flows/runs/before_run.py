@@ -35,8 +35,8 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     require_writable(config.workspace)
     config.delivery.require_libraries()
     config.package.require_libraries()
-    if config.inputs.log_vectors is not None:
-        config.inputs.log_vectors.require_libraries()
+    if config.input_config.log_vectors is not None:
+        config.input_config.log_vectors.require_libraries()
     log_config = config.interactions_with_context
     log = open_interactions(log_config, allowed_data_root=config.allowed_data_root)
     check_time_unit(log_config, log.sources_by_split["train"])
@@ -48,7 +48,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     }
     for vectors in embeddings:
         summary_by_input[vectors.setting] = _check_vectors(vectors, log=log, config=config)
-    log_vectors = config.inputs.log_vectors
+    log_vectors = config.input_config.log_vectors
     if log_vectors is not None:
         summary_by_input["embeddings from the log"] = (
             f"{log_vectors.method}, {log_vectors.dim} numbers for each item of a training event"

@@ -32,7 +32,7 @@ def is_mlflow_available(run: Run) -> bool:
 
 
 def write_and_log_history_page(config: PipelineConfig, context: StageContext) -> None:
-    """Replace <workspace>/index.html with the champion of the registry, and log the page to the MLflow run of `context`.
+    """Write <workspace>/index.html with the champion of the registry, and log the page to the MLflow run of `context`.
 
     If MLflow does not answer, the page shows the newest promoted version as champion, and is not logged.
     """

@@ -10,7 +10,7 @@ from flows.nightly import nightly_retrain
 from flows.prefect_runs import (
     ConfigPath,
     Overrides,
-    end_earlier_runs,
+    end_lost_runs_of_deployment,
     fail_run_with_unknown_parameters,
     load_form_config,
     run_id_in,
@@ -76,7 +76,7 @@ def deployed_retrain(
         check_resume(config, run)
     check_inputs(config)
     with workspace.lock(run_id=run.run_id), explain_disk_full(run.folder):
-        end_earlier_runs()
+        end_lost_runs_of_deployment()
         try:
             state: State = nightly_retrain.fn(config, run_id=run.run_id, until=until, options=options)
         except TrackingServerError as error:

@@ -99,7 +99,8 @@ class PipelineConfig(Settings):
         default_factory=RefreshConfig, description="limits of `nightjar refresh`, which updates the items of the champion"
     )
     delivery: DeliveryConfig = Field(
-        default_factory=DeliveryConfig, description="what other systems than MLflow receive when a version becomes champion"
+        default_factory=DeliveryConfig,
+        description="what nightjar sends to systems other than MLflow when a version becomes champion",
     )
     serve: ServeConfig = Field(default_factory=ServeConfig, description="the HTTP server of `nightjar serve`")
     schedule: ScheduleConfig = Field(
@@ -135,7 +136,7 @@ class PipelineConfig(Settings):
         return table_names
 
     @property
-    def inputs(self) -> InputConfig:
+    def input_config(self) -> InputConfig:
         """The settings of the stages that read the input."""
         return InputConfig(self.interactions_with_context, self.embeddings, self.features, self.allowed_data_root)
 
@@ -169,22 +170,22 @@ class PipelineConfig(Settings):
         return _with_absolute_paths(self, base_folder)
 
 
-def _with_absolute_paths(settings: SettingsT, base_folder: Path, *, has_tables: bool = False) -> SettingsT:
-    """Resolve the folders, and the settings whose names end in `paths`, in `settings` and in the groups inside `settings`.
+def _with_absolute_paths(settings: SettingsT, base_folder: Path, *, can_be_table_names: bool = False) -> SettingsT:
+    """Resolve the relative paths of `settings` and its nested groups: folders, and settings whose names end in `paths`.
 
     Args:
-        has_tables: whether a path without a / is the name of a table.
+        can_be_table_names: whether a path without a / is the name of a table in a catalog.
     """
-    has_tables = has_tables or (isinstance(settings, InteractionsConfig) and settings.format != "parquet")
+    can_be_table_names = can_be_table_names or (isinstance(settings, InteractionsConfig) and settings.format != "parquet")
     changes: dict[str, Any] = {}
     for name, value in settings:
         if isinstance(value, Path):
             changes[name] = _absolute_path(base_folder, value)
         elif isinstance(value, Settings):
-            changes[name] = _with_absolute_paths(value, base_folder, has_tables=has_tables)
+            changes[name] = _with_absolute_paths(value, base_folder, can_be_table_names=can_be_table_names)
         elif name.endswith("paths") and value is not None:
             changes[name] = tuple(
-                path if is_uri(path) or (has_tables and is_table_name(path)) else str(_absolute_path(base_folder, path))
+                path if is_uri(path) or (can_be_table_names and is_table_name(path)) else str(_absolute_path(base_folder, path))
                 for path in value
             )
         elif isinstance(value, tuple) and value and isinstance(value[0], Settings):

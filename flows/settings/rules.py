@@ -158,7 +158,7 @@ def _tables_support_their_settings(config: "PipelineConfig") -> None:
 
 
 def _item_vectors_have_one_source(config: "PipelineConfig") -> None:
-    log_vectors = config.inputs.log_vectors
+    log_vectors = config.input_config.log_vectors
     if log_vectors is None:
         return
     if sum(entry.table == "item" for entry in config.embeddings) > 1:

@@ -4,7 +4,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
 from recsys_core.estimates.model_stages import num_steps
-from recsys_core.estimates.workload import Data, IndexLoad, Machines, TrainingLoad, Workload
+from recsys_core.estimates.workload import DataSizes, IndexSizes, Machines, TrainingSizes, Workload
 from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE
@@ -20,12 +20,12 @@ POPULARITY_EXPONENT = 1.0
 _PACKAGED_VALUE_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "none": 0.0}
 
 
-def data_of_dataset(config: PipelineConfig, dataset: Dataset) -> Data:
+def data_of_dataset(config: PipelineConfig, dataset: Dataset) -> DataSizes:
     """Return the sizes of ingested data. All events count as training events."""
     manifest, store = dataset.interactions, EventStore.open(dataset.interactions)
     num_test_users = len(store.users_with_targets("test"))
     vector_dims = dataset.vector_dim_by_table.values()
-    return Data(
+    return DataSizes(
         num_users=manifest.num_users,
         num_items=manifest.num_items,
         num_events=manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events,
@@ -36,10 +36,10 @@ def data_of_dataset(config: PipelineConfig, dataset: Dataset) -> Data:
     )
 
 
-def data_of_sizes(config: PipelineConfig, *, num_users: int, num_items: int, num_events: int) -> Data:
+def data_of_sizes(config: PipelineConfig, *, num_users: int, num_items: int, num_events: int) -> DataSizes:
     """Return the sizes of data that do not exist yet. Every user is a test user, up to evaluation.max_users."""
     has_vectors = any(entry.table == "item" for entry in config.embeddings)
-    return Data(
+    return DataSizes(
         num_users=num_users,
         num_items=num_items,
         num_events=num_events,
@@ -50,7 +50,7 @@ def data_of_sizes(config: PipelineConfig, *, num_users: int, num_items: int, num
     )
 
 
-def plan_for_sizes(config: PipelineConfig, data: Data) -> PlanFile:
+def plan_for_sizes(config: PipelineConfig, data: DataSizes) -> PlanFile:
     """Return the sharding plan for data that do not exist yet: tables of items and users, without features.
 
     Histories are full, and popularity follows Zipf's law.
@@ -88,14 +88,14 @@ def plan_for_sizes(config: PipelineConfig, data: Data) -> PlanFile:
     )
 
 
-def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines: Machines) -> Workload:
+def workload_of(config: PipelineConfig, data: DataSizes, *, plan: PlanFile, machines: Machines) -> Workload:
     """Return everything on which the estimates depend.
 
     Args:
         machines: the hosts, with the number of ranks in `plan`.
     """
     table_bytes = sum(memory.weights + memory.optimizer for rank in plan.ranks for memory in rank.tables.values())
-    training = TrainingLoad(
+    training = TrainingSizes(
         dim=config.model.output_dim,
         epochs=config.training.epochs,
         batch_size=plan.batch_size,
@@ -109,7 +109,7 @@ def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines:
     workload = Workload(
         data=data,
         training=training,
-        indexes=tuple(_index_load(index, config, data) for index in built_indexes),
+        indexes=tuple(_index_sizes(index, config, data) for index in built_indexes),
         package_bytes_per_item=_package_bytes_per_item(config),
         ranks_all_targets="auc" in config.evaluation.metrics,
         machines=machines,
@@ -118,7 +118,7 @@ def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines:
     return workload.model_copy(update={"training": training.model_copy(update={"num_saves": num_saves})})
 
 
-def _num_candidates(config: PipelineConfig, data: Data, *, num_ranks: int) -> int:
+def _num_candidates(config: PipelineConfig, data: DataSizes, *, num_ranks: int) -> int:
     """Return the number of candidates whose scores a rank computes for each query."""
     loss = config.loss
     if loss.negatives == "all":
@@ -129,10 +129,10 @@ def _num_candidates(config: PipelineConfig, data: Data, *, num_ranks: int) -> in
     return max(1, num_rank_candidates * (num_ranks if loss.cross_rank_negatives else 1))
 
 
-def _index_load(index: AnyIndexKind, config: PipelineConfig, data: Data) -> IndexLoad:
+def _index_sizes(index: AnyIndexKind, config: PipelineConfig, data: DataSizes) -> IndexSizes:
     build_factor = index.ef_construction / BENCHMARK_EF_CONSTRUCTION if isinstance(index, Hnsw) else 1.0
     num_items, dim = data.num_items, config.model.output_dim
-    return IndexLoad(
+    return IndexSizes(
         kind=index.kind,
         num_bytes=index.min_bytes(num_items=num_items, dim=dim),
         num_shards=config.index.num_shards(index, num_items=num_items, dim=dim),

@@ -14,8 +14,8 @@ class Constant(Frozen):
     """One number with its origin.
 
     Attributes:
-        measured_at: largest size at which the number was measured, in the unit after "per" in `unit`. None if the number
-            does not depend on the size, or is assumed.
+        measured_at: size of the largest input with which the number was measured, for example the number of events if `unit`
+            is "s per event". None if the number does not depend on the size, or is assumed.
     """
 
     value: float
@@ -41,9 +41,9 @@ ASSUMPTIONS = {
     "spark_core_memory_bytes": _assumed(4e9, "bytes per core of an executor", "a common setting of Spark clusters"),
     "gpu_operation_s": _assumed(1e-14, "s per floating-point operation", "100 TFLOP/s, a tenth of the peak of an H100 in bf16"),
     "gpu_ranked_value_s": _assumed(
-        2e-13, "s per value of a pair of a user and an item", "10 TFLOP/s with the choice of the top items"
+        2e-13, "s per dimension of the score of a user-item pair", "10 TFLOP/s with the choice of the top items"
     ),
-    "checkpoint_write_byte_s": _assumed(0.5e-9, "s per byte and host", "2 GB/s to the storage"),
+    "checkpoint_write_byte_s": _assumed(0.5e-9, "s per byte that one host writes", "2 GB/s to the storage"),
     "checkpoint_hash_byte_s": _assumed(0.2e-9, "s per byte, on one host", "sha256 at 5 GB/s"),
     "gpu_hour_dollars": _assumed(2.5, "dollars per hour", "the price in docs/scale.md"),
     "core_hour_dollars": _assumed(0.05, "dollars per hour", "a round price of a rented core with 4 to 8 GB"),

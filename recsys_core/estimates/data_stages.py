@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from recsys_core.estimates.constants import Constant
 from recsys_core.estimates.stage_estimate import Rates, StageEstimate
-from recsys_core.estimates.workload import Data, Machines
+from recsys_core.estimates.workload import DataSizes, Machines
 
 INT32_LIMIT = 2**31
 FLOAT_BYTES, TIME_BYTES, OFFSET_BYTES = 4, 8, 8
@@ -13,13 +13,13 @@ BENCHMARK_CORES = 2
 """Number of cores with which the constants were measured."""
 
 
-def store_bytes(data: Data) -> int:
+def store_bytes(data: DataSizes) -> int:
     """Return the bytes of the event store: the arrays of events, users and items.
 
     An event has the row of its item, the row of its user and, if the log has times, a time. A user has three offsets. An item
     has a count, a rank and the row of its vector. Row numbers of more than 2^31 users or items have 8 bytes instead of 4.
 
-    >>> data = Data(num_users=10, num_items=5, num_events=100, num_held_out_users=0)
+    >>> data = DataSizes(num_users=10, num_items=5, num_events=100, num_held_out_users=0)
     >>> store_bytes(data)  # 100 x (4 + 4 + 8) + 10 x 24 + 5 x 24
     1960
     >>> store_bytes(data.model_copy(update={"num_items": 2**31 + 10})) - 24 * (2**31 + 10)  # 100 x (8 + 4 + 8) + 10 x 24
@@ -30,7 +30,7 @@ def store_bytes(data: Data) -> int:
     return data.num_events * event_bytes + 3 * OFFSET_BYTES * (data.num_users + data.num_items)
 
 
-def ingest_embeddings(data: Data, constants: Mapping[str, Constant]) -> StageEstimate:
+def ingest_embeddings(data: DataSizes, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the ingest of pretrained vectors on one host."""
     rates, num_values = Rates(constants), data.num_vectors * data.vector_dim
     seconds = rates("vector_value_s", num_values)
@@ -43,7 +43,7 @@ def ingest_embeddings(data: Data, constants: Mapping[str, Constant]) -> StageEst
     )
 
 
-def ingest_interactions(data: Data, machines: Machines, constants: Mapping[str, Constant]) -> StageEstimate:
+def ingest_interactions(data: DataSizes, machines: Machines, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the first ingest of a log, which reads all events.
 
     DuckDB runs on one host. Its time is the time with the cores of the benchmark, because more cores were not measured. Spark
@@ -70,7 +70,7 @@ def ingest_interactions(data: Data, machines: Machines, constants: Mapping[str, 
     )
 
 
-def check_data(data: Data, constants: Mapping[str, Constant]) -> StageEstimate:
+def check_data(data: DataSizes, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the data report, which reads all events on one host."""
     rates = Rates(constants)
     seconds = rates("report_event_s", data.num_events)

@@ -23,9 +23,9 @@ BENCHMARK_HISTORY_LENGTH = 20
 def num_steps(workload: Workload) -> int:
     """Return the number of training steps: the number of epochs times the number of global batches.
 
-    >>> from recsys_core.estimates.workload import Data, Machines, TrainingLoad
-    >>> training = TrainingLoad(dim=1, epochs=3, batch_size=10, num_candidates=1, lookups_ms=0, rank_bytes=0, table_bytes=0)
-    >>> data = Data(num_users=1, num_items=1, num_events=41, num_held_out_users=0)
+    >>> from recsys_core.estimates.workload import DataSizes, Machines, TrainingSizes
+    >>> training = TrainingSizes(dim=1, epochs=3, batch_size=10, num_candidates=1, lookups_ms=0, rank_bytes=0, table_bytes=0)
+    >>> data = DataSizes(num_users=1, num_items=1, num_events=41, num_held_out_users=0)
     >>> num_steps(Workload(data=data, training=training, indexes=(), package_bytes_per_item=0))  # 3 x 41 / (10 x 2), rounded up
     9
     """

@@ -7,7 +7,7 @@ from pydantic import Field
 from recsys_core.config import Frozen
 
 
-class Data(Frozen):
+class DataSizes(Frozen):
     """Sizes of the data. num_held_out_users: number of users for whom the evaluation ranks the items."""
 
     num_users: int = Field(ge=1)
@@ -19,7 +19,7 @@ class Data(Frozen):
     has_times: bool = True
 
 
-class TrainingLoad(Frozen):
+class TrainingSizes(Frozen):
     """Sizes of the training.
 
     Attributes:
@@ -40,8 +40,14 @@ class TrainingLoad(Frozen):
     num_kept: int = Field(3, ge=1, description="checkpoints that exist at the same time")
 
 
-class IndexLoad(Frozen):
-    """A FAISS index to build. num_bytes: size of the index. build_factor: build time relative to the benchmark's settings."""
+class IndexSizes(Frozen):
+    """Sizes of a FAISS index that is built.
+
+    Attributes:
+        num_bytes: size of the index.
+        build_factor: build time divided by the build time of the same index with the settings of the benchmark, from which the
+            time is extrapolated.
+    """
 
     kind: str
     num_bytes: int = Field(ge=0)
@@ -68,9 +74,9 @@ class Machines(Frozen):
 class Workload(Frozen):
     """Everything that an estimate depends on."""
 
-    data: Data
-    training: TrainingLoad
-    indexes: tuple[IndexLoad, ...]
+    data: DataSizes
+    training: TrainingSizes
+    indexes: tuple[IndexSizes, ...]
     package_bytes_per_item: float = Field(ge=0, description="bytes of an item's vectors and table rows in the package")
     ranks_all_targets: bool = Field(True, description="whether the evaluation needs the position of every target")
     machines: Machines = Machines()

@@ -1,6 +1,6 @@
 """Rankings without a model: popularity, recent popularity, and nearest neighbours of the pretrained vectors (zero-shot).
 
-Shapes: B queries, I items, R pretrained vectors, D width.
+Shapes: B queries, E events of a chunk, I items, R pretrained vectors, D width of a pretrained vector.
 """
 
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ class ZeroShot:
     that ranks items without a vector below all other items; the last number of a query is 1.
 
     Attributes:
-        item_vector_ID: item vectors, [I, D + 1].
+        item_vectors: item vectors with the penalty as the last number, [I, D + 1].
     """
 
     def __init__(self, vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any]) -> None:
@@ -90,12 +90,12 @@ class ZeroShot:
         """
         self._has_vector_I = np.asarray(vector_row_I) >= 0
         has_vector_I = torch.from_numpy(self._has_vector_I)
-        item_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
-        item_vector_ID[has_vector_I] = normalize(
+        unit_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
+        unit_vector_ID[has_vector_I] = normalize(
             torch.from_numpy(vectors_RD[vector_row_I[self._has_vector_I]].astype(np.float32)), dim=1
         )
         penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
-        self.item_vector_ID = torch.cat([item_vector_ID, penalty_I1], dim=1)
+        self.item_vectors = torch.cat([unit_vector_ID, penalty_I1], dim=1)
 
     def query_vectors(self, histories: JaggedArray) -> Tensor:
         """Return the query vectors of these histories of item rows, [B, D + 1].
@@ -105,7 +105,7 @@ class ZeroShot:
         items_with_vector = histories.filter(self._has_vector_I[histories.values_L])
         query_BD = embedding_bag(
             torch.from_numpy(items_with_vector.values_L),
-            self.item_vector_ID,
+            self.item_vectors,
             torch.from_numpy(items_with_vector.offset),
             mode="mean",
             include_last_offset=True,

@@ -13,7 +13,10 @@ CutOff = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class ClosedFormConfig(Settings):
-    """Linear models that are computed from the log without training: EASE, or a truncated SVD for more items."""
+    """Settings of the baselines that are computed from the log without training: co-occurrence, and a linear model.
+
+    The linear model is EASE up to `ease_max_items` items, and a truncated SVD above.
+    """
 
     max_items: int = Field(
         100_000,
@@ -34,15 +37,16 @@ class ClosedFormConfig(Settings):
         0.5,
         ge=0,
         le=2,
-        description="power of a user's number of events by which the user's entries of the truncated SVD's matrix are divided",
+        description="exponent e: in the matrix of the truncated SVD, each entry of a user is divided by (number of the user's "
+        "events)^e",
     )
     item_exponents: tuple[Annotated[float, Field(ge=0, le=2)], ...] = Field(
         (0.4, 0.3, 0.5),
         min_length=1,
         max_length=20,
-        description="powers of an item's number of events by which the item's entries of the truncated SVD's matrix are "
-        "divided, and its scores are multiplied. The power with the best NDCG@20 of the validation users is used, "
-        "or the first power if there are no validation events",
+        description="exponents e to try: in the matrix of the truncated SVD, each entry of an item is divided by (number of "
+        "the item's events)^e, and the score of the item is multiplied by the same number. The exponent with the best "
+        "NDCG@20 of the validation users is used, or the first exponent if there are no validation events",
     )
 
 
@@ -55,7 +59,7 @@ class FeatureSlice(Settings):
         None,
         ge=1,
         le=MAX_COUNT,
-        description="smallest number of users of a slice with metrics. Default: `min_slice_users`",
+        description="number of users that a slice needs to have metrics. Default: `min_slice_users`",
     )
 
 
@@ -118,5 +122,6 @@ class EvaluationConfig(Settings):
         30,
         ge=1,
         le=MAX_COUNT,
-        description="smallest number of users of a slice with metrics. A smaller slice has the text `not enough data` instead",
+        description="number of users that a slice needs to have metrics. A smaller slice has the text `not enough data` "
+        "instead",
     )

@@ -80,7 +80,7 @@ def queries_of(
     return queries, history
 
 
-def cold_queries(queries: Queries, cold_row_C: NDArray[np.int64], *, num_items: int) -> Queries:
+def queries_with_cold_targets(queries: Queries, cold_row_C: NDArray[np.int64], *, num_items: int) -> Queries:
     """Return the queries with a cold target, for a ranking of the cold items alone. No user has seen a cold item."""
     queries_with_nothing_seen = replace(queries, seen=JaggedArray.empty(len(queries.targets)))
     return among_candidates(queries_with_nothing_seen, cold_row_C, num_items=num_items)

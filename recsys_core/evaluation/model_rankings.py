@@ -20,7 +20,7 @@ from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.evaluation.baselines import ZeroShot
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit, cold_queries, ranking_settings
+from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit, queries_with_cold_targets, ranking_settings
 from recsys_core.evaluation.ranking.queries import Queries, Ranking
 from recsys_core.evaluation.ranking.served import add_unknown_queries, candidate_order, rank_among, rank_served
 from recsys_core.manifests import ExportManifest
@@ -105,7 +105,7 @@ def _stored_rankings(split: HeldOutSplit, *, export: ExportManifest, k: int) -> 
         queries = held_out.queries
         known_ranking = stored_ranking.read(queries.known(), num_items=len(order_I))
         ranking = add_unknown_queries(known_ranking, queries, order_I=order_I, k=k)
-        queries_of_cold = cold_queries(queries, cold_row_C, num_items=len(order_I))
+        queries_of_cold = queries_with_cold_targets(queries, cold_row_C, num_items=len(order_I))
         known_cold_ranking = stored_cold_ranking.read(queries_of_cold.known(), num_items=len(cold_row_C))
         yield held_out, ranking, add_unknown_queries(known_cold_ranking, queries_of_cold, order_I=cold_order_C, k=0)
     stored_ranking.check_end()
@@ -151,7 +151,7 @@ def zero_shot_rankings(
             held_out,
             *rank_with_vectors(
                 replace(held_out, queries=zero_shot_queries),
-                item_vector_ID=model.item_vector_ID,
+                item_vector_ID=model.item_vectors,
                 config=config,
                 on_ranked=on_ranked,
             ),

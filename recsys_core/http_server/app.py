@@ -23,7 +23,7 @@ from recsys_core.http_server.config import ServeConfig
 from recsys_core.http_server.follower import Follower
 from recsys_core.http_server.openapi import openapi_schema, route_documentation
 from recsys_core.http_server.release import Champion, WorkerState
-from recsys_core.http_server.served_model import Query
+from recsys_core.http_server.served_model import ParsedRequest
 from recsys_core.serving.requests import parse, parse_similar
 
 LOG = logging.getLogger("nightjar.serve")
@@ -45,7 +45,7 @@ class _Predictor:
         require_token(request, self._token)
         body = parse_body(await read_body(request, self._limits), body_model, limits=self._limits)
         parsed_request = parse_similar(body) if is_similar else parse(body)
-        result = await self._batcher.submit(Query(parsed_request, is_similar))
+        result = await self._batcher.submit(ParsedRequest(parsed_request, is_similar))
         if isinstance(result, Exception):
             raise result
         if all(answer.error is not None for answer in result):

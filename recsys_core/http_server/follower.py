@@ -13,7 +13,7 @@ from pathlib import Path
 from recsys_core.errors import NightjarError, StageError, first_line
 from recsys_core.http_server import metrics
 from recsys_core.http_server.release import RELEASE_NAME, Champion, Release, WorkerState
-from recsys_core.http_server.served_model import Query, Result, ServedModel
+from recsys_core.http_server.served_model import ParsedRequest, Result, ServedModel
 from recsys_core.serving.retriever import Retriever
 
 LOG = logging.getLogger("nightjar.serve")
@@ -43,10 +43,10 @@ class Follower:
         """The version that this worker serves, and the version that it could not load."""
         return self._state
 
-    def respond(self, queries: Sequence[Query]) -> list[Result]:
+    def respond(self, parsed_requests: Sequence[ParsedRequest]) -> list[Result]:
         """Answer a batch with the current model."""
         assert self._model is not None  # the server starts after the first model is loaded
-        return self._model.respond(queries)
+        return self._model.respond(parsed_requests)
 
     def start(self) -> None:
         """Load the version in release.json, and start the thread that follows the file.

@@ -11,7 +11,7 @@ from recsys_core.serving.requests import Request, answer, answer_similar
 from recsys_core.serving.retriever import Retriever
 
 
-class Query(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A parsed request. is_similar: whether it is a request for similar items, not for recommendations."""
 
     request: Request
@@ -24,14 +24,14 @@ Result = list[Answer] | Exception
 
 @dataclass
 class _Group:
-    """Queries with the same options, which one search can answer.
+    """Requests with the same options, which one search can answer.
 
     Attributes:
-        positions: position of each query in the batch.
+        positions: position of each request in the batch.
     """
 
-    first_query: Query
-    queries: list[Query] = field(default_factory=list)
+    first_request: ParsedRequest
+    parsed_requests: list[ParsedRequest] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
 
@@ -41,11 +41,11 @@ class ServedModel:
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
 
-    def respond(self, queries: Sequence[Query]) -> list[Result]:
-        """Return the result of each query. Queries with the same options share a search."""
-        results: list[Result] = [[] for _ in queries]
-        for group in _groups(queries):
-            for position, result in zip(group.positions, self._respond_together(group.queries), strict=True):
+    def respond(self, parsed_requests: Sequence[ParsedRequest]) -> list[Result]:
+        """Return the result of each request. Requests with the same options share a search."""
+        results: list[Result] = [[] for _ in parsed_requests]
+        for group in _groups(parsed_requests):
+            for position, result in zip(group.positions, self._respond_together(group.parsed_requests), strict=True):
                 results[position] = result
         return results
 
@@ -53,20 +53,22 @@ class ServedModel:
         """Answer one request, so that the first real request does not wait until memory-mapped pages and code are loaded."""
         self._retriever.recommend([None], histories=[self._retriever.item_ids.ids(np.arange(1)).tolist()])
 
-    def _respond_together(self, queries: Sequence[Query]) -> list[Result]:
-        if len(queries) == 1:
-            return [self._respond_alone(queries[0])]
+    def _respond_together(self, parsed_requests: Sequence[ParsedRequest]) -> list[Result]:
+        if len(parsed_requests) == 1:
+            return [self._respond_alone(parsed_requests[0])]
         try:
             answers = iter(
-                self._answer(_merge_requests([query.request for query in queries]), is_similar=queries[0].is_similar)
+                self._answer(
+                    _merge_requests([parsed.request for parsed in parsed_requests]), is_similar=parsed_requests[0].is_similar
+                )
             )
-        except Exception:  # from one query, which must not affect the other queries
-            return [self._respond_alone(query) for query in queries]
-        return [[next(answers) for _ in range(query.request.num_rows)] for query in queries]
+        except Exception:  # from one request, which must not affect the other requests
+            return [self._respond_alone(parsed_request) for parsed_request in parsed_requests]
+        return [[next(answers) for _ in range(parsed_request.request.num_rows)] for parsed_request in parsed_requests]
 
-    def _respond_alone(self, query: Query) -> Result:
+    def _respond_alone(self, parsed_request: ParsedRequest) -> Result:
         try:
-            return self._answer(query.request, is_similar=query.is_similar)
+            return self._answer(parsed_request.request, is_similar=parsed_request.is_similar)
         except Exception as error:  # the server logs it unless it is an InputError
             return error
 
@@ -74,23 +76,23 @@ class ServedModel:
         return answer_similar(self._retriever, request) if is_similar else answer(self._retriever, request)
 
 
-def _groups(queries: Sequence[Query]) -> Iterator[_Group]:
+def _groups(parsed_requests: Sequence[ParsedRequest]) -> Iterator[_Group]:
     groups: list[_Group] = []
-    for position, query in enumerate(queries):
-        group = next((group for group in groups if _can_share_search(group.first_query, query)), None)
+    for position, parsed_request in enumerate(parsed_requests):
+        group = next((group for group in groups if _can_share_search(group.first_request, parsed_request)), None)
         if group is None:
-            group = _Group(query)
+            group = _Group(parsed_request)
             groups.append(group)
-        group.queries.append(query)
+        group.parsed_requests.append(parsed_request)
         group.positions.append(position)
     yield from groups
 
 
-def _can_share_search(query: Query, other_query: Query) -> bool:
-    return (query.is_similar, query.request.k, query.request.options) == (
-        other_query.is_similar,
-        other_query.request.k,
-        other_query.request.options,
+def _can_share_search(parsed_request: ParsedRequest, other_request: ParsedRequest) -> bool:
+    return (parsed_request.is_similar, parsed_request.request.k, parsed_request.request.options) == (
+        other_request.is_similar,
+        other_request.request.k,
+        other_request.request.options,
     )
 
 

@@ -1,6 +1,6 @@
 """Stage `package`: the model package, a self-contained folder with all files that serving needs.
 
-Shapes: I items.
+Shapes: I items, D width of the item vectors, M width of the history factor of the spectral block.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ def build_package(
     - user.<feature>.vocabulary.parquet, context.<feature>.vocabulary.parquet: vocabularies of the features.
     - query.pt2, query.onnx: the query tower in the formats of `exports`.
     - candidate.safetensors, item.<feature>.vocabulary.parquet: the candidate tower, and the vocabularies of its features.
-    - item_sources.npy uint8 [I]: the input tables that have each item; see `SOURCES_NAME`.
+    - item_sources.npy uint8 [I]: which input tables have each item; see `SOURCES_NAME`.
     - golden.json: `GoldenQueries`.
     - package.json: `PackageDescription`.
 
@@ -213,7 +213,7 @@ def _description(
 
 
 def complete_package(folder: Path, description: PackageDescription) -> None:
-    """Add the golden queries, the exports and package.json (with the checksums) to a folder with all other files."""
+    """Add the golden queries, the exported query towers and package.json (with checksums) to a folder with all other files."""
     records = {path.name: record_file(path) for path in sorted(folder.iterdir())}
     contents = open_contents(folder, description.model_copy(update={"files": records}))
     write_golden(Retriever(contents, version=""), folder / GOLDEN_NAME)
@@ -237,12 +237,12 @@ def _describe_vectors(stage: IndexManifest | ExportManifest) -> str:
 
 def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
     """Write the ids, the histories and the features of the users."""
-    interactions, forms = dataset.interactions, user_features(spec)
+    interactions, form_by_feature = dataset.interactions, user_features(spec)
     for side, num_rows in (("users", interactions.num_users), ("items", interactions.num_items)):
         if row_dtype(num_rows) is not np.int32:
             raise InputError(
-                f"package.users: the catalogue has {num_rows:,} {side}, but {USERS_NAME} has 32 bits per row, for at most "
-                "2,147,483,648; set package.users to none"
+                f"package.users: the data has {num_rows:,} {side}, but {USERS_NAME} stores row numbers with 32 bits, which is "
+                f"enough for at most 2,147,483,648 {side}; set package.users to none"
             )
     scratch_path = folder / "histories.npy"
     user_offset, event_item = EventStore.open(interactions).all_histories(scratch_path)
@@ -251,7 +251,9 @@ def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
         user_ids=pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"])["id"].combine_chunks(),
         user_offset=user_offset,
         event_item=event_item,
-        features=FeatureStore.read(dataset.features.folder, forms) if dataset.features is not None else FeatureStore({}),
+        features=FeatureStore.read(dataset.features.folder, form_by_feature)
+        if dataset.features is not None
+        else FeatureStore({}),
     )
     scratch_path.unlink(missing_ok=True)
     write_block_checksums(folder / USERS_NAME, folder / USERS_CHECKSUMS_NAME)
@@ -307,7 +309,7 @@ def _block_arrays(export: ExportManifest) -> BlockArrays | None:
 
 
 def _item_sources(dataset: Dataset) -> NDArray[np.uint8]:
-    """Return the input tables that have each item, in the code of `SOURCES_NAME`, [I]."""
+    """Return which input tables have each item, [I]: the sum of FROM_VECTORS and FROM_FEATURES."""
     vector_row_I = EventStore.open(dataset.interactions).vector_rows("item")
     source_I = np.zeros(dataset.interactions.num_items, np.uint8)
     if vector_row_I is not None:
@@ -317,10 +319,10 @@ def _item_sources(dataset: Dataset) -> NDArray[np.uint8]:
     return source_I
 
 
-def _fallbacks(spec: ModelSpec, features: Mapping[str, QueryFeature]) -> tuple[Fallback, ...]:
+def _fallbacks(spec: ModelSpec, query_features: Mapping[str, QueryFeature]) -> tuple[Fallback, ...]:
     fallbacks: tuple[Fallback | None, ...] = (
         "history" if spec.served_history_length else None,
-        "features" if features else None,
+        "features" if query_features else None,
     )
     return (*(fallback for fallback in fallbacks if fallback is not None), "popularity")
 

@@ -103,7 +103,8 @@ class QuantizedCommsConfig(Settings):
     @field_validator("backward", mode="before")
     @classmethod
     def _reject_lossy_precision(cls, precision: object) -> object:
-        # TorchRec's loss scale does not help, because its codec divides the fp16 gradients by the scale before it casts them.
+        # TorchRec's loss scale does not help: its codec divides the received fp16 values by the scale before it casts them to
+        # fp32, so small gradients become 0 in fp16.
         if precision in ("fp16", "int8"):
             lost_range = "below 6e-8" if precision == "fp16" else "below 1/255 of the largest gradient of their row"
             raise ValueError(

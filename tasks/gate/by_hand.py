@@ -175,7 +175,7 @@ def _make_champion(
     instead_text = "" if champion is None else f" instead of version {champion.version}"
     return (
         f"{registry.model_name} version {version_number} is champion{instead_text}: {metric_name} is "
-        f"{metrics.users.means('served')[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
+        f"{metrics.user_metrics.means('served')[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
     )
 
 

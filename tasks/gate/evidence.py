@@ -1,4 +1,7 @@
-"""Evidence of the gate: comparisons of a new version with another version, with baselines, and with an exact search."""
+"""Evidence of the gate: comparisons of a new version with another version, with baselines, and with an exact search.
+
+Shapes: U users.
+"""
 
 import math
 from collections.abc import Mapping
@@ -20,17 +23,19 @@ def version_evidence(
     new_metrics: ServedMetrics,
     other_metrics: ServedMetrics,
     *,
-    label: str,
+    baseline: str,
     spent_drop: float,
     min_users_by_slice: Mapping[str, int | None] = MappingProxyType({}),
 ) -> list[Evidence]:
     """Compare the new version with another version: first on `registry.metric`, then on the guardrails.
 
-    A slice without a user is left out, unless it is a slice by a feature, which the config names.
+    A slice by a feature is always compared, because the config names the feature. Any other slice is compared only if it has a
+    user and `guardrails.slices` is set.
 
     Args:
-        label: name of the other version.
-        spent_drop: relative drop of earlier promotions. It reduces the margin, which many small drops therefore cannot exceed.
+        baseline: name of the other version.
+        spent_drop: relative drop of the metric in earlier promotions. It is subtracted from the margin, so that many small
+            drops together do not exceed the margin.
         min_users_by_slice: number of users that each slice by a feature needs; None means the number of the gate.
     """
     metric, guardrails = config.metric, config.guardrails
@@ -38,40 +43,41 @@ def version_evidence(
     guardrail_metrics = [name for name in guardrails.metrics if name != metric]
     slice_names = [
         name
-        for name, users in new_metrics.users_by_slice.items()
-        if name in min_users_by_slice or (guardrails.slices and len(users.user_row_U))
+        for name, slice_metrics in new_metrics.user_metrics_by_slice.items()
+        if name in min_users_by_slice or (guardrails.slices and len(slice_metrics.user_row_U))
     ]
     guardrail_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
     rule_by_slice = {name: guardrail_rule(min_users=min_users_by_slice.get(name)) for name in slice_names}
-    # A slice with too few users cannot reject the version by chance, so it is not counted.
+    # num_guardrails is the number of comparisons that can reject the version by chance. A slice with too few users cannot.
     large_slices = [
-        name for name in slice_names if len(new_metrics.users_by_slice[name].user_row_U) >= rule_by_slice[name].min_users
+        name for name in slice_names if len(new_metrics.user_metrics_by_slice[name].user_row_U) >= rule_by_slice[name].min_users
     ]
-    compare_guardrail = partial(_compare, baseline=label, num_guardrails=max(1, len(guardrail_metrics) + len(large_slices)))
-    evidence = [_compare(metric, rule, new_metrics.users, other_metrics.users, baseline=label)]
+    compare_guardrail = partial(_compare, baseline=baseline, num_guardrails=max(1, len(guardrail_metrics) + len(large_slices)))
+    evidence = [_compare(metric, rule, new_metrics.user_metrics, other_metrics.user_metrics, baseline=baseline)]
     evidence += [
-        compare_guardrail(name, guardrail_rule(), new_metrics.users, other_metrics.users) for name in guardrail_metrics
+        compare_guardrail(name, guardrail_rule(), new_metrics.user_metrics, other_metrics.user_metrics)
+        for name in guardrail_metrics
     ]
     evidence += [
         compare_guardrail(
             metric,
             rule_by_slice[name],
-            new_metrics.users_by_slice[name],
-            other_metrics.users_by_slice[name],
+            new_metrics.user_metrics_by_slice[name],
+            other_metrics.user_metrics_by_slice[name],
             subject=f"{metric} of {name}",
         )
         for name in slice_names
     ]
     if guardrails.max_coverage_drop < 1:
         evidence.append(
-            _compare_coverage(new_metrics, other_metrics, baseline=label, max_relative_drop=guardrails.max_coverage_drop)
+            _compare_coverage(new_metrics, other_metrics, baseline=baseline, max_relative_drop=guardrails.max_coverage_drop)
         )
     costs = (
         ("CPU ms per user", new_metrics.cpu_ms_per_user, other_metrics.cpu_ms_per_user),
         ("model size in MB", new_metrics.num_bytes / 1e6, other_metrics.num_bytes / 1e6),
     )
     return evidence + [
-        _compare_costs(cost_name, new_cost, other_cost, baseline=label, max_increase=guardrails.max_cost_increase)
+        _compare_costs(cost_name, new_cost, other_cost, baseline=baseline, max_increase=guardrails.max_cost_increase)
         for cost_name, new_cost, other_cost in costs
     ]
 
@@ -89,13 +95,13 @@ def serving_evidence(
     guardrails = config.guardrails
     index_rule, rule = (config.gate.for_guardrail(loss) for loss in (guardrails.max_index_loss, guardrails.max_serving_loss))
     trained, packaged = exact_metrics[TRAINED], exact_metrics[PACKAGED]
-    served_pairs = (
+    serving_comparisons = (
         ("with the packaged query tower", packaged, trained, "the trained one"),
-        ("with the index", new_metrics.users, packaged, "an exact search"),
+        ("with the index", new_metrics.user_metrics, packaged, "an exact search"),
     )
     ((recall_name, recall_U),) = exact_metrics[INDEX].value_U_by_metric.items()
     comparison = index_rule.compare(
-        recall_U, np.ones(len(recall_U)), baseline="an exact search", num_comparisons=len(served_pairs)
+        recall_U, np.ones(len(recall_U)), baseline="an exact search", num_comparisons=len(serving_comparisons)
     )
     index_evidence = Evidence(
         subject=f"{recall_name} of the index", baseline="an exact search", is_guardrail=True, comparison=comparison
@@ -108,9 +114,9 @@ def serving_evidence(
             exact,
             baseline=baseline,
             subject=f"{config.metric} {subject}",
-            num_guardrails=len(served_pairs),
+            num_guardrails=len(serving_comparisons),
         )
-        for subject, measured, exact, baseline in served_pairs
+        for subject, measured, exact, baseline in serving_comparisons
     ]
 
 
@@ -120,7 +126,7 @@ def baseline_evidence(
     """Compare the new version with each baseline in `registry.baselines`, which it must beat."""
     rule = config.gate.for_baseline()
     return [
-        _compare(config.metric, rule, new_metrics.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))
+        _compare(config.metric, rule, new_metrics.user_metrics, metrics_by_baseline[name], baseline=name.replace("_", "-"))
         for name in config.baselines
         if name in metrics_by_baseline
     ]
@@ -141,9 +147,9 @@ def _compare(
     Args:
         num_guardrails: number of guardrails that are compared together; 0 for a main comparison.
     """
-    new_U = new_metrics.common_with(other_metrics).value_U_by_metric[metric]
-    other_U = other_metrics.common_with(new_metrics).value_U_by_metric[metric]
-    comparison = rule.compare(new_U, other_U, baseline=baseline, num_comparisons=max(1, num_guardrails))
+    new_value_U = new_metrics.common_with(other_metrics).value_U_by_metric[metric]
+    other_value_U = other_metrics.common_with(new_metrics).value_U_by_metric[metric]
+    comparison = rule.compare(new_value_U, other_value_U, baseline=baseline, num_comparisons=max(1, num_guardrails))
     return Evidence(subject=subject or metric, baseline=baseline, is_guardrail=bool(num_guardrails), comparison=comparison)
 
 
@@ -152,7 +158,7 @@ def _compare_coverage(
 ) -> Evidence:
     rule = Margin(max_relative_drop=max_relative_drop)
     comparison = rule.compare(np.array([new_metrics.coverage]), np.array([other_metrics.coverage]), baseline=baseline)
-    num_users = len(new_metrics.users.user_row_U)
+    num_users = len(new_metrics.user_metrics.user_row_U)
     comparison = comparison.model_copy(update={"num_users": num_users, "num_better_users": 0, "num_worse_users": 0})
     return Evidence(subject=f"coverage@{K}", baseline=baseline, is_guardrail=True, comparison=comparison)
 

@@ -24,7 +24,7 @@ from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
 from recsys_core.manifests import EvaluationManifest, InteractionsManifest
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
-from tasks.gate.needed_users import needed_users, small_margin
+from tasks.gate.needed_users import needed_users_sentences, small_margin_sentences
 from tasks.gate.sample import ServedMetrics, prepare_sample
 from tasks.gate.serving_loss import exact_metrics, mean_metrics
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError
@@ -257,7 +257,7 @@ def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion 
     except UnusableVersionError as error:
         reason += f", which does not load ({error})"
     decision = _compare_with_version(gate, new_metrics, compared_version, compared_metrics, role="champion")
-    metrics = decision.metrics | champion_metrics.users.means("refit")
+    metrics = decision.metrics | champion_metrics.user_metrics.means("refit")
     return replace(decision, reasons=(*decision.reasons, reason), metrics=metrics)
 
 
@@ -282,7 +282,7 @@ def _compare_with_version(
         gate.config,
         new_metrics,
         other_metrics,
-        label=f"version {other_version.version}",
+        baseline=f"version {other_version.version}",
         spent_drop=spent_drop,
         min_users_by_slice=gate.tester.sample.min_users_by_slice,
     )
@@ -301,7 +301,7 @@ def _compare_with_version(
     return Decision(
         verdict,
         reasons,
-        new_metrics.users.means("served") | other_metrics.users.means(role) | mean_metrics(gate.exact_metrics),
+        new_metrics.user_metrics.means("served") | other_metrics.user_metrics.means(role) | mean_metrics(gate.exact_metrics),
         tuple(evidence),
         spent_drop=max(0.0, total_drop),
     )
@@ -321,13 +321,13 @@ def _verdict_with_reasons(
         case "promoted":
             if not has_other_version:
                 return verdict, (*reasons, *missing_evidence(evidence))
-            margin_sentence = small_margin(evidence[0].comparison, config=gate.config)
+            margin_sentence = small_margin_sentences(evidence[0].comparison, config=gate.config)
             return verdict, (reasons[0], *missing_evidence(evidence), *margin_sentence)
         case "not_enough_data":
             sample = gate.tester.sample
             return verdict, (
                 *reasons,
-                *needed_users(evidence, config=gate.config, sample=sample, interactions=gate.interactions),
+                *needed_users_sentences(evidence, config=gate.config, sample=sample, interactions=gate.interactions),
             )
         case "not_promoted":
             return verdict, reasons
@@ -339,4 +339,6 @@ def _compare_with_baselines(gate: _Gate, new_metrics: ServedMetrics, *, situatio
     evidence += serving_evidence(gate.config, new_metrics, gate.exact_metrics)
     verdict, reasons = _verdict_with_reasons(gate, evidence, has_other_version=False)
     reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
-    return Decision(verdict, reasons, new_metrics.users.means("served") | mean_metrics(gate.exact_metrics), tuple(evidence))
+    return Decision(
+        verdict, reasons, new_metrics.user_metrics.means("served") | mean_metrics(gate.exact_metrics), tuple(evidence)
+    )

@@ -1,4 +1,4 @@
-"""Sentences about the number of test users: the users or days that a decision needs, and a margin too small for the users.
+"""Sentences about the number of test users: how many users or days of events are enough for a decision or for the margin.
 
 Shapes: U users.
 """
@@ -17,24 +17,24 @@ from tasks.gate.sample import ServedSample
 from tasks.registry.config import RegistryConfig
 
 
-def needed_users(
+def needed_users_sentences(
     evidence: Sequence[Evidence], *, config: RegistryConfig, sample: ServedSample, interactions: InteractionsManifest
 ) -> tuple[str, ...]:
-    """Return a sentence with the number of users that would be enough for a decision, and the days that have so many users.
+    """Return a sentence with the number of users that is enough for a decision, and the number of days that have these users.
 
     The tuple is empty if every main comparison has enough users.
     """
-    small_comparisons = [
+    undecided_comparisons = [
         item.comparison
         for item in evidence
         if not item.is_guardrail and item.comparison.outcome == "not_enough_data" and item.comparison.num_needed_users
     ]
-    if not small_comparisons:
+    if not undecided_comparisons:
         return ()
     # Only a part of the sampled users is compared: a user whose test items are all in the history is left out.
     num_needed = max(
         math.ceil((comparison.num_needed_users or 0) * sample.num_users / max(1, comparison.num_users))
-        for comparison in small_comparisons
+        for comparison in undecided_comparisons
     )
     sentence = f"about {num_needed:,} test users would be enough for a decision"
     store = EventStore.open(interactions)
@@ -64,13 +64,13 @@ def days_with_users(store: EventStore, num_users: int) -> int | None:
     return int((last_time_U.max() - start_time) // DAY_US) + 1
 
 
-def small_margin(comparison: Comparison, *, config: RegistryConfig) -> tuple[str, ...]:
+def small_margin_sentences(comparison: Comparison, *, config: RegistryConfig) -> tuple[str, ...]:
     """Return a sentence if the users of a comparison are too few for the margin of the gate; empty if they are enough."""
     detectable_drop, margin = comparison.detectable_drop, config.gate.max_relative_drop
     if detectable_drop is None or not margin < detectable_drop < math.inf:
         return ()
     return (
         f"with these test users, only a margin of at least {100 * detectable_drop:.1f} % can be tested, but "
-        f"registry.gate.max_relative_drop is {100 * margin:g} %; with more users, more of the equally good versions "
-        "are promoted",
+        f"registry.gate.max_relative_drop is {100 * margin:g} %; with more test users, the gate refuses fewer "
+        "versions that are as good as the champion",
     )

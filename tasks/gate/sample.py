@@ -170,8 +170,8 @@ class ServedMetrics(NamedTuple):
     """Metrics of the recommendations of one version.
 
     Attributes:
-        users: metrics over all targets.
-        users_by_slice: metrics over the targets of each slice.
+        user_metrics: metrics over all targets.
+        user_metrics_by_slice: metrics over the targets of each slice.
         coverage: share of the catalogue that is recommended to at least one user.
         cpu_ms_per_user: CPU time of the answers per user; NaN if the total for all users is below MIN_CPU_S.
         num_bytes: size of the model's files.
@@ -179,8 +179,8 @@ class ServedMetrics(NamedTuple):
         num_unknown: number of recommendations whose item is not in the catalogue. The metrics ignore them.
     """
 
-    users: UserMetrics
-    users_by_slice: Mapping[str, UserMetrics]
+    user_metrics: UserMetrics
+    user_metrics_by_slice: Mapping[str, UserMetrics]
     coverage: float
     cpu_ms_per_user: float
     num_bytes: int
@@ -243,8 +243,8 @@ def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
         return UserMetrics.of(target_positions, user_row_B=sample.user_row_U)
 
     return ServedMetrics(
-        users=metrics_of(np.ones(len(target_position_T), np.bool_)),
-        users_by_slice={name: metrics_of(mask_T) for name, mask_T in sample.target_mask_by_slice.items()},
+        user_metrics=metrics_of(np.ones(len(target_position_T), np.bool_)),
+        user_metrics_by_slice={name: metrics_of(mask_T) for name, mask_T in sample.target_mask_by_slice.items()},
         coverage=len(np.unique(item_row_L)) / num_items,
         cpu_ms_per_user=1_000 * answers.cpu_s / sample.num_users if answers.cpu_s >= MIN_CPU_S else math.nan,
         num_bytes=answers.num_bytes,

@@ -72,7 +72,7 @@ class VersionTester:
         """Return the metrics of the answers. Save them for later comparisons, and in a file next to the answers."""
         metrics = measure_answers(answers, sample=self.sample)
         write_user_metrics(
-            {"served": metrics.users}, self.sample.histories_file.with_name(f"metrics-{version.version}.parquet")
+            {"served": metrics.user_metrics}, self.sample.histories_file.with_name(f"metrics-{version.version}.parquet")
         )
         self.metrics_by_version[str(version.version)] = metrics
         return metrics

@@ -24,7 +24,7 @@ SETTLE_S = 0.2
 T = TypeVar("T")
 
 
-def number_of(version: ModelVersion | None) -> str | None:
+def version_number_text(version: ModelVersion | None) -> str | None:
     """Return the number of a version as text: MLflow gives an int from sqlite and a str over REST."""
     return None if version is None else str(version.version)
 
@@ -91,15 +91,15 @@ class Registry:
         Args:
             mark_as_former: tag the replaced champion, so that the gate can return to this version later.
         """
-        if number_of(self.champion()) != number_of(expected):
+        if version_number_text(self.champion()) != version_number_text(expected):
             return False
-        if expected is not None and mark_as_former and number_of(expected) != number_of(version):
+        if expected is not None and mark_as_former and version_number_text(expected) != version_number_text(version):
             self._mark_as_former(expected)
         self.call(self.client.set_registered_model_alias, self.model_name, "champion", str(version.version))
         time.sleep(SETTLE_S)
-        if self.aliases().get("champion") != number_of(version):
+        if self.aliases().get("champion") != version_number_text(version):
             return False
-        self._publish("champion", number_of(expected), number_of(version), reason)
+        self._publish("champion", version_number_text(expected), version_number_text(version), reason)
         return True
 
     def _mark_as_former(self, version: ModelVersion) -> None:
@@ -109,7 +109,7 @@ class Registry:
 
     def move_challenger(self, version: ModelVersion | None, *, reason: str) -> None:
         """Give the alias challenger to `version`; remove the alias if `version` is None."""
-        old_number, new_number = self.aliases().get("challenger"), number_of(version)
+        old_number, new_number = self.aliases().get("challenger"), version_number_text(version)
         if new_number is not None:
             self.call(self.client.set_registered_model_alias, self.model_name, "challenger", new_number)
         elif old_number is not None:

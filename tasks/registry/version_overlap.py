@@ -1,4 +1,4 @@
-"""Difference of two versions' recommendations: overlap of the top lists, and items that more or fewer users get."""
+"""Comparison of two versions' recommendations: overlap of the top lists, and items whose number of users changes most."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from recsys_core.serving.ids import Id
 from recsys_core.serving.retriever import Retriever
 
 NUM_MOVERS = 10
-"""Largest number of items in `VersionOverlap.movers`."""
+"""Largest number of items in `VersionComparison.movers`."""
 SAMPLE_SEED = 0
 
 
@@ -25,8 +25,8 @@ class Mover(Frozen):
     num_users_after: int
 
 
-class VersionOverlap(Frozen):
-    """Difference of the recommendations of two versions to the same users.
+class VersionComparison(Frozen):
+    """Comparison of the recommendations of two versions to the same users.
 
     Attributes:
         k: number of items per user.
@@ -43,7 +43,7 @@ class VersionOverlap(Frozen):
     movers: tuple[Mover, ...]
 
 
-def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int) -> VersionOverlap:
+def compare_recommendations(before: Retriever, after: Retriever, *, num_users: int, k: int) -> VersionComparison:
     """Compare the top k items of a random sample of the users that both versions know.
 
     Raises:
@@ -61,7 +61,7 @@ def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int) -> V
     ]
     num_users_before = Counter(item_id for ids_before, _ in list_pairs for item_id in ids_before)
     num_users_after = Counter(item_id for _, ids_after in list_pairs for item_id in ids_after)
-    return VersionOverlap(
+    return VersionComparison(
         k=k,
         num_users=len(list_pairs),
         mean_overlap=float(np.mean(overlap_shares)),

@@ -43,7 +43,7 @@ class RetentionConfig(Settings):
         gt=0,
         le=10_000_000,
         description="largest size of the workspace in GiB. A run does not start if the workspace plus the files that the run "
-        "is expected to write exceed this size. Default: the free space of the disk",
+        "is expected to write exceed this size. Default: no limit except the free space of the disk",
     )
 
     @model_validator(mode="after")

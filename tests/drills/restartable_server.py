@@ -60,7 +60,7 @@ class RestartableServer:
                 assert self._process.poll() is None and time.monotonic() < deadline, self._log_file.read_text()
                 time.sleep(0.2)
 
-    def end(self, stop_signal: signal.Signals) -> None:
+    def stop(self, stop_signal: signal.Signals) -> None:
         """Send a signal to all processes of the server and wait for its end. Do nothing if it is not running."""
         if self._process is not None:
             os.killpg(self._process.pid, stop_signal)
@@ -101,4 +101,4 @@ def running(server: RestartableServer) -> Iterator[RestartableServer]:
         server.start()
         yield server
     finally:
-        server.end(signal.SIGTERM)
+        server.stop(signal.SIGTERM)

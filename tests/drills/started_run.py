@@ -54,7 +54,7 @@ class StartedRun:
         """Return all descendants of the command's process."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def end(self) -> tuple[int, str]:
+    def wait(self) -> tuple[int, str]:
         """Wait for the end of the command; return its exit code and stderr. No process of the run may be left."""
         exit_code = self.process.wait(timeout=PATIENCE_S)
         _, alive = psutil.wait_procs(self._descendants, timeout=10)
@@ -62,10 +62,10 @@ class StartedRun:
         return exit_code, self.stderr
 
     @property
-    def answer(self) -> dict[str, Any]:
+    def json_output(self) -> dict[str, Any]:
         """The JSON object on the last line of stdout."""
-        answer: dict[str, Any] = json.loads(self._outputs[0].read_text().splitlines()[-1])
-        return answer
+        json_output: dict[str, Any] = json.loads(self._outputs[0].read_text().splitlines()[-1])
+        return json_output
 
 
 @contextmanager

@@ -7,7 +7,13 @@ import pytest
 
 from recsys_core.manifests import STAGES
 from tests.drills.interrupted_run import interrupt_run, state_types
-from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, start_run_folder, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import (
+    RUN_ID,
+    is_stage_in_progress,
+    run_pipeline,
+    start_run_folder,
+    write_config_of_every_stage,
+)
 
 pytestmark = pytest.mark.drill
 MAX_END_S = 10.0
@@ -22,7 +28,7 @@ def test_a_signal_in_any_stage_ends_the_run_in_time_and_prints_the_command_that_
     for stage in STAGES:
 
         def has_begun(stage: str = stage) -> bool:
-            return is_in(stage, run_folder)
+            return is_stage_in_progress(stage, run_folder)
 
         process, seconds = interrupt_run(config_path, "--resume", RUN_ID, has_begun=has_begun, stop_signal=stop_signal)
         assert process.returncode == 128 + stop_signal, f"{stage}: {process.stderr}"

@@ -78,7 +78,7 @@ def run_pipeline(config_path: Path) -> dict:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def is_in(stage: str, run_folder: Path) -> bool:
+def is_stage_in_progress(stage: str, run_folder: Path) -> bool:
     """Return whether `stage` is in progress. Training counts only from its first checkpoint, so that a resume can use one."""
     if stage == "train":
         return any((run_folder / "train.work" / "checkpoints").glob("step-*[0-9]"))
@@ -90,7 +90,7 @@ def kill_in(stage: str, config_path: Path, run_folder: Path) -> list[psutil.Proc
     command = [*NIGHTJAR, "run", str(config_path), "--resume", RUN_ID]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + PATIENCE_S
-        while not is_in(stage, run_folder):
+        while not is_stage_in_progress(stage, run_folder):
             assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < deadline, f"{stage} did not begin"
             time.sleep(0.001)

@@ -12,7 +12,7 @@ import pytest
 from recsys_core.manifests import MANIFEST_NAME, STAGES
 from tests.drills.restartable_server import mlflow_server, running
 from tests.drills.started_run import StartedRun, started_run
-from tests.drills.test_kill_and_resume import is_in, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
 COUNT_SQL_BY_POINT = {
@@ -32,7 +32,7 @@ def first_value(database_file: Path, sql: str) -> Any:
 
 def assert_registered_once(run: StartedRun, database_file: Path) -> None:
     """Assert that MLflow has one run with each training step once, and one version, which is champion."""
-    assert run.answer["model"] == {"name": "nightjar", "version": "1", "alias": "champion"}
+    assert run.json_output["model"] == {"name": "nightjar", "version": "1", "alias": "champion"}
     assert first_value(database_file, "SELECT count(*) FROM tags WHERE key = 'nightjar.run_id'") == 1
     assert first_value(database_file, "SELECT count(*) FROM model_versions") == 1
     assert first_value(database_file, "SELECT count(*) FROM logged_models WHERE lifecycle_stage = 'active'") == 1
@@ -57,7 +57,7 @@ def test_a_run_without_mlflow_fails_only_at_its_last_stage_and_a_resume_register
     with started_run(config_path, MLFLOW_TRACKING_URI=server.address) as run:
         run.wait_until(lambda folder: (folder / "package").is_dir(), description="package")
         start_s = time.monotonic()
-        exit_code, stderr = run.end()
+        exit_code, stderr = run.wait()
         seconds = time.monotonic() - start_s
     assert exit_code == 1
     last_line = stderr.splitlines()[-1]
@@ -69,7 +69,7 @@ def test_a_run_without_mlflow_fails_only_at_its_last_stage_and_a_resume_register
     assert len(manifests) == len(STAGES) - 1
 
     with running(server), started_run(config_path, "--resume", run.folder.name, MLFLOW_TRACKING_URI=server.address) as resumed:
-        exit_code, stderr = resumed.end()
+        exit_code, stderr = resumed.wait()
     assert exit_code == 0, stderr
     assert {path: path.read_bytes() for path in manifests} == manifests
     assert_registered_once(resumed, tmp_path / "server.db")
@@ -80,16 +80,16 @@ def test_a_run_registers_once_although_mlflow_is_killed_and_restarted_in_the_tra
 ) -> None:
     config_path = write_config_of_every_stage(tmp_path)
     with running(mlflow_server(tmp_path)) as server, started_run(config_path, MLFLOW_TRACKING_URI=server.address) as run:
-        run.wait_until(lambda folder: is_in("train", folder), description="training")
-        server.end(signal.SIGKILL)
-        run.wait_until(lambda folder: is_in("export", folder), description="export, without MLflow")
+        run.wait_until(lambda folder: is_stage_in_progress("train", folder), description="training")
+        server.stop(signal.SIGKILL)
+        run.wait_until(lambda folder: is_stage_in_progress("export", folder), description="export, without MLflow")
         server.start()
         for point, sql in COUNT_SQL_BY_POINT.items():
             run.wait_until(lambda _, sql=sql: first_value(tmp_path / "server.db", sql) > 0, description=point)
-            server.end(signal.SIGKILL)
+            server.stop(signal.SIGKILL)
             time.sleep(3)
             server.start()
-        exit_code, stderr = run.end()
+        exit_code, stderr = run.wait()
     assert exit_code == 0, stderr
     assert_registered_once(run, tmp_path / "server.db")
     assert not (tmp_path / "workspace" / "mlflow.db").exists()
@@ -99,8 +99,8 @@ def test_a_run_registers_once_although_the_database_is_locked_in_the_training_an
     database_file = tmp_path / "workspace" / "mlflow.db"
     with started_run(write_config_of_every_stage(tmp_path)) as run:
         for stage in ("train", "register"):
-            run.wait_until(lambda folder, stage=stage: is_in(stage, folder), description=stage)
+            run.wait_until(lambda folder, stage=stage: is_stage_in_progress(stage, folder), description=stage)
             lock(database_file, seconds=LOCK_DURATION_S)
-        exit_code, stderr = run.end()
+        exit_code, stderr = run.wait()
     assert exit_code == 0, stderr
     assert_registered_once(run, database_file)

@@ -11,7 +11,7 @@ import pytest
 from recsys_core.manifests import STAGES
 from tests.drills.restartable_server import prefect_server, running
 from tests.drills.started_run import StartedRun, started_run
-from tests.drills.test_kill_and_resume import is_in, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
 REGISTERED_MODEL = {"name": "nightjar", "version": "1", "alias": "champion"}
@@ -27,14 +27,14 @@ def states_of_runs(prefect_home: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def wait_for_training(run: StartedRun) -> None:
-    run.wait_until(lambda folder: is_in("train", folder), description="training")
+    run.wait_until(lambda folder: is_stage_in_progress("train", folder), description="training")
 
 
 def assert_promoted(run: StartedRun, prefect_home: Path) -> None:
     """Wait for the end of the run; assert that its version is champion and that Prefect has its final states."""
-    exit_code, stderr = run.end()
+    exit_code, stderr = run.wait()
     assert exit_code == 0, stderr
-    assert run.answer["model"] == REGISTERED_MODEL
+    assert run.json_output["model"] == REGISTERED_MODEL
     assert states_of_runs(prefect_home) == (["Promoted"], dict.fromkeys(STAGES, "Completed"))
 
 
@@ -51,7 +51,7 @@ def test_a_server_that_was_stopped_for_twenty_seconds_of_the_training_records_al
     config_path = write_config_of_every_stage(tmp_path)
     with running(prefect_server(tmp_path)) as server, started_run(config_path, PREFECT_API_URL=f"{server.address}/api") as run:
         wait_for_training(run)
-        server.end(signal.SIGTERM)
+        server.stop(signal.SIGTERM)
         time.sleep(20)
         server.start()
         assert_promoted(run, tmp_path / "prefect-server")
@@ -65,10 +65,10 @@ def test_a_run_whose_server_stays_away_registers_its_version_and_warns(tmp_path:
     }  # retries for 6 s instead of two minutes
     with running(server), started_run(config_path, **settings) as run:
         wait_for_training(run)
-        server.end(signal.SIGKILL)
-        exit_code, stderr = run.end()
+        server.stop(signal.SIGKILL)
+        exit_code, stderr = run.wait()
     assert exit_code == 0, stderr
-    assert run.answer["model"] == REGISTERED_MODEL
+    assert run.json_output["model"] == REGISTERED_MODEL
     last_line = stderr.splitlines()[-1]
     assert last_line.startswith(f"warning Prefect at {server.address}/api does not work: ConnectError: ")
     assert last_line.endswith("the run ended as Promoted, but Prefect did not receive this state")

@@ -24,7 +24,7 @@ from tests.drills.postgresql_server import PostgresqlServer, postgresql_server
 from tests.drills.process_worker import GONE_WITHIN_S, PATIENCE_S, PrefectPage, Worker, worker_of
 from tests.drills.production_servers import PREFECT_LOGIN, Servers, production_servers
 from tests.drills.s3_server import S3Server, s3_server
-from tests.drills.test_kill_and_resume import is_in, write_config
+from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config
 
 pytestmark = [
     pytest.mark.drill,
@@ -60,7 +60,9 @@ def cancel_in_training(page: PrefectPage, worker: Worker, runs: Path, *, reason:
     """
     earlier_folders = set(runs.glob("*"))
     flow_run = page.start_run(reason=reason, overrides=LONGER_TRAINING)
-    wait_until(lambda: any(is_in("train", run) for run in set(runs.glob("*")) - earlier_folders), description="training")
+    wait_until(
+        lambda: any(is_stage_in_progress("train", run) for run in set(runs.glob("*")) - earlier_folders), description="training"
+    )
     (run,) = set(runs.glob("*")) - earlier_folders
     processes = worker.children()
     cancel_time_s = time.monotonic()
@@ -156,7 +158,8 @@ def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_registers_a_v
     seconds = max(retried_run_end_s, resumed_run_end_s)
     record_property(
         "figures",
-        f"After Cancel, all processes ended within {seconds:.1f} s. Every run could be resumed, and no alias was wrong",
+        f"After a cancel through the API, all processes ended within {seconds:.1f} s. Every run could be resumed, and no "
+        "alias was wrong",
     )
 
 
@@ -178,7 +181,7 @@ def test_a_planned_run_is_cancelled_and_retried_on_its_page(
         flow_run = api.wait_for_planned_run()
         log_in_to_prefect(page, servers.prefect, password=PREFECT_LOGIN)
         page.goto(f"{servers.prefect}/runs/flow-run/{flow_run}")
-        wait_until(lambda: any(is_in("train", run) for run in runs.glob("*")), description="training")
+        wait_until(lambda: any(is_stage_in_progress("train", run) for run in runs.glob("*")), description="training")
         take_picture(page, "production-training")
         processes = worker.children()
         page.get_by_role("button", name="Cancel").click()
@@ -200,5 +203,6 @@ def test_a_planned_run_is_cancelled_and_retried_on_its_page(
     assert production.aliases("browser") == {"champion": "1"}
     record_property(
         "figures",
-        f"After Cancel, all processes ended within {seconds:.1f} s. Every run could be resumed, and no alias was wrong",
+        f"After a cancel in the browser, all processes ended within {seconds:.1f} s. Every run could be resumed, and no "
+        "alias was wrong",
     )

@@ -1,4 +1,4 @@
-"""Thirty runs in a row use no more disk, memory and shared memory at the end than at the start, and leave no process.
+"""In thirty runs in a row, the run folders, the memory and the shared memory do not grow, and no process is left.
 
 Each run reads one new file of the log, and the oldest file is removed.
 

@@ -15,7 +15,7 @@ import requests
 from recsys_core.manifests import STAGES
 from tests.drills.process_worker import GONE_WITHIN_S, PATIENCE_S, PrefectPage, worker_of
 from tests.drills.production_servers import USER_PASSWORD, Servers, production_servers
-from tests.drills.test_kill_and_resume import is_in, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
 
@@ -45,7 +45,7 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
     flow_run_id, end_durations_s, crash_durations_s = "", [], []
 
     def has_begun(stage: str) -> bool:
-        return any(is_in(stage, run) or (run / stage).is_dir() for run in runs.glob("*"))
+        return any(is_stage_in_progress(stage, run) or (run / stage).is_dir() for run in runs.glob("*"))
 
     for stage in STAGES:
         with worker_of(servers, log_file=log_file) as worker:

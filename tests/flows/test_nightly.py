@@ -288,7 +288,7 @@ def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_ends_it_in_a
     monkeypatch.setattr(nightly, "retrain", lambda config, run: None)
     state = nightly.nightly_retrain.fn(config, run_id="r", options=RunOptions(dry_run=True))
     assert (state.name, state.is_completed()) == ("DryRun", True)
-    assert state.message == "dry run: no version is registered; a resume of r registers it"
+    assert state.message == "dry run: no version is registered; resume run r to register one"
 
 
 def test_a_full_retrain_builds_the_vocabularies_again_and_starts_from_no_champion(

@@ -146,8 +146,8 @@ def test_the_memory_row_mentions_a_limit_below_the_memory_of_the_machine() -> No
     machine = SimpleNamespace(total=64 * 2**30, available=60 * 2**30)
     limits = CgroupLimits(memory_bytes=8 * 2**30, memory_used_bytes=2 * 2**30)
     expected = "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
-    assert describe_memory(limits, machine=machine) == expected
-    assert describe_memory(CgroupLimits(), machine=machine) == "60.0 GiB available of 64.0 GiB"
+    assert describe_memory(limits, machine_memory=machine) == expected
+    assert describe_memory(CgroupLimits(), machine_memory=machine) == "60.0 GiB available of 64.0 GiB"
 
 
 def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

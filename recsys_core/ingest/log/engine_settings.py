@@ -60,7 +60,7 @@ class DuckdbSettings(Settings):
 
         return DuckdbEngine
 
-    def installation(self) -> str | None:
+    def installed_versions(self) -> str | None:
         """Return None: DuckDB is always installed."""
 
     def check_master(self, *, timeout_s: float) -> None:
@@ -110,12 +110,12 @@ class SparkSettings(Settings):
 
     def engine_class(self) -> type[LogEngine]:
         """Return SparkEngine. Raise InputError if Spark or Java is not installed."""
-        self.installation()
+        self.installed_versions()
         from recsys_core.ingest.log.spark_engine.engine import SparkEngine
 
         return SparkEngine
 
-    def installation(self) -> str | None:
+    def installed_versions(self) -> str | None:
         """Return the versions of Spark and Java, and the master. Raise InputError if Spark or Java is not installed."""
         from recsys_core.ingest.log.spark_engine.installation import check_installation
 
@@ -130,7 +130,7 @@ class SparkSettings(Settings):
         allowed_data_root: Path | None,
     ) -> list[tuple[Source, ...]]:
         """Open the tables of each setting; see open_tables of the Spark engine."""
-        self.installation()
+        self.installed_versions()
         from recsys_core.ingest.log.spark_engine.tables import open_tables
 
         return open_tables(self, table_format, paths_by_setting, columns=columns, allowed_data_root=allowed_data_root)

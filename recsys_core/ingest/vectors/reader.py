@@ -35,7 +35,7 @@ BATCH_BYTES = 8 * 2**20
 MIN_BATCH_ROWS = 64
 ROWS_AT_A_TIME = 131_072
 TRANSPOSED_ROWS = 1_024
-"""Number of rows that are transposed at a time. So many rows fit into the cache of the processor."""
+"""Number of rows that are transposed at a time. A block with this number of rows fits into the cache of the processor."""
 MAX_DIM = 65_536
 WorkItem = TypeVar("WorkItem")
 
@@ -91,7 +91,7 @@ class _FileSlice:
     row_groups: tuple[int, ...]
     first_row: int
     """Index of the first row of the slice in the entry."""
-    first_dimension: int
+    first_column: int
     """Index of the first of `columns` among the vector columns of the entry."""
     columns: tuple[str, ...]
 
@@ -164,7 +164,7 @@ def _read_columns(file_slice: _FileSlice, matrix_RD: NDArray[np.float32], fault_
 
     Arrow transposes TRANSPOSED_ROWS rows at a time.
     """
-    batch_start, first_dimension = file_slice.first_row, file_slice.first_dimension
+    batch_start, first_column = file_slice.first_row, file_slice.first_column
     for batch in file_slice.batches(batch_rows=batch_rows):
         arrays = []
         for column in file_slice.columns:
@@ -175,10 +175,10 @@ def _read_columns(file_slice: _FileSlice, matrix_RD: NDArray[np.float32], fault_
                 array = array.fill_null(0.0)
             arrays.append(array if pa.types.is_float32(array.type) else array.cast(pa.float32(), safe=False))
         float32_batch = pa.record_batch(arrays, names=list(file_slice.columns))
-        block_ND = matrix_RD[batch_start : batch_start + batch.num_rows, first_dimension : first_dimension + len(arrays)]
-        for block_start in range(0, batch.num_rows, TRANSPOSED_ROWS):
-            transposed_batch = float32_batch.slice(block_start, TRANSPOSED_ROWS).to_tensor(row_major=True)
-            block_ND[block_start : block_start + TRANSPOSED_ROWS] = transposed_batch.to_numpy()
+        block_ND = matrix_RD[batch_start : batch_start + batch.num_rows, first_column : first_column + len(arrays)]
+        for chunk_start in range(0, batch.num_rows, TRANSPOSED_ROWS):
+            transposed_batch = float32_batch.slice(chunk_start, TRANSPOSED_ROWS).to_tensor(row_major=True)
+            block_ND[chunk_start : chunk_start + TRANSPOSED_ROWS] = transposed_batch.to_numpy()
         batch_start += batch.num_rows
 
 

@@ -29,7 +29,7 @@ from recsys_core.errors import StageError
 from recsys_core.launching.rank import Process
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.export.item_columns import Share, rows_of_rank
+from recsys_core.training.export.item_columns import EncodedRows, rows_of_rank
 
 Region = tuple[slice, slice]
 ENCODE_BATCH_ROWS = 8192
@@ -117,7 +117,7 @@ class RankWriter:
 
     def write(
         self,
-        parts: Sequence[Part | Share],
+        parts: Sequence[Part | EncodedRows],
         *,
         num_rows: int,
         encode: Callable[[Int64Array], tuple[Tensor, ...]],

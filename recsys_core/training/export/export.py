@@ -34,7 +34,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.export.append_block import append_block
 from recsys_core.training.export.encoding import Encoder, RankWriter
-from recsys_core.training.export.item_columns import Share
+from recsys_core.training.export.item_columns import EncodedRows
 from recsys_core.training.export.ranking import write_rankings
 from recsys_core.training.export.validated_choice import choose_popularity
 from recsys_core.training.job import ExportJob
@@ -140,20 +140,20 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     encoder = Encoder(task, store, Assembler(user_batch_key=job.spec.user_batch_key, features=feature_store), process)
     writer = RankWriter(process, heartbeat_path=job.heartbeat_path)
     with torch.no_grad():
-        item_share = _write_item_vectors(encoder, job=job, writer=writer)
+        item_vectors = _write_item_vectors(encoder, job=job, writer=writer)
         for split in HELD_OUT_SPLITS:
-            query_share = _write_query_vectors(encoder, split, job=job, writer=writer)
+            query_vectors = _write_query_vectors(encoder, split, job=job, writer=writer)
             if job.ranking is not None:
                 write_rankings(
                     encoder,
-                    items=item_share,
-                    queries=query_share,
+                    items=item_vectors,
+                    query_vectors=query_vectors,
                     split=split,
                     settings=job.ranking,
                     folder=job.output_folder,
                     writer=writer,
                 )
-        del item_share, query_share
+        del item_vectors, query_vectors
         _write_tables(sharded_model, optimizer, job=job, writer=writer, process=process)
     layer_by_name = {}
     for tensor_name, tensor in gather_tensors(task.head.state_dict()):
@@ -164,14 +164,14 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     dist.barrier()
 
 
-def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> Share:
-    """Write the vectors of all items, and return the share of this rank."""
+def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> EncodedRows:
+    """Write the vectors of all items, and return the rows of this rank."""
     config, num_items = job.spec.config, job.spec.num_items
     dim_by_path = {
         job.output_folder / "history_items.npy": config.history_dim,
         job.output_folder / "item_vectors.npy": config.trained_dim,
     }
-    share = Share(num_items, dim=config.trained_dim, process=encoder.process)
+    encoded_rows = EncodedRows(num_items, dim=config.trained_dim, process=encoder.process)
 
     def encode(rows: Int64Array) -> tuple[torch.Tensor, ...]:
         history_item_BD, item_BD = encoder.encode_items(rows)
@@ -179,28 +179,28 @@ def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter)
 
     with ExitStack() as exit_stack:
         parts = [exit_stack.enter_context(writer.part(path)) for path in dim_by_path]
-        writer.write([*parts, share], num_rows=num_items, encode=encode, array_name="item_vectors.npy")
+        writer.write([*parts, encoded_rows], num_rows=num_items, encode=encode, array_name="item_vectors.npy")
     for path, dim in dim_by_path.items():
         writer.build(path, shape=(num_items, dim))
-    return share
+    return encoded_rows
 
 
-def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: ExportJob, writer: RankWriter) -> Share:
-    """Write the vectors of all users with targets in the split, and return the share of this rank."""
+def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: ExportJob, writer: RankWriter) -> EncodedRows:
+    """Write the vectors of all users with targets in the split, and return the rows of this rank."""
     users, dim = encoder.store.users_with_targets(split), job.spec.config.trained_dim
     if encoder.process.is_main:
         save_npy(job.output_folder / f"query_users_{split}.npy", users)
     path = job.output_folder / f"query_vectors_{split}.npy"
-    share = Share(len(users), dim=dim, process=encoder.process)
+    encoded_rows = EncodedRows(len(users), dim=dim, process=encoder.process)
 
     def encode(user_indices: Int64Array) -> tuple[torch.Tensor, ...]:
         query_BD = encoder.encode_queries(users[user_indices], split=split)
         return query_BD, query_BD
 
     with writer.part(path) as part:
-        writer.write([part, share], num_rows=len(users), encode=encode, array_name=path.name)
+        writer.write([part, encoded_rows], num_rows=len(users), encode=encode, array_name=path.name)
     writer.build(path, shape=(len(users), dim))
-    return share
+    return encoded_rows
 
 
 def _write_tables(

@@ -31,7 +31,7 @@ def rows_of_rank(num_rows: int, process: Process) -> slice:
     return slice(start, stop)
 
 
-class Share:
+class EncodedRows:
     """The rows of an array of vectors that this rank has encoded, in the memory of its device.
 
     Attributes:
@@ -44,7 +44,7 @@ class Share:
         self.vector_RD = torch.empty((self.rows.stop - self.rows.start, dim), dtype=torch.float32, device=process.device)
 
     def add(self, first_row: int, first_column: int, values_RC: Tensor) -> None:
-        """Copy a rectangle of the array into this share, as `Part.add` does into a file."""
+        """Copy a rectangle of the array into these rows, as `Part.add` does into a file."""
         row, column = first_row - self.rows.start, first_column
         self.vector_RD[row : row + values_RC.shape[0], column : column + values_RC.shape[1]] = values_RC
 
@@ -58,7 +58,7 @@ class TravellingColumns:
         block_columns: number of columns of a block.
     """
 
-    def __init__(self, items: Share, *, item_row_C: NDArray[np.int64], block_columns: int, process: Process) -> None:
+    def __init__(self, items: EncodedRows, *, item_row_C: NDArray[np.int64], block_columns: int, process: Process) -> None:
         """Collective. Exchange the vectors, so that this rank has the vectors of its columns."""
         self._num_columns, self._block_columns, self._process = len(item_row_C), block_columns, process
         num_blocks = -(-self._num_columns // block_columns)

@@ -1,10 +1,13 @@
-"""Rankings of the held-out users, which the ranks compute while the vectors are in their memory.
+"""Rankings of the items for the held-out users, computed while the vectors are in the memory of the ranks.
 
 Each rank computes the rankings for the users that it has encoded, and all item vectors travel to all ranks in blocks. A rank
 holds its own query vectors and item vectors, one block, and the top lists. If the positions of the targets are needed, the
 blocks travel twice: first for the scores of the targets, then for the number of items above them.
 
-Shapes: B queries, I items, K length of the top list, T (query, target) pairs, W ranks.
+A *candidate* is an item that is ranked. Its vector is a column of the score matrix.
+
+Shapes: B queries, C candidates, D width of a vector, I items, K length of the top list, T (query, target) pairs, U users with
+targets, W ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from recsys_core.dataset.events import EvaluationSplit
 from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.evaluation.baselines import cold_rows
-from recsys_core.evaluation.held_out import cold_queries, queries_of, sampled_users
+from recsys_core.evaluation.held_out import queries_of, queries_with_cold_targets, sampled_users
 from recsys_core.evaluation.model_rankings import ranking_file
 from recsys_core.evaluation.ranking.catalogue import rank_in_chunks, worker_threads
 from recsys_core.evaluation.ranking.chunks import CpuChunk, GpuChunk, Grid, Result
@@ -28,7 +31,7 @@ from recsys_core.evaluation.ranking.queries import Queries, tie_order
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import RankingSettings
 from recsys_core.training.export.encoding import Encoder, RankWriter
-from recsys_core.training.export.item_columns import Share, TravellingColumns, gather_counts
+from recsys_core.training.export.item_columns import EncodedRows, TravellingColumns, gather_counts
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,12 @@ class PartOfRanking:
 def rank_on_ranks(
     queries: Queries,
     *,
-    items: Share,
+    items: EncodedRows,
     candidate_rows: Int64Array,
     k: int,
     top_only: bool,
     process: Process,
-    on_block: Callable[[], None] = lambda: None,
+    on_chunk_ranked: Callable[[], None] = lambda: None,
 ) -> PartOfRanking:
     """Collective. Rank the candidates for this rank's queries.
 
@@ -67,7 +70,7 @@ def rank_on_ranks(
         items: item vectors that this rank has encoded.
         candidate_rows: item rows that are ranked.
         k, top_only: see `rank_catalogue`.
-        on_block: called after each chunk of queries in each block of items.
+        on_chunk_ranked: called after each chunk of queries in each block of items.
     """
     on_gpu = process.device.type == "cuda"
     grid, row_C = Grid.of(len(candidate_rows), k=k, top_only=top_only), tie_order(len(candidate_rows))
@@ -91,7 +94,7 @@ def rank_on_ranks(
                 for first_column, block_CD in columns.travel():
                     process_block = partial(chunk_method, first_column=first_column, block_CD=block_CD)
                     for _ in map_chunks(process_block, ranked_chunks):
-                        on_block()
+                        on_chunk_ranked()
             return [ranked_chunk.result() for ranked_chunk in ranked_chunks]
 
         ranking = rank_in_chunks(padded_queries, rank_chunks, row_C=row_C, k=grid.k, chunk_queries=chunk_queries)
@@ -104,8 +107,9 @@ def _pad_to_whole_chunks(
 ) -> tuple[Queries, slice]:
     """Return the queries padded to whole chunks, and the range of this rank's queries among them.
 
-    The other queries of the first and the last chunk are on other ranks. Copies of this rank's first query take their places,
-    so that each query has the same place in a matrix product of the same shape for any number of ranks.
+    The queries of all ranks together are divided into chunks, so the first and the last chunk of this rank can also contain
+    queries of other ranks. Copies of this rank's first query replace those. Each query then has the same place in a matrix
+    product of the same shape for any number of ranks.
     """
     num_queries, first_query = int(query_count_W[rank]), int(query_count_W[:rank].sum())
     if num_queries == 0:
@@ -131,8 +135,8 @@ def _pad(lists: JaggedArray, num_padding_before: int, num_padding_after: int) ->
 def write_rankings(
     encoder: Encoder,
     *,
-    items: Share,
-    queries: Share,
+    items: EncodedRows,
+    query_vectors: EncodedRows,
     split: EvaluationSplit,
     settings: RankingSettings,
     folder: Path,
@@ -140,33 +144,36 @@ def write_rankings(
 ) -> None:
     """Collective. Write the ranking files of a split, see ExportManifest.
 
-    items, queries: vectors that this rank has encoded. All ranks together have a query for each user with targets in the split.
+    items, query_vectors: vectors that this rank has encoded. All ranks together have a query vector for each user with targets
+    in the split.
     """
     store, process, num_items = encoder.store, encoder.process, encoder.spec.num_items
     user_row_U = store.users_with_targets(split)
     evaluated_index_U = sampled_users(len(user_row_U), max_users=settings.max_users)
-    user_index_B = evaluated_index_U[(evaluated_index_U >= queries.rows.start) & (evaluated_index_U < queries.rows.stop)]
-    rank_queries, _ = queries_of(
+    user_index_B = evaluated_index_U[
+        (evaluated_index_U >= query_vectors.rows.start) & (evaluated_index_U < query_vectors.rows.stop)
+    ]
+    own_queries, _ = queries_of(
         user_row_U[user_index_B],
-        queries.vector_RD[torch.from_numpy(user_index_B - queries.rows.start)],
+        query_vectors.vector_RD[torch.from_numpy(user_index_B - query_vectors.rows.start)],
         split=split,
         exclude_seen=settings.exclude_seen,
         store=store,
         spec=encoder.spec,
     )
-    rank_candidates = partial(rank_on_ranks, items=items, process=process, on_block=writer.touch_heartbeat)
+    rank_candidates = partial(rank_on_ranks, items=items, process=process, on_chunk_ranked=writer.touch_heartbeat)
     ranking = rank_candidates(
-        rank_queries.known(), candidate_rows=np.arange(num_items), k=settings.k, top_only=settings.top_only
+        own_queries.known(), candidate_rows=np.arange(num_items), k=settings.k, top_only=settings.top_only
     )
     cold_row_C = cold_rows(store, split)
-    known_cold_queries = cold_queries(rank_queries, cold_row_C, num_items=num_items).known()
-    cold_ranking = rank_candidates(known_cold_queries, candidate_rows=cold_row_C, k=0, top_only=False)
-    for content, rank_array, count_W, dtype in (
+    known_queries = queries_with_cold_targets(own_queries, cold_row_C, num_items=num_items).known()
+    cold_ranking = rank_candidates(known_queries, candidate_rows=cold_row_C, k=0, top_only=False)
+    for content, own_array, count_W, dtype in (
         ("top", ranking.top_BK, ranking.query_count_W, np.int32),
         ("positions", ranking.position_T, ranking.target_count_W, np.int64),
         ("cold_positions", cold_ranking.position_T, cold_ranking.target_count_W, np.int64),
     ):
         path, first_row = folder / ranking_file(split, content), int(count_W[: process.rank].sum())
         with writer.part(path) as part:
-            part.add(first_row, 0, torch.from_numpy(rank_array if rank_array.ndim == 2 else rank_array[:, None]))
-        writer.build(path, shape=(int(count_W.sum()), *rank_array.shape[1:]), dtype=dtype)
+            part.add(first_row, 0, torch.from_numpy(own_array if own_array.ndim == 2 else own_array[:, None]))
+        writer.build(path, shape=(int(count_W.sum()), *own_array.shape[1:]), dtype=dtype)

@@ -40,7 +40,7 @@ _TEMPERATURE_NAME = "objective.log_temperature"
 _EMPTY_HISTORY_SUFFIX = ".pooling.start"
 """Parameter with the vector of an empty history; exports of early versions do not have it."""
 _POPULARITY_NAME = "query.popularity.weight"
-"""Parameter with the weight of the popularity. It starts from 0, which is a model without the term."""
+"""Parameter with the weight of the popularity. If the champion does not have it, it starts from 0."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Champion:
 def champion_rows(table_name: str, *, dataset: Dataset, champion: Champion) -> NDArray[np.int64]:
     """Return, for each row of a table, its row in the champion's table: int64 [rows], -1 for a new row.
 
-    Rows are always matched by id. Equal row numbers would not be enough, even if this run's vocabulary continues the
-    champion's: two runs that continue the same vocabulary may give the same row to different ids.
+    Rows are always matched by id. Equal row numbers are not enough: if this run and the champion continue the vocabulary of the
+    same earlier run, they may give the same new row to different ids.
 
     Raises StageError if a file of the champion has changed.
     """
@@ -216,20 +216,20 @@ def tower_input_names(spec: ModelSpec, side: Side) -> list[str]:
     return spec.config.history.input_names + ["user"] * spec.config.learn_user_embedding + spec.features("query")
 
 
-def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the champion's layers, named as in the new model.
+def champion_parameters(spec: ModelSpec, *, champion: Champion, champion_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the champion's parameters, named as in the new model.
 
     Parameters that the champion does not have are left out and keep their initial values: the projection of a new feature, a
     learned temperature, the vector of an empty history, the weight of the popularity. The champion's item frequencies are not
     carried over.
 
     Args:
-        champion_tensors: weights of the champion's layers, by name.
+        champion_tensors: the champion's parameters, by name.
 
-    Raises InputError if a layer has another shape.
+    Raises InputError if a parameter has another shape.
     """
     carried_tensors = {}
-    for parameter_path, shape in _shape_by_layer(spec).items():
+    for parameter_path, shape in _shape_by_parameter(spec).items():
         champion_name = _name_in_champion(parameter_path, spec=spec, champion_spec=champion.spec)
         is_optional = parameter_path.endswith((_EMPTY_HISTORY_SUFFIX, _POPULARITY_NAME))
         if champion_name is None or (is_optional and parameter_path not in champion_tensors):
@@ -243,14 +243,14 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Ma
     return carried_tensors
 
 
-def _shape_by_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _shape_by_parameter(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         towers = nn.ModuleDict({"query": make_query_tower(spec), "item": make_candidate_tower(spec)})
     return {name: tuple(parameter.shape) for name, parameter in towers.named_parameters()}
 
 
 def _name_in_champion(parameter_path: str, *, spec: ModelSpec, champion_spec: ModelSpec) -> str | None:
-    """Return the name of a layer in the champion; None for the projection of an input that the champion does not have.
+    """Return the name of a parameter in the champion; None for the projection of an input that the champion does not have.
 
     Projections are numbered by input, so their numbers change when a feature is added or removed.
     """

@@ -26,7 +26,7 @@ from recsys_core.training.warm.leaked_events import count_leaked_events
 from recsys_core.training.warm.starting_model import (
     Champion,
     carried_table_names,
-    champion_layers,
+    champion_parameters,
     champion_rows,
     require_compatible,
 )
@@ -73,7 +73,7 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
         StageError: a file of the champion has changed.
     """
     require_compatible(spec, champion=champion, dataset=dataset)
-    layer_by_name = champion_layers(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
+    layer_by_name = champion_parameters(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
     folder.mkdir(parents=True)
     save_file(layer_by_name, folder / DENSE_FILE)
     pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)

@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 from flows.cli.deploy import deploy_pipeline
 from flows.prefect_runs import (
     end_lost_runs,
-    end_runs_of_dead_commands,
+    end_lost_runs_of_commands,
     fail_run_with_unknown_parameters,
     load_form_config,
     prefect_client,
@@ -309,7 +309,7 @@ def test_lost_flow_runs_of_commands_end_as_crashed_and_those_of_deployments_do_n
     for flow_run in (command_run, deployed_run):
         for state in (Pending(), Running()):
             client.set_flow_run_state(flow_run.id, state)
-    end_runs_of_dead_commands()
+    end_lost_runs_of_commands()
     assert [client.read_flow_run(run.id).state_name for run in (command_run, deployed_run)] == ["Crashed", "Running"]
 
 

@@ -212,10 +212,10 @@ def test_vectors_from_the_log_are_another_source(config_path: Path) -> None:
         f"{VALID_CONFIG}model: {{learn_user_embedding: true}}\nembeddings: [{{source: log, dim: 32}}, {users}]\n"
     )
     config = load_config(config_path)
-    assert config.embeddings[0] == SpectralVectorsConfig(dim=32) == config.inputs.log_vectors
-    assert load_config(config_path, ["embeddings.0.method=ease", "embeddings.0.l2=9"]).inputs.log_vectors == EaseVectorsConfig(
-        dim=32, l2=9
-    )
+    assert config.embeddings[0] == SpectralVectorsConfig(dim=32) == config.input_config.log_vectors
+    assert load_config(
+        config_path, ["embeddings.0.method=ease", "embeddings.0.l2=9"]
+    ).input_config.log_vectors == EaseVectorsConfig(dim=32, l2=9)
     assert "tables.item.dim is 64, but embeddings.dim is 32; leave tables.item.dim out" in error_message(
         config_path, "tables.item.dim=64", text=f"{VALID_CONFIG}embeddings: {{source: log, dim: 32}}\n"
     )

@@ -1,4 +1,7 @@
-"""Features of users, items and events, and their lookups in a batch."""
+"""Features of users, items and events, and their lookups in a batch.
+
+Shapes: B queries, E events, U users.
+"""
 
 from pathlib import Path
 
@@ -44,7 +47,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
         user_ids=list(range(NUM_USERS)),
         item_ids=list(range(NUM_ITEMS)),
         log=log,
-        context={"device": [f"d{event}" for event in range(num_all_events)]},  # each event has another device
+        context={"device": [f"d{event}" for event in range(num_all_events)]},  # each event has its own device
         event_weights=[event / 4 for event in range(num_all_events)],
     )
     text_list = pa.list_(pa.string())
@@ -138,7 +141,7 @@ def test_a_batch_has_the_features_of_its_users_events_and_items(
             assert pooled_rows["user.age"][sample] == [age_bucket_by_user[user]]
             assert len(like_rows[sample]) == len(VALUES_BY_FEATURE["user.likes"][user])
             assert like_weights[sample] == WEIGHTS_BY_FEATURE["user.likes"][user]
-            # Each event has another device, so the device identifies the event. Weight, item and user must belong to it.
+            # Each event has its own device, so the device identifies the event. Weight, item and user must belong to it.
             event = int(np.flatnonzero(device_rows == pooled_rows["context.device"][sample])[0])
             assert batch.loss_weight[sample].item() == pytest.approx(event / 4 / event_store.mean_weight())
             assert event_store.items_at(np.array([event]))[0] == batch.item_row_V[batch.candidate_index_C[sample]]

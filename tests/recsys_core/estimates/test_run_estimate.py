@@ -8,10 +8,10 @@ from recsys_core.estimates.constants import Constant, packaged_constants
 from recsys_core.estimates.data_stages import ingest_embeddings, ingest_interactions, store_bytes
 from recsys_core.estimates.model_stages import build_index, evaluate, export, train
 from recsys_core.estimates.run_estimate import estimate_run
-from recsys_core.estimates.workload import Data, IndexLoad, Machines, TrainingLoad, Workload
+from recsys_core.estimates.workload import DataSizes, IndexSizes, Machines, TrainingSizes, Workload
 
-DATA = Data(num_users=1_000, num_items=100, num_events=10_000, num_held_out_users=500)
-TRAINING = TrainingLoad(
+DATA = DataSizes(num_users=1_000, num_items=100, num_events=10_000, num_held_out_users=500)
+TRAINING = TrainingSizes(
     dim=8, epochs=2, batch_size=50, num_candidates=150, lookups_ms=3, rank_bytes=1_000, table_bytes=3_200, num_kept=3
 )
 WORKLOAD = Workload(data=DATA, training=TRAINING, indexes=(), package_bytes_per_item=40)
@@ -92,7 +92,7 @@ def test_an_export_divides_its_time_and_memory_among_the_ranks(num_hosts: int) -
 def test_an_index_in_four_shards_takes_a_quarter_of_the_memory() -> None:
     whole_estimate, sharded_estimate = (
         build_index(
-            WORKLOAD.model_copy(update={"indexes": (IndexLoad(kind="ivf_flat", num_bytes=2**30, num_shards=num_shards),)}),
+            WORKLOAD.model_copy(update={"indexes": (IndexSizes(kind="ivf_flat", num_bytes=2**30, num_shards=num_shards),)}),
             packaged_constants(),
         )
         for num_shards in (1, 4)
@@ -103,7 +103,7 @@ def test_an_index_in_four_shards_takes_a_quarter_of_the_memory() -> None:
 
 
 def test_an_ivf_index_of_four_times_the_items_takes_eight_times_as_long() -> None:
-    index = IndexLoad(kind="ivf_flat", num_bytes=100)
+    index = IndexSizes(kind="ivf_flat", num_bytes=100)
     workloads = [
         WORKLOAD.model_copy(update={"data": DATA.model_copy(update={"num_items": num_items}), "indexes": (index,)})
         for num_items in (10**6, 4 * 10**6)
@@ -114,7 +114,7 @@ def test_an_ivf_index_of_four_times_the_items_takes_eight_times_as_long() -> Non
 
 
 def test_an_index_with_slower_settings_than_in_the_benchmark_is_extrapolated() -> None:
-    index = IndexLoad(kind="hnsw", num_bytes=100, build_factor=3)
+    index = IndexSizes(kind="hnsw", num_bytes=100, build_factor=3)
     estimate = build_index(WORKLOAD.model_copy(update={"indexes": (index,)}), constants_with(index_hnsw_item_s=1e-3))
     assert estimate.seconds == pytest.approx(100 * 3 * 1e-3 * 8 / 64 * math.log(100) / math.log(1e6))
     assert (estimate.basis, estimate.factor) == ("extrapolated", 3)
@@ -140,8 +140,10 @@ def test_a_run_takes_the_sum_of_its_stages_and_ingests_vectors_only_if_there_are
 
 def test_a_run_on_twice_as_much_of_any_data_takes_more_time_or_disk() -> None:
     machines = Machines(num_hosts=4, ranks_per_host=8, cores_per_host=16, engine="spark", device="cuda")
-    data = Data(num_users=10**9, num_items=10**8, num_events=10**10, num_held_out_users=10**6, num_vectors=10**8, vector_dim=64)
-    indexes = (IndexLoad(kind="ivf_sq8", num_bytes=10**10),)
+    data = DataSizes(
+        num_users=10**9, num_items=10**8, num_events=10**10, num_held_out_users=10**6, num_vectors=10**8, vector_dim=64
+    )
+    indexes = (IndexSizes(kind="ivf_sq8", num_bytes=10**10),)
     workload = Workload(data=data, training=TRAINING, indexes=indexes, package_bytes_per_item=100, machines=machines)
     for doubled_field in ("num_users", "num_items", "num_events", "num_held_out_users", "num_vectors"):
         larger_data = data.model_copy(update={doubled_field: 2 * getattr(data, doubled_field)})

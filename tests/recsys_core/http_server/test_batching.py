@@ -9,15 +9,15 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.http_server.batching import Batcher, QueueFullError
 from recsys_core.http_server.config import ServeConfig
-from recsys_core.http_server.served_model import Query, Result, ServedModel
+from recsys_core.http_server.served_model import ParsedRequest, Result, ServedModel
 from recsys_core.serving.answers import Answer
 from recsys_core.serving.requests import parse
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import USER_IDS
 
 
-def query_of(user_id: object, k: int = 3) -> Query:
-    return Query(parse({"rows": [{"user_id": user_id}], "params": {"k": k}}), is_similar=False)
+def query_of(user_id: object, k: int = 3) -> ParsedRequest:
+    return ParsedRequest(parse({"rows": [{"user_id": user_id}], "params": {"k": k}}), is_similar=False)
 
 
 class BlockedModel:
@@ -27,7 +27,7 @@ class BlockedModel:
         self.batch_sizes: list[int] = []
         self.has_begun, self.release = threading.Event(), threading.Event()
 
-    def respond(self, queries: Sequence[Query]) -> list[Result]:
+    def respond(self, queries: Sequence[ParsedRequest]) -> list[Result]:
         self.batch_sizes.append(len(queries))
         self.has_begun.set()
         assert self.release.wait(30)
@@ -107,7 +107,9 @@ def test_each_request_of_a_batch_has_the_same_answer_as_alone(retriever: Retriev
 
 
 def test_a_request_that_fails_does_not_fail_the_others_of_its_batch(retriever: Retriever) -> None:
-    unknown_column = Query(parse({"rows": [{"user_id": USER_IDS[0], "colour": "red"}], "params": {"k": 3}}), is_similar=False)
+    unknown_column = ParsedRequest(
+        parse({"rows": [{"user_id": USER_IDS[0], "colour": "red"}], "params": {"k": 3}}), is_similar=False
+    )
     result, error = ServedModel(retriever).respond([query_of(USER_IDS[0]), unknown_column])
     assert isinstance(result, list) and result[0].error is None
     assert isinstance(error, InputError) and "colour" in str(error)

@@ -8,7 +8,7 @@ import pytest
 from recsys_core.errors import StageError
 from recsys_core.http_server.follower import Follower
 from recsys_core.http_server.release import RELEASE_NAME, Champion, Release, WorkerState
-from recsys_core.http_server.served_model import Query
+from recsys_core.http_server.served_model import ParsedRequest
 from recsys_core.manifests import PackageManifest
 from recsys_core.serving.requests import parse
 from tests.recsys_core.http_server.conftest import release_of
@@ -19,7 +19,7 @@ def write_release(release: Release, folder: Path) -> None:
 
 
 def version_of_answer(follower: Follower) -> str:
-    (answers,) = follower.respond([Query(parse({"rows": [{}]}), is_similar=False)])
+    (answers,) = follower.respond([ParsedRequest(parse({"rows": [{}]}), is_similar=False)])
     assert not isinstance(answers, Exception)
     return answers[0].version
 

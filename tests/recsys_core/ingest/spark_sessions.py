@@ -32,4 +32,4 @@ def start_session(folder: Path) -> "SparkSession":
     from recsys_core.ingest.log.engine_settings import SparkSettings
     from recsys_core.ingest.log.spark_engine import cluster
 
-    return cluster.start_session(SparkSettings.model_validate(SPARK_SETTINGS), local_folder=folder)
+    return cluster.start_session(SparkSettings.model_validate(SPARK_SETTINGS), scratch_folder=folder)

@@ -18,7 +18,7 @@ from recsys_core.models.history_config import HistoryConfig, HistorySettings
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import QueryTower
 from recsys_core.serving.quantise import build_tower
-from recsys_core.training.warm.starting_model import Champion, architecture_settings, champion_layers
+from recsys_core.training.warm.starting_model import Champion, architecture_settings, champion_parameters
 
 CONFIG_BY_KIND = {
     config_class.model_fields["pooling"].default: config_class for config_class in get_args(get_args(HistoryConfig)[0])
@@ -214,7 +214,7 @@ def test_a_model_can_start_from_a_champion_with_the_same_encoder(kind: str) -> N
     assert architecture_settings(same_spec) == architecture_settings(spec)
     assert architecture_settings(spec)["model.history.pooling"] == kind
     champion = Champion("run", same_spec, *[None] * 4)  # type: ignore[arg-type]  # no stage is read
-    carried = champion_layers(spec, champion=champion, champion_tensors=state)
+    carried = champion_parameters(spec, champion=champion, champion_tensors=state)
     assert carried.keys() == state.keys()
     assert all(carried[name] is tensor for name, tensor in state.items())
 

@@ -40,7 +40,7 @@ def hits(rate: float, *, num_users: int = NUM_USERS) -> np.ndarray:
 def verdict(new_version: ServedMetrics, champion: ServedMetrics, *, spent_drop: float = 0.0, **config: Any) -> tuple[str, str]:
     """Return the name of the decision and its first reason."""
     gate_config = CONFIG.model_copy(update=config)
-    name, reasons = decide(version_evidence(gate_config, new_version, champion, label="version 7", spent_drop=spent_drop))
+    name, reasons = decide(version_evidence(gate_config, new_version, champion, baseline="version 7", spent_drop=spent_drop))
     return name, reasons[0]
 
 
@@ -59,7 +59,7 @@ def test_thirty_runs_that_each_lose_a_little_lose_at_most_the_margin_in_total(ru
     for _ in range(30):
         new_version, champion = metrics_of(hits(0.985 * champion_rate)), metrics_of(hits(champion_rate))
         config = CONFIG.model_copy(update={"gate": rule})
-        evidence = version_evidence(config, new_version, champion, label="version 7", spent_drop=spent_drop)
+        evidence = version_evidence(config, new_version, champion, baseline="version 7", spent_drop=spent_drop)
         if decide(evidence)[0] == "promoted":
             spent_drop = max(0.0, spent_drop - (evidence[0].comparison.relative_difference or 0.0))
             champion_rate, num_promoted = 0.985 * champion_rate, num_promoted + 1
@@ -84,8 +84,8 @@ def test_a_version_that_is_worse_on_one_slice_alone_is_refused() -> None:
 def test_a_slice_with_too_few_users_is_reported_and_does_not_prevent_a_promotion() -> None:
     new_version, champion = metrics_of(hits(0.2, num_users=5_000)), metrics_of(hits(0.2, num_users=5_000))
     small_slice = {"cold items": UserMetrics(np.arange(9), {name: np.zeros(9) for name in SERVED_METRICS})}
-    new_version, champion = (version._replace(users_by_slice=small_slice) for version in (new_version, champion))
-    evidence = version_evidence(CONFIG, new_version, champion, label="version 7", spent_drop=0)
+    new_version, champion = (version._replace(user_metrics_by_slice=small_slice) for version in (new_version, champion))
+    evidence = version_evidence(CONFIG, new_version, champion, baseline="version 7", spent_drop=0)
     assert [(item.subject, item.comparison.outcome) for item in evidence if item.comparison.outcome != "accepted"] == [
         ("recall@20 of cold items", "not_enough_data")
     ]
@@ -98,10 +98,11 @@ def test_slices_with_too_few_users_do_not_make_the_other_comparisons_stricter() 
         f"brand {brand}": UserMetrics(np.arange(9), {name: np.zeros(9) for name in SERVED_METRICS}) for brand in range(50)
     }
     versions_with_small_slices = [
-        version._replace(users_by_slice=version.users_by_slice | small_slices) for version in (new_version, champion)
+        version._replace(user_metrics_by_slice=version.user_metrics_by_slice | small_slices)
+        for version in (new_version, champion)
     ]
     (expected, actual) = (
-        {item.subject: item.comparison for item in version_evidence(CONFIG, *versions, label="version 7", spent_drop=0)}
+        {item.subject: item.comparison for item in version_evidence(CONFIG, *versions, baseline="version 7", spent_drop=0)}
         for versions in ([new_version, champion], versions_with_small_slices)
     )
     assert len(actual) == len(expected) + 50
@@ -111,7 +112,7 @@ def test_slices_with_too_few_users_do_not_make_the_other_comparisons_stricter() 
 def brand_slices(version: ServedMetrics, hit_U: np.ndarray, *, num_slice_users: int) -> ServedMetrics:
     """Return the metrics of a version with a single slice, by the feature brand, that consists of the first users."""
     users = UserMetrics(np.arange(num_slice_users), {name: hit_U[:num_slice_users].astype(float) for name in SERVED_METRICS})
-    return version._replace(users_by_slice={"item.brand=red": users})
+    return version._replace(user_metrics_by_slice={"item.brand=red": users})
 
 
 def test_a_version_that_is_worse_on_one_guarded_feature_slice_alone_is_refused() -> None:
@@ -125,12 +126,14 @@ def test_a_version_that_is_worse_on_one_guarded_feature_slice_alone_is_refused()
     )
     for rule in (CONFIG.gate, Margin()):
         config = CONFIG.model_copy(update={"gate": rule})
-        compare = partial(version_evidence, config, new_version, champion, label="version 7", spent_drop=0)
+        compare = partial(version_evidence, config, new_version, champion, baseline="version 7", spent_drop=0)
         name, reasons = decide(compare(min_users_by_slice={"item.brand=red": None}))
         assert name == "not_promoted" and len(reasons) == 1
         assert reasons[0].startswith("recall@20 of item.brand=red is 0.1424, ")
         without_slices = config.model_copy(update={"guardrails": GuardrailsConfig(slices=False, metrics=())})
-        assert decide(version_evidence(without_slices, new_version, champion, label="version 7", spent_drop=0))[0] == "promoted"
+        assert (
+            decide(version_evidence(without_slices, new_version, champion, baseline="version 7", spent_drop=0))[0] == "promoted"
+        )
 
 
 @pytest.mark.parametrize(("num_slice_users", "min_users"), [(150, None), (900, 1_000), (0, None)])
@@ -144,7 +147,7 @@ def test_a_guarded_feature_slice_with_too_few_users_is_named_in_the_reasons_of_t
         brand_slices(metrics_of(hit_U), hit_U, num_slice_users=num_slice_users) for hit_U in (new_U, champion_U)
     )
     evidence = version_evidence(
-        CONFIG, new_version, champion, label="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": min_users}
+        CONFIG, new_version, champion, baseline="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": min_users}
     )
     (item,) = [item for item in evidence if item.subject == "recall@20 of item.brand=red"]
     assert (item.comparison.outcome, decide(evidence)[0]) == ("not_enough_data", "promoted")
@@ -158,7 +161,7 @@ def test_a_feature_slice_may_be_compared_with_fewer_users_than_the_gate_needs() 
         brand_slices(metrics_of(hit_U), slice_U, num_slice_users=150) for slice_U in (np.zeros(NUM_USERS), hit_U)
     )
     evidence = version_evidence(
-        CONFIG, new_version, champion, label="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": 100}
+        CONFIG, new_version, champion, baseline="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": 100}
     )
     assert decide(evidence)[0] == "not_promoted"
 
@@ -180,14 +183,14 @@ def test_a_version_that_recommends_far_fewer_items_is_refused() -> None:
 def test_a_first_version_must_beat_popularity(
     num_users: int, rate: float, popularity_rate: float, expected_name: str, reason: str
 ) -> None:
-    baseline = metrics_of(np.roll(hits(popularity_rate, num_users=num_users), num_users // 3)).users
+    baseline = metrics_of(np.roll(hits(popularity_rate, num_users=num_users), num_users // 3)).user_metrics
     evidence = baseline_evidence(CONFIG, metrics_of(hits(rate, num_users=num_users)), {"popularity": baseline})
     name, reasons = decide(evidence)
     assert (name, reason in reasons[0]) == (expected_name, True), reasons
 
 
 def test_a_first_version_that_beats_popularity_but_not_the_nearest_neighbours_of_the_vectors_is_refused() -> None:
-    baselines = {"popularity": metrics_of(hits(0.1)).users, "zero_shot": metrics_of(hits(0.25)).users}
+    baselines = {"popularity": metrics_of(hits(0.1)).user_metrics, "zero_shot": metrics_of(hits(0.25)).user_metrics}
     evidence = baseline_evidence(CONFIG, metrics_of(hits(0.2)), baselines)
     assert {item.baseline: item.comparison.outcome for item in evidence} == {"popularity": "accepted", "zero-shot": "rejected"}
     name, reasons = decide(evidence)
@@ -216,7 +219,7 @@ def test_a_version_that_needs_far_more_cpu_time_or_memory_is_refused(cost: dict[
 
 def test_a_cpu_time_that_was_too_short_to_measure_does_not_prevent_a_promotion() -> None:
     new_version = metrics_of(hits(0.2), cpu_ms_per_user=float("nan"))
-    evidence = version_evidence(CONFIG, new_version, metrics_of(hits(0.2)), label="version 7", spent_drop=0)
+    evidence = version_evidence(CONFIG, new_version, metrics_of(hits(0.2)), baseline="version 7", spent_drop=0)
     assert [item.sentence for item in evidence if item.comparison.outcome == "not_enough_data" and "CPU" in item.subject] == [
         "CPU ms per user is not compared with version 7: too few users to measure it"
     ]
@@ -228,7 +231,7 @@ def index_recall(recall: float) -> UserMetrics:
 
 
 def test_an_index_that_misses_most_items_is_refused() -> None:
-    users = metrics_of(hits(0.2)).users
+    users = metrics_of(hits(0.2)).user_metrics
     exact = {TRAINED: users, PACKAGED: users, INDEX: index_recall(0.3)}
     verdict_name, reasons = decide(serving_evidence(CONFIG, metrics_of(hits(0.2)), exact))
     assert verdict_name == "not_promoted"
@@ -247,8 +250,8 @@ def test_a_package_is_refused_only_if_its_answers_are_clearly_worse_than_the_ans
     trained_rate: float, packaged_rate: float, served_rate: float, reason: str | None
 ) -> None:
     exact = {
-        TRAINED: metrics_of(hits(trained_rate)).users,
-        PACKAGED: metrics_of(hits(packaged_rate)).users,
+        TRAINED: metrics_of(hits(trained_rate)).user_metrics,
+        PACKAGED: metrics_of(hits(packaged_rate)).user_metrics,
         INDEX: index_recall(0.9),
     }
     evidence = serving_evidence(CONFIG, metrics_of(hits(served_rate)), exact)

@@ -10,7 +10,7 @@ from recsys_core.comparison.rules import Comparison, Margin, PairedBootstrap
 from recsys_core.dataset.events import EventStore
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tasks.gate.needed_users import days_with_users, needed_users, small_margin
+from tasks.gate.needed_users import days_with_users, needed_users_sentences, small_margin_sentences
 from tasks.gate.sample import prepare_sample
 from tasks.registry.config import RegistryConfig
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
@@ -73,17 +73,17 @@ def test_a_decision_without_enough_users_names_the_users_and_days_that_would_be_
         evidence_of_too_few_users(Margin(min_users=99), num_users=5, is_guardrail=True),
     ]
     arguments = {"sample": sample, "interactions": interactions}
-    assert needed_users(evidence, config=RegistryConfig(), **arguments) == (sentence,)
-    sentences_of_small_sample = needed_users(evidence, config=RegistryConfig(smoke_test_users=9), **arguments)
+    assert needed_users_sentences(evidence, config=RegistryConfig(), **arguments) == (sentence,)
+    sentences_of_small_sample = needed_users_sentences(evidence, config=RegistryConfig(smoke_test_users=9), **arguments)
     assert sentences_of_small_sample == (f"{sentence}; set registry.smoke_test_users to {min_users} or more, now 9",)
-    assert needed_users(evidence[1:], config=RegistryConfig(), **arguments) == ()
+    assert needed_users_sentences(evidence[1:], config=RegistryConfig(), **arguments) == ()
 
 
 def test_if_the_sample_is_smaller_than_the_test_users_the_sentence_names_its_setting(
     interactions: InteractionsManifest, tmp_path: Path
 ) -> None:
     sample = prepare_sample(interactions, max_users=2, folder=tmp_path / "sample")
-    sentences = needed_users(
+    sentences = needed_users_sentences(
         [evidence_of_too_few_users(Margin(min_users=4), num_users=2)],
         config=RegistryConfig(smoke_test_users=2),
         sample=sample,
@@ -117,8 +117,11 @@ def test_a_margin_that_is_too_small_for_the_number_of_users_is_reported() -> Non
     new_U = baseline_U | (generator.random(1_000) < 0.05)
     comparison = PairedBootstrap(num_resamples=500).compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1")
     assert comparison.is_accepted and comparison.detectable_drop is not None and comparison.detectable_drop > 0.05
-    (sentence,) = small_margin(comparison, config=RegistryConfig())
+    (sentence,) = small_margin_sentences(comparison, config=RegistryConfig())
     margin_text = f"{100 * comparison.detectable_drop:.1f} %"
     assert sentence.startswith(f"with these test users, only a margin of at least {margin_text} can be tested, but")
-    assert small_margin(comparison, config=RegistryConfig(gate=PairedBootstrap(max_relative_drop=0.9))) == ()
-    assert small_margin(Margin().compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1"), config=RegistryConfig()) == ()
+    assert small_margin_sentences(comparison, config=RegistryConfig(gate=PairedBootstrap(max_relative_drop=0.9))) == ()
+    assert (
+        small_margin_sentences(Margin().compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1"), config=RegistryConfig())
+        == ()
+    )

@@ -50,14 +50,16 @@ def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test
 
 
 def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: ServedSample) -> None:
-    metrics = measure_answers(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).users.means("served")
+    metrics = measure_answers(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).user_metrics.means(
+        "served"
+    )
     # Only the target 104 of 104 and 105 is in the list, at position 2. Its gain is 1/log2(3) = 0.63 of an ideal 1 + 1/log2(3).
     expected = {"served/recall@20": 0.5, "served/hit_rate@10": 1.0, "served/ndcg@20": 0.6309298 / 1.6309298}
     assert metrics == pytest.approx(expected)
 
 
 def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: ServedSample) -> None:
-    metrics = measure_answers(answers([*range(110, 120), 105], []), sample=sample).users.means("served")
+    metrics = measure_answers(answers([*range(110, 120), 105], []), sample=sample).user_metrics.means("served")
     assert (metrics["served/hit_rate@10"], metrics["served/recall@20"]) == (0.0, 0.5)
 
 
@@ -66,10 +68,12 @@ def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample
     metrics = measure_answers(answers([-1, *known_items], []), sample=sample)
     assert (metrics.num_recommended, metrics.num_unknown) == (12, 1)
     expected = measure_answers(answers(known_items, []), sample=sample)
-    assert metrics.users.means("served") == expected.users.means("served")
+    assert metrics.user_metrics.means("served") == expected.user_metrics.means("served")
     assert (metrics.coverage, expected.num_unknown) == (expected.coverage, 0)
     metrics_of_eleventh = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
-    assert metrics_of_eleventh.users.means("served")["served/hit_rate@10"] == 1  # without 999, the target is at position 10
+    assert (
+        metrics_of_eleventh.user_metrics.means("served")["served/hit_rate@10"] == 1
+    )  # without 999, the target is at position 10
 
 
 def test_valid_answers_have_no_problems(sample: ServedSample) -> None:

@@ -27,16 +27,16 @@ ModelBuilder = Callable[..., tuple[Any, PackageManifest]]
 
 @pytest.fixture(scope="module")
 def model(build_packaged_model: ModelBuilder, tmp_path_factory: pytest.TempPathFactory) -> PyFuncModel:
-    _, package = build_packaged_model(
+    _, manifest = build_packaged_model(
         index_kind="hnsw", quantization="int8", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES
     )
     folder = tmp_path_factory.mktemp("mlflow") / "model"
-    description = PackageDescription.model_validate_json((package.folder / "package" / DESCRIPTION_NAME).read_bytes())
+    description = PackageDescription.model_validate_json((manifest.folder / "package" / DESCRIPTION_NAME).read_bytes())
     mlflow.pyfunc.save_model(
         str(folder),
         python_model=str(MODEL_CODE_FILE),
-        artifacts={"package": str(package.folder / "package")},
-        model_config={PACKAGE_SHA256_KEY: description_sha256(package), VERSION_KEY: ""},
+        artifacts={"package": str(manifest.folder / "package")},
+        model_config={PACKAGE_SHA256_KEY: description_sha256(manifest), VERSION_KEY: ""},
         pip_requirements=[],
         signature=signature_for(description, item_id_type="string"),
     )
@@ -84,21 +84,21 @@ VALUES_BY_PARAM = {
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Draw the records and params of a request. About every fourth request has values of any type."""
-    has_any_types = draw(st.integers(0, 3)) == 0
+    has_arbitrary_types = draw(st.integers(0, 3)) == 0
     names = [name for name in VALUES_BY_COLUMN if name != "item_id" and draw(st.booleans())]
     if draw(st.integers(0, 5)) == 0:
         names = ["item_id"]
-    if has_any_types:
+    if has_arbitrary_types:
         names = draw(st.lists(st.sampled_from([*VALUES_BY_COLUMN, "colour"]), max_size=3, unique=True))
     records = [
         {
-            name: draw(st.one_of(VALUES_BY_COLUMN[name], ANY_VALUE) if has_any_types else VALUES_BY_COLUMN[name])
+            name: draw(st.one_of(VALUES_BY_COLUMN[name], ANY_VALUE) if has_arbitrary_types else VALUES_BY_COLUMN[name])
             for name in names
         }
         for _ in range(draw(st.integers(0, 3)))
     ]
     params = {name: draw(param) for name, param in VALUES_BY_PARAM.items() if draw(st.integers(0, 3)) == 0}
-    if has_any_types:
+    if has_arbitrary_types:
         params |= {name: draw(ANY_VALUE) for name in draw(st.lists(st.sampled_from([*VALUES_BY_PARAM, "top"]), max_size=1))}
     return records, params
 

@@ -6,7 +6,7 @@ import pytest
 
 from recsys_core.errors import InputError
 from recsys_core.serving.retriever import Retriever
-from tasks.registry.version_overlap import overlap
+from tasks.registry.version_overlap import compare_recommendations
 from tests.recsys_core.serving.conftest import ITEM_FILES, USER_IDS, ModelBuilder
 from tests.recsys_core.serving.conftest import build_packaged_model as build_packaged_model  # a fixture
 
@@ -21,7 +21,7 @@ def versions(build_packaged_model: ModelBuilder) -> tuple[Retriever, Retriever]:
 
 
 def test_a_version_overlaps_completely_with_itself(versions: tuple[Retriever, Retriever]) -> None:
-    result = overlap(versions[0], versions[0], num_users=1_000, k=K)
+    result = compare_recommendations(versions[0], versions[0], num_users=1_000, k=K)
     assert (result.num_users, result.mean_overlap, result.num_equal_lists, result.movers) == (
         len(USER_IDS),
         1.0,
@@ -32,7 +32,7 @@ def test_a_version_overlaps_completely_with_itself(versions: tuple[Retriever, Re
 
 def test_the_mean_overlap_and_the_movers_agree_with_single_recommendations(versions: tuple[Retriever, Retriever]) -> None:
     before, after = versions
-    result = overlap(before, after, num_users=1_000, k=K)
+    result = compare_recommendations(before, after, num_users=1_000, k=K)
     item_lists_by_version = [[version.recommend([user], K)[0].item_ids for user in USER_IDS] for version in versions]
     overlaps = [len({*old} & {*new}) / len(old) for old, new in zip(*item_lists_by_version, strict=True)]
     assert result.mean_overlap == pytest.approx(sum(overlaps) / len(overlaps))
@@ -50,7 +50,7 @@ def test_the_mean_overlap_and_the_movers_agree_with_single_recommendations(versi
 
 
 def test_the_sample_of_users_has_the_requested_size(versions: tuple[Retriever, Retriever]) -> None:
-    assert overlap(*versions, num_users=7, k=K).num_users == 7
+    assert compare_recommendations(*versions, num_users=7, k=K).num_users == 7
 
 
 def test_versions_without_a_common_user_are_rejected(
@@ -58,4 +58,4 @@ def test_versions_without_a_common_user_are_rejected(
 ) -> None:
     without_users = Retriever.load(build_packaged_model(users="none")[1].folder)
     with pytest.raises(InputError, match="have no user in common"):
-        overlap(versions[0], without_users, num_users=7, k=K)
+        compare_recommendations(versions[0], without_users, num_users=7, k=K)

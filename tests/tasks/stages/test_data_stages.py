@@ -21,7 +21,7 @@ def test_with_vectors_from_the_log_the_dataset_has_a_vector_for_each_trained_ite
     }
     config = PipelineConfig.model_validate(settings)
     context = StageContext(Run("r", workspace=tmp_path))
-    dataset = ingest(context, config.inputs)
+    dataset = ingest(context, config.input_config)
     assert dataset.embeddings is None and dataset.log_vectors is not None
     assert dataset.vector_dim_by_table == {"item": 16}
     vector_row_I = np.load(dataset.log_vectors.vector_row_path)
@@ -38,5 +38,5 @@ def test_with_vectors_from_files_the_dataset_has_no_vectors_from_the_log(tmp_pat
         "interactions": {"paths": str(tmp_path / "data/interactions/*.parquet"), "timestamp_column": "timestamp"},
         "embeddings": {"paths": str(tmp_path / "data/item_embeddings.parquet"), "vector_column": "embedding"},
     }
-    dataset = ingest(StageContext(Run("r", workspace=tmp_path)), PipelineConfig.model_validate(settings).inputs)
+    dataset = ingest(StageContext(Run("r", workspace=tmp_path)), PipelineConfig.model_validate(settings).input_config)
     assert dataset.log_vectors is None and dataset.vector_dim_by_table == {"item": 64}

@@ -33,34 +33,38 @@ appender.stderr.target = SYSTEM_ERR
 logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
 logger.gateway.level = error
 """
-"""Configuration of Log4j for errors only. Without a level for its gateway, PySpark sets the level WARN and logs a message."""
-_CONFIGURING_VARIABLES = {"SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"}
+"""Configuration of Log4j for errors only.
+
+The logger of PySpark's gateway needs a level of its own. Without one, PySpark sets the default level to WARN and logs a
+message.
+"""
+_LOG_CONFIG_VARIABLES = {"SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"}
 _LOOPBACK_CONF = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 _VERSION_MISMATCH_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuchMethodError", "UnsupportedClassVersionError")
 """Texts in the errors of executors whose version of Spark or Java differs from the driver."""
 
 
 @contextmanager
-def open_spark(settings: SparkSettings, *, local_folder: Path, must_be_shared: bool = True) -> Iterator[SparkSession]:
-    """Yield the active Spark session of the process, which stays open; without an active session, start one and stop it.
+def open_spark(settings: SparkSettings, *, scratch_folder: Path, must_be_shared: bool = True) -> Iterator[SparkSession]:
+    """Yield the active Spark session of the process and leave it open, or yield a new session and stop it at the end.
 
     Args:
-        local_folder: folder to which a local session spills.
-        must_be_shared: whether every executor has to see `local_folder`.
+        scratch_folder: folder for temporary files. A local session spills to it; the executors of a cluster write into it.
+        must_be_shared: whether every executor has to see `scratch_folder`.
 
     Raises:
         StageError: the master does not answer, no executor starts within timeout_s, or all executors are lost for timeout_s.
-        InputError: the executors do not see `local_folder`, or have another version of Spark.
+        InputError: the executors do not see `scratch_folder`, or have another version of Spark.
     """
     active_session = SparkSession.getActiveSession()
-    spark = active_session or start_session(settings, local_folder=local_folder)
+    spark = active_session or start_session(settings, scratch_folder=scratch_folder)
     watch = _ExecutorWatch(spark.sparkContext, settings)
     try:
         with _explain_errors(settings, watch), watch:
             if not _is_local(spark):
                 _require_same_version(spark, settings)
                 if must_be_shared:
-                    _require_shared_folder(spark, settings, local_folder)
+                    _require_shared_folder(spark, settings, scratch_folder)
             yield spark
     finally:
         if active_session is None:
@@ -71,20 +75,20 @@ def _is_local(spark: SparkSession) -> bool:
     return str(spark.sparkContext.master).startswith("local")
 
 
-def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSession:
-    """Start a session. In local mode, it spills to `local_folder`; the executors of a cluster have their own folders."""
+def start_session(settings: SparkSettings, *, scratch_folder: Path) -> SparkSession:
+    """Start a session. In local mode, it spills to `scratch_folder`; the executors of a cluster have their own folders."""
     require_master(settings.master, timeout_s=settings.timeout_s)
     conf = dict(_DEFAULT_CONF)
-    local_folder.mkdir(parents=True, exist_ok=True)
+    scratch_folder.mkdir(parents=True, exist_ok=True)
     if settings.is_local:
-        conf |= _LOOPBACK_CONF | {"spark.local.dir": str(local_folder.absolute())}
+        conf |= _LOOPBACK_CONF | {"spark.local.dir": str(scratch_folder.absolute())}
     conf |= {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.conf.items()}
     builder = SparkSession.builder.master(settings.master).appName("nightjar ingest")
     for key, value in conf.items():
         builder = builder.config(key, value)
     interrupt_handler = signal.getsignal(signal.SIGINT)
     try:
-        with _logging_errors_only(local_folder):
+        with _logging_errors_only(scratch_folder):
             return builder.getOrCreate()
     except Exception as error:  # an error of the JVM or of py4j, or an assertion about a stopped context
         message = spark_message(error)  # read before the JVM ends, because the JVM has the text of the error
@@ -109,7 +113,7 @@ def _logging_errors_only(folder: Path) -> Iterator[None]:
 
     Otherwise, the JVM would write warnings about its start between the log lines of the stages.
     """
-    if _CONFIGURING_VARIABLES & os.environ.keys():
+    if _LOG_CONFIG_VARIABLES & os.environ.keys():
         yield
         return
     path = folder / "log4j2.properties"
@@ -181,12 +185,12 @@ class _ExecutorWatch:
         return int(self._context._jsc.sc().getExecutorMemoryStatus().size()) - 1  # the status also lists the driver
 
     def _run(self) -> None:
-        last_executor_s = time.monotonic()
+        executor_seen_s = time.monotonic()
         while not self._stop_event.wait(_POLL_S):
             with suppress(*SPARK_ERRORS, OSError):  # if the JVM has ended, the thread of the stage reports it
                 if self._num_executors() > 0:
-                    last_executor_s = time.monotonic()
-                elif time.monotonic() - last_executor_s > self._settings.timeout_s:
+                    executor_seen_s = time.monotonic()
+                elif time.monotonic() - executor_seen_s > self._settings.timeout_s:
                     self.has_lost_all_executors = True
                     self._context.cancelAllJobs()
 
@@ -217,8 +221,8 @@ def _require_same_version(spark: SparkSession, settings: SparkSettings) -> None:
     # `reflect` is evaluated by the executors; version() would be evaluated here.
     version_sql = "reflect('org.apache.spark.package', 'SPARK_VERSION')"
     try:
-        tasks = spark.range(0, num_tasks, 1, num_tasks)
-        version_table = tasks.selectExpr(f"{version_sql} AS version").distinct().toArrow()
+        task_rows = spark.range(0, num_tasks, 1, num_tasks)
+        version_table = task_rows.selectExpr(f"{version_sql} AS version").distinct().toArrow()
         versions = set(version_table.column("version").to_pylist())
     except SPARK_ERRORS as error:
         if not any(marker in str(error) for marker in _VERSION_MISMATCH_MARKERS):
@@ -271,7 +275,7 @@ def reject_unreadable_file(error: BaseException) -> None:
 
 
 def spark_message(error: BaseException) -> str:
-    """Return the line of a Spark error that has the cause, without the stack trace of the JVM."""
+    """Return the line with the cause from the text of a Spark error, without the stack trace of the JVM."""
     try:
         text = str(error)
     except (*SPARK_ERRORS, OSError):  # the JVM, which has the text of the error, has ended

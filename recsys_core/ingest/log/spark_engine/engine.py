@@ -45,7 +45,7 @@ class SparkEngine(SqlEngine):
     ) -> Iterator[Self]:
         """Use the Spark session of the process, or start one; see LogEngine."""
         assert isinstance(config.engine, SparkSettings)
-        with open_spark(config.engine, local_folder=spill_folder) as spark:
+        with open_spark(config.engine, scratch_folder=spill_folder) as spark:
             session = SparkLogSession(spark, spill_folder)
             yield cls(session, config, id_types=id_types, continued_run=continued_run)
 

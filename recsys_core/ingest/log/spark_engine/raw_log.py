@@ -33,7 +33,7 @@ class _FileGroup:
     schema: t.StructType
     """The columns of the config that are not hive keys."""
     time_type: pa.DataType | None
-    """Type of the timestamp column; None without timestamps."""
+    """Arrow type of the timestamp column; None without timestamps."""
 
 
 def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogFiles) -> pa.Schema:
@@ -64,7 +64,7 @@ def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogF
 
 
 def _context_schema(config: InteractionsConfig, files: LogFiles, groups: Sequence[_FileGroup]) -> pa.Schema:
-    """Return the types that the context columns have in an event store that DuckDB wrote."""
+    """Return the types of the context columns in the event store. Both engines write the types that DuckDB's SQL has."""
     if not config.context_columns:
         return pa.schema([])
     first_indices = [group.indices[0] for group in groups]
@@ -98,25 +98,26 @@ def _group_sql(
     config: InteractionsConfig, group: _FileGroup, *, files_sql: str, hive_keys: Sequence[str], context_schema: pa.Schema
 ) -> str:
     """Return SQL for the rows of one group, with the columns of `raw`."""
-    columns = column_by_alias(config)
+    name_by_alias = column_by_alias(config)
     select_list = [
         f"{'keys' if column in hive_keys else 'file'}.{quoted(column, quote='`')} AS `{alias}`"
-        for alias, column in columns.items()
+        for alias, column in name_by_alias.items()
     ]
     type_by_column = {field.name: field.dataType for field in group.schema}
     replacements_sql = [
         f"CAST({alias} AS INT) AS {alias}"  # Spark cannot compare a boolean with a number
         for alias in ("sequence", "label", "weight")
-        if isinstance(type_by_column.get(columns.get(alias, "")), t.BooleanType)
+        if isinstance(type_by_column.get(name_by_alias.get(alias, "")), t.BooleanType)
     ]
     replacements_sql += [
-        f"{_context_sql(field, type_by_column.get(columns[field.name]))} AS {field.name}" for field in context_schema
+        f"{_context_sql(field, type_by_column.get(name_by_alias[field.name]))} AS {field.name}" for field in context_schema
     ]
     replaced_aliases = {"time", *(sql.rpartition(" ")[2] for sql in replacements_sql)}
-    other_columns = [f"`{alias}`" for alias in columns if alias not in replaced_aliases]
+    other_columns = [f"`{alias}`" for alias in name_by_alias if alias not in replaced_aliases]
     computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
     if config.timestamp_column is not None:
-        # The times of two groups may have different types, so only whether a time is null is kept, which the checks need.
+        # UNION ALL needs equal types, but the times of two groups may have different types. The checks only need to know
+        # whether a time is null, so the column `time` is true or null.
         is_integer = pa.types.is_integer(group.time_type)  # for an integer above 2^63, _ticks_sql would be null
         ticks_sql = "time" if is_integer else _ticks_sql(group, type_by_column.get(config.timestamp_column))
         computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{ticks_sql} < 0 AS before_1970"]
@@ -126,12 +127,12 @@ def _group_sql(
     )
 
 
-def _context_sql(field: pa.Field, file_type: t.DataType | None) -> str:
-    """Return SQL that casts a context column to the same type in all groups. Nanoseconds stay integers."""
+def _context_sql(field: pa.Field, column_type: t.DataType | None) -> str:
+    """Return SQL that casts a context column to the same type in all groups: an integer if the store has nanoseconds."""
     is_time = pa.types.is_timestamp(field.type)
-    if is_time and field.type.unit == "ns" and isinstance(file_type, t.TimestampType | t.TimestampNTZType):
+    if is_time and field.type.unit == "ns" and isinstance(column_type, t.TimestampType | t.TimestampNTZType):
         return f"(unix_micros(CAST({field.name} AS TIMESTAMP)) * 1000)"
-    if is_time and field.type.unit != "ns" and isinstance(file_type, t.LongType):
+    if is_time and field.type.unit != "ns" and isinstance(column_type, t.LongType):
         return f"timestamp_micros({_ns_to_us_sql(field.name)})"
     data_type = spark_type(field.type)
     assert data_type is not None, field
@@ -151,23 +152,23 @@ def _position_sql(config: InteractionsConfig, group: _FileGroup, type_by_column:
         return "TRY_CAST(sequence AS BIGINT)" if is_integer else "CAST(sequence AS DOUBLE)"
     if config.timestamp_column is None:
         return f"shiftrightunsigned({hash_sql('CAST(`user` AS STRING)', 'CAST(item AS STRING)')}, 1)"
-    time_type, file_type = group.time_type, type_by_column.get(config.timestamp_column)
-    ticks_sql = _ticks_sql(group, file_type)
+    time_type, column_type = group.time_type, type_by_column.get(config.timestamp_column)
+    ticks_sql = _ticks_sql(group, column_type)
     if pa.types.is_integer(time_type):
         if config.timestamp_unit == "ns":
             return f"({ticks_sql} DIV 1000)"
         return f"try_multiply(TRY_CAST(time AS BIGINT), {_US_PER_TICK[config.timestamp_unit]}L)"
     if pa.types.is_date(time_type):
         return f"try_multiply({ticks_sql}, {DAY_US}L)"
-    if isinstance(file_type, t.LongType):  # nanoseconds
+    if isinstance(column_type, t.LongType):  # nanoseconds
         return _ns_to_us_sql(ticks_sql)
     return ticks_sql
 
 
-def _ticks_sql(group: _FileGroup, file_type: t.DataType | None) -> str:
+def _ticks_sql(group: _FileGroup, column_type: t.DataType | None) -> str:
     """Return SQL for the time since 1970 as an integer, in the unit of its type."""
     if pa.types.is_date(group.time_type):
         return "CAST(unix_date(time) AS BIGINT)"
-    if isinstance(file_type, t.TimestampType | t.TimestampNTZType):
+    if isinstance(column_type, t.TimestampType | t.TimestampNTZType):
         return "unix_micros(CAST(time AS TIMESTAMP))"
     return "TRY_CAST(time AS BIGINT)"

@@ -58,12 +58,12 @@ def open_tables(
 
     Args:
         paths_by_setting: paths and names of tables, by config key.
-        columns: columns whose values in the first rows are stored; the other columns are null there.
+        columns: columns that the ingest reads. A Source has the first rows of its table, in which all other columns are null.
         allowed_data_root: folder that has to contain every table.
 
     Raises:
-        InputError: Spark has no connector for the format, a table does not exist, is empty, is listed twice, or is outside of
-            allowed_data_root.
+        InputError: Spark has no connector for the format; a table does not exist, has no version or no files, is listed twice,
+            or is outside of allowed_data_root; or all tables of a setting are empty.
     """
     setting_by_name: dict[str, str] = {}
     for setting, paths in paths_by_setting.items():
@@ -77,7 +77,7 @@ def open_tables(
             setting_by_name[name] = setting
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-tables-") as folder,
-        open_spark(settings, local_folder=Path(folder), must_be_shared=False) as spark,
+        open_spark(settings, scratch_folder=Path(folder), must_be_shared=False) as spark,
     ):
         session = new_session(spark)
         sources_of_settings = [
@@ -117,6 +117,7 @@ def _open_table(spark: SparkSession, table_format: TableFormat, path: str, colum
         first_rows_path = Path(folder) / "first_rows.parquet"
         pq.write_table(first_rows, first_rows_path)
         footer, first_rows_content = open_stage_file(first_rows_path).footer, first_rows_path.read_bytes()
+    # A table has no footer. This hash identifies its rows instead.
     sha256 = hashlib.sha256(f"{table_format} {version}".encode()).hexdigest()
     return Source(
         Location(shown_name, name, 0, 0, pafs.LocalFileSystem()),

@@ -22,7 +22,7 @@ from recsys_core.ingest.log.log_statistics import columns_by_role, reject_bad_lo
 from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.ingest.log.sql.checks import first_bad_row_of_table, row_checks, scan_files
 from recsys_core.ingest.log.sql.filters import extra_column_names, load_log
-from recsys_core.ingest.log.sql.known_negatives import sorted_negatives
+from recsys_core.ingest.log.sql.known_negatives import count_and_select_negatives
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count
 from recsys_core.ingest.log.sql.vocabulary import add_ids, assign_rows, create_id_table, row_sql_type, write_codes
 from recsys_core.ingest.row_checks import BadRow, first_bad_row, pass_sql
@@ -76,8 +76,8 @@ class SqlEngine:
         """Scan the files four times: for the checks, for the user ids, for the item ids, and for the part; see LogEngine."""
         with self._explain_read_errors(files):
             self._create_raw(files)
-            statistics, part_row_sql = self._check_rows(files)
-            num_complete_rows = self._write_part(part_path, part_row_sql=part_row_sql)
+            statistics, is_part_row_sql = self._check_rows(files)
+            num_complete_rows = self._write_part(part_path, is_part_row_sql=is_part_row_sql)
             num_expected_rows = sum(
                 file_statistics.num_rows - file_statistics.num_bad_rows
                 if self._config.explicit_negatives
@@ -124,7 +124,7 @@ class SqlEngine:
 
     def sorted_negatives(self) -> tuple[int, Iterator[pa.RecordBatch]]:
         """Sort table `known_negatives`, and stream its rows; see LogEngine."""
-        num_negatives, negatives_sql = sorted_negatives(self._session, is_ordered=self._config.is_ordered)
+        num_negatives, negatives_sql = count_and_select_negatives(self._session, is_ordered=self._config.is_ordered)
         return num_negatives, self._session.stream(negatives_sql)
 
     def write_codes(self, side: str, path: Path) -> None:
@@ -158,15 +158,15 @@ class SqlEngine:
             conditions_sql.append(self._positive_row_sql)
         return statistics, " AND ".join(conditions_sql) or "true"
 
-    def _write_part(self, part_path: Path, *, part_row_sql: str) -> int:
-        """Write the rows of `raw` that `part_row_sql` selects to a part, with codes in place of ids.
+    def _write_part(self, part_path: Path, *, is_part_row_sql: str) -> int:
+        """Write the rows of `raw` that `is_part_row_sql` selects to a part, with codes in place of ids.
 
         Return the number of written rows that have a position and, with a weight column, a weight.
         """
         config, session = self._config, self._session
         positive_row_sql = self._positive_row_sql if config.explicit_negatives else None
         for side, id_type in self._id_types.items():
-            add_ids(session, side, id_type=id_type, part_row_sql=part_row_sql, positive_row_sql=positive_row_sql)
+            add_ids(session, side, id_type=id_type, is_part_row_sql=is_part_row_sql, positive_row_sql=positive_row_sql)
         extra_columns_sql = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
         extra_columns_sql += [f"context_{index}" for index in range(len(config.context_columns))]
         extra_columns_sql += [] if positive_row_sql is None else [f"NOT ({positive_row_sql}) AS is_negative"]
@@ -179,7 +179,7 @@ class SqlEngine:
             # TRY_CAST: the database may cast a bad row before the filter removes it.
             condition_sql = self._id_condition_sql(side, id_sql=f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})')
             joins_sql.append(f"JOIN {side}_ids AS {side[0]} ON {condition_sql}")
-        session.write_part(f"SELECT {', '.join(columns_sql)} FROM raw {' '.join(joins_sql)} WHERE {part_row_sql}", part_path)
+        session.write_part(f"SELECT {', '.join(columns_sql)} FROM raw {' '.join(joins_sql)} WHERE {is_part_row_sql}", part_path)
         is_complete_sql = "position IS NOT NULL" + (" AND weight IS NOT NULL" if config.weight_column else "")
         return fetch_count(session, f"SELECT count(*) FILTER ({is_complete_sql}) FROM {session.scan_sql(part_path)}")
 

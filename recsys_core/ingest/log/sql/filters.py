@@ -41,9 +41,9 @@ def load_log(
         return LogCounts(num_read_events=0)
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
     newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
-    newest_us, is_in_window_sql = _window(config.filter, newest_us=newest_us)
+    newest_us, is_kept_time_sql = _window(config.filter, newest_us=newest_us)
     events_sql, num_filtered_by_reason = _filter_events(
-        session, config.filter, num_events=num_events, is_in_window_sql=is_in_window_sql
+        session, config.filter, num_events=num_events, is_kept_time_sql=is_kept_time_sql
     )
     test_days = (
         _test_days(session, config.split, events_sql, newest_us=newest_us) if isinstance(config.split, TimeSplit) else None
@@ -55,7 +55,7 @@ def load_log(
     create_log = session.create_table if isinstance(config.split, LeaveLastOut) else session.create_view
     create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
     if config.explicit_negatives:
-        create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql or "true")
+        create_known_negatives(session, config, split_sql=split_sql, is_kept_time_sql=is_kept_time_sql or "true")
     num_removed_by_reason = {
         "below_threshold": sum(file.num_below_threshold for file in current_files)
     } | num_filtered_by_reason
@@ -110,15 +110,15 @@ def _window(log_filter: LogFilter, *, newest_us: int) -> tuple[int, str | None]:
 
 
 def _filter_events(
-    session: SqlSession, log_filter: LogFilter, *, num_events: int, is_in_window_sql: str | None
+    session: SqlSession, log_filter: LogFilter, *, num_events: int, is_kept_time_sql: str | None
 ) -> tuple[str, dict[str, int]]:
     """Apply the filter to `events`. Return the SQL of the remaining events, and the number of removed events by reason."""
-    events_sql = f"(SELECT * FROM events WHERE {is_in_window_sql})" if is_in_window_sql else "events"
+    events_sql = f"(SELECT * FROM events WHERE {is_kept_time_sql})" if is_kept_time_sql else "events"
     if log_filter.model_copy(update={"until": None, "window_days": None}) != LogFilter():
         session.create_table("remaining", f"SELECT * FROM {events_sql}")
         num_outside_window = num_events - fetch_count(session, "SELECT count(*) FROM remaining")
         return "remaining", {"outside_window": num_outside_window, **_apply_filters(session, log_filter)}
-    if is_in_window_sql is None:
+    if is_kept_time_sql is None:
         return events_sql, {}
     return events_sql, {"outside_window": num_events - fetch_count(session, f"SELECT count(*) FROM {events_sql}")}
 

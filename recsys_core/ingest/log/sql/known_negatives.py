@@ -1,7 +1,7 @@
 """Known negatives: the pairs of a user and an item that have a label below the threshold and no event.
 
-The view `coded_events` has the rows of all parts; its column `is_negative` marks the rows below the threshold. `log` has the
-events.
+The view `coded_events` has the rows of all log parts (see LogPart), with codes in place of ids. Its column `is_negative` marks
+the rows below the threshold. `log` has the events.
 """
 
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -9,7 +9,7 @@ from recsys_core.ingest.log.split_config import LeaveLastOut
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count, first_rows_sql
 
 
-def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, split_sql: str, is_in_window_sql: str) -> None:
+def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, split_sql: str, is_kept_time_sql: str) -> None:
     """Create table `known_negatives` (user, item, position, split): each pair once, at its first row.
 
     A pair is left out if the user has an event with the item in the same or an earlier split. An event of a later split does
@@ -17,34 +17,36 @@ def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, s
 
     Args:
         split_sql: SQL for the code of an event's split.
-        is_in_window_sql: SQL that is true for rows that the filters by time keep.
+        is_kept_time_sql: SQL that is true for rows that the filters by time keep.
     """
     if isinstance(config.split, LeaveLastOut):
         # A negative at the time of a held-out event may be from the same session, so it belongs to the split of this event.
         split_sql = "CASE WHEN position >= test_position THEN 2 WHEN position >= validation_position THEN 1 ELSE 0 END"
-    users_sql = (
+    held_out_positions_sql = (
         'SELECT "user", min(position) FILTER (split = 1) AS validation_position, '
         'min(position) FILTER (split = 2) AS test_position FROM log GROUP BY "user"'
     )
     rows_sql = (
-        f'SELECT "user", item, position, ({split_sql})::TINYINT AS split FROM coded_events JOIN ({users_sql}) USING ("user") '
-        f"WHERE is_negative AND {is_in_window_sql}"
+        f'SELECT "user", item, position, ({split_sql})::TINYINT AS split FROM coded_events '
+        f'JOIN ({held_out_positions_sql}) USING ("user") '
+        f"WHERE is_negative AND {is_kept_time_sql}"
     )
-    pair_rows_sql = first_rows_sql(f"({rows_sql})", window_sql='PARTITION BY "user", item ORDER BY split, position')
-    pairs_sql = 'SELECT "user", item, min(split) AS event_split FROM log GROUP BY "user", item'
+    negative_rows_sql = first_rows_sql(f"({rows_sql})", window_sql='PARTITION BY "user", item ORDER BY split, position')
+    event_pairs_sql = 'SELECT "user", item, min(split) AS event_split FROM log GROUP BY "user", item'
     session.create_table(
         "known_negatives",
-        f"SELECT * EXCLUDE (event_split) FROM ({pair_rows_sql}) "
-        f'LEFT JOIN ({pairs_sql}) USING ("user", item) WHERE event_split IS NULL OR event_split > split',
+        f"SELECT * EXCLUDE (event_split) FROM ({negative_rows_sql}) "
+        f'LEFT JOIN ({event_pairs_sql}) USING ("user", item) WHERE event_split IS NULL OR event_split > split',
     )
 
 
-def sorted_negatives(session: SqlSession, *, is_ordered: bool) -> tuple[int, str]:
-    """Return the number of known negatives whose items have a row, and SQL that selects them for EventWriter.write_negatives.
+def count_and_select_negatives(session: SqlSession, *, is_ordered: bool) -> tuple[int, str]:
+    """Return the number of known negatives whose items are in the vocabulary, and SQL for EventWriter.write_negatives.
 
-    A user's negatives with the same position are in random order, so that no item is preferred. This order depends on the ids
-    and not on codes and rows, which differ between an incremental and a complete ingest. The ids of the user and the item are
-    hashed as one string. A hash of two values would order the items in almost the same way for each user.
+    A user's negatives with the same position are in random order, so that no item is preferred. The order comes from
+    a hash of the ids. Codes and rows of the vocabulary are not used, because they differ between an incremental and a complete
+    ingest. The ids of the user and the item are hashed as one string. A hash of two values would order the items in almost the
+    same way for each user.
 
     Args:
         is_ordered: whether the events have an order; if not, num_earlier_events is 0.

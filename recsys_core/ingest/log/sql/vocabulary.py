@@ -32,18 +32,18 @@ def create_id_table(session: SqlSession, side: str, *, id_type: IdType, continue
     return fetch_count(session, f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL")
 
 
-def add_ids(session: SqlSession, side: str, *, id_type: IdType, part_row_sql: str, positive_row_sql: str | None) -> None:
+def add_ids(session: SqlSession, side: str, *, id_type: IdType, is_part_row_sql: str, positive_row_sql: str | None) -> None:
     """Give the new ids of `raw` the next codes, the id with the most events first.
 
     Args:
-        part_row_sql: SQL that is true for the rows of `raw` that are written to the part.
+        is_part_row_sql: SQL that is true for the rows of `raw` that are written to the part.
         positive_row_sql: SQL that is true for a row that is an event; None: each row is an event.
     """
     first_code = num_codes(session, side)
     count_sql = "count(*)" if positive_row_sql is None else f"count(*) FILTER ({positive_row_sql})"
     new_ids_sql = (
         f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, {count_sql} AS events FROM raw '
-        f"WHERE {part_row_sql} GROUP BY 1"
+        f"WHERE {is_part_row_sql} GROUP BY 1"
     )
     if first_code:
         new_ids_sql = f"SELECT * FROM ({new_ids_sql}) ANTI JOIN {side}_ids USING (id)"

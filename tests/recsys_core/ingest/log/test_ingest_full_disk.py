@@ -36,8 +36,8 @@ CASE_BY_FILE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("file", CASE_BY_FILE)
 def test_a_disk_that_fills_up_during_the_ingest_is_reported(tmp_path: Path, small_disk: Path, file: str) -> None:
-    num_rows, num_used_bytes, columns, settings = CASE_BY_FILE[file]
-    path = write_random_log(tmp_path, num_rows=num_rows, **columns)
+    num_rows, num_used_bytes, log_arguments, settings = CASE_BY_FILE[file]
+    path = write_random_log(tmp_path, num_rows=num_rows, **log_arguments)
     (small_disk / "other_file").write_bytes(b"x" * num_used_bytes)
     assert_rejects(
         lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT, **settings), small_disk,

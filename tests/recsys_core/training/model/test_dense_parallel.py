@@ -238,14 +238,14 @@ def load_champion_layers(rank: int, folder: Path) -> None:
     training = start_training(rank, spec_of(), dense_parallel="sharded")
     layers_list = [{name: torch.rand(value.shape) for name, value in training.head.named_parameters()}]
     dist.broadcast_object_list(layers_list)  # all ranks get the random layers of rank 0
-    (champion_layers,) = layers_list
+    (champion_parameters,) = layers_list
     if rank == 0:
-        save_file(champion_layers, folder / "dense.safetensors")
+        save_file(champion_parameters, folder / "dense.safetensors")
     dist.barrier()
     load_champion_weights(training.model, warm_start=WarmStart(run_id="champion", export_folder=folder, prepared_folder=folder))
     loaded_layers = dict(gather_tensors(training.head.state_dict()))
-    assert loaded_layers.keys() == champion_layers.keys()
-    for name, value in champion_layers.items():
+    assert loaded_layers.keys() == champion_parameters.keys()
+    for name, value in champion_parameters.items():
         torch.testing.assert_close(loaded_layers[name], value, rtol=0, atol=0)
 
 

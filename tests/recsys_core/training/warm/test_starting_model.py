@@ -19,7 +19,7 @@ from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
-from recsys_core.training.warm.starting_model import Champion, carried_table_names, champion_layers, require_compatible
+from recsys_core.training.warm.starting_model import Champion, carried_table_names, champion_parameters, require_compatible
 from recsys_core.training.warm.warm_start import choose_start
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import write_parquet
@@ -183,17 +183,17 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
         "query.tower.layers.0.weight": torch.rand(8, 24),
         "item.tower.projections.1.weight": brand_projection,
     }
-    carried_layers = champion_layers(spec, champion=old_champion, champion_tensors=layer_by_name)
+    carried_layers = champion_parameters(spec, champion=old_champion, champion_tensors=layer_by_name)
     assert set(carried_layers) == {"query.tower.layers.0.weight", "item.tower.projections.2.weight"}
     assert carried_layers["item.tower.projections.2.weight"] is brand_projection
 
 
 def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(run: PreparedRun, champion: Champion) -> None:
     layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 24)}
-    carried_layers = champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)
+    carried_layers = champion_parameters(run.spec, champion=champion, champion_tensors=layer_by_name)
     assert set(carried_layers) == set(layer_by_name)  # as with an export of version 0.1
     layer_by_name["query.pooling.start"] = torch.rand(8)
-    carried_layers = champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)
+    carried_layers = champion_parameters(run.spec, champion=champion, champion_tensors=layer_by_name)
     assert carried_layers["query.pooling.start"] is layer_by_name["query.pooling.start"]
 
 
@@ -203,16 +203,16 @@ def test_the_weight_of_the_popularity_is_carried_over_only_if_the_champion_has_i
     dataset = Dataset(run.interactions, features=run.features)
     require_compatible(spec, champion=champion, dataset=dataset)
     layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 24)}
-    assert set(champion_layers(spec, champion=champion, champion_tensors=layer_by_name)) == set(layer_by_name)
+    assert set(champion_parameters(spec, champion=champion, champion_tensors=layer_by_name)) == set(layer_by_name)
     layer_by_name["query.popularity.weight"] = torch.rand(1)
-    carried_layers = champion_layers(spec, champion=champion, champion_tensors=layer_by_name)
+    carried_layers = champion_parameters(spec, champion=champion, champion_tensors=layer_by_name)
     assert carried_layers["query.popularity.weight"] is layer_by_name["query.popularity.weight"]
 
 
 def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun, champion: Champion) -> None:
     layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 16)}
     with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):
-        champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)
+        champion_parameters(run.spec, champion=champion, champion_tensors=layer_by_name)
 
 
 def plan_without_file(folder: Path) -> PlanManifest:

@@ -47,4 +47,4 @@ def test_the_error_names_a_connector_that_cannot_be_downloaded(tmp_path: Path, m
     with pytest.raises(
         StageError, match=r"check that spark.jars.packages \(a:b:1\) exists, and that this host reaches a Maven"
     ):
-        start_session(settings, local_folder=tmp_path)
+        start_session(settings, scratch_folder=tmp_path)

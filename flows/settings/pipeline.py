@@ -20,7 +20,7 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import PackageConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.tables.table_config import OFFSET_TABLE, TableConfig
+from recsys_core.models.tables.table_config import HISTORY_OFFSET_TABLE, OFFSET_TABLE, TableConfig
 from recsys_core.refresh.config import RefreshConfig
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.sharding.config import ShardingConfig
@@ -131,6 +131,8 @@ class PipelineConfig(Settings):
         table_names = {"item"} | ({"user"} if self.model.learn_user_embedding else set())
         if "item" in self.tables and self.tables["item"].transfer == "residual":
             table_names.add(OFFSET_TABLE)
+        if self.model.history.learn_offsets:
+            table_names.add(HISTORY_OFFSET_TABLE)
         if self.features is not None:
             table_names |= self.features.by_key.keys()
         return table_names

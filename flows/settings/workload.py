@@ -7,7 +7,7 @@ from recsys_core.estimates.model_stages import num_steps
 from recsys_core.estimates.workload import DataSizes, IndexSizes, Machines, TrainingSizes, Workload
 from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE
+from recsys_core.models.tables.table_config import ID_TABLES, ITEM_TABLES
 from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
 from recsys_core.sharding.lookup_stats import LookupStats, num_distinct_items
 from recsys_core.sharding.plan_file import PlanFile
@@ -55,8 +55,8 @@ def plan_for_sizes(config: PipelineConfig, data: DataSizes) -> PlanFile:
 
     Histories are full, and popularity follows Zipf's law.
     """
-    tables = {name: table for name, table in config.tables.items() if name in (*ID_TABLES, OFFSET_TABLE)}
-    constraints = {name: table for name, table in config.sharding.tables.items() if name in (*ID_TABLES, OFFSET_TABLE)}
+    tables = {name: table for name, table in config.tables.items() if name in (*ITEM_TABLES, "user")}
+    constraints = {name: table for name, table in config.sharding.tables.items() if name in (*ITEM_TABLES, "user")}
     model = ModelSpec.sized(
         config.model,
         num_users=data.num_users,

@@ -38,6 +38,11 @@ class HistorySettings(Settings):
         description="vector that represents an item in a history: the embedding of the item (`embedding`) or the output of "
         "the candidate tower (`candidate_tower`)",
     )
+    learn_offsets: bool = Field(
+        False,
+        description="learn an offset for each item, which is added to the vector of the item in histories. The vector in "
+        "histories then differs from the candidate vector, so that an item can predict the items that follow it",
+    )
     last_item_feature: bool = Field(True, description="use the last item of a history as an additional feature")
     item_dropout: float = Field(
         0.0, ge=0, lt=1, description="share of the history items that are removed at random in each training step"
@@ -49,11 +54,10 @@ class HistorySettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _check_last_item(self) -> Self:
-        if self.last_item_feature and self.length == 0:
-            raise ValueError(
-                "last_item_feature is true, but length is 0; set length to 1 or more, or last_item_feature to false"
-            )
+    def _check_length(self) -> Self:
+        for name in ("last_item_feature", "learn_offsets"):
+            if getattr(self, name) and self.length == 0:
+                raise ValueError(f"{name} is true, but length is 0; set length to 1 or more, or {name} to false")
         return self
 
     @property

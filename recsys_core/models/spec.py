@@ -16,6 +16,8 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.score_config import FixedPopularity
 from recsys_core.models.tables.table_config import (
+    HISTORY_OFFSET_TABLE,
+    ITEM_TABLES,
     OFFSET_TABLE,
     TEACHER_TABLE,
     TableConfig,
@@ -149,6 +151,8 @@ class ModelSpec(Frozen):
         num_rows_by_table = {"item": num_items}
         if settings_by_table.get("item", TableConfig()).transfer == "residual":
             num_rows_by_table[OFFSET_TABLE] = num_items
+        if config.history.learn_offsets:
+            num_rows_by_table[HISTORY_OFFSET_TABLE] = num_items
         if has_distillation:
             num_rows_by_table[TEACHER_TABLE] = num_items
         if config.learn_user_embedding:
@@ -160,9 +164,10 @@ class ModelSpec(Frozen):
             tables_with_vectors=vector_dim_by_table,
             has_distillation=has_distillation,
         )
-        if OFFSET_TABLE in num_rows_by_table:
-            offset_settings = settings_by_table.get(OFFSET_TABLE, TableConfig())
-            settings_by_table[OFFSET_TABLE] = _offset_settings(offset_settings, dim=config.embedding_dim)
+        for table_name, dim in ((OFFSET_TABLE, config.embedding_dim), (HISTORY_OFFSET_TABLE, config.member_history_dim)):
+            if table_name in num_rows_by_table:
+                settings = settings_by_table.get(table_name, TableConfig())
+                settings_by_table[table_name] = _offset_settings(settings, table=table_name, dim=dim)
         if has_distillation:
             dim = vector_dim_by_table[TEACHER_TABLE] = vector_dim_by_table["item"]
             # The table holds the pretrained vectors, unscaled. The row of an item without a vector is zero.
@@ -175,7 +180,7 @@ class ModelSpec(Frozen):
             settings = settings_by_table.get(table_name, TableConfig())
             if table_name in vector_dim_by_table:
                 check_width(vector_dim_by_table[table_name], settings.dim, table=table_name)
-            feature = "item" if table_name in (OFFSET_TABLE, TEACHER_TABLE) else table_name
+            feature = "item" if table_name in (*ITEM_TABLES, TEACHER_TABLE) else table_name
             num_copies = 1 if table_name == TEACHER_TABLE else config.num_members
             side: Side = "item" if feature == "item" or feature.startswith("item.") else "query"
             spec_by_table[table_name] = TableSpec(
@@ -283,11 +288,11 @@ def module_name(table: str) -> str:
     return table.replace(".", "__")
 
 
-def _offset_settings(settings: TableConfig, *, dim: int) -> TableConfig:
-    """Return the settings of the table of learned offsets that are added to frozen item embeddings."""
+def _offset_settings(settings: TableConfig, *, table: str, dim: int) -> TableConfig:
+    """Return the settings of a table of offsets, which start from zero. dim: width of the vectors to which they are added."""
     if settings.dim not in (None, dim):
         raise InputError(
-            f"tables.{OFFSET_TABLE}.dim is {settings.dim}, but offsets have the width model.embedding_dim, which is {dim}; "
-            f"leave tables.{OFFSET_TABLE}.dim out"
+            f"tables.{table}.dim is {settings.dim}, but the offsets are added to vectors with {dim} numbers; "
+            f"leave tables.{table}.dim out"
         )
     return settings.model_copy(update={"missing_vector_init": "zero", "dim": dim})

@@ -10,14 +10,14 @@ from torch.distributed import ProcessGroup
 
 from recsys_core.dataset.batch import Batch
 from recsys_core.dataset.layout import row_dtype
-from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
+from recsys_core.models.ensemble import join_members, make_candidate_tower, make_query_tower
 from recsys_core.models.loss.collectives import l2_penalty
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import Objective
 from recsys_core.models.score_terms import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import CollectionOutputs, EmbeddingTables, table_outputs
-from recsys_core.models.tables.table_config import TEACHER_TABLE
+from recsys_core.models.tables.table_config import HISTORY_OFFSET_TABLE, TEACHER_TABLE
 
 TABLES_PATH = "embedding_tables"
 """Name of the EmbeddingTables in RetrievalTask; the module paths of a sharding plan start with it."""
@@ -92,6 +92,7 @@ class RetrievalHead(nn.Module):
                 }
                 candidate_CD = self.item(item_VD.index_select(0, candidate_C), features=candidate_features)
             candidate_CD = self.with_popularity(candidate_CD, batch.item_row_V[candidate_C])
+            history_item_VD = self.with_offsets(history_item_VD, item_outputs)
             query_BD, query_outputs = self.encode_queries(embeddings, batch, history_item_VD=history_item_VD)
             teacher_CD = item_outputs[TEACHER_TABLE][candidate_C] if TEACHER_TABLE in item_outputs else None
             loss: Tensor = self.objective(query_BD, candidate_CD, batch=batch, teacher_CD=teacher_CD)
@@ -123,9 +124,24 @@ class RetrievalHead(nn.Module):
         )
 
     def represent_in_histories(self, item_VD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
-        """Return the vectors [V, D] that represent items in histories. item_VD, features: results of `embed_items`."""
+        """Return the vectors [V, D] that represent items in histories, without offsets.
+
+        item_VD, features: results of `embed_items`.
+        """
         history_item_VD: Tensor = self.item(item_VD, features=features) if self.histories_use_tower else item_VD
         return history_item_VD
+
+    def with_offsets(self, history_item_VD: Tensor, item_outputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the vectors of items in histories [V, D], with the learned offsets added if the model has any.
+
+        item_outputs: the third result of `embed_items`.
+        """
+        if HISTORY_OFFSET_TABLE not in item_outputs:
+            return history_item_VD
+        offset_VD = item_outputs[HISTORY_OFFSET_TABLE]
+        if self.histories_use_tower:  # the vectors of the members are joined
+            offset_VD = join_members(offset_VD.chunk(self.spec.config.num_members, dim=1))
+        return history_item_VD + offset_VD
 
     def with_popularity(self, candidate_VD: Tensor, item_row_V: Tensor) -> Tensor:
         """Return candidate vectors, with the popularity of the items appended if the model has a popularity term."""
@@ -190,15 +206,16 @@ class RetrievalTask(nn.Module):
 
         The history vector of an item represents it in the histories of queries.
         """
-        item_VD, features, _ = self.head.embed_items(self._look_up(batch, self._item_collections), batch)
+        item_VD, features, item_outputs = self.head.embed_items(self._look_up(batch, self._item_collections), batch)
         candidate_VD: Tensor = self.head.item(item_VD, features=features)
-        history_VD = candidate_VD if self.head.histories_use_tower else item_VD
+        history_VD = self.head.with_offsets(candidate_VD if self.head.histories_use_tower else item_VD, item_outputs)
         return history_VD, self.head.with_popularity(candidate_VD, batch.item_row_V)
 
     def encode_queries(self, batch: Batch) -> Tensor:
         """Return query vectors [B, D] of a batch without candidates."""
         embeddings = self._look_up(batch, list(self.embedding_tables))
-        item_VD, features, _ = self.head.embed_items(embeddings, batch)
+        item_VD, features, item_outputs = self.head.embed_items(embeddings, batch)
         history_item_VD = self.head.represent_in_histories(item_VD, features=features)
+        history_item_VD = self.head.with_offsets(history_item_VD, item_outputs)
         query_BD: Tensor = self.head.encode_queries(embeddings, batch, history_item_VD=history_item_VD)[0]
         return query_BD

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from recsys_core.manifests import PackageManifest, StageFolder, fingerprint_of
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.table_config import OFFSET_TABLE, TEACHER_TABLE
+from recsys_core.models.tables.table_config import ITEM_TABLES, TEACHER_TABLE
 from recsys_core.refresh.changes import Changes
 from recsys_core.retrieval.index import write_index
 from recsys_core.retrieval.search import verify_file
@@ -109,7 +109,7 @@ def _with_items(spec: ModelSpec, num_items: int) -> ModelSpec:
     """Return the spec with another number of items."""
     resized_tables = {
         name: spec.tables[name].model_copy(update={"num_rows": num_items})
-        for name in ("item", OFFSET_TABLE, TEACHER_TABLE)
+        for name in (*ITEM_TABLES, TEACHER_TABLE)
         if name in spec.tables
     }
     return spec.model_copy(update={"num_items": num_items, "tables": {**spec.tables, **resized_tables}})

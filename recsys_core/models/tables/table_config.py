@@ -20,6 +20,10 @@ ID_TABLES = ("item", "user")
 """Tables in which each item or user has exactly one row, so that single rows can be frozen."""
 OFFSET_TABLE = "item_offset"
 """Table of the learned offsets that are added to frozen item vectors (transfer: residual)."""
+HISTORY_OFFSET_TABLE = "history_offset"
+"""Table of the learned offsets that are added to the vectors of items in histories (history.learn_offsets)."""
+ITEM_TABLES = ("item", OFFSET_TABLE, HISTORY_OFFSET_TABLE)
+"""Tables with one row per item, in the order of the items."""
 TEACHER_TABLE = "item_teacher"
 """Frozen table of the pretrained item vectors, for the distillation loss."""
 
@@ -66,7 +70,7 @@ class TableOptimizer(Schedule):
         ge=0,
         le=1_000,
         description="strength of the L2 penalty on the rows that a step looks up. The penalty counts a row once, even if "
-        "several ranks look it up. Only the tables `item`, `user` and `item_offset` support it",
+        "several ranks look it up. Only the tables `item`, `user`, `item_offset` and `history_offset` support it",
     )
     gradient_clip_value: float | None = Field(
         None,
@@ -234,7 +238,7 @@ def check_tables(
             )
         has_decay = settings.optimizer is not None and settings.optimizer.weight_decay > 0
         for is_set, setting, supporting_tables in (
-            (has_decay, "optimizer.weight_decay", (*ID_TABLES, OFFSET_TABLE)),
+            (has_decay, "optimizer.weight_decay", (*ITEM_TABLES, "user")),
             (settings.transfer == "gradual", "transfer gradual", ID_TABLES),
             (settings.transfer == "residual", "transfer residual", ("item",)),
             (settings.lookup is not None, "lookup", ("user",)),

@@ -29,7 +29,7 @@ from recsys_core.models.tables.initialisation import (
     no_vectors,
     present_vector_rows,
 )
-from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE, TEACHER_TABLE, random_norm
+from recsys_core.models.tables.table_config import ITEM_TABLES, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.torchrec_planner import OPTIMIZER_CLASS_BY_KIND, sharders
@@ -139,7 +139,7 @@ def weight_decay_by_table(spec: ModelSpec) -> dict[str, float]:
     strength_by_table = {
         table_name: table.optimizer.weight_decay
         for table_name, table in spec.tables.items()
-        if table_name in (*ID_TABLES, OFFSET_TABLE) and not table.is_frozen
+        if table_name in (*ITEM_TABLES, "user") and not table.is_frozen
     }
     return {table_name: strength for table_name, strength in strength_by_table.items() if strength}
 

@@ -27,12 +27,11 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
 from recsys_core.models.spec import ModelSpec, Side
-from recsys_core.models.tables.table_config import OFFSET_TABLE
+from recsys_core.models.tables.table_config import ITEM_TABLES
 from recsys_core.training.model.optimizers import has_accumulators
 
 ID_FILE_BY_TABLE = {
-    "item": vocabulary_file("item"),
-    OFFSET_TABLE: vocabulary_file("item"),
+    **dict.fromkeys(ITEM_TABLES, vocabulary_file("item")),
     "user": vocabulary_file("user"),
 }
 """File of the interactions stage with the ids of the rows of a table. All other tables belong to features."""

@@ -32,9 +32,11 @@ def test_the_width_of_a_history_depends_on_the_item_representation() -> None:
     assert two_tower_config(**settings, history={"item_representation": "candidate_tower"}).history_dim == 12
 
 
-def test_a_last_item_feature_without_a_history_is_rejected() -> None:
-    with raises_message("last_item_feature is true, but length is 0; set length to 1 or more, or last_item_feature to false"):
-        MeanHistory(length=0)
+@pytest.mark.parametrize("name", ["last_item_feature", "learn_offsets"])
+def test_settings_that_need_a_history_are_rejected_without_one(name: str) -> None:
+    settings = {"last_item_feature": False, "learn_offsets": False, name: True}
+    with raises_message(f"{name} is true, but length is 0; set length to 1 or more, or {name} to false"):
+        MeanHistory(length=0, **settings)
 
 
 @pytest.mark.parametrize("tower", ["query", "candidate"])

@@ -161,7 +161,7 @@ def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
     make_spec(learn_user_embedding=True, tables={"item": decay, "user": decay})
     make_spec(tables={"item": RESIDUAL, "item_offset": decay}, vector_dims={"item": DIM})
     with raises_message(
-        "tables.item.single: optimizer.weight_decay is only for the tables ['item', 'user', 'item_offset']; leave it out"
+        "tables.item.single: optimizer.weight_decay is only for the tables ['item', 'item_offset', 'history_offset', 'user']; leave it out"
     ):
         make_spec(features=("item.single",), tables={"item.single": decay})
 
@@ -208,7 +208,7 @@ def test_the_offset_table_cannot_be_frozen() -> None:
 
 def test_the_offset_table_has_the_width_embedding_dim() -> None:
     make_spec(tables={"item": RESIDUAL, "item_offset": {"dim": DIM}}, vector_dims={"item": DIM})
-    with raises_message("tables.item_offset.dim is 16, but offsets have the width model.embedding_dim, which is 8; leave"):
+    with raises_message("tables.item_offset.dim is 16, but the offsets are added to vectors with 8 numbers; leave"):
         make_spec(tables={"item": RESIDUAL, "item_offset": {"dim": 16}}, vector_dims={"item": DIM})
 
 

@@ -253,6 +253,28 @@ def test_a_frozen_table_has_no_gradient_but_its_offsets_have_a_gradient(transfer
         torch.testing.assert_close(scores(task), weight_of(task, "user")[QUERY_USERS] @ projected_ID.T)
 
 
+@pytest.mark.parametrize("num_members", [1, 2])
+@pytest.mark.parametrize("representation", ["embedding", "candidate_tower"])
+def test_offsets_change_the_vectors_of_items_in_histories_but_not_as_candidates(representation: str, num_members: int) -> None:
+    history = {"pooling": "mean", "item_representation": representation, "learn_offsets": True}
+    task = task_of({"history": history, "num_members": num_members, "similarity": "dot"})
+    assert rows_with_gradient(task, "history_offset") == {1, 3, 4, 8}  # the items in histories
+    all_items = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(NUM_ITEMS))
+    task.eval()
+    with torch.no_grad():
+        query_BD, (history_ID, candidate_ID) = task.encode_queries(batch_of([])), task.encode_items(all_items)
+        offset_ID = weight_of(task, "history_offset").clone()
+        weight_of(task, "history_offset").zero_()
+        query_without_BD, (history_without_ID, candidate_without_ID) = (
+            task.encode_queries(batch_of([])),
+            task.encode_items(all_items),
+        )
+    scale = num_members**-0.5 if representation == "candidate_tower" else 1  # the results of the members are scaled
+    torch.testing.assert_close(history_ID - history_without_ID, scale * offset_ID)
+    torch.testing.assert_close(candidate_ID, candidate_without_ID)
+    assert (query_BD != query_without_BD).any(dim=1).tolist() == [bool(items) for items in HISTORIES]
+
+
 def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
     task = task_of(DOT_PRODUCT, loss={"distillation": {"weight": 0.5}}, vector_dims={"item": 4})
     task_without_teacher = task_of(DOT_PRODUCT)

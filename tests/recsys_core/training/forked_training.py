@@ -47,7 +47,7 @@ NUM_USERS, NUM_ITEMS, DIM = 200, 150, 16
 MODEL = TwoTowerConfig(
     embedding_dim=DIM,
     learn_user_embedding=True,
-    history=RecencyHistory(length=8),
+    history=RecencyHistory(length=8, learn_offsets=True),
     query=TowerConfig(layers=(DIM,), skip_connection=True, dropout=0.2),
 )
 

@@ -79,7 +79,7 @@ def small_spec(
     config = TwoTowerConfig(
         embedding_dim=dim,
         learn_user_embedding=True,
-        history=AttentionHistory(length=HISTORY_LENGTH),
+        history=AttentionHistory(length=HISTORY_LENGTH, learn_offsets=True),
         query=TowerConfig(layers=(12, dim), skip_connection=True),
         candidate=TowerConfig(layers=(dim,), skip_connection=True),
     )

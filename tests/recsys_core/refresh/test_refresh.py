@@ -49,7 +49,7 @@ def test_items_that_come_back_get_the_vectors_of_the_trained_tower(
 
 
 def test_an_ensemble_gives_new_items_the_vectors_of_all_members(tmp_path: Path) -> None:
-    parent = build_pipeline(tmp_path / "parent", model={"num_members": 2})
+    parent = build_pipeline(tmp_path / "parent", model={"num_members": 2, "history": {"learn_offsets": True}})
     trained_vectors = vector_by_id(parent.package_folder)
     write_vectors(parent.input_folder, REMAINING_IDS)
     write_items(parent.input_folder, REMAINING_IDS)

@@ -93,7 +93,9 @@ def prepare_run(
         threads=1,
         folder=folder / "features",
     )
-    model = TwoTowerConfig.model_validate({"embedding_dim": dim, "learn_user_embedding": True, "history": {"length": 4}})
+    model = TwoTowerConfig.model_validate(
+        {"embedding_dim": dim, "learn_user_embedding": True, "history": {"length": 4, "learn_offsets": True}}
+    )
     spec = ModelSpec.of(model, dataset=Dataset(interactions, embeddings, features), tables=tables)
     return PreparedRun(folder, interactions, embeddings, features, spec)
 

@@ -44,7 +44,7 @@ from tests.recsys_core.training.consecutive_runs import (
     train_job,
 )
 
-VOCABULARY_FILES = {"item": "items.parquet", "user": "users.parquet"}
+VOCABULARY_FILES = {"item": "items.parquet", "history_offset": "items.parquet", "user": "users.parquet"}
 
 
 @pytest.fixture(scope="module")
@@ -317,8 +317,8 @@ def test_integer_ids_match_equal_strings() -> None:
 def test_frozen_rows_are_never_carried_over(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
     frozen_run = prepare_run(tmp_path / "frozen", 2, previous=first_run, tables={"item": TableConfig(transfer="residual")})
     warm_start = prepare_start(champion, frozen_run, tmp_path / "to frozen")
-    assert set(warm_start.row_path_by_table()) == {"user", "item.brand"}
+    assert set(warm_start.row_path_by_table()) == {"user", "item.brand", "history_offset"}
     frozen_champion = replace(champion, spec=frozen_run.spec)
     full_run = prepare_run(tmp_path / "full", 2, previous=first_run)
     warm_start = prepare_start(frozen_champion, full_run, tmp_path / "from frozen")
-    assert set(warm_start.row_path_by_table()) == {"user", "item.brand"}
+    assert set(warm_start.row_path_by_table()) == {"user", "item.brand", "history_offset"}

@@ -1,5 +1,6 @@
 """Fixtures of all drills: signals, a check for processes that a drill leaves behind, and a browser page."""
 
+import os
 import signal
 import sys
 import time
@@ -24,6 +25,15 @@ def default_sigint() -> None:
     Otherwise, Prefect's worker would not end after SIGTERM, which it handles by sending itself SIGINT.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_servers() -> Iterator[None]:
+    """Remove the settings of Prefect and MLflow that the shell or the tests of another module have left in the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("PREFECT_", "MLFLOW_"))]:
+            patch.delenv(name)
+        yield
 
 
 @pytest.fixture(autouse=True)

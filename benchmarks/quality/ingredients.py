@@ -57,11 +57,18 @@ INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
             "pretrained, full, features, decay, 3 members",
             "pretrained, full, features, average, 3 members",
         ),
+        Ingredient("offsets in histories", "pretrained, full, features, decay", "pretrained, full, features, decay, offsets"),
+        Ingredient(
+            "offsets in histories, three members",
+            "pretrained, full, features, decay, 3 members",
+            "pretrained, full, features, decay, 3 members, offsets",
+        ),
     ),
     "all_events": tuple(
         Ingredient(f"training on the validation events, {kind}", variant, variant, part_before="beauty")
         for kind, variant in (
             ("vectors and attributes", "pretrained, full, features, decay, 3 members"),
+            ("vectors, attributes and offsets", "pretrained, full, features, decay, 3 members, offsets"),
             ("ids", "log vectors, full, 3 members"),
         )
     ),

@@ -228,6 +228,8 @@ def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
     if facts.is_dense:
         return
     if facts.describes_items:
+        reason = "on a sparse log, offsets let an item predict the items that follow it, which similar vectors do not"
+        yield _suggestion("model.history.learn_offsets", True, reason, False, True)
         reason = "several models in one are better on a sparse log; a training takes nearly three times as long"
         yield _suggestion("model.num_members", 3, reason)
     elif not facts.has_vectors:

@@ -161,7 +161,8 @@ def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
     make_spec(learn_user_embedding=True, tables={"item": decay, "user": decay})
     make_spec(tables={"item": RESIDUAL, "item_offset": decay}, vector_dims={"item": DIM})
     with raises_message(
-        "tables.item.single: optimizer.weight_decay is only for the tables ['item', 'item_offset', 'history_offset', 'user']; leave it out"
+        "tables.item.single: optimizer.weight_decay is only for the tables "
+        "['item', 'item_offset', 'history_offset', 'user']; leave it out"
     ):
         make_spec(features=("item.single",), tables={"item.single": decay})
 

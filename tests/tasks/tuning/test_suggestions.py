@@ -23,6 +23,7 @@ def test_a_sparse_log_with_order_and_features_gets_a_history_of_candidate_vector
         "model.history.length": 30,
         "model.history.pooling": "recency",
         "model.history.item_representation": "candidate_tower",
+        "model.history.learn_offsets": True,
         "model.num_members": 3,
         "training.batch_size": 512,
         "training.table_optimizer.lr_decay": "cosine",
@@ -78,6 +79,12 @@ def test_a_sparse_log_without_vectors_and_features_gets_vectors_from_the_log() -
     # has_vectors is true, but vector_share is 0: the vectors are in another table.
     assert "embeddings" not in suggested_settings(SPARSE_IDS, has_vectors=True)
     assert not {"embeddings", "model.num_members"} & suggested_settings(DENSE_ORDERED).keys()
+
+
+def test_a_sparse_log_with_order_and_described_items_gets_offsets_in_histories() -> None:
+    assert suggested_settings(SPARSE)["model.history.learn_offsets"] is True
+    for facts in (SPARSE_IDS, SPARSE_UNORDERED, DENSE_ORDERED):
+        assert "model.history.learn_offsets" not in suggested_settings(facts)
 
 
 def test_cold_items_with_vectors_keep_their_vectors() -> None:

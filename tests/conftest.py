@@ -55,6 +55,7 @@ def new_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Pa
     with FileLock(f"{folder}.lock"), pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         if not folder.exists():
-            folder.mkdir()
-            connect(folder)
+            unfinished_folder = tmp_path_factory.mktemp("mlflow")
+            connect(unfinished_folder)
+            unfinished_folder.rename(folder)  # if `connect` fails, no other process uses a part of a database
     return folder / "mlflow.db"

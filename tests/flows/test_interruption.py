@@ -1,6 +1,5 @@
 """Signals during a run: the last line is the resume command, and no flow run is left in state RUNNING."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.interrupted_run import ROOT, interrupt_run, state_types
+from tests.drills.restartable_server import clean_environment
 from tests.drills.test_kill_and_resume import write_config
 
 
@@ -69,8 +69,7 @@ def test_a_flow_run_whose_error_replaces_the_signal_ends_as_crashed(tmp_path: Pa
     answer = subprocess.run(
         [sys.executable, "-c", SESSION_SCRIPT],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        | {"PREFECT_HOME": str(workspace / "prefect"), "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        env=clean_environment() | {"PREFECT_HOME": str(workspace / "prefect"), "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from recsys_core.errors import NightjarError
+from recsys_core.interrupts import SIGNAL_RECEIVED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 4.0
@@ -76,6 +77,7 @@ class Interruption:
         if not signal_byte:
             return
         self._signal_number = signal_byte[0]
+        SIGNAL_RECEIVED.set()
         signal_socket.settimeout(UNWIND_S)
         with suppress(TimeoutError):
             if not signal_socket.recv(1):
@@ -101,7 +103,8 @@ class Interruption:
 def _hide_signal(unraisable: Any) -> None:
     """Hide Python's message about an exception in a finalizer if a signal raised it: _Unwind or Prefect's TerminationSignal.
 
-    A finalizer cannot raise. The main thread therefore continues, and the watching thread ends the process.
+    A finalizer cannot raise. The main thread therefore continues until the next stage starts (recsys_core.interrupts), or until
+    the watching thread ends the process.
     """
     if issubclass(unraisable.exc_type, Exception):
         sys.__unraisablehook__(unraisable)
@@ -119,6 +122,7 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
     wakeup_socket.setblocking(False)
     watcher = threading.Thread(target=interruption.watch, args=(signal_socket,), daemon=True)
     with ExitStack() as cleanup:  # the callbacks run in reverse order
+        cleanup.callback(SIGNAL_RECEIVED.clear)
         cleanup.callback(signal_socket.close)
         watcher.start()
         cleanup.callback(watcher.join)

@@ -34,6 +34,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -234,9 +235,12 @@ def write_user_metrics(metrics_by_ranker: Mapping[str, UserMetrics], path: Path)
     pq.write_table(pa.table(columns), path)
 
 
-def read_user_metrics(path: Path) -> dict[str, UserMetrics]:
-    """Read a file of `write_user_metrics`: the metrics by ranker."""
-    table = pq.read_table(path)
+def read_user_metrics(path: Path, *, user_rows: NDArray[np.int64] | None = None) -> dict[str, UserMetrics]:
+    """Read the metrics by ranker from a file of `write_user_metrics`.
+
+    user_rows: the users to read; None: all users. Memory grows with these users, and not with the users of the file.
+    """
+    table = pq.read_table(path, filters=None if user_rows is None else pc.field("user_row").isin(user_rows))
     user_row_U = table["user_row"].to_numpy()
     values_by_ranker: dict[str, dict[str, Floats]] = {}
     for column in table.column_names[1:]:

@@ -55,20 +55,6 @@ def database(
         raise InputError(f"{subject}: {message}") from error
 
 
-@contextmanager
-def raise_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt if a signal interrupts a query of the block.
-
-    Without this block, DuckDB raises a RuntimeError in place of the exception of the signal handler.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if str(error) == "Query interrupted":
-            raise KeyboardInterrupt from error
-        raise
-
-
 def fetch_count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
     """Return the single number that `query` selects."""
     ((count,),) = connection.sql(query).fetchall()

@@ -121,7 +121,8 @@ def run_champion_gate(
         feature_slices=feature_slices,
     )
     tester = VersionTester(registry, sample, context.run.workspace, process)
-    baseline_metrics = read_user_metrics(context.results[EvaluationManifest].path(USER_METRICS_FILE))
+    user_metrics_file = context.results[EvaluationManifest].path(USER_METRICS_FILE)
+    baseline_metrics = read_user_metrics(user_metrics_file, user_rows=sample.user_row_U)
     registry.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
         registry.set_tag(version, RUN_REASON_TAG, options.reason)

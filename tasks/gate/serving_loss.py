@@ -31,7 +31,8 @@ def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, User
     and cannot be compared with a package, so the result is empty.
     """
     results = context.results
-    trained = read_user_metrics(results[EvaluationManifest].path(USER_METRICS_FILE)).get("model")
+    user_metrics_file = results[EvaluationManifest].path(USER_METRICS_FILE)
+    trained = read_user_metrics(user_metrics_file, user_rows=sample.user_row_U).get("model")
     if trained is None:
         return {}
     num_users = min(sample.num_users, max(1, MAX_SCORES // sample.num_items))

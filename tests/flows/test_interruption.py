@@ -82,6 +82,7 @@ def test_a_flow_run_whose_error_replaces_the_signal_ends_as_crashed(tmp_path: Pa
 FINALIZER_SCRIPT = """
 import signal, sys, time, weakref
 from flows.interruption import Interrupted, end_process, interruptible
+from recsys_core.interrupts import raise_interrupts
 
 class Thing:
     pass
@@ -102,13 +103,21 @@ try:
         thing = Thing()
         reference = weakref.ref(thing, finalize)
         del thing
-        time.sleep(60)
+        time.sleep(float(sys.argv[1]))
+        with raise_interrupts():
+            print("the next stage has started")
 except Interrupted as error:
     end_process(error)
 """
 
 
 @pytest.mark.parametrize("handler", ["own", "like Prefect"])
-def test_after_a_signal_in_a_finalizer_the_process_prints_one_line_and_ends(handler: str) -> None:
-    answer = subprocess.run([sys.executable, "-c", FINALIZER_SCRIPT, handler], capture_output=True, text=True, timeout=60)
-    assert (answer.returncode, answer.stderr) == (143, "interrupted by SIGTERM; resume with: it\n")
+@pytest.mark.parametrize("seconds_to_next_stage", ["60", "0.1"])
+def test_after_a_signal_in_a_finalizer_the_process_prints_one_line_and_starts_no_stage(
+    handler: str, seconds_to_next_stage: str
+) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", FINALIZER_SCRIPT, seconds_to_next_stage, handler], capture_output=True, text=True, timeout=60
+    )
+    assert (answer.returncode, answer.stdout) == (143, "")
+    assert answer.stderr == "interrupted by SIGTERM; resume with: it\n"

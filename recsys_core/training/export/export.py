@@ -32,7 +32,6 @@ from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
-from recsys_core.training.export.append_block import append_block
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.item_columns import EncodedRows
 from recsys_core.training.export.ranking import write_rankings
@@ -95,6 +94,8 @@ def export_vectors(
         launch_job(job, launcher=setup.launcher, log_folder=work_folder / "logs")
         block_weight = popularity_weight = None
         if has_block:
+            from recsys_core.training.export.append_block import append_block  # imports scipy, which few models need
+
             store = EventStore.open(dataset.interactions)
             train_store = None if train_log is None else EventStore.open(train_log)
             block_weight = append_block(

@@ -259,11 +259,12 @@ def test_chunks_of_users_change_no_result_and_need_less_memory(
     monkeypatch.setattr(diversity, "CHUNK_QUERIES", 1)  # the diversity is computed query by query
     config = EvaluationConfig(ks=(1, 5), min_slice_users=1, exclude_seen=exclude_seen)
     manifests, peak_bytes = [], []
-    for chunk_users in (1_000, 7):
+    for chunk_users in (1_000, 7, 7):
         for module in (held_out, slices):
             monkeypatch.setattr(module, "CHUNK_USERS", chunk_users)
         tracemalloc.start()
-        manifests.append(evaluate(config, export=export, dataset=dataset, folder=tmp_path / str(chunk_users)))
+        folder = tmp_path / str(len(manifests))
+        manifests.append(evaluate(config, export=export, dataset=dataset, folder=folder))
         peak_bytes.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     for manifest in manifests[1:]:
@@ -271,7 +272,7 @@ def test_chunks_of_users_change_no_result_and_need_less_memory(
         assert manifest.slices == manifests[0].slices
         assert manifest.files == manifests[0].files
     assert {*manifests[0].files} == {"metrics.json", "popularity.npy", "positions.parquet", "user_metrics.parquet"}
-    assert peak_bytes[1] < peak_bytes[0]
+    assert min(peak_bytes[1:]) < peak_bytes[0]  # a thread of an earlier test may add to one of the peaks
 
 
 def test_linear_baselines_are_left_out_if_the_catalogue_is_above_the_limit(

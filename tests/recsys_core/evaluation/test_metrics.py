@@ -142,3 +142,6 @@ def test_the_metrics_of_users_are_read_from_a_file_as_they_were_written(tmp_path
     for name, value_U in model.value_U_by_metric.items():
         np.testing.assert_array_equal(metrics_by_ranker["model"].value_U_by_metric[name], value_U)
     np.testing.assert_array_equal(metrics_by_ranker["model"].user_row_U, user_row_U)
+    some_metrics = metrics.read_user_metrics(tmp_path / "user_metrics.parquet", user_rows=np.array([1, 8, 9]))["model"]
+    assert some_metrics.user_row_U.tolist() == [8]
+    assert some_metrics.value_U_by_metric["ndcg@20"].tolist() == [0.1]

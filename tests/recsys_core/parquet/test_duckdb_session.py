@@ -1,14 +1,8 @@
-"""DuckDB sessions: messages about a full disk, and signals during a query."""
+"""DuckDB sessions: messages about a full disk."""
 
-import os
-import signal
-import threading
 from pathlib import Path
 
-import duckdb
-import pytest
-
-from recsys_core.parquet.duckdb_session import database, raise_interrupts
+from recsys_core.parquet.duckdb_session import database
 from tests.recsys_core.ingest.parquet_files import input_error
 
 
@@ -22,24 +16,3 @@ def test_a_spill_folder_without_disk_space_is_reported_as_a_full_disk(tmp_path: 
     ):
         connection.execute("SET max_temp_directory_size = '1MB'")
         connection.execute("CREATE TABLE ids AS SELECT md5(range::VARCHAR) || md5(range::VARCHAR) AS id FROM range(2000000)")
-
-
-def test_a_signal_during_a_query_raises_the_exception_of_its_handler() -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous_handler = signal.signal(signal.SIGTERM, interrupt)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
-    endless_query = "SELECT count(*) FROM range(100000000) a, range(1000) b WHERE a.range * b.range % 7 = 3"
-    try:
-        with pytest.raises(KeyboardInterrupt), raise_interrupts(), duckdb.connect(config={"threads": 1}) as connection:
-            timer.start()
-            connection.sql(endless_query).fetchall()
-    finally:
-        timer.cancel()
-        signal.signal(signal.SIGTERM, previous_handler)
-
-
-def test_an_ordinary_runtime_error_passes_through_raise_interrupts() -> None:
-    with pytest.raises(RuntimeError, match=r"^ordinary$"), raise_interrupts():
-        raise RuntimeError("ordinary")

@@ -176,7 +176,7 @@ def test_if_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_
     package_copy = shutil.copytree(package_folder(workspace, "1"), workspace / "kept")
     flip_a_bit(workspace, "1")
     perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
-    monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
+    monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": perfect})
     baselines: tuple[str, ...] = ("popularity",)
     with pytest.raises(
         StageError,
@@ -276,7 +276,7 @@ def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_t
 ) -> None:
     register_version(stages(), context_of(workspace, "one"))
     perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
-    monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
+    monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": perfect})
     worse_registration = register_version(stages(), context_of(workspace, "two"), baselines=("popularity",))
     assert (worse_registration.state_name, version_by_alias(connect(workspace))["champion"]) == ("NotPromoted", "1")
     assert len(worse_registration.reasons) == 1 and worse_registration.reasons[0].endswith(

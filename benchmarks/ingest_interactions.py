@@ -1,18 +1,20 @@
-"""Benchmark of the ingest of the interaction log, from parquet to vocabularies and a sorted CSR store, compared with pandas.
+"""Benchmark of the ingest of the interaction log, from parquet to a sorted CSR store, compared with pandas and polars.
 
     python -m benchmarks.ingest_interactions          # prints the tables; `make bench-ingest` writes them
 
-Two pandas programs serve as references: `pandas` uses value_counts and get_indexer, and the faster `pandas_factorize` uses
-factorize and counts of codes. Both split by time, number string ids by decreasing frequency, sort by user, split, time and
-item, and write the arrays with numpy. Unlike nightjar's stage, they do not check rows, do not hash files or sync them to disk,
-and cannot continue from a previous run. Each measurement runs in a separate process, the methods alternate, and the time of
-imports is excluded.
+Three programs serve as references: `pandas` uses value_counts and get_indexer, and the faster programs `pandas_factorize` and
+`polars` use counts of codes. All of them split by time, number string ids by decreasing frequency, sort by user, split, time
+and item, and write the arrays with numpy. Unlike nightjar's stage, they do not check rows, do not hash files or sync them to
+disk, and cannot continue from a previous run. polars is measured only if it is installed (`pip install polars`). Each
+measurement runs in a separate process, the methods alternate, and the time of imports is excluded.
 """
 
 import json
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from benchmarks.measuring import measure_work, run_in_new_process, summarise_run
 from recsys_core.units import DAY_S
 
 MODULE = "benchmarks.ingest_interactions"
-METHODS = ("pandas", "pandas_factorize", "nightjar")
+METHODS = ("pandas", "pandas_factorize", *(["polars"] if find_spec("polars") else []), "nightjar")
+NUM_DAYS_BY_TABLE = {"methods": 10, "few_events": 3}
+"""Number of days in the log of each table that compares the methods."""
 EVENTS_PER_DAY = 2_000_000
 FIRST_TIMESTAMP_S = 1_760_000_000
 SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
@@ -46,45 +50,44 @@ def write_log(folder: Path, *, num_days: int, num_users: int, num_items: int, fi
 
 
 def measure(*, repeats: int = 3) -> dict[str, Any]:
-    """Measure 20 million events with all methods, a second run with one more day, and 100 million events with nightjar."""
+    """Measure 20 and 6 million events with all methods, a run with one more day, and 100 million events with nightjar."""
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        write_log(folder / "small", num_days=10, num_users=1_000_000, num_items=200_000)
-        runs_by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
-        for _ in range(repeats):
-            for method in METHODS:
-                runs_by_method[method].append(
-                    run_in_new_process(MODULE, method, str(folder / "small"), str(folder / "out"), "1GB")
-                )
-        write_log(folder / "small", num_days=1, num_users=1_000_000, num_items=200_000, first_day=10)
-        second_run_results = run_in_new_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
+        for table, num_days in NUM_DAYS_BY_TABLE.items():
+            write_log(folder / table, num_days=num_days, num_users=1_000_000, num_items=200_000)
+            runs_by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+            for _ in range(repeats):
+                for method in METHODS:
+                    runs_by_method[method].append(
+                        run_in_new_process(MODULE, method, str(folder / table), str(folder / "out"), "1GB")
+                    )
+            results[table] = {method: summarise_runs(measurements) for method, measurements in runs_by_method.items()}
+        small_folder = folder / "methods"
+        write_log(small_folder, num_days=1, num_users=1_000_000, num_items=200_000, first_day=10)
+        results["second_run"] = run_in_new_process(MODULE, "second_run", str(small_folder), str(folder / "out"), "1GB")
         write_log(folder / "large", num_days=50, num_users=5_000_000, num_items=1_000_000)
         # Both logs have the same memory limit, so that only their sizes differ.
-        folder_by_log = {name: folder / name for name in ("small", "large")}
         result_by_log = {
             name: run_in_new_process(MODULE, "nightjar", str(log_folder), str(folder / "out"), "4GB")
-            for name, log_folder in folder_by_log.items()
+            for name, log_folder in {"small": small_folder, "large": folder / "large"}.items()
         }
-    return {
-        "methods": {method: summarise_runs(measurements) for method, measurements in runs_by_method.items()},
-        "second_run": second_run_results,
+    return results | {
         "same_limit": {name: result | {"seconds": round(result["seconds"], 2)} for name, result in result_by_log.items()},
     }
 
 
 def to_markdown(results: dict[str, Any]) -> str:
-    """Return three tables: the comparison with pandas, the second run, and the large log."""
-    result_by_method = results["methods"]
-    references = [result_by_method[method] for method in METHODS[:2]]
+    """Return the comparisons of the methods, the second run, and the large log as tables."""
     lines = [
-        f"The log has {10 * EVENTS_PER_DAY:,} events, 1,000,000 users and 200,000 items with string ids in 10 files. The",
-        "memory limit of DuckDB is 1GB. `pandas_factorize` is a faster program with pandas. The table has the median of the",
-        "seconds, with all runs in brackets. Anonymous memory is memory that is not backed by a file.",
+        "The ids of 1,000,000 users and 200,000 items are strings. The memory limit of DuckDB is 1GB. `pandas_factorize` is a",
+        "faster program with pandas. The tables have the median of the seconds, with all runs in brackets. Anonymous memory is",
+        "memory that is not backed by a file.",
         "",
-        "| method | seconds | speed-up over pandas | speed-up over pandas_factorize | largest anonymous memory, MB |",
-        "|:---|---:|---:|---:|---:|",
-        *(f"| {' | '.join([method, *table_cells(result_by_method[method], references=references)])} |" for method in METHODS),
-        "",
+    ]
+    for table, num_days in NUM_DAYS_BY_TABLE.items():
+        lines += _comparison(results[table], num_events=num_days * EVENTS_PER_DAY)
+    lines += [
         "Before the second run, a file with 2,000,000 new events is added to the log. The second run reads only this file, and",
         "every id keeps its row.",
         "",
@@ -111,16 +114,23 @@ def to_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _comparison(result_by_method: dict[str, Any], *, num_events: int) -> list[str]:
+    """Return the lines of a table with the speed-up of each method over the references."""
+    names = [method for method in result_by_method if method != "nightjar"]
+    references = [result_by_method[name] for name in names]
+    headings = [f"{num_events:,} events", "seconds", *(f"speed-up over {name}" for name in names), "peak anonymous MB"]
+    rows = ([method, *table_cells(result, references=references)] for method, result in result_by_method.items())
+    lines = [headings, [":---", *["---:"] * (len(headings) - 1)], *rows]
+    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
 def _pandas_work(paths: list[Path], output_folder: Path, *, use_factorize: bool) -> Callable[[], object]:
     import pandas as pd
 
     def vocabulary_rows(ids: Any, is_train: Any) -> Any:
         if use_factorize:
-            id_codes, distinct_ids = pd.factorize(ids)
-            codes_by_frequency = np.argsort(-np.bincount(id_codes[is_train], minlength=len(distinct_ids)), kind="stable")
-            row_by_code = np.empty_like(codes_by_frequency)
-            row_by_code[codes_by_frequency] = np.arange(len(codes_by_frequency))
-            return row_by_code[id_codes].astype(np.int32)
+            id_codes, _ = pd.factorize(ids)
+            return _rows_by_frequency(id_codes, is_train)
         train_ids_by_frequency = ids[is_train].value_counts().index
         vocabulary = train_ids_by_frequency.append(pd.Index(ids.unique()).difference(train_ids_by_frequency))
         return vocabulary.get_indexer(ids).astype(np.int32)
@@ -141,6 +151,38 @@ def _pandas_work(paths: list[Path], output_folder: Path, *, use_factorize: bool)
         return events
 
     return work
+
+
+def _polars_work(paths: list[Path], output_folder: Path) -> Callable[[], object]:
+    import polars as pl
+
+    def work() -> object:
+        log = pl.read_parquet(paths)
+        test_start, one_day = log["timestamp"].max() - timedelta(days=1), timedelta(days=1)
+        is_test, is_held_out = pl.col("timestamp") > test_start, pl.col("timestamp") > test_start - one_day
+        split = log.select(pl.when(is_test).then(2).when(is_held_out).then(1).otherwise(0).cast(pl.Int8)).to_series()
+        is_train = (split == 0).to_numpy()
+        rows_by_side = {
+            side: _rows_by_frequency(log[f"{side}_id"].cast(pl.Categorical).to_physical().to_numpy(), is_train)
+            for side in ("user", "item")
+        }
+        events = pl.DataFrame(rows_by_side | {"split": split, "time": log["timestamp"]})
+        events = events.sort(["user", "split", "time", "item"])
+        np.save(output_folder / "user_offset.npy", np.concatenate([[0], np.cumsum(np.bincount(events["user"]))]))
+        np.save(output_folder / "event_item.npy", events["item"].to_numpy())
+        np.save(output_folder / "event_time.npy", events["time"].to_physical().to_numpy())
+        np.save(output_folder / "item_count.npy", np.bincount(events["item"].filter(events["split"] == 0)))
+        return events
+
+    return work
+
+
+def _rows_by_frequency(code_L: Any, is_train_L: Any) -> Any:
+    """Return the row of each id, where the code with the most training events has row 0."""
+    codes_by_frequency = np.argsort(-np.bincount(code_L[is_train_L], minlength=code_L.max() + 1), kind="stable")
+    row_by_code = np.empty(len(codes_by_frequency), np.int32)
+    row_by_code[codes_by_frequency] = np.arange(len(codes_by_frequency))
+    return row_by_code[code_L]
 
 
 def _nightjar(paths: list[Path], folder: Path, *, memory_limit: str, previous: Any = None) -> Any:
@@ -186,6 +228,8 @@ def _measure_one(method: str, paths: list[Path], output_folder: Path, memory_lim
         return measure_work(lambda: _nightjar(paths, output_folder / "stage", memory_limit=memory_limit)) | {
             "events": num_events
         }
+    if method == "polars":
+        return measure_work(_polars_work(paths, output_folder)) | {"events": num_events}
     return measure_work(_pandas_work(paths, output_folder, use_factorize=method == "pandas_factorize")) | {"events": num_events}
 
 

@@ -81,14 +81,14 @@ def merged(base: Any, update: Any) -> Any:
     return {**base, **{name: merged(base.get(name), value) for name, value in update.items()}}
 
 
-@pytest.mark.parametrize("text", blocks("yaml"))
+@pytest.mark.parametrize("text", [*blocks("yaml")])
 def test_a_yaml_block_of_the_documentation_is_a_valid_config(text: str, tmp_path: Path) -> None:
     settings = merged(BASE_CONFIG, YAML(typ="safe", pure=True).load(text))
     (tmp_path / "nightly.yaml").write_text(yaml_loader.dump(settings))
     assert load_config(tmp_path / "nightly.yaml").model_fields_set >= settings.keys()
 
 
-@pytest.mark.parametrize("text", blocks("python"))
+@pytest.mark.parametrize("text", [*blocks("python")])
 def test_a_python_block_of_the_documentation_compiles_and_imports_names_that_exist(text: str) -> None:
     tree = ast.parse(textwrap.dedent(text))
     compile(tree, "documentation", "exec")

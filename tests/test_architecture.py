@@ -1,6 +1,10 @@
-"""Import directions between packages, read from the source code so that imports inside functions count too."""
+"""Import directions between packages, read from the source code so that imports inside functions count too.
+
+Other tests check the sizes of folders, the names of modules, and the shape letters of variables.
+"""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -237,3 +241,32 @@ def test_ruff_reports_a_forbidden_import(path: str, code: str, reason: str) -> N
 
 def test_no_module_has_a_catch_all_name() -> None:
     assert {path.stem for path in source_paths(*LAYERS, "tests", "infra")} & CATCH_ALL_NAMES == set()
+
+
+def unexplained_shapes(node: ast.AST, explained_letters: frozenset[str] = frozenset()) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the letter and the name of each variable, argument or attribute with a shape that is not explained.
+
+    The paragraph `Shapes:` of the module explains letters, and so do square brackets in the docstring of a class or function.
+    """
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        pattern = r"^Shapes:.*?(?=\n\n|\Z)" if isinstance(node, ast.Module) else r"\[.*?\]"
+        legends = re.findall(pattern, ast.get_docstring(node) or "", re.DOTALL | re.MULTILINE)
+        explained_letters |= set(re.findall(r"\b[A-Z]\b", " ".join(legends)))
+    if isinstance(node, ast.Name | ast.arg | ast.Attribute):
+        name = next(getattr(node, field) for field in ("id", "arg", "attr") if hasattr(node, field))
+        shape = re.search(r"[a-z0-9]_([A-Z]{1,4})$", name)
+        if shape and not name.isupper():
+            yield from ((node.lineno, letter, name) for letter in shape[1] if letter not in explained_letters)
+    for child in ast.iter_child_nodes(node):
+        yield from unexplained_shapes(child, explained_letters)
+
+
+def test_a_docstring_explains_each_shape_letter_of_a_module() -> None:
+    code = '"""Shapes: B queries."""\ndef f(x_BD):\n    """[D]"""\n    return x_BD\ny_BD, MAX_S = z.w_B, 1'
+    assert list(unexplained_shapes(ast.parse(code))) == [(5, "D", "y_BD")]
+    violations = [
+        f"{path.relative_to(ROOT)}:{line_number}: the paragraph `Shapes:` does not explain the letter {letter} of {name}"
+        for path in source_paths(*LAYERS)
+        for line_number, letter, name in unexplained_shapes(ast.parse(path.read_text()))
+    ]
+    assert violations == []

@@ -1,6 +1,6 @@
 """Linear models of the user-item matrix: EASE and the truncated singular value decomposition.
 
-Shapes: U users, I items, D singular vectors, L entries of a sparse matrix.
+Shapes: U users, I items, R users or items, D singular vectors, L entries of a sparse matrix.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 The covariances of single-precision vectors are summed in double precision and in chunks.
 
-Shapes: I items, M singular vectors, R rows, D width of a vector.
+Shapes: U users (with events in `matrix_UV`), I items, V items with events, M singular vectors, R rows, D width of a vector.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """The interaction log in CSR form by user, memory-mapped. The history of an event is a slice of earlier events of its user.
 
-Shapes: U users, I items, E events, B queries.
+Shapes: U users, I items, E events, B queries, S shards, H entries of all histories, L items of the users of a chunk.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Known negatives: items that a user has rejected in the log, in CSR form by user and split.
 
-Shapes: U users, B queries, L known negatives.
+Shapes: U users, B queries, L known negatives, S shards.
 """
 
 from dataclasses import dataclass

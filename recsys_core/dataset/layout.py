@@ -1,4 +1,7 @@
-"""Array files, and the files of an event store (see InteractionsManifest), which the ingest writes and `EventStore` maps."""
+"""Array files, and the files of an event store (see InteractionsManifest), which the ingest writes and `EventStore` maps.
+
+Shapes: S shards, R rows of a vocabulary.
+"""
 
 import errno
 import math

@@ -5,7 +5,7 @@ builds several consecutive batches at a time, which form a chunk. If it built on
 threads would take longer than building the batches.
 
 Shapes: B queries, N negatives that all queries share, K known negatives of a query, C candidates, U users, I items, P batches
-of a chunk, E events of a chunk.
+of a chunk, E events of a chunk, L known negatives.
 """
 
 from collections import deque

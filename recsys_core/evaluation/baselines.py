@@ -1,6 +1,7 @@
 """Rankings without a model: popularity, recent popularity, and nearest neighbours of the pretrained vectors (zero-shot).
 
-Shapes: B queries, E events of a chunk, I items, R pretrained vectors, D width of a pretrained vector.
+Shapes: B queries, E events of a chunk, I items, R pretrained vectors, D width of a pretrained vector, L items of all
+histories.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """Metrics of the recommended items: coverage, novelty, concentration, popularity, diversity and known negatives.
 
-Shapes: B queries, K items of a list, I items, D width. -1 in a list means that the list has no further item.
+Shapes: B queries, K items of a list, I items, L items of all histories, R pretrained vectors, D width. -1 in a list means that
+the list has no further item.
 """
 
 from collections.abc import Iterator, Sequence

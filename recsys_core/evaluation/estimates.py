@@ -1,6 +1,7 @@
 """Metrics of a ranking as means over the users with confidence intervals, computed in chunks of users.
 
-Shapes: B queries, U users with a target, T (query, target) pairs.
+Shapes: B queries, U users with a target, T (query, target) pairs, I items, K length of the top list, L items of all top lists
+or of all histories, R pretrained vectors, D width of a pretrained vector.
 """
 
 import itertools

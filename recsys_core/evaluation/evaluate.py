@@ -1,6 +1,7 @@
 """Stage `evaluate`: exact metrics of the model and its baselines over the full catalogue, from exported vectors.
 
-Shapes: B queries, I items, D width, T (query, target) pairs, U users.
+Shapes: B queries, I items, D width, T (query, target) pairs, U users, K length of the top list, L items of all histories, R
+pretrained vectors.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The users with targets in one split, with their queries, histories and targets.
 
-Shapes: B queries, I items, C cold items, L targets of all queries, T ranked (query, target) pairs.
+Shapes: B queries, I items, C cold items, D width, R rows of an export file.
 """
 
 from collections.abc import Iterator

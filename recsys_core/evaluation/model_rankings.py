@@ -3,7 +3,8 @@
 The files of the export contain only the results that need the vectors: the top lists, and the positions of the targets. The
 targets and candidates themselves are read from the log.
 
-Shapes: I items, D width.
+Shapes: B queries, I items, C cold items, D width, K length of the top list, T ranked (query, target) pairs, L targets of all
+queries, R rows of a file.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 The vectors of one export are ranked with each weight. Serving with this weight (`model.popularity`) gives the same rankings.
 
-Shapes: B queries, I items, D width.
+Shapes: B queries, I items, D width, K length of the top list, T ranked (query, target) pairs, L items of all histories.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Slices of the test events: by popularity of the item, by length of the user's history, and by the values of a feature.
 
-Shapes: I items, U users, T (user, target item) pairs, L test events.
+Shapes: I items, U users, T (user, target item) pairs, L test events or feature values of all targets, R rows of a feature's
+table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -227,12 +228,12 @@ class _TargetChunk(NamedTuple):
 
 def _target_chunks(columns: Columns) -> Iterator[_TargetChunk]:
     """Yield the targets of the model's ranking in chunks of users."""
-    user_row_B, user_T = columns.read("target/user_row"), columns.read("target/user")
+    user_row_U, user_T = columns.read("target/user_row"), columns.read("target/user")
     item_T, position_T = columns.read("target/item"), columns.read("target/position")
-    for users in chunk_slices(len(user_row_B), length=CHUNK_USERS):
+    for users in chunk_slices(len(user_row_U), length=CHUNK_USERS):
         targets = slice(*np.searchsorted(user_T, [users.start, users.stop]).tolist())
         yield _TargetChunk(
-            users, *map(np.asarray, (user_row_B[users], user_T[targets] - users.start, item_T[targets], position_T[targets]))
+            users, *map(np.asarray, (user_row_U[users], user_T[targets] - users.start, item_T[targets], position_T[targets]))
         )
 
 
@@ -240,9 +241,9 @@ def slice_reports(
     columns: Columns, *, config: EvaluationConfig, store: EventStore, features: FeaturesManifest | None
 ) -> tuple[SliceReport, ...]:
     """Return the metrics of the slices by popularity, by history and by features, from the positions of the model's targets."""
-    user_row_B = columns.read("target/user_row")
-    group_I, history_length_B = _popularity_group(store.train_count_I), store.train_count_U[user_row_B]
-    median = _median_length(history_length_B)
+    user_row_U = columns.read("target/user_row")
+    group_I, history_length_U = _popularity_group(store.train_count_I), store.train_count_U[user_row_U]
+    median = _median_length(history_length_U)
     feature_values = [FeatureValues(slice_config, features) for slice_config in config.slices]
     for chunk in _target_chunks(columns) if feature_values else ():
         for slice_config, values in zip(config.slices, feature_values, strict=True):
@@ -259,7 +260,7 @@ def slice_reports(
 
     for chunk in _target_chunks(columns):
         masks = _group_slices(group_I, item_T=chunk.item_T)
-        masks |= user_slices(history_length_B[chunk.users], user_T=chunk.user_T, median=median)
+        masks |= user_slices(history_length_U[chunk.users], user_T=chunk.user_T, median=median)
         masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
         add_chunk(masks, chunk, slice_set=0)
         for slice_set, (slice_config, values) in enumerate(zip(config.slices, feature_values, strict=True), start=1):

@@ -1,6 +1,6 @@
 """A model in plain torch that embeds items without events: the candidate tower and the tables of the item features.
 
-Shapes: R rows of a table, V items, D width of a vector.
+Shapes: R rows of a table, V items, D width of a vector, L feature values of all items.
 """
 
 from collections.abc import Iterator, Mapping

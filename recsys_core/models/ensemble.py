@@ -4,7 +4,7 @@ A row of a table has the vectors of all members, one after the other. So have th
 divided by the square root of the number of members. The inner product of two results is then the mean of the members' inner
 products, and unit vectors stay unit vectors.
 
-Shapes: B queries, V items, D width of a vector of all members.
+Shapes: B queries, V items, H entries of all histories, D width of a vector of all members.
 """
 
 import math

@@ -1,4 +1,8 @@
-"""Encoders of a user's history into one vector, and the pooling of lists of vectors."""
+"""Encoders of a user's history into one vector, and the pooling of lists of vectors.
+
+Shapes: B queries or lists, V distinct items, D width of a vector, H entries of all histories (of one padded history in arrays
+with B), L vectors of all lists.
+"""
 
 import math
 from typing import ClassVar

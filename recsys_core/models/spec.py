@@ -1,4 +1,7 @@
-"""ModelSpec, from which towers, planner and serving are built: the model config together with the sizes of the data."""
+"""ModelSpec, from which towers, planner and serving are built: the model config together with the sizes of the data.
+
+Shapes: B queries.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""The module that the train pipeline runs: embedding tables, towers and loss."""
+"""The module that the train pipeline runs: embedding tables, towers and loss.
+
+Shapes: B queries, C candidates, V distinct items (queries for table user), I items, H entries of all histories, R rows of a
+table, D width of a vector.
+"""
 
 from collections.abc import Mapping
 

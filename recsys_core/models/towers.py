@@ -1,4 +1,7 @@
-"""Query tower and candidate tower: the dense layers on top of the embeddings."""
+"""Query tower and candidate tower: the dense layers on top of the embeddings.
+
+Shapes: B queries or rows of the features, V distinct items, H entries of all histories, D width of a vector.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

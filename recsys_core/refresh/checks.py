@@ -1,6 +1,6 @@
 """Checks of a refreshed package: the golden queries of its parent, and the recall of its index.
 
-Shapes: B queries, I items, D width of a vector.
+Shapes: B queries, I items, D width of a vector, L items of all histories.
 """
 
 from collections.abc import Iterator, Mapping

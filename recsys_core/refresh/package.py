@@ -1,6 +1,6 @@
 """The refreshed package: the model and the vectors of its parent, with the items of today.
 
-Shapes: I items, V new items, D width of a vector.
+Shapes: I items, V new items, L looked-up items, D width of a vector.
 """
 
 import shutil

@@ -1,4 +1,7 @@
-"""Steps of a refresh: compare the items, embed new items, write the package and its delta file, and check the package."""
+"""Steps of a refresh: compare the items, embed new items, write the package and its delta file, and check the package.
+
+Shapes: I items, L new and changed items, D width of a vector.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Base class of the index kinds, with the methods that build, search and tune an index.
 
-Shapes: B queries, D width, N rows returned by an index.
+Shapes: B queries, D width, N rows returned by an index, R vectors that train an index.
 """
 
 from abc import abstractmethod

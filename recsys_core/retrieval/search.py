@@ -1,6 +1,6 @@
 """Loading and searching of FAISS indexes. Search parameters are passed with each call. An index returns item rows.
 
-Shapes: B queries, D width, N search depth.
+Shapes: B queries, D width, N search depth, I items, R vectors of a shard.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

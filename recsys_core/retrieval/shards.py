@@ -3,7 +3,7 @@
 FAISS's IndexShards is not used, because it has no file format and would search all shards with the same item selector. The
 shards are not merged into one file, because FAISS cannot merge graphs, and a merge takes the memory of the whole index.
 
-Shapes: S shards, B queries, N rows returned by a search, I items, L looked-up items, D width.
+Shapes: S shards, B queries, N rows returned by a search, I items, R items of a shard, L looked-up items, D width.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """The best items that may be recommended to each query of a batch, from the candidates of an index.
 
-Shapes: B queries, I items, D width, K recommended items, N candidates fetched from the index.
+Shapes: B queries, I items, D width, K recommended items, N candidates fetched from the index, L excluded items of all queries.
 """
 
 from dataclasses import dataclass

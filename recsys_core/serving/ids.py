@@ -1,4 +1,7 @@
-"""Lookup of table rows by user or item id."""
+"""Lookup of table rows by user or item id.
+
+Shapes: N ids, L candidate rows of all ids.
+"""
 
 import re
 from collections.abc import Sequence
@@ -51,21 +54,21 @@ class Buckets(NamedTuple):
 
 def hash_buckets(ids: pa.Array) -> Buckets:
     """Group the rows of an id column into buckets: offset int64 [number of ids + 1], row int32 [number of ids]."""
-    bucket_L = _bucket_numbers(ids, num_buckets=len(ids))
-    offset = np.concatenate([[0], np.cumsum(np.bincount(bucket_L, minlength=len(ids)))]).astype(np.int64)
-    return Buckets(offset, np.argsort(bucket_L, kind="stable").astype(np.int32))
+    bucket_N = _bucket_numbers(ids, num_buckets=len(ids))
+    offset = np.concatenate([[0], np.cumsum(np.bincount(bucket_N, minlength=len(ids)))]).astype(np.int64)
+    return Buckets(offset, np.argsort(bucket_N, kind="stable").astype(np.int32))
 
 
 def _bucket_numbers(ids: pa.Array, *, num_buckets: int) -> NDArray[np.int64]:
     """Return the bucket number of each id. The same id gets the same number in every process."""
     values: NDArray[Any] = ids.to_numpy(zero_copy_only=False)
     if values.dtype == np.int64:
-        hash_L = values.view(np.uint64)
+        hash_N = values.view(np.uint64)
         for factor in _HASH_FACTORS:
-            hash_L = (hash_L ^ (hash_L >> _HALF_BITS)) * factor
+            hash_N = (hash_N ^ (hash_N >> _HALF_BITS)) * factor
     else:
-        hash_L = pd.util.hash_array(values, categorize=False)
-    return (((hash_L >> _HALF_BITS) * np.uint64(num_buckets)) >> _HALF_BITS).astype(np.int64)
+        hash_N = pd.util.hash_array(values, categorize=False)
+    return (((hash_N >> _HALF_BITS) * np.uint64(num_buckets)) >> _HALF_BITS).astype(np.int64)
 
 
 class IdMap:
@@ -107,9 +110,9 @@ class IdMap:
         if len(ids) == 0 or len(self) == 0:
             return rows
         parsed_ids = self.parse(ids)
-        bucket_L = _bucket_numbers(parsed_ids, num_buckets=len(self))
-        start_L, end_L = self._buckets.offset[bucket_L], self._buckets.offset[bucket_L + 1]
-        candidate_rows = JaggedArray.from_slices(self._buckets.row, start=start_L, end=end_L)
+        bucket_N = _bucket_numbers(parsed_ids, num_buckets=len(self))
+        start_N, end_N = self._buckets.offset[bucket_N], self._buckets.offset[bucket_N + 1]
+        candidate_rows = JaggedArray.from_slices(self._buckets.row, start=start_N, end=end_N)
         candidate_ids, id_index_L = self._ids.take(pa.array(candidate_rows.values_L)), candidate_rows.list_index_L
         if self._has_string_ids:
             is_match = pc.equal(candidate_ids, parsed_ids.take(pa.array(id_index_L))).to_numpy(zero_copy_only=False)

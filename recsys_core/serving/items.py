@@ -3,7 +3,7 @@
 items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be memory-mapped. The
 vectors may be left out if they can be read from the index.
 
-Shapes: I items, L looked-up items, D width of the vectors.
+Shapes: I items, R items of a row group, L looked-up items, D width of the vectors.
 """
 
 import math
@@ -74,13 +74,13 @@ def write_items(
             if precision != "none":
                 vector_RD = item_vector_ID[start : start + ROW_GROUP_ROWS]
                 with np.errstate(over="ignore"):
-                    values_L = vector_RD.reshape(-1).astype(value_type.to_pandas_dtype())
-                if not np.isfinite(values_L).all():
+                    values = vector_RD.reshape(-1).astype(value_type.to_pandas_dtype())
+                if not np.isfinite(values).all():
                     raise StageError(
                         f"item vectors have values of {vector_RD.min():g} to {vector_RD.max():g}, which do not fit into half "
                         "precision; set package.item_vectors to fp32"
                     )
-                block = block.append_column("vector", pa.FixedSizeListArray.from_arrays(pa.array(values_L), dim))
+                block = block.append_column("vector", pa.FixedSizeListArray.from_arrays(pa.array(values), dim))
             writer.write_table(block.cast(schema), row_group_size=ROW_GROUP_ROWS)
 
 

@@ -1,6 +1,7 @@
 """The Retriever, which recommends items from a model package.
 
-Shapes: B queries, I items, D width, N candidates fetched from the index, K recommended items, L items of all queries.
+Shapes: B queries, I items, D width, N candidates fetched from the index, K recommended items, L items of all queries, R items
+of a block.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""The training loop of one rank: resume or warm start, epochs, validation, checkpoints, early stopping."""
+"""The training loop of one rank: resume or warm start, epochs, validation, checkpoints, early stopping.
+
+Shapes: I items.
+"""
 
 from contextlib import nullcontext
 

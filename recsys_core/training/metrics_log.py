@@ -1,6 +1,8 @@
 """metrics.jsonl: loss, throughput, step times, memory, validation metrics; and optional traces by torch.profiler.
 
 Rank 0 writes metrics.jsonl; the launching process reads it.
+
+Shapes: R rows and D columns of a shard.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Validation during training: exact metrics on the validation split, which all ranks compute together.
 
-Shapes: I items, B queries of a batch, D width of an output vector.
+Shapes: I items, U users to validate on, B queries of a batch, L targets of all users, D width of an output vector.
 """
 
 from functools import partial

@@ -1,6 +1,8 @@
 """Items in LanceDB, in a folder on this machine.
 
 LanceDB has no aliases. The table ALIASES_TABLE has one row per alias, which a merge replaces in one commit.
+
+Shapes: B queries, D width of the vectors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Items in Milvus: on a server, or in a file of Milvus Lite."""
+"""Items in Milvus: on a server, or in a file of Milvus Lite.
+
+Shapes: B queries, D width of the vectors.
+"""
 
 from __future__ import annotations
 

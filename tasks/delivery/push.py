@@ -5,7 +5,7 @@
 3. Switch the alias in one step. Readers use the alias, so they never see a collection that is incomplete.
 4. Delete older collections, except the collection that the alias named before.
 
-Shapes: B queries, D width of the vectors, K best items.
+Shapes: B queries, D width of the vectors, K best items, R items of a block.
 """
 
 import re

@@ -2,6 +2,8 @@
 
 The id of a point must be an unsigned integer or a UUID. An item id of another form is converted to a UUID of version 5. The
 payload of each point has the original item id.
+
+Shapes: B queries, D width of the vectors.
 """
 
 from __future__ import annotations

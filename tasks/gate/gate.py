@@ -8,6 +8,8 @@
    becomes champion. If there is no champion, the new version must beat all baselines.
 4. Promotion: the winner gets the alias `champion`. A new version that does not win gets `challenger`. `RunOptions.promote` can
    override the comparison.
+
+Shapes: U users of the sample.
 """
 
 import json

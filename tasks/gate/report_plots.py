@@ -1,6 +1,6 @@
 """Plots of decision.html. A function returns None if there is no data to plot.
 
-Shapes: I items, L recommended items of all users.
+Shapes: I items, L recommended items of all users, T targets.
 """
 
 from collections.abc import Mapping, Sequence

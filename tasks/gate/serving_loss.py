@@ -1,4 +1,7 @@
-"""Loss of quality in serving: metrics of the trained model, of its packaged query tower, and of the served index."""
+"""Loss of quality in serving: metrics of the trained model, of its packaged query tower, and of the served index.
+
+Shapes: B queries, U users of the sample, I items, D width of a vector, L (user, seen item) pairs, T (user, target) pairs.
+"""
 
 from collections.abc import Mapping
 

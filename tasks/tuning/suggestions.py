@@ -1,6 +1,8 @@
 """Settings that fit the data: facts about an ingested log, and rules that derive settings from the facts.
 
 The suggested values were measured to be good starting points (docs/models.md). `nightjar tune` searches for better values.
+
+Shapes: I items, U users.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Exact ranking of all items for every query, in chunks of queries.
 
-Shapes: B queries, I items, D width, K length of the top list, T (query, target) pairs, C items as columns of a score matrix.
+Shapes: B queries, I items, D width, K length of the top list, T (query, target) pairs, C items as columns of a score matrix, L
+seen items or targets of all queries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,7 +4,8 @@ The last bits of a float32 matrix product depend on the shape of the product, an
 it. The grid of chunks and tiles therefore depends only on the numbers of queries and items, and not on the number of threads or
 ranks. Every score thus has the same bits wherever it is computed, and the order of the items is the same.
 
-Shapes: B queries of the chunk, C columns, D width, K length of the top list, T targets of the chunk.
+Shapes: B queries of the chunk, C columns, D width, K length of the top list, T targets of the chunk, L seen items or targets
+of the chunk.
 """
 
 from collections.abc import Callable, Iterator

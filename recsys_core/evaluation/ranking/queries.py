@@ -1,6 +1,6 @@
 """Queries for which items are ranked, and the ranking of their items.
 
-Shapes: B queries, I items, D width, K length of the top list, T (query, target) pairs.
+Shapes: B queries, I items, D width, K length of the top list, T (query, target) pairs, L targets of all queries.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 A tile has the scores of some columns (items), and is small enough for the cache of a core. Writing and reading the whole score
 matrix would take longer than computing it.
 
-Shapes: B queries of the chunk, C columns, K length of the top list, L candidates of all queries.
+Shapes: B queries of the chunk, C columns, K length of the top list, L candidates of all queries, T targets of the chunk.
 """
 
 from collections.abc import Iterable

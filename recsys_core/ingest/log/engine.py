@@ -2,6 +2,8 @@
 
 The other steps are the same for all engines: opening the files, reusing parts, reporting errors, and writing the event store
 and the manifest. Each id of a user or item has a code, which identifies the id in the parts, and a row in the vocabulary.
+
+Shapes: R rows of a vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

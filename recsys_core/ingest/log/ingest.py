@@ -1,4 +1,7 @@
-"""Stage `ingest_interactions`: vocabularies and a CSR event store from the parquet log, out of core."""
+"""Stage `ingest_interactions`: vocabularies and a CSR event store from the parquet log, out of core.
+
+Shapes: U users, I items, R rows of a vocabulary.
+"""
 
 import shutil
 from pathlib import Path

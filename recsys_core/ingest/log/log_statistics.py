@@ -1,4 +1,7 @@
-"""Statistics of the log's files and columns, from the counts of a LogEngine, and the errors of an unusable log."""
+"""Statistics of the log's files and columns, from the counts of a LogEngine, and the errors of an unusable log.
+
+Shapes: R rows of a vocabulary.
+"""
 
 import time
 from collections import Counter

@@ -1,4 +1,7 @@
-"""An interactions stage in which all validation and test events have become training events, for the refit of a model."""
+"""An interactions stage in which all validation and test events have become training events, for the refit of a model.
+
+Shapes: U users, I items, S shards, E held-out events of a shard, L known negatives of a shard.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

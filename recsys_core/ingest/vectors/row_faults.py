@@ -2,7 +2,7 @@
 
 An entry is one element of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
 
-Shapes: R rows of an entry.
+Shapes: R rows of an entry, D width of a vector.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,8 @@
 Each rank scores the queries of all ranks against its share of the items, one block of queries at a time. Memory therefore
 grows with the share of the items, and not with the number of scores.
 
-Shapes: B queries of a rank, G queries of all ranks, N items of the rank's share, P queries of a block, L hidden pairs.
+Shapes: B queries of a rank, G queries of all ranks, I items, N items of the rank's share, P queries of a block, L hidden
+pairs, D width of a vector.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Collectives that the loss needs: candidates of all ranks, and the L2 penalty on the rows of all ranks."""
+"""Collectives that the loss needs: candidates of all ranks, and the L2 penalty on the rows of all ranks.
+
+Shapes: C candidates of a rank, V looked-up rows of a rank, D width of a vector, W ranks.
+"""
 
 from typing import Any
 

@@ -9,6 +9,8 @@ same item, or an item of the query's history; None: all columns count. `known_ne
 known negatives (`loss.explicit_negatives`), which other queries do not share; it is None if there are none. A query without a
 negative has a finite loss and a finite gradient. Logits are scores / temperature, which may be a learned parameter. Losses are
 computed in float32 even if autocast made the scores bf16.
+
+Shapes: B queries, N negatives that all queries share, K known negatives of a query, C candidates, D width of a vector.
 """
 
 import math

@@ -1,4 +1,9 @@
-"""The training objective: sampled negatives, candidates of all ranks, masks, logQ correction, and the configured loss."""
+"""The training objective: sampled negatives, candidates of all ranks, masks, logQ correction, and the configured loss.
+
+Shapes: B queries, C candidates, N candidates that are columns of the score matrix, K known negatives of a query, L known
+negatives of all queries, V distinct items, I items, D width of a vector, H entries of all histories (of one padded history in
+arrays with B).
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """Initial values of the embedding tables: random rows, and pretrained vectors copied into each rank's shards.
 
 An initial value depends on the table, row and column, never on the sharding, so every plan starts from the same model.
+
+Shapes: R rows of a shard or of a chunk, D columns of a table or of a shard.
 """
 
 import math

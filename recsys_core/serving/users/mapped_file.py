@@ -1,6 +1,8 @@
 """Memory-mapped files that are verified in blocks, so that a file of 100 million users opens as fast as a file of 100.
 
 A checksum file has the sha256 of each block. The first read of a block compares the block with its sha256.
+
+Shapes: P blocks of the file or of one verification.
 """
 
 import hashlib

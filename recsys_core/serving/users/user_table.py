@@ -9,6 +9,8 @@ The file is an Arrow IPC file with one record batch, and one row per user in the
 - user.<feature>.weight: weights of these rows, float32 or lists of float32, if the feature has weights.
 
 Lists have 64-bit offsets, except for bucket_rows. Nothing is compressed, so that the file can be mapped.
+
+Shapes: B looked-up users, I items, L bytes of the looked-up ids.
 """
 
 from collections.abc import Mapping
@@ -204,12 +206,12 @@ class _MappedIds:
 
     def take(self, rows: pa.Array) -> pa.Array:
         """Return the ids of these rows."""
-        row_L = rows.to_numpy().astype(np.int64, copy=False)
+        row_B = rows.to_numpy().astype(np.int64, copy=False)
         if self._offset is None:
-            return pa.array(self._values[row_L])
-        id_bytes = JaggedArray.from_slices(self._values, start=self._offset[row_L], end=self._offset[row_L + 1])
+            return pa.array(self._values[row_B])
+        id_bytes = JaggedArray.from_slices(self._values, start=self._offset[row_B], end=self._offset[row_B + 1])
         buffers = [None, pa.py_buffer(id_bytes.offset), pa.py_buffer(id_bytes.values_L.astype(np.uint8))]
-        return pa.Array.from_buffers(self.type, len(row_L), buffers)
+        return pa.Array.from_buffers(self.type, len(row_B), buffers)
 
 
 def _describe_columns(types: Mapping[str, pa.DataType]) -> str:

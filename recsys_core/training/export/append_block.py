@@ -2,8 +2,8 @@
 
 The launching process appends the block after the ranks have written the trained vectors.
 
-Shapes: I items, B queries, T width of a trained vector, M width of the block, C = T + M concatenated, D width of the result, R
-rows of a file.
+Shapes: U users, I items, B queries, T width of a trained vector, M width of the block, C = T + M concatenated, D width of the
+result, R rows of a file, L items of all histories.
 """
 
 from collections.abc import Iterable, Iterator

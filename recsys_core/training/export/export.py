@@ -1,4 +1,7 @@
-"""Stage `export`: item vectors, query vectors, tables and layers of the trained model, which the ranks write together."""
+"""Stage `export`: item vectors, query vectors, tables and layers of the trained model, which the ranks write together.
+
+Shapes: B items or users of a batch, I items, R rows of a shard, D width of a vector or of a shard.
+"""
 
 import shutil
 from contextlib import ExitStack

@@ -1,6 +1,6 @@
 """The choice of the weight of a popularity term or spectral block after the training, by the metric on the validation users.
 
-Shapes: B queries, I items, D width of a vector.
+Shapes: B queries, I items, U users with a target, D width of a vector.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Optimizers of the tables and the layers, learning-rate schedules, and the Adagrad accumulators of the tables.
 
-Shapes: R rows and C columns of a shard; C is 1 for the accumulators of row-wise Adagrad.
+Shapes: R rows of a shard, D columns of its weights, C columns of its accumulators; C is 1 for row-wise Adagrad.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""The sharded model and its initial values: random rows, pretrained vectors, zero rows for unknown users."""
+"""The sharded model and its initial values: random rows, pretrained vectors, zero rows for unknown users.
+
+Shapes: I items, U users, D width of a row.
+"""
 
 import logging
 from collections.abc import Mapping

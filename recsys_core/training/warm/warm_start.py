@@ -1,4 +1,8 @@
-"""Warm start: the decision for or against the champion, and its rows and layers, which each rank loads into its shards."""
+"""Warm start: the decision for or against the champion, and its rows and layers, which each rank loads into its shards.
+
+Shapes: I items, V vectors from the log, R rows of the champion's table or of a shard, D width of a vector, C columns of the
+accumulators of a shard.
+"""
 
 import logging
 from pathlib import Path

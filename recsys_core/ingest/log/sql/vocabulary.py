@@ -4,6 +4,8 @@ Codes and rows stay the same until the vocabularies are rebuilt. Each side (user
 
 - <side>_ids (id, code, previous_row): every id that was ever read; previous_row is null without a row in the previous run.
 - <side>s (id, code, row, vector_row): the ids that have a row in this run.
+
+Shapes: R rows of a vocabulary.
 """
 
 from pathlib import Path

@@ -10,6 +10,8 @@ import json
 import os
 import sys
 from datetime import UTC, datetime
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,17 @@ def main() -> None:
     """Measure the parts named by the arguments, or all parts, and write the results after each part."""
     titles = [title for title in BENCHMARK_BY_TITLE if not sys.argv[1:] or title.lower() in sys.argv[1:]]
     versions = installed_versions()
+    if find_spec("polars"):
+        versions["polars"] = metadata.version("polars")
     results: dict[str, Any] = json.loads((FOLDER / "ingest.json").read_text()) if sys.argv[1:] else {}
     for title in titles:
         sys.stderr.write(f"{title} ...\n")
         results[title.lower()] = BENCHMARK_BY_TITLE[title].measure() | {
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "cores": len(os.sched_getaffinity(0)),
-            "versions": {name: versions[name] for name in ("torch", "torchrec", "duckdb", "pyarrow") if name in versions},
+            "versions": {
+                name: versions[name] for name in ("torch", "torchrec", "duckdb", "pyarrow", "polars") if name in versions
+            },
         }
         (FOLDER / "ingest.json").write_text(json.dumps(results, indent=2) + "\n")
         (FOLDER / "ingest.md").write_text(_to_markdown(results))

@@ -37,7 +37,7 @@ def interrupt_run(
     while not has_begun():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "the stage did not begin"
-        time.sleep(0.005)
+        time.sleep(0.001)
     descendants = psutil.Process(process.pid).children(recursive=True)
     signal_time_s = time.monotonic()
     os.killpg(process.pid, stop_signal)

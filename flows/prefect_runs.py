@@ -12,7 +12,7 @@ import httpx
 import prefect
 from prefect import Flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed, Failed
@@ -163,9 +163,9 @@ def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = Fals
 
 
 def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | None = None) -> None:
-    """Set the unfinished flow runs of a deployment to Crashed. Scheduled flow runs are not changed.
+    """Set the unfinished flow runs of a deployment, and the running task runs of its Crashed flow runs, to Crashed.
 
-    Call this function only if no process of these flow runs can be alive.
+    Call this function only if no process of these flow runs can be alive. Scheduled flow runs are not changed.
 
     Args:
         deployment_id: None for the flow runs without a deployment.
@@ -177,6 +177,11 @@ def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | Non
         lost_runs = client.read_flow_runs(
             flow_run_filter=_flow_run_filter(deployment_id=deployment_condition, state=state_condition)
         )
+        # The server stores the states of task runs with a delay, so a state may arrive after the end of the flow run.
+        crashed_filter = _flow_run_filter(deployment_id=deployment_condition, state={"type": {"any_": ["CRASHED"]}})
+        running_filter = TaskRunFilter.model_validate({"state": state_condition})
+        for task_run in client.read_task_runs(flow_run_filter=crashed_filter, task_run_filter=running_filter):
+            client.set_task_run_state(task_run.id, Crashed(message="the flow run of this task run has ended"), force=True)
     for lost_run in lost_runs:
         if lost_run.id != current_flow_run_id:
             LOG.warning("the process of flow run %s has died; the flow run ends as Crashed", lost_run.name)

@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def interrupt_run(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr), seconds
 
 
-def state_types(workspace: Path) -> set[str]:
+def state_types(workspace: Path, *, tables: Sequence[str] = ("flow_run", "task_run")) -> set[str]:
     """Return the state types of all flow runs and task runs in the database of the embedded Prefect server."""
     with closing(sqlite3.connect(workspace / "prefect" / "prefect.db")) as database:
-        return {row[0] for table in ("flow_run", "task_run") for row in database.execute(f"SELECT state_type FROM {table}")}
+        return {row[0] for table in tables for row in database.execute(f"SELECT state_type FROM {table}")}

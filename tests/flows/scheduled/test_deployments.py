@@ -12,7 +12,7 @@ from threading import Thread
 
 import psutil
 import pytest
-from prefect import runtime
+from prefect import runtime, task
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -311,6 +311,12 @@ def test_lost_flow_runs_of_commands_end_as_crashed_and_those_of_deployments_do_n
             client.set_flow_run_state(flow_run.id, state)
     end_lost_runs_of_commands()
     assert [client.read_flow_run(run.id).state_name for run in (command_run, deployed_run)] == ["Crashed", "Running"]
+    late_task_run, deployed_task_run = (
+        client.create_task_run(task(lambda: None, name="train"), flow_run_id=run.id, dynamic_key="0", state=Running())
+        for run in (command_run, deployed_run)
+    )
+    end_lost_runs_of_commands()
+    assert [client.read_task_run(run.id).state_name for run in (late_task_run, deployed_task_run)] == ["Crashed", "Running"]
 
 
 def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:

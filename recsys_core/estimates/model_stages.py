@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from recsys_core.estimates.constants import Constant
-from recsys_core.estimates.data_stages import BENCHMARK_CORES, FLOAT_BYTES, ONE_HOST
+from recsys_core.estimates.data_stages import FLOAT_BYTES, ONE_HOST
 from recsys_core.estimates.stage_estimate import Rates, StageEstimate
 from recsys_core.estimates.workload import Workload
 
@@ -71,16 +71,21 @@ def train(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimat
 
 
 def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
-    """Estimate the export, which ranks all items for the held-out users: U I D multiplications, divided among the ranks."""
+    """Estimate the export, which ranks all items for the held-out users: U I D multiplications, divided among the ranks.
+
+    With pretrained vectors, the items are ranked a second time, by these vectors.
+    """
     rates, data, machines = Rates(constants), workload.data, workload.machines
     num_pairs = data.num_held_out_users * data.num_items
     constant_name = "ranked_target_value_s" if workload.ranks_all_targets else "ranked_value_s"
     if machines.device == "cuda":
         constant_name = "gpu_ranked_value_s"
-    ranking_s = rates(constant_name, num_pairs, times=workload.training.dim) / machines.num_ranks
+    vector_dim = data.vector_dim if data.num_vectors else 0
+    ranking_s = rates(constant_name, num_pairs, times=workload.training.dim + vector_dim) / machines.num_ranks
     encoding_s = rates("encoded_vector_s", data.num_items + data.num_held_out_users) / machines.num_ranks
     item_bytes = data.num_items * workload.training.dim * FLOAT_BYTES
-    vector_bytes = item_bytes + data.num_held_out_users * workload.training.dim * FLOAT_BYTES
+    # The two rankings are computed one after the other.
+    vector_bytes = (data.num_items + data.num_held_out_users) * max(workload.training.dim, vector_dim) * FLOAT_BYTES
     exported_bytes = 2 * item_bytes + constants["exported_user_bytes"].value * data.num_held_out_users
     user_bytes = constants["ranked_user_bytes"].value * data.num_held_out_users
     return rates.estimate(
@@ -93,18 +98,12 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
 
 
 def evaluate(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
-    """Estimate the evaluation on one host: metrics per held-out user, and the ranking by pretrained vectors on all cores."""
-    rates, data = Rates(constants), workload.data
-    seconds = rates("evaluated_user_s", data.num_held_out_users)
-    if data.num_vectors:
-        num_pairs = data.num_held_out_users * data.num_items
-        num_cores = workload.machines.cores_per_host
-        seconds += rates("ranked_target_value_s", num_pairs, times=data.vector_dim) / num_cores
-        rates.extrapolate(num_cores / BENCHMARK_CORES)
+    """Estimate the evaluation on one host: metrics per held-out user, from the rankings of the export."""
+    rates = Rates(constants)
     return rates.estimate(
         "evaluate",
         where=ONE_HOST,
-        seconds=seconds,
+        seconds=rates("evaluated_user_s", workload.data.num_held_out_users),
         memory_bytes=None,
         disk_bytes=0,
     )

@@ -1,11 +1,11 @@
 """Rankings without a model: popularity, recent popularity, and nearest neighbours of the pretrained vectors (zero-shot).
 
-Shapes: B queries, E events of a chunk, I items, R pretrained vectors, D width of a pretrained vector, L items of all
-histories.
+Shapes: B queries, E events of a chunk, I items, N items of a block, R pretrained vectors, D width of a pretrained vector, L
+items of all histories.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
 from recsys_core.dataset.events import EVENTS_PER_CHUNK, EvaluationSplit, EventStore
-from recsys_core.dataset.jagged import Int64Array, JaggedArray
+from recsys_core.dataset.jagged import Int64Array, JaggedArray, chunk_slices
 from recsys_core.dataset.layout import rows_by_falling_count, vocabulary_file
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
@@ -26,6 +26,8 @@ SPLITS = ("train", "validation", "test")
 """Names of the splits by their code in a chunk of events."""
 NO_VECTOR_SCORE = -4.0
 """Zero-shot score of an item without a vector. It is below -1, the lowest cosine."""
+HISTORIES_PER_CHUNK = 1_024
+"""Number of histories whose pretrained vectors are in memory at once."""
 
 
 def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np.int32]:
@@ -78,37 +80,58 @@ class ZeroShot:
     The inner product of a query vector [D + 1] and an item vector [D + 1] is the score. The last number of an item is a penalty
     that ranks items without a vector below all other items; the last number of a query is 1.
 
+    The pretrained vectors can be memory-mapped: only the rows that a method needs are read.
+
     Attributes:
-        item_vectors: item vectors with the penalty as the last number, [I, D + 1].
+        dim: width of a query vector and of an item vector, D + 1.
     """
 
     def __init__(self, vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any]) -> None:
-        """Compute the item vectors.
+        """Keep references to the arrays.
 
         Args:
             vectors_RD: pretrained vectors.
             vector_row_I: row of each item in vectors_RD; -1 without a vector.
         """
-        self._has_vector_I = np.asarray(vector_row_I) >= 0
-        has_vector_I = torch.from_numpy(self._has_vector_I)
-        unit_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
-        unit_vector_ID[has_vector_I] = normalize(
-            torch.from_numpy(vectors_RD[vector_row_I[self._has_vector_I]].astype(np.float32)), dim=1
-        )
-        penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
-        self.item_vectors = torch.cat([unit_vector_ID, penalty_I1], dim=1)
+        self._vectors_RD, self._vector_row_I = vectors_RD, vector_row_I
+        self.dim = vectors_RD.shape[1] + 1
+
+    @classmethod
+    def of(cls, store: EventStore, vectors_RD: NDArray[np.float32]) -> Self:
+        """Return the model for the items of a log."""
+        vector_row_I = store.vector_rows("item")
+        assert vector_row_I is not None  # the ingest requires that items have vectors
+        return cls(vectors_RD, vector_row_I=vector_row_I)
+
+    def item_vectors(self, items: slice) -> Tensor:
+        """Return the item vectors of a range of items, [N, D + 1]."""
+        vector_row_N = np.asarray(self._vector_row_I[items])
+        has_vector_N = torch.from_numpy(vector_row_N >= 0)
+        item_ND = torch.zeros((len(vector_row_N), self.dim))
+        item_ND[has_vector_N, :-1] = self._unit_vectors(vector_row_N[vector_row_N >= 0])
+        item_ND[:, -1] = torch.where(has_vector_N, 0.0, NO_VECTOR_SCORE)
+        return item_ND
 
     def query_vectors(self, histories: JaggedArray) -> Tensor:
         """Return the query vectors of these histories of item rows, [B, D + 1].
 
         If no item of a history has a vector, every item with a vector has the score 0.
         """
-        items_with_vector = histories.filter(self._has_vector_I[histories.values_L])
-        query_BD = embedding_bag(
-            torch.from_numpy(items_with_vector.values_L),
-            self.item_vectors,
-            torch.from_numpy(items_with_vector.offset),
-            mode="mean",
-            include_last_offset=True,
-        )[:, :-1]
-        return torch.cat([normalize(query_BD, dim=1), torch.ones((len(query_BD), 1))], dim=1)
+        query_BD = torch.ones((len(histories), self.dim))
+        for chunk in chunk_slices(len(histories), length=HISTORIES_PER_CHUNK):
+            items = histories.slice(chunk.start, chunk.stop)
+            vector_rows = JaggedArray.from_lengths(items.lengths, self._vector_row_I[items.values_L])
+            vector_rows = vector_rows.filter(vector_rows.values_L >= 0)
+            mean_BD = embedding_bag(
+                torch.arange(len(vector_rows.values_L)),
+                self._unit_vectors(vector_rows.values_L),
+                torch.from_numpy(vector_rows.offset),
+                mode="mean",
+                include_last_offset=True,
+            )
+            query_BD[chunk, :-1] = normalize(mean_BD, dim=1)
+        return query_BD
+
+    def _unit_vectors(self, vector_rows: NDArray[Any]) -> Tensor:
+        """Return the normalised pretrained vectors of these rows."""
+        return normalize(torch.from_numpy(self._vectors_RD[vector_rows].astype(np.float32)), dim=1)

@@ -32,7 +32,7 @@ from recsys_core.evaluation.estimates import (
 )
 from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit, ranking_settings
 from recsys_core.evaluation.metrics import TargetPositions
-from recsys_core.evaluation.model_rankings import model_rankings, zero_shot_rankings
+from recsys_core.evaluation.model_rankings import has_ranking, model_rankings, zero_shot_rankings
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
 from recsys_core.evaluation.ranking.queries import Ranking
 from recsys_core.evaluation.ranking.served import rank_by_order
@@ -216,7 +216,9 @@ def evaluate(
         for name, rank_chunk in _baselines(config, order_I=test_split.popularity_order_I, store=store, on_ranked=on_ranked):
             results.add_ranker(name, ((held_out, rank_chunk(held_out), None) for held_out in test_split))
         if vectors_RD is not None:
-            rankings = zero_shot_rankings(test_split, vectors_RD, config=config, store=store, on_ranked=on_ranked)
+            rankings = zero_shot_rankings(
+                test_split, vectors_RD, config=config, export=export, store=store, on_ranked=on_ranked
+            )
             results.add_ranker("zero_shot", rankings)
         if not config.exclude_seen:
             for held_out in test_split:
@@ -282,10 +284,11 @@ def _num_ranked_queries(config: EvaluationConfig, *, export: ExportManifest, dat
     num_linear_baselines = len({"cooccurrence", "closed_form"} & {*config.baselines})
     if export.num_items > config.closed_form.max_items:
         num_linear_baselines = 0
-    num_model_rankings = int(export.ranking != ranking_settings(config))
+    num_model_rankings = int(not has_ranking(export, config=config))
+    ranks_zero_shot = dataset.item_embeddings is not None and not has_ranking(export, config=config, ranker="zero_shot")
     num_rankings_by_split = {
         "validation": num_model_rankings,
-        "test": num_model_rankings + (dataset.item_embeddings is not None) + num_linear_baselines,
+        "test": num_model_rankings + ranks_zero_shot + num_linear_baselines,
     }
     return sum(
         min(num_queries, config.max_users or num_queries) * num_rankings_by_split[split]

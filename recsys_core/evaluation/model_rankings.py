@@ -1,4 +1,4 @@
-"""Rankings of the held-out users by vectors: read from the export, or computed in this process.
+"""Rankings of the held-out users by vectors, for the model and zero-shot: read from the export, or computed in this process.
 
 The files of the export contain only the results that need the vectors: the top lists, and the positions of the targets. The
 targets and candidates themselves are read from the log.
@@ -10,6 +10,7 @@ queries, R rows of a file.
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,19 +29,29 @@ from recsys_core.manifests import ExportManifest
 
 logger = logging.getLogger(__name__)
 
+Ranker = Literal["model", "zero_shot"]
 
-def ranking_file(split: str, content: str) -> str:
+
+def ranking_file(split: str, content: str, *, ranker: Ranker = "model") -> str:
     """Return the name of a ranking file of the export. content: top, positions or cold_positions."""
-    return f"ranking_{split}_{content}.npy"
+    prefix = "" if ranker == "model" else f"{ranker}_"
+    return f"{prefix}ranking_{split}_{content}.npy"
+
+
+def has_ranking(export: ExportManifest, *, config: EvaluationConfig, ranker: Ranker = "model") -> bool:
+    """Return whether the export has the rankings of the ranker that an evaluation with `config` needs."""
+    return export.ranking == ranking_settings(config) and ranking_file("test", "top", ranker=ranker) in export.files
 
 
 class StoredRanking:
     """The ranking of the known users of a split, which is read in chunks. A ranking of the cold items has no top lists."""
 
-    def __init__(self, export: ExportManifest, *, split: str, is_cold: bool) -> None:
-        self._path = export.path(ranking_file(split, "cold_positions" if is_cold else "positions"))
+    def __init__(self, export: ExportManifest, *, split: str, is_cold: bool, ranker: Ranker = "model") -> None:
+        self._path = export.path(ranking_file(split, "cold_positions" if is_cold else "positions", ranker=ranker))
         self._position_T = np.load(self._path, mmap_mode="r")
-        self._top_RK = None if is_cold else np.load(export.path(ranking_file(split, "top")), mmap_mode="r")
+        self._top_RK = None
+        if not is_cold:
+            self._top_RK = np.load(export.path(ranking_file(split, "top", ranker=ranker)), mmap_mode="r")
         self._num_queries, self._num_targets = 0, 0
 
     def read(self, known_queries: Queries, *, num_items: int) -> Ranking:
@@ -81,9 +92,8 @@ def model_rankings(
 
     The export contains these rankings. If it was made with other settings of the evaluation, this process ranks the items.
     """
-    settings = ranking_settings(config)
-    if export.ranking == settings:
-        yield from _stored_rankings(split, export=export, k=settings.k)
+    if has_ranking(export, config=config):
+        yield from _stored_rankings(split, export=export, k=ranking_settings(config).k)
         return
     if export.ranking is not None:
         logger.info(
@@ -95,15 +105,17 @@ def model_rankings(
         yield held_out, *rank_with_vectors(held_out, item_vector_ID=item_vector_ID, config=config, on_ranked=on_ranked)
 
 
-def _stored_rankings(split: HeldOutSplit, *, export: ExportManifest, k: int) -> Iterator[tuple[HeldOut, Ranking, Ranking]]:
+def _stored_rankings(
+    split: HeldOutSplit, *, export: ExportManifest, k: int, ranker: Ranker = "model"
+) -> Iterator[tuple[HeldOut, Ranking, Ranking]]:
     """Yield the rankings that the ranks have written, completed by popularity rankings for the unknown users."""
     order_I, cold_row_C = split.popularity_order_I, split.cold_row_C
     cold_order_C = candidate_order(order_I, cold_row_C)
     stored_ranking, stored_cold_ranking = (
-        StoredRanking(export, split=split.split, is_cold=is_cold) for is_cold in (False, True)
+        StoredRanking(export, split=split.split, is_cold=is_cold, ranker=ranker) for is_cold in (False, True)
     )
     for held_out in split:
-        queries = held_out.queries
+        queries = held_out.queries if ranker == "model" else held_out.queries.all_known()
         known_ranking = stored_ranking.read(queries.known(), num_items=len(order_I))
         ranking = add_unknown_queries(known_ranking, queries, order_I=order_I, k=k)
         queries_of_cold = queries_with_cold_targets(queries, cold_row_C, num_items=len(order_I))
@@ -138,22 +150,22 @@ def zero_shot_rankings(
     vectors_RD: NDArray[np.float32],
     *,
     config: EvaluationConfig,
+    export: ExportManifest,
     store: EventStore,
     on_ranked: Callable[[int], None],
 ) -> Iterator[tuple[HeldOut, Ranking, Ranking]]:
-    """Yield each chunk of users with the zero-shot ranking of the catalogue and of the cold items."""
-    vector_row_I = store.vector_rows("item")
-    assert vector_row_I is not None  # the ingest requires that items have vectors
-    model = ZeroShot(vectors_RD, vector_row_I=vector_row_I)
+    """Yield each chunk of users with the zero-shot ranking of the catalogue and of the cold items.
+
+    This process ranks the items if the export does not contain these rankings; see ExportManifest.
+    """
+    if has_ranking(export, config=config, ranker="zero_shot"):
+        yield from _stored_rankings(split, export=export, k=ranking_settings(config).k, ranker="zero_shot")
+        return
+    model = ZeroShot.of(store, vectors_RD)
+    item_vector_ID = model.item_vectors(slice(0, store.num_items))
     for held_out in split:
-        query_BD = model.query_vectors(held_out.history)
-        zero_shot_queries = replace(held_out.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
-        yield (
-            held_out,
-            *rank_with_vectors(
-                replace(held_out, queries=zero_shot_queries),
-                item_vector_ID=model.item_vectors,
-                config=config,
-                on_ranked=on_ranked,
-            ),
+        queries = replace(held_out.queries.all_known(), query_BD=model.query_vectors(held_out.history))
+        rankings = rank_with_vectors(
+            replace(held_out, queries=queries), item_vector_ID=item_vector_ID, config=config, on_ranked=on_ranked
         )
+        yield held_out, *rankings

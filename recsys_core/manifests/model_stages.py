@@ -94,6 +94,9 @@ class ExportManifest(Manifest):
         ranking_<split>_top.npy: int32 [known users, k], item rows, best first; -1 after the last candidate.
         ranking_<split>_positions.npy: int64 [targets], position of each target; see `Ranking.position_T`.
         ranking_<split>_cold_positions.npy: int64 [cold targets], positions in the ranking of the cold items.
+
+    If there also are pretrained vectors of items, zero_shot_ranking_test_<content>.npy are the rankings by these vectors, for
+    all users of the test split.
     """
 
     stage: ClassVar[str] = "export"

@@ -3,7 +3,7 @@
 Shapes: B queries, I items, D width, K length of the top list, T (query, target) pairs, L targets of all queries.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +44,10 @@ class Queries:
     def known(self) -> "Queries":
         """Return the queries of the known users."""
         return self.take(np.flatnonzero(self.is_known_B))
+
+    def all_known(self) -> "Queries":
+        """Return the queries, with all users known."""
+        return replace(self, is_known_B=np.ones(len(self.targets), np.bool_))
 
     def ranked_pairs(self, *, num_items: int) -> "RankedPairs":
         """Return the targets that are ranked, and the seen items, which are not ranked."""

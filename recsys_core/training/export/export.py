@@ -37,7 +37,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.item_columns import EncodedRows
-from recsys_core.training.export.ranking import write_rankings
+from recsys_core.training.export.ranking import RankingWriter
 from recsys_core.training.export.validated_choice import choose_popularity
 from recsys_core.training.job import ExportJob
 from recsys_core.training.model.dense_parallel import gather_tensors
@@ -89,6 +89,7 @@ def export_vectors(
             loss=setup.loss,
             training=config,
             interactions_folder=dataset.interactions.folder,
+            embeddings_folder=dataset.embeddings.folder if dataset.embeddings else None,
             features_folder=dataset.features.folder if dataset.features else None,
             plan_path=train.path(PLAN_NAME),
             checkpoint_folder=train.folder / "checkpoint",
@@ -143,21 +144,19 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     task: RetrievalTask = get_unwrapped_module(sharded_model)
     encoder = Encoder(task, store, Assembler(user_batch_key=job.spec.user_batch_key, features=feature_store), process)
     writer = RankWriter(process, heartbeat_path=job.heartbeat_path)
+    ranking_writer = None
+    if job.ranking is not None:
+        ranking_writer = RankingWriter(encoder, settings=job.ranking, folder=job.output_folder, writer=writer)
     with torch.no_grad():
         item_vectors = _write_item_vectors(encoder, job=job, writer=writer)
         for split in HELD_OUT_SPLITS:
             query_vectors = _write_query_vectors(encoder, split, job=job, writer=writer)
-            if job.ranking is not None:
-                write_rankings(
-                    encoder,
-                    items=item_vectors,
-                    query_vectors=query_vectors,
-                    split=split,
-                    settings=job.ranking,
-                    folder=job.output_folder,
-                    writer=writer,
-                )
+            if ranking_writer is not None:
+                ranking_writer.write_model_rankings(split, items=item_vectors, query_vectors=query_vectors)
         del item_vectors, query_vectors
+        if ranking_writer is not None and dataset.item_embeddings is not None:
+            path = dataset.item_embeddings.vectors_path("item")
+            ranking_writer.write_zero_shot_rankings(np.load(path, mmap_mode="r"))
         _write_tables(sharded_model, optimizer, job=job, writer=writer, process=process)
     layer_by_name = {}
     for tensor_name, tensor in gather_tensors(task.head.state_dict()):

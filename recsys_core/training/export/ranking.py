@@ -1,6 +1,6 @@
-"""Rankings of the items for the held-out users, computed while the vectors are in the memory of the ranks.
+"""Rankings of the items for the held-out users, by the model and by pretrained vectors (zero-shot), computed by the ranks.
 
-Each rank computes the rankings for the users that it has encoded, and all item vectors travel to all ranks in blocks. A rank
+Each rank computes the rankings for its share of the users, and all item vectors travel to all ranks in blocks. A rank
 holds its own query vectors and item vectors, one block, and the top lists. If the positions of the targets are needed, the
 blocks travel twice: first for the scores of the targets, then for the number of items above them.
 
@@ -12,26 +12,30 @@ targets, W ranks, R rows of a rank, L seen items or targets of all queries.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recsys_core.dataset.events import EvaluationSplit
-from recsys_core.dataset.jagged import Int64Array, JaggedArray
-from recsys_core.evaluation.baselines import cold_rows
+from recsys_core.dataset.jagged import Int64Array, JaggedArray, chunk_slices
+from recsys_core.evaluation.baselines import ZeroShot, cold_rows
 from recsys_core.evaluation.held_out import queries_of, queries_with_cold_targets, sampled_users
-from recsys_core.evaluation.model_rankings import ranking_file
+from recsys_core.evaluation.model_rankings import Ranker, ranking_file
 from recsys_core.evaluation.ranking.catalogue import rank_in_chunks, worker_threads
 from recsys_core.evaluation.ranking.chunks import CpuChunk, GpuChunk, Grid, Result
 from recsys_core.evaluation.ranking.queries import Queries, tie_order
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import RankingSettings
 from recsys_core.training.export.encoding import Encoder, RankWriter
-from recsys_core.training.export.item_columns import EncodedRows, TravellingColumns, gather_counts
+from recsys_core.training.export.item_columns import EncodedRows, TravellingColumns, gather_counts, rows_of_rank
+
+ZERO_SHOT_BLOCK_ITEMS = 8_192
+"""Number of items whose pretrained vectors are normalised at once."""
 
 
 @dataclass(frozen=True)
@@ -132,48 +136,75 @@ def _pad(lists: JaggedArray, num_padding_before: int, num_padding_after: int) ->
     return JaggedArray(np.pad(lists.offset, (num_padding_before, num_padding_after), mode="edge"), lists.values_L)
 
 
-def write_rankings(
-    encoder: Encoder,
-    *,
-    items: EncodedRows,
-    query_vectors: EncodedRows,
-    split: EvaluationSplit,
-    settings: RankingSettings,
-    folder: Path,
-    writer: RankWriter,
-) -> None:
-    """Collective. Write the ranking files of a split, see ExportManifest.
+class RankingWriter:
+    """The rankings of all ranks, which they write to one file together.
 
-    items, query_vectors: vectors that this rank has encoded. All ranks together have a query vector for each user with targets
-    in the split.
+    Attributes:
+        settings: see ExportManifest.
+        folder: folder of the export.
     """
-    store, process, num_items = encoder.store, encoder.process, encoder.spec.num_items
-    user_row_U = store.users_with_targets(split)
-    evaluated_index_U = sampled_users(len(user_row_U), max_users=settings.max_users)
-    user_index_B = evaluated_index_U[
-        (evaluated_index_U >= query_vectors.rows.start) & (evaluated_index_U < query_vectors.rows.stop)
-    ]
-    own_queries, _ = queries_of(
-        user_row_U[user_index_B],
-        query_vectors.vector_RD[torch.from_numpy(user_index_B - query_vectors.rows.start)],
-        split=split,
-        exclude_seen=settings.exclude_seen,
-        store=store,
-        spec=encoder.spec,
-    )
-    rank_candidates = partial(rank_on_ranks, items=items, process=process, on_chunk_ranked=writer.touch_heartbeat)
-    ranking = rank_candidates(
-        own_queries.known(), candidate_rows=np.arange(num_items), k=settings.k, top_only=settings.top_only
-    )
-    cold_row_C = cold_rows(store, split)
-    known_queries = queries_with_cold_targets(own_queries, cold_row_C, num_items=num_items).known()
-    cold_ranking = rank_candidates(known_queries, candidate_rows=cold_row_C, k=0, top_only=False)
-    for content, own_array, count_W, dtype in (
-        ("top", ranking.top_BK, ranking.query_count_W, np.int32),
-        ("positions", ranking.position_T, ranking.target_count_W, np.int64),
-        ("cold_positions", cold_ranking.position_T, cold_ranking.target_count_W, np.int64),
-    ):
-        path, first_row = folder / ranking_file(split, content), int(count_W[: process.rank].sum())
-        with writer.part(path) as part:
-            part.add(first_row, 0, torch.from_numpy(own_array if own_array.ndim == 2 else own_array[:, None]))
-        writer.build(path, shape=(int(count_W.sum()), *own_array.shape[1:]), dtype=dtype)
+
+    def __init__(self, encoder: Encoder, *, settings: RankingSettings, folder: Path, writer: RankWriter) -> None:
+        self.settings, self.folder = settings, folder
+        self._encoder, self._writer = encoder, writer
+
+    def write_model_rankings(self, split: EvaluationSplit, *, items: EncodedRows, query_vectors: EncodedRows) -> None:
+        """Collective. Write the rankings of a split by the model.
+
+        items, query_vectors: vectors that this rank has encoded. All ranks together have a query vector for each user with
+        targets in the split.
+        """
+        queries, _ = self._own_queries(split, vector_RD=query_vectors.vector_RD)
+        self._write(queries, split, items=items, ranker="model")
+
+    def write_zero_shot_rankings(self, vectors_RD: NDArray[np.float32]) -> None:
+        """Collective. Write the rankings of the test split by pretrained vectors, of which each rank reads its share."""
+        store, process = self._encoder.store, self._encoder.process
+        model = ZeroShot.of(store, vectors_RD)
+        items = EncodedRows(store.num_items, dim=model.dim, process=process)
+        first_item = items.rows.start
+        for block in chunk_slices(items.rows.stop - first_item, length=ZERO_SHOT_BLOCK_ITEMS):
+            item_ND = model.item_vectors(slice(first_item + block.start, first_item + block.stop))
+            items.add(first_item + block.start, 0, item_ND)
+            self._writer.touch_heartbeat()
+        queries, history = self._own_queries("test", vector_RD=None)
+        queries = replace(queries.all_known(), query_BD=model.query_vectors(history).to(process.device))
+        self._write(queries, "test", items=items, ranker="zero_shot")
+
+    def _own_queries(self, split: EvaluationSplit, *, vector_RD: Tensor | None) -> tuple[Queries, JaggedArray]:
+        """Return the evaluated queries of this rank's users, and their histories. vector_RD: query vectors of these users."""
+        store = self._encoder.store
+        user_row_U = store.users_with_targets(split)
+        rows = rows_of_rank(len(user_row_U), self._encoder.process)
+        index_U = sampled_users(len(user_row_U), max_users=self.settings.max_users)
+        index_B = index_U[(index_U >= rows.start) & (index_U < rows.stop)]
+        query_BD = torch.empty((len(index_B), 0)) if vector_RD is None else vector_RD[torch.from_numpy(index_B - rows.start)]
+        return queries_of(
+            user_row_U[index_B],
+            query_BD,
+            split=split,
+            exclude_seen=self.settings.exclude_seen,
+            store=store,
+            spec=self._encoder.spec,
+        )
+
+    def _write(self, queries: Queries, split: EvaluationSplit, *, items: EncodedRows, ranker: Ranker) -> None:
+        """Collective. Rank all items and the cold items for this rank's queries, and write the files, see ExportManifest."""
+        process, settings, num_items = self._encoder.process, self.settings, self._encoder.spec.num_items
+        rank_candidates = partial(rank_on_ranks, items=items, process=process, on_chunk_ranked=self._writer.touch_heartbeat)
+        ranking = rank_candidates(
+            queries.known(), candidate_rows=np.arange(num_items), k=settings.k, top_only=settings.top_only
+        )
+        cold_row_C = cold_rows(self._encoder.store, split)
+        queries_of_cold = queries_with_cold_targets(queries, cold_row_C, num_items=num_items).known()
+        cold_ranking = rank_candidates(queries_of_cold, candidate_rows=cold_row_C, k=0, top_only=False)
+        for content, own_array, count_W, dtype in (
+            ("top", ranking.top_BK, ranking.query_count_W, np.int32),
+            ("positions", ranking.position_T, ranking.target_count_W, np.int64),
+            ("cold_positions", cold_ranking.position_T, cold_ranking.target_count_W, np.int64),
+        ):
+            path = self.folder / ranking_file(split, content, ranker=ranker)
+            with self._writer.part(path) as part:
+                own_rows = torch.from_numpy(own_array if own_array.ndim == 2 else own_array[:, None])
+                part.add(int(count_W[: process.rank].sum()), 0, own_rows)
+            self._writer.build(path, shape=(int(count_W.sum()), *own_array.shape[1:]), dtype=dtype)

@@ -6,7 +6,7 @@ import pytest
 
 from recsys_core.estimates.constants import Constant, packaged_constants
 from recsys_core.estimates.data_stages import ingest_embeddings, ingest_interactions, store_bytes
-from recsys_core.estimates.model_stages import build_index, evaluate, export, train
+from recsys_core.estimates.model_stages import build_index, export, train
 from recsys_core.estimates.run_estimate import estimate_run
 from recsys_core.estimates.workload import DataSizes, IndexSizes, Machines, TrainingSizes, Workload
 
@@ -120,13 +120,6 @@ def test_an_index_with_slower_settings_than_in_the_benchmark_is_extrapolated() -
     assert (estimate.basis, estimate.factor) == ("extrapolated", 3)
 
 
-def test_an_evaluation_on_more_cores_than_in_the_benchmark_is_extrapolated() -> None:
-    data = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 8})
-    workload = WORKLOAD.model_copy(update={"data": data, "machines": Machines(cores_per_host=64)})
-    estimate = evaluate(workload, packaged_constants())
-    assert (estimate.basis, estimate.factor, estimate.measured_text) == ("extrapolated", 32, "at 1/32")
-
-
 def test_a_run_takes_the_sum_of_its_stages_and_ingests_vectors_only_if_there_are_some() -> None:
     estimate = estimate_run(WORKLOAD)
     assert estimate.seconds == pytest.approx(sum(stage.seconds for stage in estimate.stages))
@@ -134,8 +127,8 @@ def test_a_run_takes_the_sum_of_its_stages_and_ingests_vectors_only_if_there_are
     data = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 8})
     estimate_with_vectors = estimate_run(WORKLOAD.model_copy(update={"data": data}))
     assert estimate_with_vectors.stages[0].stage == "ingest_embeddings"
-    evaluate_s = [{stage.stage: stage.seconds for stage in run.stages}["evaluate"] for run in (estimate, estimate_with_vectors)]
-    assert evaluate_s[1] > evaluate_s[0], "the items are also ranked by pretrained vectors"
+    export_s = [{stage.stage: stage.seconds for stage in run.stages}["export"] for run in (estimate, estimate_with_vectors)]
+    assert export_s[1] > export_s[0], "the items are also ranked by pretrained vectors"
 
 
 def test_a_run_on_twice_as_much_of_any_data_takes_more_time_or_disk() -> None:

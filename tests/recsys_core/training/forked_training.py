@@ -242,6 +242,7 @@ def export_job(experiment: Experiment, checkpoint_folder: Path, output_folder: P
         loss=experiment.loss,
         training=experiment.training,
         interactions_folder=experiment.dataset.interactions.folder,
+        embeddings_folder=None if experiment.dataset.embeddings is None else experiment.dataset.embeddings.folder,
         features_folder=None if experiment.dataset.features is None else experiment.dataset.features.folder,
         plan_path=experiment.plan.path("plan.json"),
         checkpoint_folder=checkpoint_folder,

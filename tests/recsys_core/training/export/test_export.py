@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from recsys_core.dataset.events import EventStore
+from recsys_core.evaluation.baselines import ZeroShot
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.held_out import ranking_settings
@@ -75,7 +76,7 @@ def test_the_evaluation_of_stored_rankings_equals_the_evaluation_of_vectors(
     stored = evaluate(config, export=export, dataset=dataset, folder=tmp_path / "stored")
     computed = evaluate(config, export=without_rankings, dataset=dataset, folder=tmp_path / "computed")
     assert stored.metrics == computed.metrics and stored.slices == computed.slices
-    assert {"test/users", "validation/users"} <= stored.metrics.keys()
+    assert {"test/users", "validation/users", f"baseline/zero_shot/recall@{config.ks[0]}"} <= stored.metrics.keys()
     assert config is TOP_LISTS or "test/cold/users" in stored.metrics  # the 40 sampled users have no cold target
     for name in ("positions.parquet", "user_metrics.parquet", "metrics.json"):
         assert stored.path(name).read_bytes() == computed.path(name).read_bytes()
@@ -86,12 +87,15 @@ def test_stored_rankings_are_used_only_if_they_have_the_settings_of_the_evaluati
     trained_model: tuple[Experiment, FinishedTraining],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     export = write_export(*trained_model, tmp_path / "export", ranking=ranking_settings(ALL_METRICS))
     vector_files = ("item_vectors.npy", "query_vectors_test.npy", "query_vectors_validation.npy")
     for name in vector_files:
         (export.folder / name).rename(tmp_path / name)
-    evaluate(ALL_METRICS, export=export, dataset=dataset, folder=tmp_path / "same")  # without vectors
+    with monkeypatch.context() as without_zero_shot:
+        without_zero_shot.delattr(ZeroShot, "item_vectors")
+        evaluate(ALL_METRICS, export=export, dataset=dataset, folder=tmp_path / "same")  # without vectors
     for name in vector_files:
         (tmp_path / name).rename(export.folder / name)
     other_cutoffs = ALL_METRICS.model_copy(update={"ks": (5, 60)})

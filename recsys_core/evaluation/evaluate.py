@@ -1,4 +1,4 @@
-"""Stage `evaluate`: exact metrics of the model and its baselines over the full catalogue, from exported vectors.
+"""Stage `evaluate`: exact metrics of the model and its baselines over the full catalogue, from the rankings of the export.
 
 Shapes: B queries, I items, D width, T (query, target) pairs, U users, K length of the top list, L items of all histories, R
 pretrained vectors.

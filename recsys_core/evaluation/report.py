@@ -220,12 +220,11 @@ def draw_loss(train: TrainManifest) -> "Figure":
         first_step = last_step
     loss_axes.set_ylabel("training loss")
     plots.legend_above(loss_axes)
-    note = "The loss steps down at each new epoch (dotted lines):\nthe model sees the same events again."
-    style = {"ha": "right", "va": "top", "fontsize": 7.5, "color": plots.INK, "backgroundcolor": "white"}
-    loss_axes.text(0.99, 0.97, note, transform=loss_axes.transAxes, **style)
     if validation_records:
         _plot_validation(panels[1], validation_records, best_epoch=train.best_epoch)
-    panels[-1].set_xlabel("training step (dotted lines: ends of the epochs)")
+    panels[-1].set_xlabel(
+        "training step\nAfter an epoch (dotted lines) the loss falls, because the model sees the same events again"
+    )
     return figure
 
 

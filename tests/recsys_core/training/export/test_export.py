@@ -43,7 +43,7 @@ def trained_model(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) ->
     return experiment, train_in_forks(experiment, folder / "work")
 
 
-def test_one_and_eight_data_shards_train_the_same_model_with_the_same_metrics_on_four_ranks(tmp_path: Path) -> None:
+def test_data_shards_and_four_ranks_change_no_metric(tmp_path: Path) -> None:
     evaluations, exported_files = {}, {}
     for num_shards in (1, 8):
         folder = tmp_path / f"{num_shards} shards"
@@ -63,8 +63,12 @@ def test_one_and_eight_data_shards_train_the_same_model_with_the_same_metrics_on
     for field in ("metrics", "slices", "half_widths"):
         assert getattr(one_shard, field) == getattr(eight_shards, field)
     assert one_shard.metrics["test/users"] > 50
+    without_rankings = export.model_copy(update={"ranking": None})
+    in_one_process = evaluate(ALL_METRICS, export=without_rankings, dataset=dataset, folder=folder / "one process")
+    assert in_one_process.metrics == eight_shards.metrics
     for name in ("positions.parquet", "user_metrics.parquet", "popularity.npy"):
         assert one_shard.path(name).read_bytes() == eight_shards.path(name).read_bytes()
+        assert in_one_process.path(name).read_bytes() == eight_shards.path(name).read_bytes()
 
 
 @pytest.mark.parametrize("config", [ALL_METRICS, TOP_LISTS], ids=["all metrics", "top lists"])

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from recsys_core.estimates.constants import Constant
-from recsys_core.estimates.data_stages import FLOAT_BYTES, ONE_HOST
+from recsys_core.estimates.data_stages import BENCHMARK_CORES, FLOAT_BYTES, ONE_HOST
 from recsys_core.estimates.stage_estimate import Rates, StageEstimate
 from recsys_core.estimates.workload import Workload
 
@@ -110,7 +110,7 @@ def evaluate(workload: Workload, constants: Mapping[str, Constant]) -> StageEsti
 
 
 def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
-    """Estimate the index builds on one host, each with one thread like the benchmark.
+    """Estimate the index builds on one host. FAISS divides the work among all cores, except for a flat index, which is copied.
 
     The time of an IVF index grows with I^1.5, because each vector is compared with 4 sqrt(I) centroids. HNSW grows with
     I log I, and exact search with I. All grow with D. One shard of an index is in memory at a time.
@@ -120,12 +120,12 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     for index in workload.indexes:
         constant_name = f"index_{index.kind}_item_s"
         growth = index_growth(index.kind, num_items, measured_at=constants[constant_name].measured_at or num_items)
-        seconds += rates(
-            constant_name, num_items, times=growth * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM
-        )
+        num_times_cores = 1.0 if index.kind == "flat" else workload.machines.cores_per_host / BENCHMARK_CORES
+        relative_time = growth * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM / num_times_cores
+        seconds += rates(constant_name, num_items, times=relative_time)
         shard_bytes = index.num_bytes / index.num_shards
         memory_bytes = max(memory_bytes, shard_bytes * constants[f"index_{index.kind}_memory_factor"].value)
-        rates.extrapolate(index.build_factor)
+        rates.extrapolate(max(index.build_factor, num_times_cores))
     return rates.estimate(
         "build_index",
         where=ONE_HOST,

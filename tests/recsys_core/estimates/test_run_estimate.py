@@ -113,6 +113,21 @@ def test_an_ivf_index_of_four_times_the_items_takes_eight_times_as_long() -> Non
     assert [estimate.basis for estimate in estimates] == ["measured", "extrapolated"]
 
 
+def test_all_indexes_but_the_flat_one_are_built_faster_on_more_cores() -> None:
+    indexes = [IndexSizes(kind=kind, num_bytes=100) for kind in ("flat", "hnsw")]
+    seconds = [
+        [
+            build_index(
+                WORKLOAD.model_copy(update={"indexes": (index,), "machines": Machines(cores_per_host=num_cores)}),
+                packaged_constants(),
+            ).seconds
+            for num_cores in (2, 64)
+        ]
+        for index in indexes
+    ]
+    assert seconds[0][0] == seconds[0][1] and seconds[1][0] == pytest.approx(32 * seconds[1][1])
+
+
 def test_an_index_with_slower_settings_than_in_the_benchmark_is_extrapolated() -> None:
     index = IndexSizes(kind="hnsw", num_bytes=100, build_factor=3)
     estimate = build_index(WORKLOAD.model_copy(update={"indexes": (index,)}), constants_with(index_hnsw_item_s=1e-3))

@@ -6,8 +6,8 @@ blocks travel twice: first for the scores of the targets, then for the number of
 
 A *candidate* is an item that is ranked. Its vector is a column of the score matrix.
 
-Shapes: B queries, C candidates, D width of a vector, I items, K length of the top list, T (query, target) pairs, U users with
-targets, W ranks, R rows of a rank, L seen items or targets of all queries.
+Shapes: B queries, C candidates, D width of a vector, I items, N items of a block, K length of the top list, T (query, target)
+pairs, U users with targets, W ranks, R rows of a rank or pretrained vectors, L seen items or targets of all queries.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,9 +1,13 @@
-"""Counts of leaked, repeated and misplaced events, computed in one pass over the event store.
+"""Counts of leaked, repeated and misplaced events, computed by threads in one pass over the event store.
 
 Shapes: I items, U users of a chunk, E events of a chunk. The parts of a split are numbered: 0 training, 1 validation, 2 test.
 """
 
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,22 +18,20 @@ from recsys_core.ingest.log.split_config import Split
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US, INT64_MAX
 
-MAX_CHUNK_EVENTS = 2_000_000
-"""Largest number of events in a chunk. It bounds the memory to about 250 MB for a log of any length."""
+MAX_CHUNK_EVENTS = 2**18
+"""Largest number of events in a chunk. It bounds the memory of a thread to about 35 MB for a log of any length."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass
 class SplitCounts:
-    """Numbers of events in the whole event store. In a store without timestamps, counts that depend on time are 0."""
+    """Numbers of events of some users or of all users. In a store without timestamps, counts that depend on time are 0."""
 
-    num_events_I: Ints
-    """Events of each item, in all parts."""
-    num_test_events_I: Ints
-    """Test events of each item."""
-    num_events_by_day: dict[int, Ints] = field(default_factory=dict)
-    """Number of events in each part, int64 [3]. The key is the day, counted from 1970-01-01."""
+    num_events_by_day_and_part: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Number of events by day, counted from 1970-01-01, and part."""
+    num_unseen_item_events: int = 0
+    """Test events whose item has no training event."""
     num_duplicates: int = 0
     """Events that repeat another event of the same part: same user, item and time."""
     num_repeated_train_pairs: int = 0
@@ -45,11 +47,22 @@ class SplitCounts:
     num_unordered_events: int = 0
     """Events that are stored after a later event of the same user and part, so that their histories contain later events."""
 
+    def __add__(self, other: "SplitCounts") -> "SplitCounts":
+        """Return the counts of the users of both."""
+        return SplitCounts(
+            *(count + other_count for count, other_count in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+    @property
+    def days(self) -> list[int]:
+        """Days with an event, ascending, counted from 1970-01-01."""
+        return sorted({day for day, _ in self.num_events_by_day_and_part})
+
 
 def count_split_events(
     interactions: InteractionsManifest, *, split: Split, max_chunk_events: int = MAX_CHUNK_EVENTS
 ) -> SplitCounts:
-    """Count the events of the event store, which is read once, in chunks of users.
+    """Count the events of the event store, which is read once, in chunks of users. All cores count chunks.
 
     What counts as a misplaced event (`num_misplaced_events`) depends on split.kind:
 
@@ -59,19 +72,23 @@ def count_split_events(
     - files: no events, because the config lists the files of each part.
     """
     store = EventStore.open(interactions)
-    counts = SplitCounts(*np.zeros((2, interactions.num_items), np.int64))
     first_held_out_times = (INT64_MAX, INT64_MAX)
     if store.has_times and split.kind == "time":
         first_held_out_times = store.first_time("validation"), store.first_time("test")
+    count_chunk = partial(_count_chunk, store, split=split, first_held_out_times=first_held_out_times)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="data report") as pool:
+        return sum(pool.map(count_chunk, store.user_slices(max_events=max_chunk_events)), SplitCounts())
 
-    for chunk in store.user_chunks(max_events=max_chunk_events):
-        counts.num_events_I += np.bincount(chunk.item_E, minlength=interactions.num_items)
-        counts.num_test_events_I += np.bincount(chunk.item_E[chunk.split_E == 2], minlength=interactions.num_items)
-        _count_repetitions(chunk, counts, num_items=interactions.num_items)
-        if split.kind == "leave_last_out":
-            counts.num_misplaced_events += int(np.maximum(chunk.num_events_U3[:, 1:] - 1, 0).sum())
-        if chunk.time_E is not None:
-            _count_by_time(chunk, chunk.time_E, counts, split=split, first_held_out_times=first_held_out_times)
+
+def _count_chunk(store: EventStore, users: slice, *, split: Split, first_held_out_times: tuple[int, int]) -> SplitCounts:
+    """Return the counts of the events of some users."""
+    chunk, counts = store.user_chunk(users), SplitCounts()
+    counts.num_unseen_item_events = int(np.sum(store.train_count_I[chunk.item_E[chunk.split_E == 2]] == 0))
+    _count_repetitions(chunk, counts, num_items=store.num_items)
+    if split.kind == "leave_last_out":
+        counts.num_misplaced_events = int(np.maximum(chunk.num_events_U3[:, 1:] - 1, 0).sum())
+    if chunk.time_E is not None:
+        _count_by_time(chunk, chunk.time_E, counts, split=split, first_held_out_times=first_held_out_times)
     return counts
 
 
@@ -117,10 +134,8 @@ def _count_by_time(
     first_held_out_times: times of the first validation event and of the first test event; used only for a split by time.
     """
     day_part_code, num_events = np.unique(time_E // DAY_US * 3 + chunk.split_E, return_counts=True)
-    for day, part, num_day_events in zip(
-        (day_part_code // 3).tolist(), (day_part_code % 3).tolist(), num_events.tolist(), strict=True
-    ):
-        counts.num_events_by_day.setdefault(day, np.zeros(3, np.int64))[part] += num_day_events
+    day_and_part = zip((day_part_code // 3).tolist(), (day_part_code % 3).tolist(), strict=True)
+    counts.num_events_by_day_and_part.update(dict(zip(day_and_part, num_events.tolist(), strict=True)))
     is_same_user_and_part = chunk.segment_E[1:] == chunk.segment_E[:-1]
     counts.num_unordered_events += int(np.sum(is_same_user_and_part & (time_E[1:] < time_E[:-1])))
     end_U3 = np.cumsum(chunk.num_events_U3.ravel()).reshape(-1, 3)

@@ -79,7 +79,9 @@ def build_report(
     """Return the report; the caller writes it. DuckDB may write temporary files into `spill_folder`."""
     split_counts = count_split_events(interactions, split=split)
     store = EventStore.open(interactions)
-    metrics = size_metrics(interactions, split_counts) | share_metrics(interactions, split_counts)
+    num_events_I, num_events = store.event_count_I(), split_counts.num_events_by_day_and_part
+    metrics = size_metrics(interactions, split_counts, num_events_I=num_events_I)
+    metrics |= share_metrics(interactions, split_counts, num_events_I=num_events_I)
     if not split.has_validation:
         metrics["validation_users"] = math.nan
     previous_train_count = np.zeros(0, np.int64)
@@ -87,7 +89,7 @@ def build_report(
     if previous is not None:
         previous_train_count = EventStore.open(previous.interactions).train_count_I
         drift_metrics, movers = compare_runs(
-            previous.interactions, interactions, num_events_I=split_counts.num_events_I, spill_folder=spill_folder
+            previous.interactions, interactions, num_events_I=num_events_I, spill_folder=spill_folder
         )
         metrics |= drift_metrics
     checks = check_limits(metrics, config)
@@ -111,8 +113,13 @@ def build_report(
         removed_events=interactions.num_removed_events_by_filter,
         bad_rows=interactions.num_bad_rows_by_reason,
         days=tuple(
-            Day(day=str(np.datetime64(day, "D")), train=num_train, validation=num_validation, test=num_test)
-            for day, (num_train, num_validation, num_test) in sorted(split_counts.num_events_by_day.items())
+            Day(
+                day=str(np.datetime64(day, "D")),
+                train=num_events[day, 0],
+                validation=num_events[day, 1],
+                test=num_events[day, 2],
+            )
+            for day in split_counts.days
         ),
         history_lengths=history_histogram(store.train_count_U),
         popularity=popularity_curve(store.train_count_I),

@@ -19,16 +19,16 @@ _NUM_CURVE_POINTS = 60
 Ints = NDArray[np.int64]
 
 
-def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) -> dict[str, float]:
-    """Return the numbers of events, users, items and days, and the median, 95th percentile and maximum of history lengths."""
+def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts, *, num_events_I: Ints) -> dict[str, float]:
+    """Return the numbers of events, users, items and days, and the median, 95th percentile and maximum of history lengths.
+
+    num_events_I: number of events of each item, in all parts.
+    """
     store = EventStore.open(interactions)
     train_count_U = store.train_count_U
     history_lengths = train_count_U[train_count_U > 0]
-    num_days = (
-        max(split_counts.num_events_by_day) - min(split_counts.num_events_by_day) + 1
-        if split_counts.num_events_by_day
-        else math.nan
-    )
+    days = split_counts.days
+    num_days = days[-1] - days[0] + 1 if days else math.nan
     return {
         "train_events": float(interactions.num_train_events),
         "validation_events": float(interactions.num_validation_events),
@@ -36,10 +36,10 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
         "users": float(np.sum(store.event_count_U > 0)),
         "validation_users": float(len(store.users_with_targets("validation"))),
         "test_users": float(len(store.users_with_targets("test"))),
-        "items": float(np.sum(split_counts.num_events_I > 0)),
+        "items": float(np.sum(num_events_I > 0)),
         "items_in_catalogue": float(interactions.num_items),
         "days": float(num_days),
-        "empty_day_share": 1 - len(split_counts.num_events_by_day) / num_days,
+        "empty_day_share": 1 - len(days) / num_days,
         "history_median": float(np.median(history_lengths)),
         "history_p95": float(np.percentile(history_lengths, 95)),
         "history_longest": float(history_lengths.max()),
@@ -47,8 +47,11 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
     }
 
 
-def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) -> dict[str, float]:
-    """Return the shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN."""
+def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts, *, num_events_I: Ints) -> dict[str, float]:
+    """Return the shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN.
+
+    num_events_I: number of events of each item, in all parts.
+    """
     store = EventStore.open(interactions)
     train_count_I = store.train_count_I
     num_train_events, num_test_events = interactions.num_train_events, interactions.num_test_events
@@ -67,7 +70,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts)
     )
     null_shares = [_ratio(column.num_nulls, num_rows) for column in interactions.columns.values()]
     return {
-        "item_vector_share": _ratio(float(has_vector_I.sum()), float(np.sum(has_vector_I | (split_counts.num_events_I > 0)))),
+        "item_vector_share": _ratio(float(has_vector_I.sum()), float(np.sum(has_vector_I | (num_events_I > 0)))),
         "train_event_vector_share": _ratio(float(train_count_I[has_vector_I].sum()), num_train_events),
         "gini": gini(descending_train_count_I),
         "head_share": _ratio(float(descending_train_count_I[:num_head_items].sum()), num_train_events),
@@ -77,7 +80,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts)
         else math.nan,
         "repeated_train_pair_share": _ratio(split_counts.num_repeated_train_pairs, num_train_events),
         "repeated_pair_share": _ratio(split_counts.num_repeated_test_pairs, num_test_events),
-        "unseen_item_share": _ratio(float(split_counts.num_test_events_I[train_count_I == 0].sum()), num_test_events),
+        "unseen_item_share": _ratio(split_counts.num_unseen_item_events, num_test_events),
         "unseen_user_share": _ratio(float(np.sum(store.train_count_U[test_users] == 0)), float(len(test_users))),
         "leaked_event_share": _ratio(split_counts.num_leaked_events, num_held_out_events) if has_times else math.nan,
         "future_event_share": _ratio(split_counts.num_future_events, num_train_events) if has_times else math.nan,

@@ -141,7 +141,7 @@ class EventStore:
     def item_counts_before(self, split: EvaluationSplit) -> Int64Array:
         """Return the number of events of each item before `split`, [I]."""
         count_I = np.zeros(self.num_items, np.int64)
-        for users in self._user_slices(max_events=self._bincount_chunk_events):
+        for users in self.user_slices(max_events=self._bincount_chunk_events):
             item_lists = self.items_before(np.arange(users.start, users.stop, users.step), split)
             count_I += np.bincount(item_lists.values_L, minlength=self.num_items)
         return count_I
@@ -190,17 +190,36 @@ class EventStore:
 
     def user_chunks(self, *, max_events: int) -> Iterator[UserChunk]:
         """Yield all events in chunks of users. A chunk with more than `max_events` events has a single user."""
-        for users in self._user_slices(max_events=max_events):
-            end_U3 = np.stack([self._train_end[users], self._validation_end[users], self._user_end[users]], axis=1)
-            start_U3 = np.column_stack([self._user_start[users], end_U3[:, :2]])
-            events = slice(int(start_U3[0, 0]), int(end_U3[-1, 2]))
-            yield UserChunk(
-                user_row_U=np.arange(users.start, users.stop, users.step),
-                events=events,
-                num_events_U3=end_U3 - start_U3,
-                item_E=self._event_item[events].astype(np.int64),
-                time_E=None if self._event_time is None else self._event_time[events],
-            )
+        return map(self.user_chunk, self.user_slices(max_events=max_events))
+
+    def user_chunk(self, users: slice) -> UserChunk:
+        """Return all events of a slice from `user_slices`."""
+        end_U3 = np.stack([self._train_end[users], self._validation_end[users], self._user_end[users]], axis=1)
+        start_U3 = np.column_stack([self._user_start[users], end_U3[:, :2]])
+        events = slice(int(start_U3[0, 0]), int(end_U3[-1, 2]))
+        return UserChunk(
+            user_row_U=np.arange(users.start, users.stop, users.step),
+            events=events,
+            num_events_U3=end_U3 - start_U3,
+            item_E=self._event_item[events].astype(np.int64),
+            time_E=None if self._event_time is None else self._event_time[events],
+        )
+
+    def user_slices(self, *, max_events: int) -> Iterator[slice]:
+        """Yield slices of the users of one shard. A slice with more than `max_events` events has a single user.
+
+        The users of a shard are every S-th user. Slices without an event are left out.
+        """
+        for shard, user_offset in enumerate(self._user_offset_by_shard):
+            first_row, num_rows = 0, len(user_offset) - 1
+            while first_row < num_rows:
+                max_end = user_offset[first_row] + max_events
+                stop_row = int(np.searchsorted(user_offset, max_end, side="right")) - 1
+                stop_row = min(max(stop_row, first_row + 1), num_rows)
+                if user_offset[stop_row] > user_offset[first_row]:
+                    first_user, last_user = (row * self._num_shards + shard for row in (first_row, stop_row - 1))
+                    yield slice(first_user, last_user + 1, self._num_shards)
+                first_row = stop_row
 
     def items_at(self, event_E: Int64Array) -> Int64Array:
         """Return the item row of each event."""
@@ -348,22 +367,6 @@ class EventStore:
     def _bincount_chunk_events(self) -> int:
         """Number of events in a chunk for np.bincount: at least I, because each call takes time proportional to I."""
         return max(self.num_items, EVENTS_PER_CHUNK)
-
-    def _user_slices(self, *, max_events: int) -> Iterator[slice]:
-        """Yield slices of the users of one shard. A slice with more than `max_events` events has a single user.
-
-        The users of a shard are every S-th user. Slices without an event are left out.
-        """
-        for shard, user_offset in enumerate(self._user_offset_by_shard):
-            first_row, num_rows = 0, len(user_offset) - 1
-            while first_row < num_rows:
-                max_end = user_offset[first_row] + max_events
-                stop_row = int(np.searchsorted(user_offset, max_end, side="right")) - 1
-                stop_row = min(max(stop_row, first_row + 1), num_rows)
-                if user_offset[stop_row] > user_offset[first_row]:
-                    first_user, last_user = (row * self._num_shards + shard for row in (first_row, stop_row - 1))
-                    yield slice(first_user, last_user + 1, self._num_shards)
-                first_row = stop_row
 
     def _split_bounds(self, split: EvaluationSplit) -> tuple[UserArray, UserArray]:
         """Return the start and the end of each user's events of `split` in the log."""

@@ -34,7 +34,7 @@ def estimate_run(workload: Workload) -> RunEstimate:
     constants, data = packaged_constants(), workload.data
     stages = [
         data_stages.ingest_interactions(data, workload.machines, constants),
-        data_stages.check_data(data, constants),
+        data_stages.check_data(data, workload.machines, constants),
         model_stages.train(workload, constants),
         model_stages.export(workload, constants),
         model_stages.evaluate(workload, constants),

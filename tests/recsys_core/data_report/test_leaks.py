@@ -4,6 +4,7 @@
 """
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -41,15 +42,10 @@ def test_all_counts_equal_those_of_plain_python_for_any_chunk_size(log: list[Use
         for part, part_events in enumerate(events_by_part)
         for item, time in part_events
     ]
-    event_items = [item for _, _, item, _ in events]
-    test_items = [item for _, part, item, _ in events if part == 2]
-    assert counts.num_events_I.tolist() == [event_items.count(item) for item in range(NUM_ITEMS)]
-    assert counts.num_test_events_I.tolist() == [test_items.count(item) for item in range(NUM_ITEMS)]
-
-    num_events_by_day: dict[int, list[int]] = {}
-    for _, part, _, time in events:
-        num_events_by_day.setdefault(time // DAY_US, [0, 0, 0])[part] += 1
-    assert {day: num_events.tolist() for day, num_events in counts.num_events_by_day.items()} == num_events_by_day
+    train_items = {item for _, part, item, _ in events if part == 0}
+    assert counts.num_unseen_item_events == sum(part == 2 and item not in train_items for _, part, item, _ in events)
+    assert counts.num_events_by_day_and_part == Counter((time // DAY_US, part) for _, part, _, time in events)
+    assert counts.days == sorted({time // DAY_US for _, _, _, time in events})
 
     train_pairs = [(user, item) for user, part, item, _ in events if part == 0]
     assert counts.num_duplicates == len(events) - len(set(events))
@@ -110,4 +106,4 @@ def test_without_timestamps_only_user_item_pairs_are_compared(tmp_path: Path) ->
     counts = count_split_events(interactions, split=FILE_SPLIT)
     assert (counts.num_repeated_train_pairs, counts.num_repeated_test_pairs) == (1, 1)
     assert (counts.num_duplicates, counts.num_leaked_events, counts.num_future_events) == (0, 0, 0)
-    assert counts.num_events_by_day == {}
+    assert counts.days == []

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from recsys_core.estimates.constants import Constant, packaged_constants
-from recsys_core.estimates.data_stages import ingest_embeddings, ingest_interactions, store_bytes
+from recsys_core.estimates.data_stages import check_data, ingest_embeddings, ingest_interactions, store_bytes
 from recsys_core.estimates.model_stages import build_index, export, train
 from recsys_core.estimates.run_estimate import estimate_run
 from recsys_core.estimates.workload import DataSizes, IndexSizes, Machines, TrainingSizes, Workload
@@ -40,6 +40,12 @@ def test_an_ingest_with_spark_divides_an_assumed_cpu_time_by_the_number_of_cores
     estimate = ingest_interactions(DATA, Machines(engine="spark", num_hosts=5, cores_per_host=8), rates)
     assert estimate.seconds == pytest.approx(10 * 4 * 2 / 40 + 20)
     assert (estimate.basis, estimate.where) == ("assumed", "40 cores")
+
+
+def test_the_data_report_divides_its_time_by_the_number_of_cores() -> None:
+    estimate = check_data(DATA, Machines(cores_per_host=64), constants_with(report_event_s=1e-3))
+    assert estimate.seconds == pytest.approx(10 * 2 / 64)
+    assert (estimate.basis, estimate.factor, estimate.where) == ("extrapolated", 32, "1 host")
 
 
 def test_an_estimate_above_the_measured_size_is_extrapolated_by_the_factor_between_the_sizes() -> None:

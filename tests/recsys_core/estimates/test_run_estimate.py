@@ -43,8 +43,8 @@ def test_an_ingest_with_spark_divides_an_assumed_cpu_time_by_the_number_of_cores
 
 
 def test_the_data_report_divides_its_time_by_the_number_of_cores() -> None:
-    estimate = check_data(DATA, Machines(cores_per_host=64), constants_with(report_event_s=1e-3))
-    assert estimate.seconds == pytest.approx(10 * 2 / 64)
+    estimate = check_data(DATA, Machines(cores_per_host=64), constants_with(report_start_s=3, report_event_s=1e-3))
+    assert estimate.seconds == pytest.approx(3 + 10 * 2 / 64)
     assert (estimate.basis, estimate.factor, estimate.where) == ("extrapolated", 32, "1 host")
 
 

@@ -6,6 +6,7 @@ Shapes: U users, I items, R users or items, D singular vectors, L entries of a s
 from typing import Any
 
 import numpy as np
+import scipy.linalg
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 from scipy.sparse.linalg import eigsh, svds
@@ -96,7 +97,8 @@ def inverse_power(count_R: NDArray[Any], exponent: float) -> Floats32:
 def _ease_inverse(matrix_UI: csr_array, *, l2: float) -> NDArray[Any]:
     gram_II = (matrix_UI.T @ matrix_UI).toarray()
     gram_II[np.diag_indices_from(gram_II)] += l2
-    return np.linalg.inv(gram_II)
+    inverse_II: NDArray[Any] = scipy.linalg.inv(gram_II, overwrite_a=True)  # faster than NumPy for positive definite matrices
+    return inverse_II
 
 
 def _start_vector(length: int) -> Floats32:

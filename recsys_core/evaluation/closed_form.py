@@ -198,11 +198,16 @@ def _row_scores(histories: JaggedArray, score_rows: Callable[[csr_array], Floats
 
 
 def _nearest(weight_RI: csr_array, *, first_row: int) -> csr_array:
-    """Return the MAX_NEIGHBOURS largest weights of each row. Row r is item `first_row` + r, which is not its own neighbour."""
+    """Return the MAX_NEIGHBOURS largest weights of each row. Row r is item `first_row` + r, which is not its own neighbour.
+
+    weight_RI: positive weights in single precision, whose columns are sorted in place.
+    """
+    weight_RI.sort_indices()
     row_L = np.repeat(np.arange(weight_RI.shape[0]), np.diff(weight_RI.indptr))
     is_other_L = weight_RI.indices != row_L + first_row
     row_L, column_L, weight_L = row_L[is_other_L], weight_RI.indices[is_other_L], weight_RI.data[is_other_L]
-    order_L = np.lexsort((column_L, -weight_L, row_L))
+    # Positive floats have the order of their bits, so one integer sorts by row and by falling weight. Ties keep their order.
+    order_L = np.argsort((row_L << 32) - weight_L.view(np.int32), kind="stable")
     num_neighbours_R = np.bincount(row_L, minlength=weight_RI.shape[0])
     index_L = np.arange(len(order_L)) - np.repeat(np.cumsum(num_neighbours_R) - num_neighbours_R, num_neighbours_R)
     nearest_entries = order_L[index_L < MAX_NEIGHBOURS]

@@ -3,7 +3,7 @@
     make bench-plan                            # writes plan.json, plan.md, the constants, and a table of docs/scale.md
     python -m benchmarks.plan --constants      # the same without new measurements, which take about ten minutes
 
-Most constants come from other benchmarks. This benchmark measures two runs, for file sizes and for the time of the encoding, the
+Most constants come from other benchmarks. This benchmark measures two runs, for file sizes and the time of the encoding, the
 data report of a larger log, and two trainings on random pairs, for the time of a training step.
 """
 
@@ -54,8 +54,8 @@ TRAINING_BY_CASE: dict[str, Settings] = {
 }
 """Two trainings on the pairs of benchmarks/quality/speed.py. `history` has in-batch and sampled negatives."""
 NUM_RANKS, NUM_EPOCHS, TRAINED_CANDIDATES, TRAINED_DIM = 2, 3, 1_024 + 512, 64
-BEAUTY_USERS = 22_363
-"""Test users of Amazon Beauty, which nightly.json has measured on an idle machine."""
+BEAUTY_USERS, BEAUTY_ITEMS = 22_363, 12_101
+"""Test users and items of Amazon Beauty, which nightly.json has measured on an idle machine."""
 
 
 def measure() -> dict[str, Any]:
@@ -199,6 +199,9 @@ def _export_constants() -> dict[str, Constant]:
     export_s = plan.number(seconds) - plan.number(f"runs.{DEMO}.seconds.export")  # without the start of the ranks
     vector_s = NUM_RANKS * export_s / (vectors - demo_vectors)
     num_held_out = log.data.num_held_out_users
+    start, evaluated, beauty = "runs.demo.seconds.evaluate", f"runs.{LOG}.seconds.evaluate", "runs.beauty.seconds.evaluate"
+    user_s, num_beauty_pairs = plan.number(evaluated) / num_held_out, BEAUTY_USERS * BEAUTY_ITEMS
+    baselines_s = nightly.number(beauty) - nightly.number(start) - BEAUTY_USERS * user_s
     other_bytes = 2 * 4 * log.data.num_items * log.training.dim + log.training.table_bytes
     user_bytes = (plan.number(num_bytes) - other_bytes) / num_held_out
     return {
@@ -208,7 +211,11 @@ def _export_constants() -> dict[str, Constant]:
         "rank_start_s": nightly.constant("runs.beauty.seconds.export", "s until all ranks have started: most of this export"),
         "exported_user_bytes": plan.constant(num_bytes, "bytes per held-out user", size=num_held_out, value=user_bytes),
         "encoded_vector_s": plan.constant(seconds, "s of a rank per item or held-out user", size=vectors, value=vector_s),
-        "evaluated_user_s": nightly.constant("runs.beauty.seconds.evaluate", "s per held-out user", size=BEAUTY_USERS),
+        "evaluation_start_s": nightly.constant(start, "s until the users are evaluated: most of this evaluation"),
+        "evaluated_user_s": plan.constant(evaluated, "s per held-out user", size=num_held_out, value=user_s),
+        "linear_baseline_pair_s": nightly.constant(
+            beauty, "s per user-item pair, 2 cores", size=num_beauty_pairs, value=baselines_s / num_beauty_pairs
+        ),
     }
 
 
@@ -230,7 +237,9 @@ def _index_constants() -> dict[str, Constant]:
 def comparisons() -> list[str]:
     """Return table rows with estimated and measured seconds and megabytes, except of stages whose numbers are constants."""
     runs, nightly = Result("plan").content["runs"], Result("nightly").content["runs"]
-    log_s = {stage: seconds for stage, seconds in runs[LOG]["seconds"].items() if stage not in ("check_data", "export")}
+    log_s = {
+        stage: seconds for stage, seconds in runs[LOG]["seconds"].items() if stage not in ("check_data", "export", "evaluate")
+    }
     disk_mb = {
         stage: num_bytes / 1e6 for stage, num_bytes in runs[DEMO]["bytes"].items() if stage != "train"
     }  # the estimate is the peak during training

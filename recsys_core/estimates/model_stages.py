@@ -98,12 +98,18 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
 
 
 def evaluate(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
-    """Estimate the evaluation on one host: metrics per held-out user, from the rankings of the export."""
-    rates = Rates(constants)
+    """Estimate the evaluation on one host: metrics per held-out user, from the rankings of the export.
+
+    The baselines `closed_form` and `cooccurrence` are ranked in this stage, unless the catalogue is too large for them.
+    """
+    rates, num_users = Rates(constants), workload.data.num_held_out_users
+    seconds = rates("evaluation_start_s") + rates("evaluated_user_s", num_users)
+    if workload.has_linear_baselines:
+        seconds += rates("linear_baseline_pair_s", num_users * workload.data.num_items)
     return rates.estimate(
         "evaluate",
         where=ONE_HOST,
-        seconds=rates("evaluated_user_s", workload.data.num_held_out_users),
+        seconds=seconds,
         memory_bytes=None,
         disk_bytes=0,
     )

@@ -125,3 +125,14 @@ class EvaluationConfig(Settings):
         description="number of users that a slice needs to have metrics. A smaller slice has the text `not enough data` "
         "instead",
     )
+
+    def linear_baselines(self, num_items: int | None = None) -> tuple[BaselineName, ...]:
+        """Return the baselines with a linear model of the log, without those that `num_items` items are too many for.
+
+        >>> EvaluationConfig().linear_baselines(), EvaluationConfig().linear_baselines(num_items=200_000)
+        (('cooccurrence', 'closed_form'), ())
+        """
+        if num_items is not None and num_items > self.closed_form.max_items:
+            return ()
+        names: tuple[BaselineName, ...] = ("cooccurrence", "closed_form")
+        return tuple(name for name in names if name in self.baselines)

@@ -255,13 +255,12 @@ def _baselines(
     if "recent_popularity" in config.baselines and store.has_times:
         recent_order_I = recent_popularity_order("test", store=store, days=config.recent_days, popularity_order_I=order_I)
         yield "recent_popularity", partial(rank_in_order, order_I=recent_order_I)
-    linear_baselines = [name for name in ("cooccurrence", "closed_form") if name in config.baselines]
-    if linear_baselines and store.num_items > config.closed_form.max_items:
+    linear_baselines = config.linear_baselines(store.num_items)
+    if linear_baselines != config.linear_baselines():
         logger.info(
             "the baselines %s are left out: %d items are more than evaluation.closed_form.max_items, %d",
-            " and ".join(linear_baselines), store.num_items, config.closed_form.max_items,
+            " and ".join(config.linear_baselines()), store.num_items, config.closed_form.max_items,
         )  # fmt: skip
-        return
     for name in linear_baselines:
         fit_model = (
             closed_form.cooccurrence_model if name == "cooccurrence" else partial(closed_form.linear_model, config.closed_form)
@@ -281,9 +280,7 @@ def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
 
 def _num_ranked_queries(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset) -> int:
     """Return the number of queries to rank, summed over the rankers. Baselines by popularity are fast and do not count."""
-    num_linear_baselines = len({"cooccurrence", "closed_form"} & {*config.baselines})
-    if export.num_items > config.closed_form.max_items:
-        num_linear_baselines = 0
+    num_linear_baselines = len(config.linear_baselines(export.num_items))
     num_model_rankings = int(not has_ranking(export, config=config))
     ranks_zero_shot = dataset.item_embeddings is not None and not has_ranking(export, config=config, ranker="zero_shot")
     num_rankings_by_split = {

@@ -63,6 +63,7 @@ def test_the_stages_of_a_run_on_the_ingested_data_are_estimated(config_path: Pat
     estimate = RunEstimate.model_validate_json((config_path.parent / "workspace" / "plan" / "estimate.json").read_bytes())
     data = estimate.workload.data
     assert (data.num_users, data.num_events, data.num_held_out_users) == (40, 480, 40)
+    assert estimate.workload.has_linear_baselines
     assert [stage.stage for stage in estimate.stages][:3] == ["ingest_interactions", "check_data", "train"]
     for word in ("with 1 host of", "ingest_interactions", "at this size", "cost: 0.0", "estimate.json"):
         assert word in result.output
@@ -83,8 +84,9 @@ def test_sizes_are_planned_and_estimated_without_reading_data(config_path: Path)
         "user": (1_000_000_000, 64),
     }
     assert estimate.workload.machines.engine == "spark"
+    assert not estimate.workload.has_linear_baselines, "100 million items are too many for these baselines"
     assert estimate.workload.training.table_bytes == 1_100_000_000 * (64 + 1) * 4
-    words = ["2 hosts of 4 GPUs and 32 cores, and spark for the ingest", "64 cores", "at 1/5,000", "8 GPUs", "per GPU-hour"]
+    words = ["2 hosts of 4 GPUs and 32 cores, and spark for the ingest", "64 cores", "at 1/500", "8 GPUs", "per GPU-hour"]
     assert [word for word in words if word not in result.output] == []
 
 

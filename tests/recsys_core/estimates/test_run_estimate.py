@@ -6,7 +6,7 @@ import pytest
 
 from recsys_core.estimates.constants import Constant, packaged_constants
 from recsys_core.estimates.data_stages import check_data, ingest_embeddings, ingest_interactions, store_bytes
-from recsys_core.estimates.model_stages import build_index, export, train
+from recsys_core.estimates.model_stages import build_index, evaluate, export, train
 from recsys_core.estimates.run_estimate import estimate_run
 from recsys_core.estimates.workload import DataSizes, IndexSizes, Machines, TrainingSizes, Workload
 
@@ -40,6 +40,15 @@ def test_an_ingest_with_spark_divides_an_assumed_cpu_time_by_the_number_of_cores
     estimate = ingest_interactions(DATA, Machines(engine="spark", num_hosts=5, cores_per_host=8), rates)
     assert estimate.seconds == pytest.approx(10 * 4 * 2 / 40 + 20)
     assert (estimate.basis, estimate.where) == ("assumed", "40 cores")
+
+
+@pytest.mark.parametrize(("has_linear_baselines", "seconds"), [(True, 3 + 5 + 50), (False, 3 + 5)])
+def test_an_evaluation_ranks_all_pairs_of_users_and_items_only_for_the_linear_baselines(
+    has_linear_baselines: bool, seconds: float
+) -> None:
+    rates = constants_with(evaluation_start_s=3, evaluated_user_s=1e-2, linear_baseline_pair_s=1e-3)
+    workload = WORKLOAD.model_copy(update={"has_linear_baselines": has_linear_baselines})
+    assert evaluate(workload, rates).seconds == pytest.approx(seconds)
 
 
 def test_the_data_report_divides_its_time_by_the_number_of_cores() -> None:

@@ -1,5 +1,6 @@
 """Manifests: the typed output of each stage, read by the stages after it."""
 
+from recsys_core.manifests.data_stages import SPLITS as SPLITS
 from recsys_core.manifests.data_stages import ColumnStatistics as ColumnStatistics
 from recsys_core.manifests.data_stages import DataReportManifest as DataReportManifest
 from recsys_core.manifests.data_stages import Dataset as Dataset

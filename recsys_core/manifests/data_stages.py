@@ -22,6 +22,8 @@ class SourceFile(Frozen):
 
 
 IdType = Literal["int64", "string"]
+SPLITS = ("train", "validation", "test")
+"""Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
 
 
 class VectorTable(Frozen):

@@ -28,8 +28,7 @@ from recsys_core.dataset.layout import (
 from recsys_core.dataset.shards import positions_by_shard
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import Vocabulary
-from recsys_core.ingest.log.split_config import SPLITS
-from recsys_core.manifests import EventShard
+from recsys_core.manifests import SPLITS, EventShard
 from recsys_core.parquet.local_copies import decode_ahead
 
 BATCH_ROWS = 1_000_000

@@ -14,9 +14,14 @@ from recsys_core.ingest.log.engine import LogEngine
 from recsys_core.ingest.log.event_writer import EventWriter
 from recsys_core.ingest.log.incremental import gather_parts
 from recsys_core.ingest.log.log_schema import InteractionsInput, open_interactions
-from recsys_core.ingest.log.log_statistics import bad_row_counts, column_statistics, iso_time, reject_unusable_log
-from recsys_core.ingest.log.split_config import SPLITS
-from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
+from recsys_core.ingest.log.log_statistics import (
+    bad_row_counts,
+    column_statistics,
+    current_files,
+    iso_time,
+    reject_unusable_log,
+)
+from recsys_core.manifests import SPLITS, EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
 from recsys_core.parquet.columns import require_one_type
 
 
@@ -104,6 +109,7 @@ def _write_store(
         engine.write_codes(side, output_folder / codes_file(side))
     time_span = dict(zip(("first_time", "last_time"), map(iso_time, counts.time_span_us or ()), strict=False))
     vocabularies = ((users, user_count_U), (items, item_count_I))
+    files = current_files(parts, input_files=log.split_code_by_file)
     return {
         **time_span,
         "test_days": counts.test_days,
@@ -119,9 +125,9 @@ def _write_store(
         "num_idle_items": int((~has_event_I & ~has_vector_I).sum()),
         "num_rows_read": sum(source.record.num_rows for source in new_sources),
         "num_files_read": len(new_sources),
-        "columns": column_statistics(config, log, parts=parts, vocabularies=vocabularies),
+        "columns": column_statistics(config, files, vocabularies=vocabularies),
         "num_removed_events_by_filter": counts.num_removed_by_reason,
-        "num_bad_rows_by_reason": bad_row_counts(parts, log),
+        "num_bad_rows_by_reason": bad_row_counts(files),
         "parts": parts,
         "shards": writer.shards,
     }

@@ -9,8 +9,8 @@ import pyarrow as pa
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine_settings import SparkSettings
-from recsys_core.ingest.log.split_config import SPLITS, FileSplit
-from recsys_core.manifests import IdType, SourceFile
+from recsys_core.ingest.log.split_config import FileSplit
+from recsys_core.manifests import SPLITS, IdType, SourceFile
 from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
 from recsys_core.parquet.guards import check_expansion
 from recsys_core.parquet.sources import Source, check_distinct_files, open_sources, reject_copies

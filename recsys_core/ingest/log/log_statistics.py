@@ -1,11 +1,11 @@
-"""Statistics of the log's files and columns, from the counts of a LogEngine, and the errors of an unusable log.
+"""Statistics of the log's files and columns, and checks that reject an unusable log.
 
 Shapes: R rows of a vocabulary.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 
 import numpy as np
@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, Vocabulary
-from recsys_core.ingest.log.log_schema import InteractionsInput
-from recsys_core.ingest.log.split_config import SPLITS
 from recsys_core.ingest.row_checks import BadRow, BadRowPolicy, reject_bad_rows
-from recsys_core.manifests import ColumnStatistics, IngestedFile, LogPart
+from recsys_core.manifests import SPLITS, ColumnStatistics, IngestedFile, LogPart, SourceFile
 from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_US
 
@@ -57,7 +55,7 @@ def reject_bad_log(
     check_names: Sequence[str],
     find_first_bad_row: Callable[[int], BadRow],
 ) -> None:
-    """Raise InputError for a file with another number of rows than its footer, or for the first bad row.
+    """Raise InputError for a file whose number of rows differs from its footer, or for the first bad row.
 
     Bad rows are accepted if on_bad_rows is drop and at most max_bad_share of the rows are bad.
 
@@ -107,23 +105,22 @@ def reject_unusable_log(config: InteractionsConfig, counts: LogCounts, *, first_
             raise InputError(f"{first_file_name}: column {column!r}: the log has a single {side}; a model needs at least two")
 
 
-def bad_row_counts(parts: Sequence[LogPart], log: InteractionsInput) -> dict[str, int]:
+def bad_row_counts(files: Sequence[IngestedFile]) -> dict[str, int]:
     """Return the number of dropped rows by check. A check is named `<column>: <reason>`."""
-    return sum((Counter(ingested_file.num_bad_rows_by_reason) for ingested_file in current_files(parts, log)), Counter())
+    return sum((Counter(ingested_file.num_bad_rows_by_reason) for ingested_file in files), Counter())
 
 
 def column_statistics(
     config: InteractionsConfig,
-    log: InteractionsInput,
+    files: Sequence[IngestedFile],
     *,
-    parts: Sequence[LogPart],
     vocabularies: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
 ) -> dict[str, ColumnStatistics]:
-    """Return the statistics of each column.
+    """Return the statistics of each column in `files`.
 
     vocabularies: each vocabulary with the number of events of each id, int64 [R].
     """
-    num_bad_by_check, files = bad_row_counts(parts, log), list(current_files(parts, log))
+    num_bad_by_check = bad_row_counts(files)
     statistics: dict[str, ColumnStatistics] = {}
     for column in config.columns:
         num_nulls = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: null"))
@@ -145,10 +142,9 @@ def column_statistics(
     return statistics
 
 
-def current_files(parts: Sequence[LogPart], log: InteractionsInput) -> Iterator[IngestedFile]:
-    """Yield the files of the parts that are still input files. The other files of a part are outdated."""
-    current_sources = set(log.split_code_by_file)
-    return (file for part in parts for file in part.files if file.source in current_sources)
+def current_files(parts: Sequence[LogPart], *, input_files: Collection[SourceFile]) -> list[IngestedFile]:
+    """Return the files in `parts` that are still input files and have not changed."""
+    return [file for part in parts for file in part.files if file.source in input_files]
 
 
 def _num_unusual_ids(ids: pa.ChunkedArray) -> int:

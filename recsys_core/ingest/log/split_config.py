@@ -6,9 +6,6 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import MAX_COUNT, MAX_DAYS, Paths, Settings
 
-SPLITS = ("train", "validation", "test")
-"""Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
-
 
 class TimeSplit(Settings):
     """Split by time: the last days of the log are the test split, the days before them the validation split."""

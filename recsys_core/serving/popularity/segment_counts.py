@@ -21,12 +21,10 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import Int64Array, ragged_ranges
 from recsys_core.dataset.layout import memory_map
 from recsys_core.errors import InputError
-from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import SPLITS, FeaturesManifest, InteractionsManifest
 
 MAX_SEGMENT_ITEMS = 1_000
 """An answer with more items continues with the most popular items of all users."""
-TEST_SPLIT = 2
-"""Code of the test split in a chunk of events."""
 _CHUNK_EVENTS = 1 << 23
 
 
@@ -108,6 +106,6 @@ def _events(
     """Yield the value rows and the item rows of the events before the test split, in chunks of users."""
     value_rows = memory_map(features.path(f"{key}.row.npy"))
     for chunk in EventStore.open(interactions).user_chunks(max_events=_CHUNK_EVENTS):
-        is_before_E = chunk.split_E < TEST_SPLIT
+        is_before_E = chunk.split_E < SPLITS.index("test")
         value_row_E = value_rows[chunk.events] if key.startswith("context.") else value_rows[chunk.user_row_U][chunk.user_E]
         yield value_row_E[is_before_E].astype(np.int64), chunk.item_E[is_before_E]

@@ -1,8 +1,8 @@
 """Filters and split of the events: SQL that creates `log`, a table or a view, from the parts.
 
-Columns of `log`: user, item, position, split and extra columns. User and item are codes (see vocabulary.py). Position is the
-sort key of a user's events: the event time in microseconds, the value of the order column, or a hash of the user and the item.
-The extra columns are the weight and the context columns.
+Columns of `log`: user, item, position, split, extra columns and, with `validation_share`, draw (see LogPart). User and item are
+codes (see vocabulary.py). Position is the sort key of a user's events: the event time in microseconds, the value of the order
+column, or a hash of the user and the item. The extra columns are the weight and the context columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,11 @@ from pathlib import Path
 
 from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
 from recsys_core.ingest.log.engine import LogCounts
-from recsys_core.ingest.log.split_config import SPLITS, FileSplit, LeaveLastOut, TimeSplit
+from recsys_core.ingest.log.log_statistics import current_files
+from recsys_core.ingest.log.split_config import FileSplit, LeaveLastOut, TimeSplit
 from recsys_core.ingest.log.sql.known_negatives import create_known_negatives
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count, first_rows_sql
-from recsys_core.manifests import IngestedFile, LogPart, SourceFile
+from recsys_core.manifests import SPLITS, IngestedFile, LogPart, SourceFile
 from recsys_core.units import DAY_US
 
 MIN_SPAN_PER_TEST_PERIOD = 5
@@ -39,26 +40,22 @@ def load_log(
     num_events = fetch_count(session, "SELECT count(*) FROM events")
     if num_events == 0:
         return LogCounts(num_read_events=0)
-    current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
-    newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
-    newest_us, is_kept_time_sql = _window(config.filter, newest_us=newest_us)
+    files = current_files(parts, input_files=split_code_by_file)
+    newest_us = _newest_time_us(files, config.timestamp_column) if config.timestamp_column else 0
+    end_us, is_in_window_sql = _time_window(config.filter, newest_us=newest_us)
     events_sql, num_filtered_by_reason = _filter_events(
-        session, config.filter, num_events=num_events, is_kept_time_sql=is_kept_time_sql
+        session, config.filter, num_events=num_events, is_in_window_sql=is_in_window_sql
     )
-    test_days = (
-        _test_days(session, config.split, events_sql, newest_us=newest_us) if isinstance(config.split, TimeSplit) else None
-    )
+    test_days = _test_days(session, config.split, events_sql, end_us=end_us) if isinstance(config.split, TimeSplit) else None
     split_sql = _split_code_sql(
-        config, newest_us=newest_us, test_days=test_days, tie_breaker_columns=extra_column_names(session, "events")
+        config, end_us=end_us, test_days=test_days, tie_breaker_columns=extra_column_names(session, "events")
     )
     # A view is evaluated at each use, which is cheap except for the window function of leave_last_out.
     create_log = session.create_table if isinstance(config.split, LeaveLastOut) else session.create_view
     create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
     if config.explicit_negatives:
-        create_known_negatives(session, config, split_sql=split_sql, is_kept_time_sql=is_kept_time_sql or "true")
-    num_removed_by_reason = {
-        "below_threshold": sum(file.num_below_threshold for file in current_files)
-    } | num_filtered_by_reason
+        create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql or "true")
+    num_removed_by_reason = {"below_threshold": sum(file.num_below_threshold for file in files)} | num_filtered_by_reason
     return replace(
         count_log(session, config, num_read_events=num_events),
         num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count},
@@ -93,32 +90,31 @@ def _create_events_view(
     session.create_view("events", part_rows_sql)
 
 
-def _window(log_filter: LogFilter, *, newest_us: int) -> tuple[int, str | None]:
-    """Return the time of the newest event in the window of the filter, and the SQL condition of the window.
+def _time_window(log_filter: LogFilter, *, newest_us: int) -> tuple[int, str | None]:
+    """Return the end of the filter's time window, and the SQL condition of the window, or None without a window.
 
     newest_us: time of the newest event of the log.
-
-    The condition is None if the filter has no window.
     """
+    end_us = newest_us
     conditions_sql = []
     if log_filter.until is not None:
-        newest_us = min(newest_us, time_us(log_filter.until))
-        conditions_sql.append(f"position <= {newest_us}")
+        end_us = min(newest_us, time_us(log_filter.until))
+        conditions_sql.append(f"position <= {end_us}")
     if log_filter.window_days is not None:
-        conditions_sql.append(f"position > {newest_us - int(log_filter.window_days * DAY_US)}")
-    return newest_us, " AND ".join(conditions_sql) or None
+        conditions_sql.append(f"position > {end_us - int(log_filter.window_days * DAY_US)}")
+    return end_us, " AND ".join(conditions_sql) or None
 
 
 def _filter_events(
-    session: SqlSession, log_filter: LogFilter, *, num_events: int, is_kept_time_sql: str | None
+    session: SqlSession, log_filter: LogFilter, *, num_events: int, is_in_window_sql: str | None
 ) -> tuple[str, dict[str, int]]:
     """Apply the filter to `events`. Return the SQL of the remaining events, and the number of removed events by reason."""
-    events_sql = f"(SELECT * FROM events WHERE {is_kept_time_sql})" if is_kept_time_sql else "events"
+    events_sql = f"(SELECT * FROM events WHERE {is_in_window_sql})" if is_in_window_sql else "events"
     if log_filter.model_copy(update={"until": None, "window_days": None}) != LogFilter():
         session.create_table("remaining", f"SELECT * FROM {events_sql}")
         num_outside_window = num_events - fetch_count(session, "SELECT count(*) FROM remaining")
         return "remaining", {"outside_window": num_outside_window, **_apply_filters(session, log_filter)}
-    if is_kept_time_sql is None:
+    if is_in_window_sql is None:
         return events_sql, {}
     return events_sql, {"outside_window": num_events - fetch_count(session, f"SELECT count(*) FROM {events_sql}")}
 
@@ -155,7 +151,7 @@ def _has_several_ids(session: SqlSession, side: str) -> bool:
 def _part_sql(
     session: SqlSession, part: LogPart, *, folder: Path, split_code_by_file: Mapping[SourceFile, int], is_split_by_files: bool
 ) -> str:
-    """Return SQL for the events of `part` from current input files, with the split of their file."""
+    """Return SQL for the events of `part` that come from input files. The column `split` has the code of the file's split."""
     part_scan_sql = session.scan_sql(folder / part.file_name)
     index_and_code_pairs = [
         (index, split_code_by_file[file.source]) for index, file in enumerate(part.files) if file.source in split_code_by_file
@@ -169,23 +165,26 @@ def _part_sql(
     )
 
 
-def _apply_filters(session: SqlSession, filters: LogFilter) -> dict[str, int]:
-    """Remove events from table `remaining`; return the number of removed events by reason, and of removed `bot_users`."""
+def _apply_filters(session: SqlSession, log_filter: LogFilter) -> dict[str, int]:
+    """Apply the filters to table `remaining`, except the time window. Return the number of removed events by reason.
+
+    The reason `bot_users` counts users.
+    """
     num_removed_by_reason: dict[str, int] = {}
-    if filters.duplicates != "keep":
-        num_removed_by_reason["duplicates"] = _remove_duplicates(session, filters.duplicates)
-    if filters.bot_threshold is not None:
-        bots_sql = f'SELECT "user" FROM remaining GROUP BY "user" HAVING count(*) > {filters.bot_threshold}'
+    if log_filter.duplicates != "keep":
+        num_removed_by_reason["duplicates"] = _remove_duplicates(session, log_filter.duplicates)
+    if log_filter.bot_threshold is not None:
+        bots_sql = f'SELECT "user" FROM remaining GROUP BY "user" HAVING count(*) > {log_filter.bot_threshold}'
         num_removed_by_reason["bot_users"] = fetch_count(session, f"SELECT count(*) FROM ({bots_sql})")
         num_removed_by_reason["bot_events"] = _replace_remaining(
             session, f'SELECT * FROM remaining ANTI JOIN ({bots_sql}) USING ("user")'
         )
-    num_removed_by_reason["rare"] = _remove_rare_ids(session, filters)
-    if filters.max_user_events is not None:
+    num_removed_by_reason["rare"] = _remove_rare_ids(session, log_filter)
+    if log_filter.max_user_events is not None:
         order_sql = _newest_first_sql(("split", *extra_column_names(session, "remaining")))
         window_sql = f'PARTITION BY "user" ORDER BY {order_sql}'
         num_removed_by_reason["over_cap"] = _replace_remaining(
-            session, first_rows_sql("remaining", window_sql=window_sql, num_rows=filters.max_user_events)
+            session, first_rows_sql("remaining", window_sql=window_sql, num_rows=log_filter.max_user_events)
         )
     return num_removed_by_reason
 
@@ -200,14 +199,14 @@ def _remove_duplicates(session: SqlSession, policy: str) -> int:
     return _replace_remaining(session, first_rows_sql("remaining", window_sql=window_sql))
 
 
-def _remove_rare_ids(session: SqlSession, filters: LogFilter) -> int:
+def _remove_rare_ids(session: SqlSession, log_filter: LogFilter) -> int:
     """Remove the events of rare items and users until every item and user has enough events (k-core).
 
     One pass is not enough, because removing an item takes events from users, and removing a user takes events from items.
 
     Return the number of removed events.
     """
-    min_events_by_side = {"item": filters.min_item_events, "user": filters.min_user_events}
+    min_events_by_side = {"item": log_filter.min_item_events, "user": log_filter.min_user_events}
     num_removed_events = 0
     while True:
         num_removed_in_pass = 0
@@ -234,7 +233,7 @@ def _newest_first_sql(tie_breaker_columns: Sequence[str]) -> str:
     return ", ".join(f"{column} DESC" for column in ("position", "item", *tie_breaker_columns))
 
 
-def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, newest_us: int) -> float:
+def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, end_us: int) -> float:
     """Return the length of the test period. For `auto`, it is the smallest number of days with enough users; see TimeSplit."""
     if split.test_days != "auto":
         return split.test_days
@@ -247,8 +246,8 @@ def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, newest
     )
     if oldest_us is None:  # the filters have removed all events
         return 1.0
-    num_needed_days = (newest_us - needed_start_us) // DAY_US + 1
-    return float(max(1, min(num_needed_days, (newest_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
+    num_needed_days = (end_us - needed_start_us) // DAY_US + 1
+    return float(max(1, min(num_needed_days, (end_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
 
 
 _FOLD_HASH_SQL = (
@@ -260,27 +259,27 @@ multiplied in two halves of 16 bits, because its product may not fit into 64 bit
 
 
 def _split_code_sql(
-    config: InteractionsConfig, *, newest_us: int, test_days: float | None, tie_breaker_columns: Sequence[str]
+    config: InteractionsConfig, *, end_us: int, test_days: float | None, tie_breaker_columns: Sequence[str]
 ) -> str:
     """Return SQL for the code of an event's split.
 
     Args:
-        newest_us: newest time of the log; used only for a split by time.
+        end_us: end of the test period; used only for a split by time.
         test_days: length of the test period; None for other splits than by time.
         tie_breaker_columns: columns that order a user's events with the same position and item.
     """
     split_config = config.split
     if isinstance(split_config, TimeSplit):
         assert test_days is not None
-        test_start_us = newest_us - int(test_days * DAY_US)
+        test_start_us = end_us - int(test_days * DAY_US)
         validation_start_us = test_start_us - int(split_config.validation_days * DAY_US)
         return f"CASE WHEN position > {test_start_us} THEN 2 WHEN position > {validation_start_us} THEN 1 ELSE 0 END"
     if isinstance(split_config, LeaveLastOut):
         window_sql = f'PARTITION BY "user" ORDER BY {_newest_first_sql(tie_breaker_columns)}'
-        trains_only_sql = f'count(*) OVER (PARTITION BY "user") < {split_config.min_events}'
+        is_training_only_sql = f'count(*) OVER (PARTITION BY "user") < {split_config.min_events}'
         if split_config.num_folds > 1:
-            trains_only_sql += f" OR {_FOLD_HASH_SQL} % {split_config.num_folds} != {split_config.fold}"
-        return f"CASE WHEN {trains_only_sql} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window_sql})) END"
+            is_training_only_sql += f" OR {_FOLD_HASH_SQL} % {split_config.num_folds} != {split_config.fold}"
+        return f"CASE WHEN {is_training_only_sql} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window_sql})) END"
     if split_config.validation_share > 0:
         return f"CASE WHEN split = 0 AND draw < {int(split_config.validation_share * 1_000_000)} THEN 1 ELSE split END"
     return "split"

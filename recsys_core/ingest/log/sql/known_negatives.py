@@ -9,7 +9,7 @@ from recsys_core.ingest.log.split_config import LeaveLastOut
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count, first_rows_sql
 
 
-def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, split_sql: str, is_kept_time_sql: str) -> None:
+def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, split_sql: str, is_in_window_sql: str) -> None:
     """Create table `known_negatives` (user, item, position, split): each pair once, at its first row.
 
     A pair is left out if the user has an event with the item in the same or an earlier split. An event of a later split does
@@ -17,7 +17,7 @@ def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, s
 
     Args:
         split_sql: SQL for the code of an event's split.
-        is_kept_time_sql: SQL that is true for rows that the filters by time keep.
+        is_in_window_sql: SQL that is true for rows in the time window of the filter.
     """
     if isinstance(config.split, LeaveLastOut):
         # A negative at the time of a held-out event may be from the same session, so it belongs to the split of this event.
@@ -29,7 +29,7 @@ def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, s
     rows_sql = (
         f'SELECT "user", item, position, ({split_sql})::TINYINT AS split FROM coded_events '
         f'JOIN ({held_out_positions_sql}) USING ("user") '
-        f"WHERE is_negative AND {is_kept_time_sql}"
+        f"WHERE is_negative AND {is_in_window_sql}"
     )
     negative_rows_sql = first_rows_sql(f"({rows_sql})", window_sql='PARTITION BY "user", item ORDER BY split, position')
     event_pairs_sql = 'SELECT "user", item, min(split) AS event_split FROM log GROUP BY "user", item'

@@ -48,7 +48,7 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class BadRow:
-    """An unusable row, as its error message describes it."""
+    """Description of an unusable row for an error message."""
 
     file_name: str
     column: str
@@ -93,21 +93,22 @@ def reject_bad_rows(
     if num_bad_rows == 0 or (policy is not None and policy.allows_drop(num_bad_rows, num_rows=num_rows)):
         return
     bad_row = find_first_bad_row()
-    fix = bad_row.fix
-    if policy is not None and policy.on_bad_rows == "fail":
-        fix += f", or set {policy.setting}.on_bad_rows to drop"
-    if policy is not None and policy.on_bad_rows == "drop":
-        check_counts_text = ", ".join(f"{name} {count:,}" for name, count in num_bad_by_check.items() if count)
-        fix = (
+    check_counts_text = ", ".join(f"{name} {count:,}" for name, count in num_bad_by_check.items() if count)
+    if policy is None:
+        reason_and_fix = bad_row.fix
+    elif policy.on_bad_rows == "fail":
+        reason_and_fix = f"{bad_row.fix}, or set {policy.setting}.on_bad_rows to drop"
+    elif num_bad_rows == num_rows:
+        reason_and_fix = f"all {num_rows:,} rows are bad ({check_counts_text}); fix these rows"
+    else:
+        reason_and_fix = (
             f"{num_bad_rows:,} of {num_rows:,} rows are bad ({check_counts_text}), a share of {num_bad_rows / num_rows:.4f}, "
             f"but {policy.setting}.max_bad_share is {policy.max_bad_share:g}; fix these rows, or raise it"
         )
-        if num_bad_rows == num_rows:
-            fix = f"all {num_rows:,} rows are bad ({check_counts_text}); fix these rows"
     row_text = "" if bad_row.row is None else f", row {bad_row.row}"
     raise InputError(
         f"{bad_row.file_name}: column {bad_row.column!r}{row_text}: {bad_row.problem} "
-        f"({num_bad_by_check[bad_row.check_name]:,} of {num_rows:,} rows); {fix}"
+        f"({num_bad_by_check[bad_row.check_name]:,} of {num_rows:,} rows); {reason_and_fix}"
     )
 
 

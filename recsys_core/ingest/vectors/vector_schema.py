@@ -79,8 +79,8 @@ def require_one_dim(entry: VectorFiles, dim: int, *, other_entry: VectorFiles, o
     """Raise InputError if two entries of one table have vectors of different widths after the projection."""
     if dim != other_dim:
         raise InputError(
-            f"{entry.setting}: the vectors have {dim} numbers, but those of {other_entry.setting} for the same table, "
-            f"{entry.config.table!r}, have {other_dim}; set pca_dim of both entries to the same value"
+            f"{entry.setting}: the vectors have the width {dim}, but the vectors of {other_entry.setting} for the same table, "
+            f"{entry.config.table!r}, have the width {other_dim}; set pca_dim of both entries to the same value"
         )
 
 
@@ -88,8 +88,8 @@ def check_pca_dim(entry: VectorFiles, source_dim: int) -> None:
     """Raise InputError if pca_dim is larger than the width of the vectors in the files."""
     if entry.config.pca_dim and entry.config.pca_dim > source_dim:
         raise InputError(
-            f"{entry.setting}.pca_dim is {entry.config.pca_dim}, but the vectors of {entry.sources[0].name} have {source_dim} "
-            f"numbers; set it to at most {source_dim}, or remove it"
+            f"{entry.setting}.pca_dim is {entry.config.pca_dim}, but the vectors of {entry.sources[0].name} have the width "
+            f"{source_dim}; set it to at most {source_dim}, or remove it"
         )
 
 
@@ -140,7 +140,8 @@ def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]
             data_type, first_type = source.schema.field(column).type, first_source.schema.field(column).type
             if _element_type_and_length(data_type) != _element_type_and_length(first_type):
                 raise InputError(
-                    f"{source.name}: column {column!r} is {data_type}, but {first_type} in {first_source.name}; write one type"
+                    f"{source.name}: column {column!r} is {data_type}, but {first_type} in {first_source.name}; "
+                    "write one type in all files"
                 )
 
 
@@ -161,7 +162,7 @@ def _vector_columns(source: Source, config: EmbeddingsConfig, *, setting: str) -
                 f"cast it, or set {setting}.dimension_prefix for one column per dimension"
             )
         return (config.vector_column,)
-    columns = _numbered_columns(source, config.dimension_prefix or "")
+    columns = _numbered_columns(source, config.dimension_prefix or "", setting=f"{setting}.dimension_prefix")
     for name in columns:
         data_type = source.schema.field(name).type
         if not pa.types.is_floating(data_type):
@@ -169,8 +170,8 @@ def _vector_columns(source: Source, config: EmbeddingsConfig, *, setting: str) -
     return columns
 
 
-def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
-    """Return the columns named by `prefix` and a number, in the order of the numbers, which have to be consecutive."""
+def _numbered_columns(source: Source, prefix: str, *, setting: str) -> tuple[str, ...]:
+    """Return the columns whose names are `prefix` and a number, by number. The numbers have to be consecutive."""
     name_by_number: dict[int, str] = {}
     for name in source.schema.names:
         match = re.fullmatch(re.escape(prefix) + r"([0-9]{1,9})", name)
@@ -184,7 +185,7 @@ def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
         name_by_number[number] = name
     if not name_by_number:
         raise InputError(
-            f"{source.name}: no column is named {prefix!r} and a number; the file has "
+            f"{source.name}: no column name consists of {prefix!r} and a number ({setting}); it has "
             f"{shown_names(source.schema.names, max_names=20)}"
         )
     first_number, last_number = min(name_by_number), max(name_by_number)
@@ -192,6 +193,6 @@ def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
     if missing_number is not None:
         raise InputError(
             f"{source.name}: column {prefix}{missing_number} is missing between {prefix}{first_number} and "
-            f"{prefix}{last_number}"
+            f"{prefix}{last_number}; add it"
         )
     return tuple(name_by_number[number] for number in sorted(name_by_number))

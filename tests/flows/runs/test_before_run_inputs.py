@@ -95,7 +95,7 @@ def test_vectors_in_lists_are_measured_in_their_first_rows(tmp_path: Path) -> No
         check_config(tmp_path, LOG, vectors_of_width_12, tables={"item": {"dim": 8}})
     assert "12 numbers each" in check_config(tmp_path, LOG, vectors_of_width_12)["embeddings"]
     assert "8 numbers each" in check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 8})["embeddings"]
-    with input_error("embeddings.pca_dim is 16, but the vectors of ", "have 12 numbers"):
+    with input_error("embeddings.pca_dim is 16, but the vectors of ", "have the width 12"):
         check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
 
 

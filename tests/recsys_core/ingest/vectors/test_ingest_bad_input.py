@@ -130,8 +130,8 @@ def test_a_bad_vector_is_rejected_and_no_file_is_left(tmp_path: Path, case: str)
 
 
 BAD_DIMENSION_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
-    "gap": ({"d0": [1.0], "d1": [1.0], "d3": [1.0]}, ("a.parquet: column d2 is missing between d0 and d3",)),
-    "none": ({"e0": [1.0]}, ("a.parquet: no column is named 'd' and a number", "'e0'")),
+    "gap": ({"d0": [1.0], "d1": [1.0], "d3": [1.0]}, ("a.parquet: column d2 is missing between d0 and d3; add it",)),
+    "none": ({"e0": [1.0]}, ("no column name consists of 'd' and a number (embeddings.dimension_prefix); it has", "'e0'")),
     "integer": ({"d0": [1.0], "d1": [1]}, ("a.parquet: column 'd1' is int64",)),
     "twice": ({"d0": [1.0], "d1": [1.0], "d01": [1.0]}, ("a.parquet: columns 'd1' and 'd01' are both dimension 1",)),
     "null": (
@@ -270,7 +270,10 @@ def test_a_bad_id_map_is_rejected(
     ("second_columns", "message_parts"),
     [
         ({"item_id": ["a"], "v": [[1.0, 2.0]]}, ("the id of embeddings.1 is string, but the id of embeddings.0", "int64")),
-        ({"item_id": [9], "v": [[1.0]]}, ("embeddings.1: the vectors have 1 numbers, but those of embeddings.0", "have 2")),
+        (
+            {"item_id": [9], "v": [[1.0]]},
+            ("embeddings.1: the vectors have the width 1, but the vectors of embeddings.0", "have the width 2"),
+        ),
     ],
 )
 def test_entries_of_one_table_that_do_not_fit_together_are_rejected(

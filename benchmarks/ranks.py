@@ -34,7 +34,7 @@ from recsys_core.evaluation.ranking.queries import Queries, Ranking
 from recsys_core.launching.rank import Process
 from recsys_core.preflight import installed_versions
 from recsys_core.training.export.item_columns import EncodedRows, rows_of_rank
-from recsys_core.training.export.ranking import PartOfRanking, rank_on_ranks
+from recsys_core.training.export.ranking import PartOfRanking, rank_collectively
 
 DIM, K, NUM_SEEN, NUM_TARGETS = 64, 100, 20, 5
 ROWS_PER_SEED = 1_000
@@ -84,7 +84,9 @@ def measure_rank(options: argparse.Namespace) -> dict[str, Any]:
         ranking: PartOfRanking | Ranking
         if options.world_size:
             candidates = np.arange(options.items)
-            ranking = rank_on_ranks(queries, items=items, candidate_rows=candidates, k=K, top_only=top_only, process=process)
+            ranking = rank_collectively(
+                queries, items=items, candidate_rows=candidates, k=K, top_only=top_only, process=process
+            )
         else:
             ranking = rank_catalogue(queries, item_vector_ID=items.vector_RD, k=K, top_only=top_only)
         np.save(Path(options.folder) / f"top-{process.rank}.npy", ranking.top_BK)

@@ -19,7 +19,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, StageError
-from recsys_core.evaluation.metrics import SERVED_METRICS
+from recsys_core.evaluation.metrics import COMPARED_METRICS
 from recsys_core.manifests import EvaluationManifest, StageName, read_unchecked_manifest
 from tasks.delivery.config import DeliveryConfig
 from tasks.progress.reporting import LOG
@@ -200,7 +200,7 @@ _STYLE_BY_RANKER = {
 
 def plot_backtest(runs: Sequence[BacktestRun], *, metric: str, path: Path) -> Path:
     """Write a PNG with one panel for each served metric over the runs, the config's metric first. Return `path`."""
-    metrics = (metric, *(name for name in SERVED_METRICS if name != metric))
+    metrics = (metric, *(name for name in COMPARED_METRICS if name != metric))
     figure, panels = plots.new_panels(len(metrics), title="Metrics of each day's run", grid_axis="y", size=(8.0, 8.4))
     for axes, metric_name in zip(panels, metrics, strict=True):
         for label, (prefix, colour, style) in _STYLE_BY_RANKER.items():

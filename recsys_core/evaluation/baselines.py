@@ -19,11 +19,9 @@ from torch.nn.functional import embedding_bag, normalize
 from recsys_core.dataset.events import EVENTS_PER_CHUNK, EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, chunk_slices
 from recsys_core.dataset.layout import rows_by_falling_count, vocabulary_file
-from recsys_core.manifests import InteractionsManifest
+from recsys_core.manifests import SPLITS, InteractionsManifest
 from recsys_core.units import DAY_US
 
-SPLITS = ("train", "validation", "test")
-"""Names of the splits by their code in a chunk of events."""
 NO_VECTOR_SCORE = -4.0
 """Zero-shot score of an item without a vector. It is below -1, the lowest cosine."""
 HISTORIES_PER_CHUNK = 1_024
@@ -40,8 +38,10 @@ def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np
     return rows_in_id_order[rows_by_falling_count(count_I[rows_in_id_order])].astype(np.int32)
 
 
-def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:
-    """Return item rows by falling number of events before `split`, int32 [I]: the order in which unknown users get items."""
+def popularity_order_before(
+    split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest
+) -> NDArray[np.int32]:
+    """Return item rows by falling number of events before `split`, int32 [I]. This order is the ranking for unknown users."""
     item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
     return popularity_order(store.item_counts_before(split), item_ids=item_ids)
 
@@ -77,8 +77,8 @@ def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
 class ZeroShot:
     """The zero-shot model. The score is the cosine between an item and the mean of the normalised vectors of a history.
 
-    The inner product of a query vector [D + 1] and an item vector [D + 1] is the score. The last number of an item is a penalty
-    that ranks items without a vector below all other items; the last number of a query is 1.
+    The inner product of a query vector [D + 1] and an item vector [D + 1] is the score. The last number of an item vector is
+    a penalty, which ranks items without a vector below all other items. The last number of a query vector is 1.
 
     The pretrained vectors can be memory-mapped: only the rows that a method needs are read.
 

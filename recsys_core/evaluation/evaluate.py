@@ -111,7 +111,7 @@ class _Results:
         self.add(prefixed(f"{prefix}/cold", cold_metrics.estimates()))
 
     def append_user_metrics(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut) -> None:
-        """Append the SERVED_METRICS of a chunk of users to scratch files, for `write`."""
+        """Append the COMPARED_METRICS of a chunk of users to scratch files, for `write`."""
         user_metrics = metrics.UserMetrics.of(targets, user_row_B=held_out.user_row_B)
         for metric, value_U in {"user_row": user_metrics.user_row_U, **user_metrics.value_U_by_metric}.items():
             self._columns.append(f"user/{ranker}/{metric}", value_U)
@@ -126,7 +126,7 @@ class _Results:
         served_rankers = self.rankers if self._config.exclude_seen else ["popularity"]
         user_metrics = {
             ranker: metrics.UserMetrics(
-                read(f"user/{ranker}/user_row"), {name: read(f"user/{ranker}/{name}") for name in metrics.SERVED_METRICS}
+                read(f"user/{ranker}/user_row"), {name: read(f"user/{ranker}/{name}") for name in metrics.COMPARED_METRICS}
             )
             for ranker in served_rankers
         }

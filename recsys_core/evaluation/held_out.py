@@ -13,9 +13,9 @@ from torch import Tensor
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, chunk_slices
-from recsys_core.evaluation.baselines import cold_rows, popularity_before
+from recsys_core.evaluation.baselines import cold_rows, popularity_order_before
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.metrics import SERVED_METRICS
+from recsys_core.evaluation.metrics import COMPARED_METRICS
 from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.evaluation.ranking.served import among_candidates
 from recsys_core.manifests import ExportManifest, InteractionsManifest, RankingSettings
@@ -49,10 +49,10 @@ class HeldOut:
 def ranking_settings(config: EvaluationConfig) -> RankingSettings:
     """Return the settings on which the rankings of an evaluation depend.
 
-    The top lists suffice for the cut-offs of the config and of SERVED_METRICS. Only `auc` needs the positions of all targets.
+    The top lists suffice for the cut-offs of the config and of COMPARED_METRICS. Only `auc` needs the positions of all targets.
     """
     return RankingSettings(
-        k=max(*config.ks, *(k for _, k in SERVED_METRICS.values())),
+        k=max(*config.ks, *(k for _, k in COMPARED_METRICS.values())),
         top_only="auc" not in config.metrics,
         exclude_seen=config.exclude_seen,
         max_users=config.max_users,
@@ -106,7 +106,7 @@ class HeldOutSplit:
         if export.ranking != ranking_settings(config):
             self._vector_RD = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
         self._spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
-        self.popularity_order_I = popularity_before(split, store=store, interactions=interactions)
+        self.popularity_order_I = popularity_order_before(split, store=store, interactions=interactions)
         self.cold_row_C = cold_rows(store, split)
 
     def __iter__(self) -> Iterator[HeldOut]:

@@ -1,7 +1,8 @@
 """Ranking metrics from the exact positions of the targets. Each function returns one value per user, for paired comparisons.
 
-NDCG with binary gains follows Järvelin and Kekäläinen (TOIS 2002). The other metrics follow Manning, Raghavan and Schütze,
-Introduction to Information Retrieval (2008), chapter 8.
+NDCG (Järvelin and Kekäläinen, TOIS 2002) has binary gains and the discount 1 / log2(1 + n) at the n-th item. This discount,
+precision, recall and average precision follow Manning, Raghavan and Schütze, Introduction to Information Retrieval (2008),
+chapter 8.
 
 In this example, the first user has 6 candidates and targets at the positions 0 and 2. The second user has 4 candidates, and the
 target is the last of them.
@@ -49,7 +50,7 @@ class TargetPositions:
     Attributes:
         position_T: int64, 0 for the best item, ascending within a user.
         user_T: int64, 0 to U - 1, ascending.
-        original_user_U: int64, number that each user had before the renumbering of `from_pairs`, ascending.
+        original_user_U: int64, the user's number in `user_T` of `from_pairs`, ascending.
         num_candidates_U: int64, number of ranked items.
         num_targets_U: int64, at least 1.
     """
@@ -178,10 +179,10 @@ METRIC_BY_NAME: Mapping[str, Callable[..., Floats]] = {
     "map": average_precision,
     "mrr": reciprocal_rank,
 }
-"""The metrics at a cut-off K whose mean over the users is reported, by the names of `evaluation.metrics`."""
+"""The metrics at a cut-off K, by their names in `evaluation.metrics`. Their means over the users are reported."""
 
 
-SERVED_METRICS: Mapping[str, tuple[Callable[..., Floats], int]] = {
+COMPARED_METRICS: Mapping[str, tuple[Callable[..., Floats], int]] = {
     "recall@20": (recall, 20),
     "hit_rate@10": (hit_rate, 10),
     "ndcg@20": (ndcg, 20),
@@ -206,8 +207,8 @@ class UserMetrics:
 
     @classmethod
     def of(cls, targets: TargetPositions, *, user_row_B: NDArray[Any]) -> Self:
-        """Compute SERVED_METRICS. user_row_B: row of each user in the pairs of `targets`, ascending."""
-        values = {name: metric(targets, k=k) for name, (metric, k) in SERVED_METRICS.items()}
+        """Compute COMPARED_METRICS. user_row_B: user row by user number in the pairs of `targets`, ascending."""
+        values = {name: metric(targets, k=k) for name, (metric, k) in COMPARED_METRICS.items()}
         return cls(user_row_B[targets.original_user_U].astype(np.int64), values)
 
     def means(self, ranker: str) -> dict[str, float]:
@@ -259,7 +260,7 @@ def write_positions(
     num_candidates_T: NDArray[np.int64],
     path: Path,
 ) -> None:
-    """Write the positions of the same targets in several rankings, from which every metric of a user can be computed.
+    """Write the positions of the targets in several rankings. Every metric of a user can be computed from these positions.
 
     The columns are user_row, num_candidates, and one column of positions (0 is the best item) for each ranker.
     """

@@ -118,9 +118,9 @@ def _stored_rankings(
         queries = held_out.queries if ranker == "model" else held_out.queries.all_known()
         known_ranking = stored_ranking.read(queries.known(), num_items=len(order_I))
         ranking = add_unknown_queries(known_ranking, queries, order_I=order_I, k=k)
-        queries_of_cold = queries_with_cold_targets(queries, cold_row_C, num_items=len(order_I))
-        known_cold_ranking = stored_cold_ranking.read(queries_of_cold.known(), num_items=len(cold_row_C))
-        yield held_out, ranking, add_unknown_queries(known_cold_ranking, queries_of_cold, order_I=cold_order_C, k=0)
+        cold_queries = queries_with_cold_targets(queries, cold_row_C, num_items=len(order_I))
+        known_cold_ranking = stored_cold_ranking.read(cold_queries.known(), num_items=len(cold_row_C))
+        yield held_out, ranking, add_unknown_queries(known_cold_ranking, cold_queries, order_I=cold_order_C, k=0)
     stored_ranking.check_end()
     stored_cold_ranking.check_end()
 

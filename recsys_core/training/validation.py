@@ -16,7 +16,7 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import Int64Array
 from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
-from recsys_core.evaluation.baselines import cold_rows, popularity_before
+from recsys_core.evaluation.baselines import cold_rows, popularity_order_before
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.evaluation.ranking.served import rank_among, rank_served
@@ -57,7 +57,7 @@ class Validator:
         self._is_known_U = spec.is_known(history_length_B=history_length, user_row_B=self._users)
         self._popularity_order_I = np.arange(spec.num_items, dtype=np.int32)
         if not self._is_known_U.all():  # only unknown users get this order, and computing it reads all ids
-            self._popularity_order_I = popularity_before("validation", store=self._store, interactions=interactions)
+            self._popularity_order_I = popularity_order_before("validation", store=self._store, interactions=interactions)
 
     @property
     def has_users(self) -> bool:

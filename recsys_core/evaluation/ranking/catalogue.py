@@ -30,7 +30,7 @@ from recsys_core.evaluation.ranking.chunks import (
 from recsys_core.evaluation.ranking.queries import Queries, Ranking, tie_order
 
 MAX_SCORES = 1 << 28
-"""Largest number of scores that all threads hold together, 1 GiB in float32. Fewer threads rank a large catalogue."""
+"""Largest number of scores that all threads hold together, 1 GiB in float32. It limits the threads for a large catalogue."""
 
 
 def rank_catalogue(
@@ -42,7 +42,7 @@ def rank_catalogue(
     device: str = "cpu",
     on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
-    """Rank all unseen items by inner product for every query, known or not. Equal scores are ordered by `tie_order`.
+    """Rank all unseen items by inner product for every query, also of unknown users. Equal scores are ordered by `tie_order`.
 
     The targets of a user are candidates like any item. The queries are ranked in chunks by as many threads as torch uses.
 
@@ -104,7 +104,7 @@ def rank_by_scores(
             partial(pool.map, rank_chunk),
             row_C=row_C,
             k=grid.k,
-            chunk_queries=grid.chunk_queries(on_gpu=False),
+            queries_per_chunk=grid.queries_per_chunk(on_gpu=False),
             on_progress=on_progress,
         )
 
@@ -138,7 +138,7 @@ def _rank_on_gpu(
         partial(map, rank_chunk),
         row_C=row_C,
         k=grid.k,
-        chunk_queries=grid.chunk_queries(on_gpu=True),
+        queries_per_chunk=grid.queries_per_chunk(on_gpu=True),
         on_progress=on_progress,
     )
 
@@ -149,10 +149,10 @@ def rank_in_chunks(
     *,
     row_C: NDArray[Any],
     k: int,
-    chunk_queries: int,
+    queries_per_chunk: int,
     on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
-    """Build the ranking from the columns of the top lists and the positions of the targets of each chunk.
+    """Divide the queries into chunks, rank each chunk with `rank_chunks`, and return the combined ranking.
 
     rank_chunks: function that returns the result of each chunk. Its arguments have an entry per chunk: the slice of the
         queries, the columns of their seen items, and the columns of their targets.
@@ -160,7 +160,7 @@ def rank_in_chunks(
     num_queries, num_items = len(queries.targets), len(row_C)
     pairs = queries.ranked_pairs(num_items=num_items)
     column_I = np.argsort(row_C)
-    chunks = list(chunk_slices(num_queries, length=chunk_queries))
+    chunks = list(chunk_slices(num_queries, length=queries_per_chunk))
     seen_by_chunk, targets_by_chunk = (
         [columns.slice(chunk.start, chunk.stop) for chunk in chunks]
         for columns in (JaggedArray(items.offset, column_I[items.values_L]) for items in (pairs.seen, pairs.targets))

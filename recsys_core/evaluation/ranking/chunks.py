@@ -89,7 +89,7 @@ class Grid:
         """Number of columns of a block: whole tiles, and the first block contains the first k columns."""
         return self._round_up_to_tiles(max(BLOCK_COLUMNS, BOUND_COLUMNS, self.k))
 
-    def chunk_queries(self, *, on_gpu: bool) -> int:
+    def queries_per_chunk(self, *, on_gpu: bool) -> int:
         """Return the number of queries of a chunk."""
         if on_gpu:
             return max(1, min(MAX_CHUNK_QUERIES, GPU_CHUNK_SCORES // max(1, min(self.num_columns, self.block_columns))))

@@ -1,4 +1,4 @@
-"""Rankings of the items for the held-out users, by the model and by pretrained vectors (zero-shot), computed by the ranks.
+"""Rankings for the held-out users by the model and by pretrained vectors (zero-shot), which all ranks compute together.
 
 Each rank computes the rankings for its share of the users, and all item vectors travel to all ranks in blocks. A rank
 holds its own query vectors and item vectors, one block, and the top lists. If the positions of the targets are needed, the
@@ -55,7 +55,7 @@ class PartOfRanking:
     target_count_W: Int64Array
 
 
-def rank_on_ranks(
+def rank_collectively(
     queries: Queries,
     *,
     items: EncodedRows,
@@ -79,9 +79,10 @@ def rank_on_ranks(
     on_gpu = process.device.type == "cuda"
     grid, row_C = Grid.of(len(candidate_rows), k=k, top_only=top_only), tie_order(len(candidate_rows))
     columns = TravellingColumns(items, item_row_C=candidate_rows[row_C], block_columns=grid.block_columns, process=process)
-    query_count_W, chunk_queries = gather_counts(len(queries.targets), process=process), grid.chunk_queries(on_gpu=on_gpu)
+    query_count_W = gather_counts(len(queries.targets), process=process)
+    queries_per_chunk = grid.queries_per_chunk(on_gpu=on_gpu)
     padded_queries, query_range = _pad_to_whole_chunks(
-        queries, query_count_W=query_count_W, rank=process.rank, chunk_queries=chunk_queries
+        queries, query_count_W=query_count_W, rank=process.rank, queries_per_chunk=queries_per_chunk
     )
     with nullcontext() if on_gpu else worker_threads(min(grid.num_held_columns, grid.block_columns)) as pool:
         map_chunks = map if pool is None else pool.map
@@ -101,26 +102,26 @@ def rank_on_ranks(
                         on_chunk_ranked()
             return [ranked_chunk.result() for ranked_chunk in ranked_chunks]
 
-        ranking = rank_in_chunks(padded_queries, rank_chunks, row_C=row_C, k=grid.k, chunk_queries=chunk_queries)
+        ranking = rank_in_chunks(padded_queries, rank_chunks, row_C=row_C, k=grid.k, queries_per_chunk=queries_per_chunk)
     target_count_W = gather_counts(len(ranking.position_T), process=process)
     return PartOfRanking(ranking.top_BK[query_range], ranking.position_T, query_count_W, target_count_W)
 
 
 def _pad_to_whole_chunks(
-    queries: Queries, *, query_count_W: Int64Array, rank: int, chunk_queries: int
+    queries: Queries, *, query_count_W: Int64Array, rank: int, queries_per_chunk: int
 ) -> tuple[Queries, slice]:
     """Return the queries padded to whole chunks, and the range of this rank's queries among them.
 
     The queries of all ranks together are divided into chunks, so the first and the last chunk of this rank can also contain
-    queries of other ranks. Copies of this rank's first query replace those. Each query then has the same place in a matrix
-    product of the same shape for any number of ranks.
+    queries of other ranks. Copies of this rank's first query replace these queries. Each query then has the same place in a
+    matrix product of the same shape for any number of ranks.
     """
     num_queries, first_query = int(query_count_W[rank]), int(query_count_W[:rank].sum())
     if num_queries == 0:
         return queries, slice(0, 0)
     query_end = first_query + num_queries
-    num_padding_before = first_query % chunk_queries
-    num_padding_after = min(int(query_count_W.sum()), -(-query_end // chunk_queries) * chunk_queries) - query_end
+    num_padding_before = first_query % queries_per_chunk
+    num_padding_after = min(int(query_count_W.sum()), -(-query_end // queries_per_chunk) * queries_per_chunk) - query_end
     query_index_B = np.pad(np.arange(num_queries), (num_padding_before, num_padding_after))
     padded_queries = Queries(
         query_BD=queries.query_BD[torch.from_numpy(query_index_B)],
@@ -137,7 +138,7 @@ def _pad(lists: JaggedArray, num_padding_before: int, num_padding_after: int) ->
 
 
 class RankingWriter:
-    """The rankings of all ranks, which they write to one file together.
+    """Writer of the rankings. All ranks together write each file.
 
     Attributes:
         settings: see ExportManifest.
@@ -191,13 +192,13 @@ class RankingWriter:
     def _write(self, queries: Queries, split: EvaluationSplit, *, items: EncodedRows, ranker: Ranker) -> None:
         """Collective. Rank all items and the cold items for this rank's queries, and write the files, see ExportManifest."""
         process, settings, num_items = self._encoder.process, self.settings, self._encoder.spec.num_items
-        rank_candidates = partial(rank_on_ranks, items=items, process=process, on_chunk_ranked=self._writer.touch_heartbeat)
+        rank_candidates = partial(rank_collectively, items=items, process=process, on_chunk_ranked=self._writer.touch_heartbeat)
         ranking = rank_candidates(
             queries.known(), candidate_rows=np.arange(num_items), k=settings.k, top_only=settings.top_only
         )
         cold_row_C = cold_rows(self._encoder.store, split)
-        queries_of_cold = queries_with_cold_targets(queries, cold_row_C, num_items=num_items).known()
-        cold_ranking = rank_candidates(queries_of_cold, candidate_rows=cold_row_C, k=0, top_only=False)
+        cold_queries = queries_with_cold_targets(queries, cold_row_C, num_items=num_items).known()
+        cold_ranking = rank_candidates(cold_queries, candidate_rows=cold_row_C, k=0, top_only=False)
         for content, own_array, count_W, dtype in (
             ("top", ranking.top_BK, ranking.query_count_W, np.int32),
             ("positions", ranking.position_T, ranking.target_count_W, np.int64),

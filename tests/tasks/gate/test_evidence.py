@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.comparison.decision import decide, missing_evidence
 from recsys_core.comparison.rules import Margin, PairedBootstrap
-from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
+from recsys_core.evaluation.metrics import COMPARED_METRICS, UserMetrics
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
 from tasks.gate.sample import ServedMetrics
 from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED
@@ -25,7 +25,7 @@ def metrics_of(
     rows, middle = np.arange(len(hit_U)), len(hit_U) // 2
 
     def user_metrics(part: slice) -> UserMetrics:
-        return UserMetrics(rows[part], {name: hit_U[part].astype(np.float64) for name in SERVED_METRICS})
+        return UserMetrics(rows[part], {name: hit_U[part].astype(np.float64) for name in COMPARED_METRICS})
 
     slices = {"light users": user_metrics(slice(0, middle)), "heavy users": user_metrics(slice(middle, None))}
     slices["new users"] = user_metrics(slice(0, 0))
@@ -83,7 +83,7 @@ def test_a_version_that_is_worse_on_one_slice_alone_is_refused() -> None:
 
 def test_a_slice_with_too_few_users_is_reported_and_does_not_prevent_a_promotion() -> None:
     new_version, champion = metrics_of(hits(0.2, num_users=5_000)), metrics_of(hits(0.2, num_users=5_000))
-    small_slice = {"cold items": UserMetrics(np.arange(9), {name: np.zeros(9) for name in SERVED_METRICS})}
+    small_slice = {"cold items": UserMetrics(np.arange(9), {name: np.zeros(9) for name in COMPARED_METRICS})}
     new_version, champion = (version._replace(user_metrics_by_slice=small_slice) for version in (new_version, champion))
     evidence = version_evidence(CONFIG, new_version, champion, baseline="version 7", spent_drop=0)
     assert [(item.subject, item.comparison.outcome) for item in evidence if item.comparison.outcome != "accepted"] == [
@@ -95,7 +95,7 @@ def test_a_slice_with_too_few_users_is_reported_and_does_not_prevent_a_promotion
 def test_slices_with_too_few_users_do_not_make_the_other_comparisons_stricter() -> None:
     new_version, champion = metrics_of(hits(0.2, num_users=5_000)), metrics_of(hits(0.21, num_users=5_000))
     small_slices = {
-        f"brand {brand}": UserMetrics(np.arange(9), {name: np.zeros(9) for name in SERVED_METRICS}) for brand in range(50)
+        f"brand {brand}": UserMetrics(np.arange(9), {name: np.zeros(9) for name in COMPARED_METRICS}) for brand in range(50)
     }
     versions_with_small_slices = [
         version._replace(user_metrics_by_slice=version.user_metrics_by_slice | small_slices)
@@ -111,7 +111,7 @@ def test_slices_with_too_few_users_do_not_make_the_other_comparisons_stricter() 
 
 def brand_slices(version: ServedMetrics, hit_U: np.ndarray, *, num_slice_users: int) -> ServedMetrics:
     """Return the metrics of a version with a single slice, by the feature brand, that consists of the first users."""
-    users = UserMetrics(np.arange(num_slice_users), {name: hit_U[:num_slice_users].astype(float) for name in SERVED_METRICS})
+    users = UserMetrics(np.arange(num_slice_users), {name: hit_U[:num_slice_users].astype(float) for name in COMPARED_METRICS})
     return version._replace(user_metrics_by_slice={"item.brand=red": users})
 
 
@@ -199,7 +199,7 @@ def test_a_first_version_that_beats_popularity_but_not_the_nearest_neighbours_of
 
 def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> None:
     new_version = metrics_of(np.ones(1_000, bool))
-    baseline = UserMetrics(np.arange(600, 2_000), {name: np.zeros(1_400) for name in SERVED_METRICS})
+    baseline = UserMetrics(np.arange(600, 2_000), {name: np.zeros(1_400) for name in COMPARED_METRICS})
     (item,) = baseline_evidence(CONFIG, new_version, {"popularity": baseline})
     assert (item.comparison.num_users, item.comparison.outcome) == (400, "accepted")
 

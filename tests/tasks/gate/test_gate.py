@@ -15,7 +15,7 @@ from recsys_core.comparison.rules import PairedBootstrap
 from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.evaluation.config import FeatureSlice
-from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
+from recsys_core.evaluation.metrics import COMPARED_METRICS, UserMetrics
 from recsys_core.manifests import IngestedFeature, RegistrationManifest
 from tasks.gate import gate, version_tester
 from tasks.gate.sample import Answers, ServedSample
@@ -175,7 +175,7 @@ def test_if_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_
     register_version(stages(), context_of(workspace, "one"))
     package_copy = shutil.copytree(package_folder(workspace, "1"), workspace / "kept")
     flip_a_bit(workspace, "1")
-    perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
+    perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in COMPARED_METRICS})
     monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": perfect})
     baselines: tuple[str, ...] = ("popularity",)
     with pytest.raises(
@@ -275,7 +275,7 @@ def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_t
     workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(stages(), context_of(workspace, "one"))
-    perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
+    perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in COMPARED_METRICS})
     monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": perfect})
     worse_registration = register_version(stages(), context_of(workspace, "two"), baselines=("popularity",))
     assert (worse_registration.state_name, version_by_alias(connect(workspace))["champion"]) == ("NotPromoted", "1")

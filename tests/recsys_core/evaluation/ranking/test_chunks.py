@@ -50,8 +50,10 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
                 process_block(*block)
         return cpu_chunk.result()
 
-    chunk_queries = grid.chunk_queries(on_gpu=False)
-    block_ranking = rank_in_chunks(queries, partial(map, rank_chunk), row_C=row_C, k=grid.k, chunk_queries=chunk_queries)
+    queries_per_chunk = grid.queries_per_chunk(on_gpu=False)
+    block_ranking = rank_in_chunks(
+        queries, partial(map, rank_chunk), row_C=row_C, k=grid.k, queries_per_chunk=queries_per_chunk
+    )
     np.testing.assert_array_equal(block_ranking.top_BK, whole_ranking.top_BK)
     np.testing.assert_array_equal(block_ranking.position_T, whole_ranking.position_T)
 

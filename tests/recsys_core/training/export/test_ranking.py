@@ -9,7 +9,7 @@ import torch
 from recsys_core.evaluation.ranking import chunks
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.evaluation.ranking.served import among_candidates
-from recsys_core.training.export.ranking import rank_on_ranks
+from recsys_core.training.export.ranking import rank_collectively
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.evaluation.ranking.random_queries import random_queries_and_items
 from tests.recsys_core.training.export.shares import share_of
@@ -32,7 +32,7 @@ def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]
         ("top", own_queries, np.arange(NUM_ITEMS), K, True),
         ("cold", own_queries_of_cold_items, COLD_ROW_C, 0, False),
     ):
-        ranking = rank_on_ranks(
+        ranking = rank_collectively(
             ranked_queries, items=items, candidate_rows=candidate_rows, k=k, top_only=top_only, process=process
         )
         assert len(ranking.top_BK) == ranking.query_count_W[rank] and len(ranking.position_T) == ranking.target_count_W[rank]

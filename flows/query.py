@@ -34,8 +34,8 @@ class QueryAnswer(Frozen):
 
     Attributes:
         known_user: whether the user is in the vocabulary of the model; False without --user.
-        fallback: what the items are computed from if the model does not know the user. None if it knows the user, or if the
-            package has no users. See recsys_core.serving.answers.FALLBACKS.
+        fallback: source of the items of an unknown user, see recsys_core.serving.answers.FALLBACKS. None for a known user, and
+            for a package without users.
         num_unknown_items: number of items of --history that are not in the catalogue.
     """
 
@@ -64,8 +64,8 @@ def recommend(
         item: id of an item. The returned items are similar to this item. `user` and `history` must be None.
 
     Raises:
-        InputError: an id is invalid, the item is unknown, there is neither a user, a history nor an item, or there is an item
-            together with a user or a history.
+        InputError: an id is invalid, the item is unknown, or the arguments are neither `item` alone nor `user`, `history` or
+            both.
     """
     if (item is None) == (user is None and history is None):
         raise InputError("pass --user, --history or both; or --item alone")
@@ -96,7 +96,7 @@ def recommend_many(config: PipelineConfig, *, folder: Path, model_uri: str | Non
     A second process in the same workspace waits for the first one, and then loads the version that is champion at that time.
 
     Args:
-        model_uri: version that recommends; None means the champion.
+        model_uri: URI of the version; None means the champion.
     """
     from tasks.delivery.recommendations import write_recommendations  # imports torch and FAISS
     from tasks.progress.reporting import show_bar

@@ -83,7 +83,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
         config, first_settings = with_search_space(config, dataset)
         run = Run(_study_name(config, dataset), workspace=workspace, parent=TUNING_FOLDER_NAME)
         context = StageContext(run, experiment=config.registry.experiment)
-        study = open_study(tuning, folder=run.folder)
+        study = open_study(run.folder)
         dump_config(config, run.config_file)
         study_result = StudyResult(run.folder, metric, finished_trials(study))
         LOG.info("%-20s %s, %d of %d trials done", "study", run.folder, len(study_result.trials), tuning.trials)

@@ -13,15 +13,15 @@ from ruamel.yaml.error import YAMLError
 from recsys_core.errors import InputError, first_line, printable
 
 MAX_DEPTH = 32
-"""Nesting depth of groups and lists; a config has eight levels."""
+"""Largest nesting depth of groups and lists. The settings need far fewer levels."""
 
 
-class _Constructor(SafeConstructor):
-    """Constructor of plain values."""
+class _StringDateConstructor(SafeConstructor):
+    """Constructor that reads dates and the scalar `=` as strings."""
 
 
 for _type in ("timestamp", "value"):
-    _Constructor.add_constructor(f"tag:yaml.org,2002:{_type}", SafeConstructor.construct_yaml_str)
+    _StringDateConstructor.add_constructor(f"tag:yaml.org,2002:{_type}", SafeConstructor.construct_yaml_str)
 
 
 def load(text: str, *, subject: str) -> Any:
@@ -34,7 +34,7 @@ def load(text: str, *, subject: str) -> Any:
         InputError: the text is not YAML, or is nested too deep. The message starts with `subject`.
     """
     yaml = YAML(typ="safe", pure=True)
-    yaml.Constructor, yaml.max_depth = _Constructor, MAX_DEPTH
+    yaml.Constructor, yaml.max_depth = _StringDateConstructor, MAX_DEPTH
     try:
         return yaml.load(text)
     except (YAMLError, ValueError) as error:  # int() raises ValueError for a number of thousands of digits

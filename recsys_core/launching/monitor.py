@@ -71,8 +71,8 @@ class Monitor:
 
     @property
     def _has_succeeded(self) -> bool:
-        ended_hosts = self._folder.end_reports()
-        return len(ended_hosts) == self._layout.num_hosts and not any(report.has_failed for report in ended_hosts)
+        end_reports = self._folder.end_reports()
+        return len(end_reports) == self._layout.num_hosts and not any(report.has_failed for report in end_reports)
 
     def _time_limit(self) -> tuple[float, str]:
         """Return the longest duration of the phase in seconds, and the setting that limits it."""
@@ -110,9 +110,9 @@ class Monitor:
         return sorted(set(range(self._layout.num_hosts)) - self._folder.ready_reports().keys())
 
     def _failure_error(self, group: HostGroup) -> InputError | StageError:
-        failed_hosts = [report for report in self._folder.end_reports() if report.has_failed]
-        if failed_hosts:
-            return error_from_failures(failed_hosts, num_hosts=self._layout.num_hosts, folder=self._folder)
+        failure_reports = [report for report in self._folder.end_reports() if report.has_failed]
+        if failure_reports:
+            return error_from_failures(failure_reports, num_hosts=self._layout.num_hosts, folder=self._folder)
         self._raise_printed_error(group)
         if free_bytes(self._folder.path) < MIN_STAGE_BYTES:
             return disk_full_error(self._folder.path, reason="the output of hosts and ranks does not fit")

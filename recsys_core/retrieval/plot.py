@@ -21,7 +21,7 @@ def plot_indexes(index: IndexManifest, path: Path) -> Path:
 
 
 def draw_indexes(index: IndexManifest) -> "Figure":
-    """Draw a point per index at its recall and latency, and a curve of its tried settings. The served index is filled."""
+    """Draw a point per index at its recall and latency, filled for the served index, and a curve of its tried settings."""
     report_by_kind, served_kind = index.reports, index.served_index
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes", size=(6.4, 4.4))

@@ -27,12 +27,12 @@ VERSION_KEY = "version"
 """Key of the model config for the number of the version, which its answers contain."""
 
 LOGGED_MODELS_FILE_NAME = "logged-models.sha256"
-"""File of a workspace with the sha256 of each model that its runs logged to the MLflow of the workspace.
+"""File with the sha256 of each model that a run of the workspace logged to the workspace's MLflow.
 
 A model contains code. MLflow's server can change versions and artifacts, but not this file.
 """
 _UNHASHED_NAMES = ("registered_model_meta", "__pycache__")
-"""Names that the sha256 ignores: a file that MLflow writes when it loads a version, and bytecode, which is removed before."""
+"""Names that the sha256 ignores: a file that MLflow writes when it loads a version, and bytecode, which is removed first."""
 
 
 class LoadedVersion(NamedTuple):
@@ -79,17 +79,17 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
             f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
             "register a version with `nightjar run`"
         )
-    location = redacted(f"models:/{model_name}/{version_number}: cannot be loaded from {client.tracking_uri}")
+    failure_text = redacted(f"models:/{model_name}/{version_number}: cannot be loaded from {client.tracking_uri}")
     try:
         model = load_model(f"models:/{model_name}/{version_number}", client=client, workspace=workspace)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise InputError(f"{location}: {redacted(error.message)}") from None
+            raise InputError(f"{failure_text}: {redacted(error.message)}") from None
         raise tracking_error(error, uri=client.tracking_uri) from None
     except NightjarError:
         raise
     except Exception as error:  # any error of a damaged model
-        raise StageError(f"{location}: {redacted(f'{type(error).__name__}: {error}')}") from None
+        raise StageError(f"{failure_text}: {redacted(f'{type(error).__name__}: {error}')}") from None
     return LoadedVersion(model.unwrap_python_model().retriever, model_name, version_number)
 
 
@@ -174,7 +174,7 @@ def _require_logged_model(folder: Path, workspace: Path, uri: str) -> None:
         raise _untrusted_error(uri, f"{folder} has the sha256 {sha256[:12]}, which is not in {hashes_file}")
 
 
-def _untrusted_error(uri: str, problem: str) -> Exception:
+def _untrusted_error(uri: str, problem: str) -> StageError:
     return StageError(
         f"{uri}: no run of this workspace logged this model: {problem}; the code of the model was not executed; register a new "
         "version with `nightjar run`, and delete this version"

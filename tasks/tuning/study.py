@@ -39,7 +39,7 @@ ENDING_BY_STATE: dict[TrialState, TrialEnding] = {
 }
 """Endings, in the order in which the trials are listed."""
 REDUCTION_FACTOR = 2
-"""After 1, 2, 4, ... epochs, a trial continues if it is among the best half of the trials with as many epochs."""
+"""After 1, 2, 4, ... epochs, a trial continues if it is among the best half of the trials that reached this epoch."""
 _STATUS_BY_ENDING = {"complete": RunStatus.FINISHED, "pruned": RunStatus.KILLED, "failed": RunStatus.FAILED}
 
 
@@ -80,8 +80,8 @@ class FinishedTrial(Frozen):
         )
 
 
-def open_study(config: TuningConfig, *, folder: Path) -> optuna.Study:
-    """Open the study in `folder`, which searches for the highest metric, or create it."""
+def open_study(folder: Path) -> optuna.Study:
+    """Open the study in `folder`, or create it. A study searches for the highest metric."""
     create_own_folder(folder)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna.create_study(
@@ -101,7 +101,7 @@ def finished_trials(study: optuna.Study) -> list[FinishedTrial]:
 
 
 def start_trial(study: optuna.Study, config: TuningConfig, *, first_settings: Sequence[Mapping[str, Any]] = ()) -> optuna.Trial:
-    """Resume the interrupted trial, or start a new trial. The user attribute `settings` of the trial has its settings.
+    """Resume the interrupted trial, or start a new trial. Its user attribute `settings` has its settings.
 
     Args:
         first_settings: settings of the first trials, in order. The sampler chooses the settings of later trials.
@@ -204,7 +204,7 @@ def fail_trial(study: optuna.Study, trial: optuna.Trial, *, reason: str) -> None
 def _remove_all_but_metrics_and_logs(folder: Path) -> None:
     """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training.
 
-    A folder that is a link is left alone.
+    Nothing is moved or removed if a folder of the training is a link.
     """
     train_folder, work_folder = folder / "train", folder / "train.work"
     if train_folder.is_symlink() or work_folder.is_symlink():

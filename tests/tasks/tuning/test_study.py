@@ -27,11 +27,11 @@ CONFIG = TuningConfig(
 
 def test_a_study_that_is_interrupted_in_each_trial_has_the_same_settings_as_an_uninterrupted_study(tmp_path: Path) -> None:
     def settings_of_trials(folder: Path, *, is_interrupted: bool) -> list[dict[str, Any]]:
-        study = open_study(CONFIG, folder=folder)
+        study = open_study(folder)
         for number in range(12):  # the settings of trials 10 and 11 depend on earlier results
             if is_interrupted:
                 start_trial(study, CONFIG)  # and is interrupted
-                study = open_study(CONFIG, folder=folder)
+                study = open_study(folder)
             trial = start_trial(study, CONFIG)
             assert trial.number == number
             study.tell(trial, 1 / (1 + number))
@@ -46,7 +46,7 @@ def test_a_study_that_is_interrupted_in_each_trial_has_the_same_settings_as_an_u
 
 def test_the_first_trials_have_the_given_settings_and_later_trials_have_sampled_settings(tmp_path: Path) -> None:
     first_settings = [{"layers": None, "rate": 0.05, "length": 12}, {"layers": [64, 32], "rate": 0.1, "length": 20}]
-    study = open_study(CONFIG, folder=tmp_path / "study")
+    study = open_study(tmp_path / "study")
     for number in range(4):
         start_trial(study, CONFIG, first_settings=first_settings)  # and is interrupted
         trial = start_trial(study, CONFIG, first_settings=first_settings)
@@ -57,7 +57,7 @@ def test_the_first_trials_have_the_given_settings_and_later_trials_have_sampled_
 
 
 def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_continues_it(tmp_path: Path) -> None:
-    study = open_study(CONFIG, folder=tmp_path / "study")
+    study = open_study(tmp_path / "study")
     trained_epochs: list[int] = []
 
     def train(on_progress: Callable[[Progress], None]) -> Any:
@@ -87,7 +87,7 @@ def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_co
 
 
 def test_a_complete_trial_ranks_before_a_pruned_one_with_a_better_metric(tmp_path: Path) -> None:
-    study = open_study(CONFIG, folder=tmp_path / "study")
+    study = open_study(tmp_path / "study")
     fail_trial(study, start_trial(study, CONFIG), reason="the loss is nan")
     pruned_trial = start_trial(study, CONFIG)
     pruned_trial.report(0.9, 1)
@@ -105,7 +105,7 @@ def test_a_complete_trial_ranks_before_a_pruned_one_with_a_better_metric(tmp_pat
 
 
 def test_the_history_can_be_plotted_before_and_after_the_first_complete_trial(tmp_path: Path) -> None:
-    study = open_study(CONFIG, folder=tmp_path / "study")
+    study = open_study(tmp_path / "study")
     fail_trial(study, start_trial(study, CONFIG), reason="the loss is nan")
     for name in ("failed.png", "complete.png"):
         plot_history(study, metric="ndcg@10", path=tmp_path / name)
@@ -114,7 +114,7 @@ def test_the_history_can_be_plotted_before_and_after_the_first_complete_trial(tm
 
 
 def test_a_trial_is_pruned_after_1_2_or_4_epochs_unless_it_is_in_the_better_half(tmp_path: Path) -> None:
-    study = open_study(CONFIG, folder=tmp_path / "study")
+    study = open_study(tmp_path / "study")
 
     def run_trial_with_metrics(metric_by_epoch: Sequence[float]) -> tuple[str, int]:
         """Run a trial that measures these metrics. Return how the trial ends, and its number of epochs."""
@@ -157,7 +157,7 @@ def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, link_name:
     folder = tmp_path / "trial"
     folder.mkdir()
     (folder / link_name).symlink_to(archive)
-    study = open_study(CONFIG, folder=tmp_path / "study")
+    study = open_study(tmp_path / "study")
     trial = start_trial(study, CONFIG)
     run_trial.fn(study, trial, failing_training, metric="ndcg@10", startup_trials=3, deadline_s=inf, folder=folder, label="1")
     assert [(trial.ending, trial.reason) for trial in finished_trials(study)] == [("failed", "rank 0 failed")]

@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 
 from flows.settings import yaml_loader
 from recsys_core.disk import used_bytes
-from recsys_core.manifests import STAGES, StageName, read_unchecked_manifest
+from recsys_core.manifests import STAGES, Manifest, StageName, read_unchecked_manifest
 from tests.drills.interrupted_run import ROOT
 from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, start_run_folder, write_config_of_every_stage
 
@@ -25,8 +23,8 @@ DISK_MIB = 96
 PATIENCE_S = 600.0
 BOOKKEEPING_BYTES = 2**15
 """Disk space for the locks, the config and the record of a run."""
-MIN_PARTIAL_BYTES = 2**17
-"""A larger stage starts and fills the disk. A smaller stage does not start, because less than 64 KiB are free."""
+MIN_STARTED_STAGE_BYTES = 2**17
+"""Size above which a stage starts and fills the disk. For a smaller stage, too little space is free for a start."""
 FILES_WITH_TIMES = ("metrics.jsonl", "checkpoint/.metadata", "checkpoint/job.json", "checkpoint/manifest.json")
 """Files of the training that contain times or paths."""
 RUN_STAGES_SCRIPT = """
@@ -46,17 +44,19 @@ with embedded_server() as server, prefect_session(server, flow_path, log_file=lo
     run = disk / "workspace/runs" / RUN_ID
     state = flow(str(config_path), resume=RUN_ID, return_state=True)
     print(json.dumps({"state": state.name, "message": state.message}), flush=True)
-    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{config_path.parent}/second.db"  # the default artifacts are on the disk
-    for stage, kind in STAGES.items():
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{config_path.parent}/second.db"  # its artifacts are on the disk
+    for stage, manifest_type in STAGES.items():
         arguments = {"overrides": (f"workspace={disk}/workspace",), "resume": RUN_ID, "until": stage}
         filler = fill(disk, bytes_left=bytes_to_leave(stage, reference))
-        full = flow(str(config_path), **arguments, return_state=True)
+        full_disk_state = flow(str(config_path), **arguments, return_state=True)
         folders = [name for name in (stage, f"{stage}.tmp") if (run / name).exists()]
         filler.unlink()
         state = flow(str(config_path), **arguments, return_state=True)
-        answer = {"stage": stage, "full": full.name, "message": full.message, "folders": folders, "state": state.name}
-        answer |= {"checksums": checksums_of(run / stage, kind), "expected": checksums_of(reference / stage, kind)}
-        print(json.dumps(answer | {"end": state.message}), flush=True)
+        answer = {"stage": stage, "full_disk_state": full_disk_state.name, "error": full_disk_state.message}
+        answer |= {"folders": folders, "state": state.name, "message": state.message}
+        answer["checksums"] = checksums_of(run / stage, manifest_type)
+        answer["expected"] = checksums_of(reference / stage, manifest_type)
+        print(json.dumps(answer), flush=True)
 """
 
 
@@ -83,21 +83,17 @@ def fill(disk: Path, *, bytes_left: int) -> Path:
 
 
 def bytes_to_leave(stage: StageName, run: Path) -> int:
-    """Return a free space with which `stage` can begin but cannot end.
-
-    Args:
-        run: folder of a complete run, whose stage has the expected size.
-    """
+    """Return a free space in which `stage` does not fit. run: folder of a complete run."""
     stage_bytes = used_bytes(run.parents[1] / "mlartifacts" if stage == "register" else run / stage)
-    return BOOKKEEPING_BYTES + (stage_bytes // 2 if stage_bytes > MIN_PARTIAL_BYTES else 0)
+    return BOOKKEEPING_BYTES + (stage_bytes // 2 if stage_bytes > MIN_STARTED_STAGE_BYTES else 0)
 
 
-def checksums_of(folder: Path, kind: Any) -> dict[str, str]:
+def checksums_of(folder: Path, manifest_type: type[Manifest]) -> dict[str, str]:
     """Return the sha256 of the stage's files.
 
     Files that contain times are left out, and also the parts of the coded log, whose rows DuckDB writes in any order.
     """
-    manifest = read_unchecked_manifest(folder, kind)
+    manifest = read_unchecked_manifest(folder, manifest_type)
     files = {} if manifest is None else manifest.files
     return {name: record.sha256 for name, record in files.items() if not name.startswith(("parts/", *FILES_WITH_TIMES))}
 
@@ -105,11 +101,16 @@ def checksums_of(folder: Path, kind: Any) -> dict[str, str]:
 def write_short_config(folder: Path) -> Path:
     """Write the config of a pipeline that trains one epoch on one rank."""
     config_path = write_config_of_every_stage(folder)
-    config = YAML(typ="safe", pure=True).load(config_path.read_text())
+    config = yaml_loader.load(config_path.read_text(), subject="config")
     config["training"] |= {"epochs": 1}
     config["sharding"] = {"cluster": {"processes_per_node": 1}}
     config_path.write_text(yaml_loader.dump(config))
     return config_path
+
+
+def environment_without_servers() -> dict[str, str]:
+    """Return the environment without the addresses and settings of Prefect and MLflow servers."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
 
 
 def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_completes_the_run(
@@ -118,11 +119,10 @@ def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_comp
     config_path = write_short_config(tmp_path)
     for workspace in (tmp_path / "workspace", disk / "workspace"):
         start_run_folder(config_path, workspace=workspace)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     process = subprocess.run(
         [sys.executable, "-c", RUN_STAGES_SCRIPT, str(config_path), str(disk)],
         cwd=ROOT,
-        env=environment,
+        env=environment_without_servers(),
         capture_output=True,
         text=True,
     )
@@ -132,32 +132,37 @@ def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_comp
     assert [answer["stage"] for answer in answers] == list(STAGES)
     for answer in answers:
         stage = answer["stage"]
-        assert (answer["full"], answer["folders"]) == ("Failed", []), answer
-        assert f"{disk}" in answer["message"] and "GiB free; free some space" in answer["message"], answer
+        assert (answer["full_disk_state"], answer["folders"]) == ("Failed", []), answer
+        assert f"{disk}" in answer["error"] and "GiB free; free some space" in answer["error"], answer
         assert answer["state"] == ("Promoted" if stage == "register" else "StoppedEarly"), answer
         if stage != "register":  # files of register contain the id of the MLflow run
             assert answer["checksums"] == answer["expected"] != {}, stage
 
 
-def nightjar(config_path: Path, *arguments: str) -> "subprocess.Popen[str]":
-    """Start a run with its workspace, and the databases of the embedded servers, on the disk."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    command = [*NIGHTJAR, "run", str(config_path), *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_nightjar(config_path: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """Start `nightjar run` with the embedded servers."""
+    return subprocess.Popen(
+        [*NIGHTJAR, "run", str(config_path), *arguments],
+        cwd=ROOT,
+        env=environment_without_servers(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-def test_the_databases_of_the_servers_on_a_full_disk_end_the_run_with_one_message(tmp_path: Path, disk: Path) -> None:
+def test_a_disk_that_is_full_under_the_server_databases_ends_the_run_with_one_message(tmp_path: Path, disk: Path) -> None:
     config_path = write_short_config(tmp_path)
     workspace_option = f"--set=workspace={disk}/workspace"
     filler = fill(disk, bytes_left=2**20)
-    _, error = (failed_run := nightjar(config_path, workspace_option)).communicate(timeout=PATIENCE_S)
+    _, error = (failed_run := start_nightjar(config_path, workspace_option)).communicate(timeout=PATIENCE_S)
     assert failed_run.returncode == 2, error
     assert f"{disk}/workspace: the embedded Prefect server with its database takes at least 0.031 GiB" in error
     assert not list(disk.glob("workspace/runs/*"))
     filler.unlink()
 
     run = start_run_folder(config_path, workspace=disk / "workspace")
-    interrupted_run = nightjar(config_path, workspace_option, "--resume", RUN_ID)
+    interrupted_run = start_nightjar(config_path, workspace_option, "--resume", RUN_ID)
     deadline = time.monotonic() + PATIENCE_S
     while not any((run / "train.work" / "checkpoints").glob("step-*[0-9]")):
         assert interrupted_run.poll() is None, interrupted_run.communicate()[1]
@@ -170,7 +175,7 @@ def test_the_databases_of_the_servers_on_a_full_disk_end_the_run_with_one_messag
     assert not (run / "train").exists()
     filler.unlink()
 
-    output, error = (resumed_run := nightjar(config_path, workspace_option, "--resume", RUN_ID, "--json")).communicate(
+    output, error = (resumed_run := start_nightjar(config_path, workspace_option, "--resume", RUN_ID, "--json")).communicate(
         timeout=PATIENCE_S
     )
     assert resumed_run.returncode == 0, error

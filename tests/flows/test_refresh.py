@@ -88,7 +88,7 @@ def test_a_refresh_without_changed_items_succeeds_and_registers_nothing(config_p
     assert (state.name, version_by_alias(client)) == ("Unchanged", {"champion": "1"})
 
 
-def test_a_promoted_refresh_is_delivered_and_its_state_names_the_problems(
+def test_a_promoted_refresh_is_delivered_and_its_state_names_the_delivery_problems(
     config_path: Path, client: MlflowClient, parent_pipeline: SmallPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delivered_configs = []

@@ -17,7 +17,7 @@ from recsys_core.ingest.log.split_config import FileSplit
 
 NUM_EVENTS = 1_000
 RANDOM = np.random.default_rng(0)
-SECONDS = 1_700_000_000 + np.arange(NUM_EVENTS)
+TIMES_S = 1_700_000_000 + np.arange(NUM_EVENTS)
 
 
 def random_ids(num_distinct: int) -> np.ndarray:
@@ -34,8 +34,8 @@ def guess(folder: Path, **inputs: str) -> tuple[PipelineConfig, dict[str, str]]:
     return guess_config(starter_config(), InitInputs(**inputs), config_folder=folder)
 
 
-def guess_log(folder: Path, columns: dict[str, object], **named: str) -> tuple[InteractionsConfig, dict[str, str]]:
-    config, notes = guess(folder, log=write_parquet(folder / "log.parquet", **columns), **named)
+def guess_log(folder: Path, columns: dict[str, object], **inputs: str) -> tuple[InteractionsConfig, dict[str, str]]:
+    config, notes = guess(folder, log=write_parquet(folder / "log.parquet", **columns), **inputs)
     return config.interactions, notes
 
 
@@ -43,22 +43,22 @@ def unknown_settings(notes: dict[str, str]) -> list[str]:
     return [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
 
 
-def columns_of(log: InteractionsConfig) -> tuple[str, str, str | None]:
-    return log.user_column, log.item_column, log.timestamp_column
+def columns_of(interactions: InteractionsConfig) -> tuple[str, str, str | None]:
+    return interactions.user_column, interactions.item_column, interactions.timestamp_column
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> str:
+def log_path(tmp_path: Path) -> str:
     return write_parquet(
         tmp_path / "ratings.parquet", userId=[1, 2], movieId=[7, 8], rating=[1.0, 5.0], timestamp=[1_700_000_000_000] * 2
     )
 
 
-def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log: str) -> None:
+def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log_path: str) -> None:
     items = write_parquet(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
     vectors = write_parquet(tmp_path / "vectors.parquet", item_id=[7], values=vector)
-    config, notes = guess(tmp_path, log=log, items=items, vectors=vectors)
+    config, notes = guess(tmp_path, log=log_path, items=items, vectors=vectors)
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
     loaded = load_config(config_path)
@@ -66,7 +66,7 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     interactions = loaded.interactions
     assert columns_of(interactions) == ("userId", "movieId", "timestamp")
     assert (interactions.timestamp_unit, interactions.label_column, interactions.label_threshold) == ("ms", "rating", 3.0)
-    assert interactions.paths == (log,)
+    assert interactions.paths == (log_path,)
     assert loaded.embeddings[0].vector_column == "values"
     assert loaded.features is not None and loaded.features.items is not None
     kinds = {feature.name: feature.kind for feature in loaded.features.items.features}
@@ -85,18 +85,18 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
         ("uid", "asin", "date"),
     ],
 )
-def test_columns_are_known_by_their_names(tmp_path: Path, columns: tuple[str, str, str]) -> None:
-    log, notes = guess_log(tmp_path, dict(zip(columns, (random_ids(200), random_ids(50), SECONDS), strict=True)))
-    assert columns_of(log) == columns and unknown_settings(notes) == []
+def test_columns_are_recognised_by_their_names(tmp_path: Path, columns: tuple[str, str, str]) -> None:
+    interactions, notes = guess_log(tmp_path, dict(zip(columns, (random_ids(200), random_ids(50), TIMES_S), strict=True)))
+    assert columns_of(interactions) == columns and unknown_settings(notes) == []
 
 
-def test_a_timestamp_is_preferred_to_an_id_that_could_be_a_time(tmp_path: Path) -> None:
-    columns = {"customer": SECONDS, "item": random_ids(50), "loaded": pa.array(SECONDS, pa.timestamp("s")), "time": SECONDS}
+def test_the_name_decides_between_several_columns_with_times(tmp_path: Path) -> None:
+    columns = {"customer": TIMES_S, "item": random_ids(50), "loaded": pa.array(TIMES_S, pa.timestamp("s")), "time": TIMES_S}
     assert columns_of(guess_log(tmp_path, columns)[0]) == ("customer", "item", "time")
     assert guess_log(tmp_path, columns, time_column="loaded")[0].timestamp_column == "loaded"
 
 
-def test_a_column_that_is_not_known_is_marked_with_the_possible_columns(tmp_path: Path) -> None:
+def test_the_note_of_an_unrecognised_column_lists_the_possible_columns(tmp_path: Path) -> None:
     config, notes = guess(
         tmp_path, log=write_parquet(tmp_path / "log.parquet", a=np.arange(NUM_EVENTS) % 200, b=np.arange(NUM_EVENTS) % 50)
     )
@@ -122,26 +122,26 @@ def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> 
     assert not load_config(config_path).model.history.last_item_feature
     config, _ = guess(
         tmp_path,
-        log=write_parquet(tmp_path / "log.parquet", user=random_ids(200), item=random_ids(50), ts=SECONDS),
+        log=write_parquet(tmp_path / "log.parquet", user=random_ids(200), item=random_ids(50), ts=TIMES_S),
         test=str(tmp_path),
     )
     assert config.interactions.timestamp_column == "ts" and config.model.history.last_item_feature
 
 
-def test_the_columns_that_the_user_names_are_not_guessed(tmp_path: Path) -> None:
-    columns = {"user": random_ids(200), "a": random_ids(300), "b": random_ids(50), "c": SECONDS}
-    log, notes = guess_log(tmp_path, columns, user_column="a", item_column="b", time_column="c")
-    assert columns_of(log) == ("a", "b", "c") and list(notes) == ["interactions.timestamp_unit"]
+def test_columns_from_options_are_not_guessed(tmp_path: Path) -> None:
+    columns = {"user": random_ids(200), "a": random_ids(300), "b": random_ids(50), "c": TIMES_S}
+    interactions, notes = guess_log(tmp_path, columns, user_column="a", item_column="b", time_column="c")
+    assert columns_of(interactions) == ("a", "b", "c") and list(notes) == ["interactions.timestamp_unit"]
     with pytest.raises(InputError, match=r"log.parquet: no column 'usr' \(interactions.user_column\); did you mean 'user'?"):
         guess_log(tmp_path, columns, user_column="usr")
     with pytest.raises(InputError, match="user_column and item_column are both 'a'"):
         guess_log(tmp_path, columns, user_column="a", item_column="a")
 
 
-def test_the_vectors_have_the_id_column_of_the_log(tmp_path: Path) -> None:
-    log = write_parquet(tmp_path / "log.parquet", user=random_ids(200), thing=random_ids(50), ts=SECONDS)
+def test_the_id_column_of_the_vectors_is_the_item_column_of_the_log(tmp_path: Path) -> None:
+    log_path = write_parquet(tmp_path / "log.parquet", user=random_ids(200), thing=random_ids(50), ts=TIMES_S)
     vectors = write_parquet(tmp_path / "vectors.parquet", id=[7], thing=[7], dim_0=[0.5], dim_1=[0.25])
-    config, _ = guess(tmp_path, log=log, vectors=vectors, item_column="thing")
+    config, _ = guess(tmp_path, log=log_path, vectors=vectors, item_column="thing")
     assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("thing", "dim_")
     config, notes = guess(tmp_path, vectors=write_parquet(tmp_path / "none.parquet", id=[7], thing=[7]))
     assert config.embeddings[0].id_column == "id" and unknown_settings(notes) == ["embeddings.vector_column"]

@@ -82,7 +82,7 @@ def untrained_model(job: TrainJob, *, rank: int) -> tuple[DistributedModelParall
     return model, make_optimizer(model, spec=job.spec, config=job.training)
 
 
-def check_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
+def check_warm_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
     """Compare the initial tables and accumulators with <table>.npy and state_<table>.npy in `expected_folder`.
 
     A row of NaN means that the row starts as in a full training.
@@ -99,9 +99,11 @@ def check_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
             torch.from_numpy(np.load(expected_folder / f"{prefix}{name}.npy")) for prefix in ("", "state_")
         )
         shards = table_shards(model.state_dict(), table=name)
-        for shard, old_RC in zip(shards, untrained_shards[name], strict=True):
-            expected_RC = expected_RD[shard.row : shard.row + len(old_RC)]
-            torch.testing.assert_close(shard.weight_RD, torch.where(expected_RC.isnan(), old_RC, expected_RC), rtol=0, atol=0)
+        for shard, untrained_RC in zip(shards, untrained_shards[name], strict=True):
+            expected_RC = expected_RD[shard.row : shard.row + len(untrained_RC)]
+            torch.testing.assert_close(
+                shard.weight_RD, torch.where(expected_RC.isnan(), untrained_RC, expected_RC), rtol=0, atol=0
+            )
         (accumulator,) = accumulator_shards(optimizer, spec=job.spec, table=name)
         expected_R = accumulator_R[accumulator.row : accumulator.row + len(accumulator.values_RC)]
         torch.testing.assert_close(accumulator.values_RC[:, 0], expected_R.nan_to_num(0.0), rtol=0, atol=0)
@@ -122,16 +124,16 @@ def test_rows_accumulators_and_layers_are_carried_over_by_id(
     for table in second_run.spec.tables:
         champion_row_by_value = {value: row for row, value in enumerate(row_values(first_run, table))}
         champion_rows = [champion_row_by_value.get(value) for value in row_values(second_run, table)]
-        has_other_rows = any(old_row not in (None, row) for row, old_row in enumerate(champion_rows))
-        assert has_other_rows != is_continued
+        has_moved_rows = any(champion_row not in (None, row) for row, champion_row in enumerate(champion_rows))
+        assert has_moved_rows != is_continued
         for prefix, expected_prefix in (("table_", ""), ("state_", "state_")):
             champion_array = np.load(champion.export.path(f"{prefix}{table}.npy"))
             expected = np.full((len(champion_rows), *champion_array.shape[1:]), np.nan, np.float32)
-            for row, old_row in enumerate(champion_rows):
-                if old_row is not None:
-                    expected[row] = champion_array[old_row]
+            for row, champion_row in enumerate(champion_rows):
+                if champion_row is not None:
+                    expected[row] = champion_array[champion_row]
             np.save(tmp_path / f"{expected_prefix}{table}.npy", expected)
-        num_carried, num_rows = sum(old_row is not None for old_row in champion_rows), len(champion_rows)
+        num_carried, num_rows = sum(champion_row is not None for champion_row in champion_rows), len(champion_rows)
         assert f"warm start from run first: table {table}: {num_carried} of {num_rows} rows from the champion" in log_text
     assert np.load(champion.export.path("state_item.npy")).max() > 0
     new_items = [item for item in row_values(second_run, "item") if item not in row_values(first_run, "item")]
@@ -140,7 +142,7 @@ def test_rows_accumulators_and_layers_are_carried_over_by_id(
     num_random = len(new_items) - num_with_vector
     assert f"{len(new_items)} new ({num_with_vector} from their vector, {num_random} random)" in log_text
     job = train_job(second_run).model_copy(update={"warm_start": warm_start})
-    run_ranks(check_start, world_size=NUM_RANKS, arguments=(job, tmp_path))
+    run_ranks(check_warm_start, world_size=NUM_RANKS, arguments=(job, tmp_path))
 
 
 def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_VD: NDArray[np.float32]) -> None:

@@ -22,6 +22,7 @@ from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
+from tasks.runs.workspace import UP_LOCK_NAME
 
 RUNS_STOP_TIMEOUT_S = 5.5
 """Time for the runs to end. The command must end within 10 s, so the servers have the remaining time."""
@@ -166,7 +167,7 @@ def _mlflow_environment(workspace: Path, *, password: str) -> dict[str, str]:
 @contextmanager
 def _up_lock(workspace: Path) -> Iterator[None]:
     """Hold the lock of `nightjar up` on the workspace; raise InputError if another process holds it."""
-    lock = FileLock(workspace / ".up.lock")
+    lock = FileLock(workspace / UP_LOCK_NAME)
     try:
         lock.acquire(timeout=0)
     except Timeout:

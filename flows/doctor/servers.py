@@ -27,12 +27,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import first_line, redacted
 from tasks.registry.mlflow_client import tracking_error, tracking_uri
+from tasks.runs.workspace import UP_LOCK_NAME
 
 REQUEST_TIMEOUT_S = 4.0
 MAX_LATENESS_S = 300.0
 """A planned run counts as late if it has not started this long after its planned start."""
-UP_LOCK_NAME = ".up.lock"
-"""Lock in the workspace that `nightjar up` holds."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PREFECT_ERRORS = (httpx.HTTPError, ValueError)  # ValueError: the answer is not JSON
 _MLFLOW_SEARCH_PATH = "/api/2.0/mlflow/registered-models/search?max_results=1"
@@ -76,8 +75,9 @@ def check_prefect() -> Finding:
         return problem(
             f"{api_url}: {first_line(error)}; check the server, and that PREFECT_API_URL is its address and ends in /api"
         )
-    is_open = _answers_without_credentials(f"{api_url}/admin/version")
-    return _check_server("prefect", server_version, address=api_url, is_open=is_open, fix="PREFECT_SERVER_API_AUTH_STRING")
+    has_password = not _answers_without_credentials(f"{api_url.rstrip('/')}/admin/version")
+    fix = "PREFECT_SERVER_API_AUTH_STRING"
+    return _check_server("prefect", server_version, address=api_url, has_password=has_password, fix=fix)
 
 
 def check_mlflow(config: PipelineConfig) -> Finding:
@@ -100,9 +100,9 @@ def check_mlflow(config: PipelineConfig) -> Finding:
             response.raise_for_status()
     except Exception as error:  # MLflow wraps the errors of requests
         return problem(str(tracking_error(error, uri=uri)))
-    is_open = _answers_without_credentials(uri + _MLFLOW_SEARCH_PATH)
+    has_password = not _answers_without_credentials(uri.rstrip("/") + _MLFLOW_SEARCH_PATH)
     fix = "`mlflow server --app-name basic-auth`"
-    return _check_server("mlflow", version_response.text.strip(), address=uri, is_open=is_open, fix=fix)
+    return _check_server("mlflow", version_response.text.strip(), address=uri, has_password=has_password, fix=fix)
 
 
 def _check_mlflow_database(database_uri: str) -> Finding:
@@ -119,9 +119,9 @@ def _check_mlflow_database(database_uri: str) -> Finding:
 
 
 def check_schedule(config: PipelineConfig) -> Finding:
-    """Check that planned runs start: by `nightjar up`, or by a deployment on the server of PREFECT_API_URL."""
+    """Check that `nightjar up`, or a deployment on the server of PREFECT_API_URL, starts the planned runs."""
     if not os.environ.get("PREFECT_API_URL"):
-        return _check_schedule_of_up(config)
+        return _check_up_is_running(config)
     try:
         with _prefect_client() as client:
             return _check_deployment(client, config)
@@ -129,7 +129,7 @@ def check_schedule(config: PipelineConfig) -> Finding:
         return not_used("unknown, because the Prefect server does not answer")
 
 
-def _check_schedule_of_up(config: PipelineConfig) -> Finding:
+def _check_up_is_running(config: PipelineConfig) -> Finding:
     """Check that `nightjar up`, which holds a lock of the workspace, is running."""
     next_start = config.schedule.next_start(datetime.now(UTC))
     if next_start is None:
@@ -152,25 +152,29 @@ def _check_deployment(client: SyncPrefectClient, config: PipelineConfig) -> Find
         deployment = client.read_deployment_by_name(f"nightly-retrain/{config.name}")
     except ObjectNotFound:
         return problem(f"the server has no deployment of pipeline {config.name}; create it with `nightjar deploy`")
-    title = f"deployment {deployment.name}"
-    crons = [entry.schedule.cron for entry in deployment.schedules if isinstance(entry.schedule, CronSchedule)]
-    if crons != ([config.schedule.cron] if config.schedule.cron else []):
+    deployment_text = f"deployment {deployment.name}"
+    cron_schedules = [entry.schedule for entry in deployment.schedules if isinstance(entry.schedule, CronSchedule)]
+    deployed_text = ", ".join(f"{schedule.cron} {schedule.timezone or 'UTC'}" for schedule in cron_schedules) or "none"
+    config_text = f"{config.schedule.cron} {config.schedule.timezone}" if config.schedule.cron else "none"
+    if deployed_text != config_text:
         return problem(
-            f"{title} has the schedule {', '.join(crons) or 'none'}, but schedule.cron is {config.schedule.cron or 'empty'}; "
-            "apply the config with `nightjar deploy`"
+            f"{deployment_text} has the schedule {deployed_text}, but the config has {config_text} (schedule.cron and "
+            "schedule.timezone); apply the config with `nightjar deploy`"
         )
     if deployment.status != DeploymentStatus.READY:
         pool_name = deployment.work_pool_name
         fix = "`nightjar up`" if pool_name is None else f"a worker: prefect worker start --pool {pool_name}"
-        return problem(f"no process starts the runs of {title}; start {fix}")
-    if not crons:
-        return not_used(f"{title} has no schedule: runs are started by hand only")
+        return problem(f"no process starts the runs of {deployment_text}; start {fix}")
+    if not cron_schedules:
+        return not_used(f"{deployment_text} has no schedule: runs are started by hand only")
     if deployment.paused or not deployment.schedules[0].active:
-        return problem(f"{title} or its schedule {crons[0]} is paused; resume it on the page of the deployment in Prefect")
-    return _check_next_run(client, deployment, title=title)
+        return problem(
+            f"{deployment_text} or its schedule {deployed_text} is paused; resume it on the deployment page in Prefect"
+        )
+    return _check_next_run(client, deployment, deployment_text=deployment_text)
 
 
-def _check_next_run(client: SyncPrefectClient, deployment: DeploymentResponse, *, title: str) -> Finding:
+def _check_next_run(client: SyncPrefectClient, deployment: DeploymentResponse, *, deployment_text: str) -> Finding:
     next_runs = client.read_flow_runs(
         deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}}),
@@ -179,8 +183,10 @@ def _check_next_run(client: SyncPrefectClient, deployment: DeploymentResponse, *
     )
     planned_start = next_runs[0].next_scheduled_start_time if next_runs else None
     if planned_start is None:
-        return problem(f"{title} has an active schedule but no planned run; check that the server runs its scheduler service")
-    next_run_text = f"{title}: next run at {planned_start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+        return problem(
+            f"{deployment_text} has an active schedule but no planned run; check that the server runs its scheduler service"
+        )
+    next_run_text = f"{deployment_text}: next run at {planned_start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
     if (datetime.now(UTC) - planned_start).total_seconds() > MAX_LATENESS_S:
         return problem(
             f"{next_run_text}, which is late; check the workers, the work pool and the concurrency limit of the deployment"
@@ -214,7 +220,7 @@ def _access_denied(address: str, http_status: int, *, fix: str) -> Finding:
     return problem(f"{address}: access denied (status {http_status}); {fix}")
 
 
-def _check_server(package: str, server_version: str, *, address: str, is_open: bool, fix: str) -> Finding:
+def _check_server(package: str, server_version: str, *, address: str, has_password: bool, fix: str) -> Finding:
     """Compare the versions of a server and of the installed package; report a server that has no password.
 
     Args:
@@ -222,12 +228,14 @@ def _check_server(package: str, server_version: str, *, address: str, is_open: b
     """
     installed_version = metadata.version(package)
     server_text = f"{redacted(address)}, version {server_version}"
-    server_parts, installed_parts = (version.split(".")[:2] for version in (server_version, installed_version))
-    if server_parts[0] != installed_parts[0] or list(map(int, server_parts)) < list(map(int, installed_parts)):
+    server_version_parts, installed_version_parts = (version.split(".")[:2] for version in (server_version, installed_version))
+    if server_version_parts[0] != installed_version_parts[0] or (
+        list(map(int, server_version_parts)) < list(map(int, installed_version_parts))
+    ):
         return problem(
             f"{server_text}, but this machine has {package} {installed_version}; the server needs the same major version and "
             "must not be older: update the server first"
         )
-    if is_open and urlsplit(address).hostname not in LOOPBACK_HOSTS:
+    if not has_password and urlsplit(address).hostname not in LOOPBACK_HOSTS:
         return problem(f"{server_text} has no password: whoever reaches it can run code on the workers; set {fix}")
-    return ok(server_text + ("" if is_open else ", with password"))
+    return ok(server_text + (", with password" if has_password else ""))

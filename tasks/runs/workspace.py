@@ -16,6 +16,9 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import ManifestT, load_manifest
 from tasks.runs.run import RUN_ID_PATTERN, RUNS_FOLDER_NAME, TIMED_ID_PATTERN, Run, new_run_id
 
+UP_LOCK_NAME = ".up.lock"
+"""Name of the lock file that `nightjar up` holds in its workspace."""
+
 
 @dataclass(frozen=True)
 class Workspace:

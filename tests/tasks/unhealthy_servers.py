@@ -13,7 +13,8 @@ HOST = "127.0.0.1"
 def answering(*answers: tuple[int, str]) -> Iterator[str]:
     """Run an HTTP server and yield its address.
 
-    Each request gets the next status and body of `answers`. The last answer is repeated.
+    Each request gets the next status and body of `answers`. The last answer is repeated. As in Prefect, a path with // does not
+    exist.
     """
     remaining_answers = list(answers)
 
@@ -21,6 +22,8 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, body = remaining_answers.pop(0) if len(remaining_answers) > 1 else remaining_answers[0]
+            if "//" in self.path:
+                status, body = 404, ""
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

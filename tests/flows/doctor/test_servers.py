@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from flows.doctor.servers import UP_LOCK_NAME, Finding, _prefect_client, check_mlflow, check_prefect, check_schedule
+from flows.doctor.servers import Finding, _prefect_client, check_mlflow, check_prefect, check_schedule
 from flows.servers.prefect_server import embedded_server
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.schedule import ScheduleConfig
 from flows.settings.template import starter_config
+from tasks.runs.workspace import UP_LOCK_NAME
 from tests.tasks.unhealthy_servers import answering, closed
 
 
@@ -66,12 +67,19 @@ def test_version_and_access_of_the_prefect_server_are_checked(
     assert finding.status == status and text in finding.text
 
 
-def test_a_server_without_password_is_a_problem_unless_it_is_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last_character", ["", "/"])
+def test_a_server_without_password_is_a_problem_unless_it_is_on_loopback(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, last_character: str
+) -> None:
     monkeypatch.setattr("flows.doctor.servers.LOOPBACK_HOSTS", ())
     with answering((200, '"3.9.1"')) as address:
-        monkeypatch.setenv("PREFECT_API_URL", f"{address}/api")
-        finding = check_prefect()
-    assert finding.status == "problem" and "has no password: whoever reaches it can run code on the workers" in finding.text
+        monkeypatch.setenv("PREFECT_API_URL", f"{address}/api{last_character}")
+        prefect_finding = check_prefect()
+    with answering((200, "3.17.2")) as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{address}{last_character}")
+        mlflow_finding = check_mlflow(config)
+    for finding in (prefect_finding, mlflow_finding):
+        assert finding.status == "problem" and "has no password: whoever reaches it can run code on the workers" in finding.text
 
 
 def test_an_mlflow_server_that_needs_a_password_is_a_problem(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +139,9 @@ def test_the_deployment_and_the_process_that_starts_its_runs_are_read_from_a_rea
     cron = {"schedule": {"cron": "15 2 * * *", "timezone": "Europe/Berlin"}, "active": True}
     body = {"name": config.name, "flow_id": flow["id"], "schedules": [cron], "work_pool_name": "hosts"}
     deployment = call("POST", "/deployments/", body)
-    assert_problem("has the schedule 15 2 * * *, but schedule.cron is empty")
+    assert_problem("has the schedule 15 2 * * * Europe/Berlin, but the config has none")
+    config = config.model_copy(update={"schedule": ScheduleConfig(cron="15 2 * * *")})
+    assert_problem("has the schedule 15 2 * * * Europe/Berlin, but the config has 15 2 * * * UTC")
     config = config.model_copy(update={"schedule": ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin")})
     assert_problem("no process starts the runs of deployment nightly; start a worker: prefect worker start --pool hosts")
     call("POST", "/work_pools/hosts/get_scheduled_flow_runs", {})  # as a worker does every few seconds

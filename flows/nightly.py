@@ -9,7 +9,7 @@ from prefect.states import Completed, Failed
 from pydantic.json_schema import SkipJsonSchema
 
 from flows.delivery import deliver
-from flows.prefect_runs import flow_run_url, name_flow_run, run_id_in
+from flows.prefect_runs import flow_run_url, name_flow_run, run_id_of_flow_run
 from flows.runs.after_run import after_run
 from flows.runs.before_run import check_resume
 from flows.settings.config_file import dump_config
@@ -42,14 +42,14 @@ def nightly_retrain(
         options: options of this run, which are not part of the config.
 
     Returns:
-        The end state of the flow run; `tasks.runs.run_record.RunState` lists the names. The result of a completed
-        state is the manifest of the registered version; None if the run registers no version.
+        The end state of the flow run, named as in `tasks.runs.run_record.RunState`. The result of a completed state is the
+        manifest of the registered version; None if the run registers no version.
     """
     if options.full_retrain:
         config = config.for_full_retrain()
     workspace = Workspace(config.workspace.absolute())
     context = StageContext(
-        workspace.run(run_id or run_id_in(workspace)),
+        workspace.run(run_id or run_id_of_flow_run(workspace)),
         experiment=config.registry.experiment,
         options=options,
         until=None if until == "register" else until,

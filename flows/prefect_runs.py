@@ -64,7 +64,7 @@ def _check_server_version(server_version: str, *, shown_url: str) -> None:
 
 
 def titled_field(title: str) -> Any:
-    """Return the field of a flow parameter, with its title in the form of the Prefect UI that starts a run.
+    """Return a field that sets the title of a flow parameter in the form of the Prefect UI.
 
     The form takes the description of the parameter from the flow's docstring.
     """
@@ -78,8 +78,8 @@ Overrides = Annotated[tuple[str, ...], titled_field("Settings to override"), Fie
 def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read the config that a form names, as `load_config` does.
 
-    The person who fills in the form may not be allowed to read the files of the worker. In a run of a deployment, an error
-    therefore quotes a file only if it is in the folder of the deployment's own config.
+    In a run of a deployment, an error quotes the file only if the file is in the folder of the deployment's own config.
+    Otherwise, anyone with access to the form could read all files of the worker.
     """
     try:
         return load_config(path, overrides)
@@ -87,7 +87,7 @@ def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig
         if runtime.deployment.id is None:
             raise
         with get_client(sync_client=True) as client:
-            deployed_path = client.read_deployment(UUID(runtime.deployment.id)).parameters.get("pipeline")  # the path
+            deployed_path = client.read_deployment(UUID(runtime.deployment.id)).parameters.get("pipeline")
         if deployed_path is not None and Path(path).resolve().is_relative_to(Path(deployed_path).parent.resolve()):
             raise
     raise InputError(
@@ -109,12 +109,11 @@ def fail_run_with_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, st
             client.set_flow_run_state(flow_run.id, failed_state, force=True)
 
 
-def run_id_in(workspace: Workspace) -> str:
+def run_id_of_flow_run(workspace: Workspace) -> str:
     """Return the run id of the current flow run in `workspace`: a time, and eight characters of the flow run's id.
 
-    The time is the scheduled start time. If the clock was set back, the newest run of the workspace may have an id after this
-    time; the new id then begins with a time after the newest id. A retried flow run keeps its id, so the retry resumes the run
-    in the same folder.
+    The time is the scheduled start time, or one second after the time of the newest run id of the workspace if this is later. A
+    retried flow run keeps its id, so the retry resumes the run in the same folder.
     """
     suffix = f"-{runtime.flow_run.id[:8]}"
     earlier_id = next((run.run_id for run in workspace.runs() if run.run_id.endswith(suffix)), None)
@@ -137,7 +136,7 @@ def name_flow_run(pipeline_name: str, run_label: str, *, reason: str = "") -> No
     if flow_run_id is None:  # the flow's function was called without Prefect
         return
     name = f"{pipeline_name} {run_label}" + (f": {reason}" if reason else "")
-    new_tags = [f"pipeline:{pipeline_name}", *[f"reason:{reason}"] * bool(reason)]
+    new_tags = [f"pipeline:{pipeline_name}"] + ([f"reason:{reason}"] if reason else [])
     tags = {*runtime.flow_run.tags, *(tag[:MAX_TAG_CHARACTERS] for tag in new_tags)}
     try:
         with get_client(sync_client=True) as client:
@@ -163,9 +162,10 @@ def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = Fals
 
 
 def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | None = None) -> None:
-    """Set the unfinished flow runs of a deployment, and the running task runs of its Crashed flow runs, to Crashed.
+    """Set the Running, Pending and Cancelling flow runs of a deployment to Crashed.
 
-    Call this function only if no process of these flow runs can be alive. Scheduled flow runs are not changed.
+    Task runs that have one of these states in a Crashed flow run are set to Crashed too. Call this function only if no process
+    of these flow runs can be alive.
 
     Args:
         deployment_id: None for the flow runs without a deployment.

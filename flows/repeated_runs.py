@@ -159,7 +159,7 @@ def _locked_workspace(config: PipelineConfig, folder_name: str) -> Iterator[Path
 
     The lock is on the folder `data` in this workspace, so that only one process executes the flow.
     """
-    with Run("data", workspace=config.workspace.absolute(), parent=folder_name).lock():
+    with Run("data", workspace=config.workspace.absolute(), parent_name=folder_name).lock():
         yield config.workspace.absolute() / folder_name
 
 

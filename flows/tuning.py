@@ -72,7 +72,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
     metric = f"{validation.metric}@{validation.k}"
     deadline_s = time.monotonic() + (tuning.timeout_s or float("inf"))
     name_flow_run(config.name, "tune")
-    data_run = Run("data", workspace=workspace, parent=TUNING_FOLDER_NAME)
+    data_run = Run("data", workspace=workspace, parent_name=TUNING_FOLDER_NAME)
     with data_run.lock():
         dataset = ingest(StageContext(data_run), config.input_config)
         if dataset.interactions.num_validation_events == 0:
@@ -81,7 +81,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
                 "{kind: time, validation_days: 1}"
             )
         config, first_settings = with_search_space(config, dataset)
-        run = Run(_study_name(config, dataset), workspace=workspace, parent=TUNING_FOLDER_NAME)
+        run = Run(_study_name(config, dataset), workspace=workspace, parent_name=TUNING_FOLDER_NAME)
         context = StageContext(run, experiment=config.registry.experiment)
         study = open_study(run.folder)
         dump_config(config, run.config_file)

@@ -39,7 +39,7 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
     config = loaded.config
     if written_path is not None:
         require_new_file(written_path)
-    run = Run("data", workspace=config.workspace.absolute(), parent="tuning")
+    run = Run("data", workspace=config.workspace.absolute(), parent_name="tuning")
     with run.lock(), output.stage_lines():
         facts = DataFacts.of(ingest(StageContext(run), config.input_config), config.interactions.split)
     suggested = suggestions(facts)
@@ -236,7 +236,7 @@ def _run_flow(
         command_words: name and options of the command.
     """
     prepare_input(loaded)
-    run = Run(folder_name, workspace=loaded.config.workspace, parent="")
+    run = Run(folder_name, workspace=loaded.config.workspace, parent_name="")
     command = FlowCommand(loaded.config, server, run, command_line(command_words[0], loaded, command_words[1:]))
     with flow_session(command, flow_path) as flow:
         return flow(*arguments)

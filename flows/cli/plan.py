@@ -41,7 +41,7 @@ def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool)
     Without sizes, the data are ingested first. The ingested data, the plan and the estimate are kept in <workspace>/plan.
     """
     check_sizes(sizes.num_users, sizes.num_items, sizes.num_events)
-    run = Run("plan", workspace=config.workspace.absolute(), parent="")
+    run = Run("plan", workspace=config.workspace.absolute(), parent_name="")
     plan, data = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
     machines = Machines(
         engine=config.interactions.engine.kind,

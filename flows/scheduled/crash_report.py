@@ -28,7 +28,7 @@ CANCEL_GRACE_S = 5.0
 """Time for a cancelled flow run to end by itself."""
 
 
-def tie_to_worker() -> None:
+def end_with_worker() -> None:
     """Make this process end when its Prefect worker ends, and start the process that reports the end.
 
     Do nothing under `nightjar up`, or in a process that no worker has started.

@@ -13,11 +13,11 @@ from flows.prefect_runs import (
     end_lost_runs_of_deployment,
     fail_run_with_unknown_parameters,
     load_form_config,
-    run_id_in,
+    run_id_of_flow_run,
     titled_field,
 )
 from flows.runs.before_run import check_inputs, check_resume, choose_run_to_resume
-from flows.scheduled.crash_report import tie_to_worker
+from flows.scheduled.crash_report import end_with_worker
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests import StageName
@@ -65,13 +65,13 @@ def deployed_retrain(
         InputError: the config, a setting, an option or the input is invalid, or the run cannot be resumed; no stage has begun.
     """
     die_with_parent()  # has an effect only under `nightjar up`
-    tie_to_worker()
+    end_with_worker()
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     config = load_form_config(pipeline, overrides)
     is_scheduled = SCHEDULED_TAG in runtime.flow_run.tags
     resumed_run_id = resume or (choose_run_to_resume(config) if is_scheduled else None)
     workspace = Workspace(config.workspace)
-    run = StageContext(workspace.run(resumed_run_id or run_id_in(workspace)), options=options, until=until).run
+    run = StageContext(workspace.run(resumed_run_id or run_id_of_flow_run(workspace)), options=options, until=until).run
     if resumed_run_id:
         check_resume(config, run)
     check_inputs(config)

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 class _Results:
     """The metrics of all rankers (the model and the baselines).
 
-    Rankings are added in chunks of users. Only the metrics of each user and the positions of the targets are kept, on disk.
+    Rankings are added in chunks of users. Scratch files store the metrics of each user and the position of each target.
 
     Attributes:
         values: metrics by name.
@@ -169,7 +169,7 @@ def evaluate(
 ) -> EvaluationManifest:
     """Compute the metrics of the model on the validation and test splits, and the metrics of the baselines on the test split.
 
-    Like the Retriever, the stage ranks items by the user's query vector, or by popularity if the model does not know the user.
+    As in the Retriever, items are ranked by the user's query vector, or by popularity if the user is unknown to the model.
 
     Metric names are flat: test/recall@20, validation/ndcg@10, baseline/popularity/recall@20, test/slice/cold_items/recall@20,
     test/users.
@@ -279,7 +279,7 @@ def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
 
 
 def _num_ranked_queries(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset) -> int:
-    """Return the number of queries to rank, summed over the rankers. Baselines by popularity are fast and do not count."""
+    """Return the number of queries to rank, summed over the rankers. Fast rankings by popularity are not included."""
     num_linear_baselines = len(config.linear_baselines(export.num_items))
     num_model_rankings = int(not has_ranking(export, config=config))
     ranks_zero_shot = dataset.item_embeddings is not None and not has_ranking(export, config=config, ranker="zero_shot")

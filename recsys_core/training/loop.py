@@ -133,11 +133,11 @@ class Trainer:
         # TorchRec's prefetching pipeline for cached tables is not used: it locks cache lines, so it fails after detach().
         self.pipeline = TrainPipelineSparseDist(model, self.optimizer, process.device)
         self.dropout_generator = default_generator(process.device)
-        # torch.profiler writes its trace between two steps, which may take longer than the previous steps.
+        # A timeout derived from earlier steps may be too short for torch.profiler, which writes its trace between two steps.
         min_timeout_s = MIN_TIMEOUT_S if self.config.profile is None else UNMEASURED_TIMEOUT_S
         self.heartbeat = HeartbeatWriter(job.heartbeat_path, is_main=process.is_main, min_timeout_s=min_timeout_s)
-        num_averaged = self.config.averaged_epochs
-        self.average = WeightAverage(model, num_epochs=num_averaged) if num_averaged > 1 else None
+        num_averaged_epochs = self.config.averaged_epochs
+        self.average = WeightAverage(model, num_epochs=num_averaged_epochs) if num_averaged_epochs > 1 else None
         self.step, self.best_validation = load_state(job, model=model, optimizer=self.optimizer, average=self.average)
         self.saved_step = self.step
         self.checkpointer = Checkpointer(
@@ -204,8 +204,7 @@ class Trainer:
             self.metrics_log.add_step(loss, num_samples=self.loader.num_batch_queries(batch_index) * self.process.world_size)
             if batch_index + 1 == self.steps_per_epoch:
                 break
-            # A line is also written before each checkpoint. The next line then averages over the steps after the checkpoint,
-            # whether or not the training was interrupted and resumed from the checkpoint.
+            # A line is also written before each checkpoint, so that a resumed training writes the same lines.
             if is_log_due or is_save_due:
                 self._write_log_line(epoch_index + 1)
                 self.heartbeat.end("steps", start_time=start_time)

@@ -1,6 +1,6 @@
 """Items in LanceDB, in a folder on this machine.
 
-LanceDB has no aliases. The table ALIASES_TABLE has one row per alias, which a merge replaces in one commit.
+LanceDB has no aliases. Instead, the table ALIASES_TABLE has one row per alias. A merge replaces a row in one commit.
 
 Shapes: B queries, D width of the vectors.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 ALIASES_TABLE = "nightjar_aliases"
 _TABLES_PER_PAGE = 1_000
-_MAX_ALIAS_TABLE_AGE = timedelta(days=7)
-"""Age above which earlier states of the table ALIASES_TABLE are deleted."""
+_MAX_ALIASES_VERSION_AGE = timedelta(days=7)
+"""Age above which old versions of the table ALIASES_TABLE are deleted."""
 
 
 class LanceDbSettings(StoreSettings):
@@ -93,7 +93,7 @@ class _LanceDb:
             self._database.create_table(ALIASES_TABLE, schema=row.schema, exist_ok=True)
         aliases = self._database.open_table(ALIASES_TABLE)
         aliases.merge_insert("alias").when_matched_update_all().when_not_matched_insert_all().execute(row)
-        aliases.optimize(cleanup_older_than=_MAX_ALIAS_TABLE_AGE)
+        aliases.optimize(cleanup_older_than=_MAX_ALIASES_VERSION_AGE)
 
     def drop(self, collection: str) -> None:
         self._database.drop_table(collection)

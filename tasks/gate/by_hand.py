@@ -21,7 +21,7 @@ from tasks.gate.smoke_test import ModelProcess, NotFetchedError, UnusableVersion
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
-from tasks.registry.registry import Registry
+from tasks.registry.registry import Registry, version_number_text
 from tasks.registry.releases import (
     FORMER_CHAMPION_TAG,
     MANUAL_CHANGE_TAG,
@@ -51,7 +51,7 @@ class ManualDecision:
         """Raise InputError for a missing or invalid reason."""
         check_reason(self.reason)
         if not self.reason.strip():
-            raise InputError("there is no reason; give a reason, which is recorded on the version")
+            raise InputError("the reason is empty; describe why the champion changes")
 
     def connect(self) -> Registry:
         """Return the registry. A failed connection is not repeated, because a person waits for the answer."""
@@ -75,10 +75,10 @@ def promote_version(version_number: int, decision: ManualDecision) -> str:
             f"{_version_numbers(versions)}); list the versions with `nightjar releases`"
         )
     champion = registry.champion()
-    if champion is not None and str(champion.version) == str(version.version):
+    if version_number_text(champion) == version_number_text(version):
         raise InputError(f"{model_name}: version {version_number} is already champion; nothing changes")
     with _open_tester(registry, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
-        # The log of the run does not have the items that a refresh added, which the smoke test would reject.
+        # The smoke test would reject the items that a refresh added, because they are not in the log of the run.
         metrics = tester.measure(version) if PARENT_TAG in version.tags else tester.smoke_test(version)
         return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=False)
 
@@ -96,9 +96,8 @@ def roll_back(version_number: int | None, decision: ManualDecision) -> str:
     """
     registry, model_name = decision.connect(), decision.config.model_name
     champion = registry.champion()
-    former_versions = [
-        version for version in registry.former_champions() if champion is None or str(version.version) != str(champion.version)
-    ]
+    champion_number = version_number_text(champion)
+    former_versions = [version for version in registry.former_champions() if version_number_text(version) != champion_number]
     candidates = [version for version in former_versions if version_number in (None, int(version.version))]
     if not candidates:
         problem = (
@@ -157,7 +156,7 @@ def _make_champion(
     registry, version_number = tester.registry, str(version.version)
     action = "rolled back by hand" if is_rollback else "promoted by hand"
     reason = f"{action}: {decision.reason}"
-    is_moved = registry.move_champion(version, expected=champion, reason=reason, mark_as_former=not is_rollback)
+    is_moved = registry.move_champion(version, expected_champion=champion, reason=reason, mark_as_former=not is_rollback)
     if not is_moved and registry.aliases().get("champion") != version_number:
         raise StageError(
             f"{registry.model_name}: nothing has changed, because the champion was replaced while version {version_number} was "
@@ -172,9 +171,9 @@ def _make_champion(
     if registry.aliases().get("challenger") == version_number:
         registry.move_challenger(None, reason=reason)
     metric_name = decision.config.metric
-    instead_text = "" if champion is None else f" instead of version {champion.version}"
+    replaced_clause = "" if champion is None else f" instead of {replaced_text}"
     return (
-        f"{registry.model_name} version {version_number} is champion{instead_text}: {metric_name} is "
+        f"{registry.model_name} version {version_number} is champion{replaced_clause}: {metric_name} is "
         f"{metrics.user_metrics.means('served')[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
     )
 

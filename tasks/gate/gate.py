@@ -170,7 +170,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
         winner = version if decision.is_promoted else decision.reinstated_champion
         # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
         if winner is None or registry.move_champion(
-            winner, expected=champion, reason=reason, mark_as_former=decision.alarm is None
+            winner, expected_champion=champion, reason=reason, mark_as_former=decision.alarm is None
         ):
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)

@@ -106,7 +106,7 @@ def _assign_alias(
     """Give the version the alias champion or challenger; return why it is not the champion."""
     problems = refreshed.problems or _problems_on_load(registry, version, workspace=workspace)
     reason = f"{_CARD_START}{parent.version}: {refreshed.changes}"
-    if not problems and not registry.move_champion(version, expected=parent, reason=reason):
+    if not problems and not registry.move_champion(version, expected_champion=parent, reason=reason):
         problems = ("another version became champion during the refresh; repeat it",)
     reason = redacted("; ".join([reason, *(f"refused: {problem}" for problem in problems)]))
     registry.set_tag(version, REASONS_TAG, reason)

@@ -30,7 +30,10 @@ class GuardrailsConfig(Settings):
         "A slice needs the `min_users` of its entry in `evaluation.slices`, or `registry.gate.min_users` if it is not set",
     )
     max_relative_drop: float = Field(
-        0.15, ge=0.001, lt=1, description="largest relative drop of these metrics, and of `registry.metric` on a slice"
+        0.15,
+        ge=0.001,
+        lt=1,
+        description="largest relative drop of a metric in `registry.guardrails.metrics`, and of `registry.metric` on a slice",
     )
     max_coverage_drop: float = Field(
         0.25,
@@ -43,8 +46,8 @@ class GuardrailsConfig(Settings):
         0.05,
         ge=0.001,
         lt=1,
-        description="largest relative drop of `registry.metric` that the quantized query tower may cause compared with the "
-        "trained model, and that the index may cause compared with an exact search",
+        description="largest relative drop of `registry.metric` between the trained and the quantized query tower, and between "
+        "an exact search and the index",
     )
     max_index_loss: float = Field(
         0.5,
@@ -98,7 +101,7 @@ class RegistryConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _complete_gate(cls, settings: Any) -> Any:
-        """Set the default kind of the gate, and accept max_relative_drop outside of the gate, where earlier configs have it."""
+        """Set the default kind of the gate. Move `registry.max_relative_drop`, as in earlier configs, into the gate."""
         if not isinstance(settings, dict):
             return settings
         gate = settings.get("gate", {})

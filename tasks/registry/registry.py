@@ -18,7 +18,7 @@ from tasks.delivery.publishers import AliasChange, Publisher
 from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
 from tasks.registry.releases import FORMER_CHAMPION_TAG, champion_of, former_champions, version_number_by_alias
 
-SETTLE_S = 0.2
+READ_BACK_DELAY_S = 0.2
 """Pause before a moved alias is read back, so that the move of another process at the same time is noticed."""
 
 T = TypeVar("T")
@@ -81,9 +81,9 @@ class Registry:
             self.call(self.client.delete_model_version_tag, self.model_name, str(version.version), tag)
 
     def move_champion(
-        self, version: ModelVersion, *, expected: ModelVersion | None, reason: str, mark_as_former: bool = True
+        self, version: ModelVersion, *, expected_champion: ModelVersion | None, reason: str, mark_as_former: bool = True
     ) -> bool:
-        """Make `version` the champion if `expected` is still the champion; return False if another version is champion now.
+        """Make `version` the champion and return True; return False if `expected_champion` is no longer the champion.
 
         MLflow sets an alias unconditionally. The alias is therefore read before and after the move. If another process has
         overwritten the move, it counts as failed.
@@ -91,21 +91,22 @@ class Registry:
         Args:
             mark_as_former: tag the replaced champion, so that the gate can return to this version later.
         """
-        if version_number_text(self.champion()) != version_number_text(expected):
+        expected_number, new_number = version_number_text(expected_champion), str(version.version)
+        if version_number_text(self.champion()) != expected_number:
             return False
-        if expected is not None and mark_as_former and version_number_text(expected) != version_number_text(version):
-            self._mark_as_former(expected)
-        self.call(self.client.set_registered_model_alias, self.model_name, "champion", str(version.version))
-        time.sleep(SETTLE_S)
-        if self.aliases().get("champion") != version_number_text(version):
+        if expected_champion is not None and mark_as_former and expected_number != new_number:
+            self._mark_as_former(expected_champion)
+        self.call(self.client.set_registered_model_alias, self.model_name, "champion", new_number)
+        time.sleep(READ_BACK_DELAY_S)
+        if self.aliases().get("champion") != new_number:
             return False
-        self._publish("champion", version_number_text(expected), version_number_text(version), reason)
+        self._publish("champion", expected_number, new_number, reason)
         return True
 
     def _mark_as_former(self, version: ModelVersion) -> None:
-        """Tag a version with the current time, or with one second after the newest such tag if the clock is behind this tag."""
-        newest_times_s = [int(former_version.tags[FORMER_CHAMPION_TAG]) for former_version in self.former_champions()[:1]]
-        self.set_tag(version, FORMER_CHAMPION_TAG, str(max([int(time.time()), *(time_s + 1 for time_s in newest_times_s)])))
+        """Tag a version with the current time, or with one second after the newest such tag if this is later."""
+        newest_time_s = max((int(former.tags[FORMER_CHAMPION_TAG]) for former in self.former_champions()), default=0)
+        self.set_tag(version, FORMER_CHAMPION_TAG, str(max(int(time.time()), newest_time_s + 1)))
 
     def move_challenger(self, version: ModelVersion | None, *, reason: str) -> None:
         """Give the alias challenger to `version`; remove the alias if `version` is None."""

@@ -162,6 +162,6 @@ class StageContext:
 
         Only a run in the folder of the nightly runs has earlier runs. A run of `nightjar plan` or `nightjar tune` has none.
         """
-        if self.run.parent != RUNS_FOLDER_NAME:
+        if self.run.parent_name != RUNS_FOLDER_NAME:
             return None
         return Workspace(self.run.workspace).newest_manifest(manifest_type, before=self.run)

@@ -27,9 +27,9 @@ CHAMPION_FILE_NAME = "champion.json"
 REFIT_FOLDER_NAME = "refit"
 """Folder in a run's folder for the stages of a refit. It is removed when the version of the refit is registered."""
 REFIT_FILE_NAME = "refit.json"
-"""File in a run's folder with the number of the version of its refit."""
+"""File in a run's folder with the version number of its refit."""
 REDUCED_FILE_NAME = "reduced.json"
-"""File in the folder of a run whose large files retention has removed. The run cannot be resumed."""
+"""File that marks a run's folder from which retention has removed the large files. The run cannot be resumed."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class Run:
     Attributes:
         run_id: name of the run's folder.
         workspace: folder of all runs and of the embedded MLflow.
-        parent: name of the folder in the workspace that contains the run's folder.
+        parent_name: name of the folder in the workspace that contains the run's folder.
     """
 
     run_id: str
     workspace: Path
-    parent: str = RUNS_FOLDER_NAME
+    parent_name: str = RUNS_FOLDER_NAME
 
     def __post_init__(self) -> None:
         """Raise InputError for an invalid run id."""
         if RUN_ID_PATTERN.fullmatch(self.run_id) is None:
             raise InputError(
                 f"run id {shown(self.run_id)}: a run id consists of letters, digits, - and _, such as 20261121-070312-ab12; "
-                f"use the name of a folder in {self.workspace / self.parent}"
+                f"use the name of a folder in {self.workspace / self.parent_name}"
             )
 
     @property
     def folder(self) -> Path:
-        """`<workspace>/<parent>/<run_id>`."""
-        return self.workspace / self.parent / self.run_id
+        """`<workspace>/<parent_name>/<run_id>`."""
+        return self.workspace / self.parent_name / self.run_id
 
     @property
     def config_file(self) -> Path:
@@ -109,7 +109,7 @@ def new_run_id(*, after: str = "", at: datetime | None = None) -> str:
     """Return the UTC time and four random hex digits, e.g. 20261121-070312-ab12.
 
     Args:
-        after: the newest run id. If the time is not after the time of this id, the new id is one second later than this id.
+        after: the newest run id. The time of the new id is at least one second later.
         at: time of the id in UTC; None: now.
 
     Raises:

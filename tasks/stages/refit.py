@@ -94,7 +94,7 @@ def refit(
     registry.set_tag(version, REASONS_TAG, reason)
     registry.set_tag(version, SPENT_DROP_TAG, champion.tags.get(SPENT_DROP_TAG, "0"))
     _smoke_test(version, registry, context, max_users=registry_config.smoke_test_users)
-    if not registry.move_champion(version, expected=champion, reason=reason):
+    if not registry.move_champion(version, expected_champion=champion, reason=reason):
         raise StageError(
             f"another version became champion before version {version.version}, the refit of version {promoted_number}"
         )

@@ -39,7 +39,7 @@ def test_the_forms_are_short_and_have_titles_descriptions_and_bounds(flow: Any, 
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"reason": " "}, "there is no reason; give a reason, which is recorded on the version"),
+        ({"reason": " "}, "the reason is empty; describe why the champion changes"),
         ({"reason": "two\nlines"}, r"reason 'two\nlines': a reason is one line of at most 200 characters"),
         ({"reason": "x", "overrides": ("registry.metrics=x",)}, "registry.metrics"),
     ],

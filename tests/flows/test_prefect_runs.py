@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows import prefect_runs
-from flows.prefect_runs import run_id_in
+from flows.prefect_runs import run_id_of_flow_run
 from tasks.runs.workspace import Workspace
 
 START = datetime(2026, 11, 20, 3, 0, tzinfo=UTC)
@@ -35,9 +35,9 @@ def test_a_run_id_has_the_scheduled_time_and_a_retry_keeps_the_id(
 ) -> None:
     create_run_folder(workspace, "20261119-030000-ffff")
     set_current_flow_run(monkeypatch, "abcd1234-0000")
-    assert create_run_folder(workspace, run_id_in(workspace)) == "20261120-030000-abcd1234"
+    assert create_run_folder(workspace, run_id_of_flow_run(workspace)) == "20261120-030000-abcd1234"
     create_run_folder(workspace, "20261120-040000-1111")
-    assert run_id_in(workspace) == "20261120-030000-abcd1234"
+    assert run_id_of_flow_run(workspace) == "20261120-030000-abcd1234"
 
 
 @pytest.mark.parametrize("newest_id", ["20990101-000000-ffff", "20261120-030000-0000"])
@@ -46,11 +46,11 @@ def test_a_run_id_sorts_after_an_id_from_the_future_and_a_retry_keeps_the_id(
 ) -> None:
     create_run_folder(workspace, newest_id)
     set_current_flow_run(monkeypatch, "abcd1234-0000")
-    run_id = create_run_folder(workspace, run_id_in(workspace))
+    run_id = create_run_folder(workspace, run_id_of_flow_run(workspace))
     assert run_id == f"{newest_id[:14]}1-abcd1234"
     set_current_flow_run(monkeypatch, "eeee5678-0000")
-    later_id = create_run_folder(workspace, run_id_in(workspace))
+    later_id = create_run_folder(workspace, run_id_of_flow_run(workspace))
     assert later_id == f"{newest_id[:14]}2-eeee5678"
     set_current_flow_run(monkeypatch, "abcd1234-0000")
-    assert run_id_in(workspace) == run_id
+    assert run_id_of_flow_run(workspace) == run_id
     assert [run.run_id for run in workspace.runs()] == [newest_id, run_id, later_id]

@@ -1,4 +1,4 @@
-"""The agent of one of many hosts, started by TorchX: `python -m recsys_core.launching LAUNCH_JSON TOKEN HOST HOST_0_VARIABLE`.
+"""The agent of a host, started by TorchX: `python -m recsys_core.launching LAUNCH_JSON TOKEN HOST HOST_0_VARIABLE`.
 
 The agent checks that its host can take part in the launch, connects to the other hosts, and runs the ranks of its host.
 """
@@ -73,18 +73,21 @@ def run_agent(spec_path: Path, token: str, host_index: str, host_0_variable: str
 
 
 def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
-    """Read launch.json. Raises HostRejected if the versions differ.
+    """Read launch.json.
+
+    Raises HostRejected if this host has other package versions than the launching process, and _FolderError if launch.json is
+    missing or belongs to another launch.
 
     The versions are compared before the other fields are read, because another version may have other fields.
     """
     advice = "the workspace must be on storage that all hosts mount at the same path"
     # NFS refreshes its cache when a folder is listed.
     if not wait_until(lambda: any(path.parent.glob(path.name)), timeout_s=STORAGE_TIMEOUT_S):
-        raise _FolderError(f"{host} does not see {path}, which the launching process wrote; {advice}")
+        raise _FolderError(f"{host} cannot find {path}, which the launching process wrote; {advice}")
     spec_fields = json.loads(path.read_bytes())
     if spec_fields["token"] != token:
         raise _FolderError(
-            f"{host} sees another {path}: its token is {spec_fields['token']}, but the launching process wrote {token}; "
+            f"{host} has another file at {path}: its token is {spec_fields['token']}, but the launching process wrote {token}; "
             f"the folder is not shared; {advice}"
         )
     versions, expected_versions = running_versions(), spec_fields["versions"]
@@ -103,7 +106,7 @@ def _check_and_run(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, host_0
     launcher, num_local_ranks = spec.launcher, spec.layout.ranks_per_host
     assert isinstance(launcher, TorchxLauncher)
     if not spec.job_path.is_file():
-        raise HostRejected(f"{host} does not see {spec.job_path}; the workspace must have the same path on all hosts")
+        raise HostRejected(f"{host} cannot find {spec.job_path}; the workspace must have the same path on all hosts")
     if spec.layout.device == "cuda" and cuda.device_count() < num_local_ranks:
         raise HostRejected(
             f"{host}: the sharding plan needs {num_local_ranks} GPUs per host, but this host has {cuda.device_count()}; "
@@ -113,7 +116,8 @@ def _check_and_run(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, host_0
     if spec.layout.num_hosts > 1:
         network = find_network(launcher, host=host, host_0_name=host_0_name)
         listener = listen(launcher, network, host=host) if host.index == 0 else None
-    address, port = network.address if network else LOOPBACK_ADDRESS, listener.getsockname()[1] if listener else 0
+    address = network.address if network else LOOPBACK_ADDRESS
+    port = listener.getsockname()[1] if listener else 0
     _report_ready(folder, HostReport(host=host, pid=os.getpid(), address=address, port=port))
     # The scheduler may start this host long after the launching process has ended, so wait until the lease is renewed.
     initial_lease = folder.read_lease(spec.token)
@@ -140,17 +144,21 @@ def _check_and_run(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, host_0
             message = f"{host} lost the connection to {host_0.host}: an agent was killed, or a host is down"
         else:
             message = (
-                f"{host} did not meet the other hosts at {host_0.address}:{host_0.port}: {str(error).splitlines()[0]}; all "
-                "hosts must reach this address (launcher.interface) and port (launcher.rendezvous_port), and each other on any "
-                "port"
+                f"{host} could not connect to the other hosts at {host_0.address}:{host_0.port}: {str(error).splitlines()[0]}; "
+                "all hosts must reach this address (launcher.interface) and port (launcher.rendezvous_port), and each other on "
+                "any port"
             )
         raise HostRejected(message, is_retryable=True) from error
 
 
 def connect_store(endpoint: tuple[str, int], *, listener: socket.socket | None, timeout_s: float) -> Store:
-    """Return the store at the address and port `endpoint`. On host 0, also serve it with `listener`, which is None elsewhere.
+    """Return the store at the address and port `endpoint`; serve it with `listener` on host 0.
 
-    Raises DistNetworkError if the store cannot be reached.
+    Args:
+        listener: socket on host 0; None on the other hosts.
+
+    Raises:
+        DistNetworkError: the store cannot be reached.
     """
     address, port = endpoint
     return TCPStore(

@@ -334,7 +334,7 @@ def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp
 
 
 HANGING = (
-    "import os, signal, sys, time; from flows.scheduled import crash_report; crash_report.tie_to_worker(); "
+    "import os, signal, sys, time; from flows.scheduled import crash_report; crash_report.end_with_worker(); "
     "signal.signal(signal.SIGTERM, lambda *_: None); print('ready', flush=True); time.sleep(60); time.sleep(60)"
 )
 

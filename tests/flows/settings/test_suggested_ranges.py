@@ -1,4 +1,4 @@
-"""The search space without `tuning.ranges`: it fits the data and the config, and its first trials are both configs."""
+"""The default search space, which fits the data and the config, and the settings of the first trials."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from tasks.tuning.suggestions import DataFacts, suggestions
 from tests.flows.tuning_config import CONFIG
 from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE
 
-RATE, TEMPERATURE, LENGTH, POOLING = (
+LEARNING_RATE, TEMPERATURE, HISTORY_LENGTH, POOLING = (
     "training.table_optimizer.learning_rate",
     "model.temperature",
     "model.history.length",
     "model.history.pooling",
 )
-FILES = "interactions.split={kind: files, validation_paths: v.parquet, test_paths: t.parquet}"
-NO_ORDER = ["interactions.timestamp_column=null", FILES, "model.history.last_item_feature=false"]
+FILE_SPLIT = "interactions.split={kind: files, validation_paths: v.parquet, test_paths: t.parquet}"
+NO_ORDER = ["interactions.timestamp_column=null", FILE_SPLIT, "model.history.last_item_feature=false"]
 NO_HISTORY = ["model.history={length: 0, last_item_feature: false}", "model.learn_user_embedding=true", "loss.kind=bce"]
 
 
@@ -30,43 +30,53 @@ def config_path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("facts", "overrides", "varied", "not_varied"),
+    ("facts", "overrides", "varied_settings", "fixed_settings"),
     [
-        (SPARSE, [], {TEMPERATURE, RATE, LENGTH, POOLING, "loss.num_negatives"}, {"model.popularity", "loss.negatives"}),
-        (DENSE_ORDERED, [], {TEMPERATURE, RATE, POOLING, "model.popularity"}, set()),
-        (DENSE_ORDERED, ["model.num_members=2"], {TEMPERATURE, RATE, POOLING}, {"model.popularity"}),
-        (DENSE, NO_ORDER, {TEMPERATURE, RATE, "loss.user_exponent"}, {LENGTH, POOLING, "loss.negatives_exponent"}),
+        (
+            SPARSE,
+            [],
+            {TEMPERATURE, LEARNING_RATE, HISTORY_LENGTH, POOLING, "loss.num_negatives"},
+            {"model.popularity", "loss.negatives"},
+        ),
+        (DENSE_ORDERED, [], {TEMPERATURE, LEARNING_RATE, POOLING, "model.popularity"}, set()),
+        (DENSE_ORDERED, ["model.num_members=2"], {TEMPERATURE, LEARNING_RATE, POOLING}, {"model.popularity"}),
+        (
+            DENSE,
+            NO_ORDER,
+            {TEMPERATURE, LEARNING_RATE, "loss.user_exponent"},
+            {HISTORY_LENGTH, POOLING, "loss.negatives_exponent"},
+        ),
         (DENSE, [*NO_ORDER, "loss.negatives=all"], {"loss.negatives_exponent"}, {"loss.negatives"}),
-        (SPARSE, NO_HISTORY, {TEMPERATURE, RATE}, {LENGTH, POOLING, "loss.negatives"}),
+        (SPARSE, NO_HISTORY, {TEMPERATURE, LEARNING_RATE}, {HISTORY_LENGTH, POOLING, "loss.negatives"}),
     ],
     ids=["sparse", "dense", "an ensemble has no popularity", "no order", "whole catalogue", "no history, bce"],
 )
 def test_the_varied_settings_fit_the_data_and_the_config(
-    config_path: Path, facts: DataFacts, overrides: list[str], varied: set[str], not_varied: set[str]
+    config_path: Path, facts: DataFacts, overrides: list[str], varied_settings: set[str], fixed_settings: set[str]
 ) -> None:
     config = load_config(config_path, overrides)
     ranges = default_ranges(config, suggestions(facts))
-    assert varied <= ranges.keys() and not not_varied & ranges.keys()
+    assert varied_settings <= ranges.keys() and not fixed_settings & ranges.keys()
     for setting, value_range in ranges.items():
         for value in value_range.choices or (value_range.low, value_range.high):
             with_settings(config, {setting: value})  # raises InputError for an invalid value
 
 
-def test_a_range_contains_the_value_of_the_file_and_the_suggested_one(config_path: Path) -> None:
+def test_a_range_contains_the_value_of_the_file_and_the_suggested_value(config_path: Path) -> None:
     ranges = default_ranges(load_config(config_path, ["model.history.length=33"]), suggestions(SPARSE))
     assert ranges[TEMPERATURE] == RangeConfig(low=0.05, high=1.0, log=True)  # the file has 1
-    assert ranges[LENGTH].choices == (33, 30, 10, 20, 50)
+    assert ranges[HISTORY_LENGTH].choices == (33, 30, 10, 20, 50)
 
 
-def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_ones(config_path: Path) -> None:
+def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_settings(config_path: Path) -> None:
     config, suggested = load_config(config_path), suggestions(SPARSE)
     ranges = default_ranges(config, suggested)
-    of_file, proposed = first_trials(config, suggested, ranges)
-    assert of_file.keys() == proposed.keys() == ranges.keys()
-    assert (of_file[TEMPERATURE], proposed[TEMPERATURE]) == (1.0, 0.1)
-    assert (of_file[POOLING], proposed[POOLING]) == ("mean", "recency")
-    same = with_settings(config, proposed)
-    assert first_trials(same, suggested, ranges) == [proposed]
+    file_settings, suggested_settings = first_trials(config, suggested, ranges)
+    assert file_settings.keys() == suggested_settings.keys() == ranges.keys()
+    assert (file_settings[TEMPERATURE], suggested_settings[TEMPERATURE]) == (1.0, 0.1)
+    assert (file_settings[POOLING], suggested_settings[POOLING]) == ("mean", "recency")
+    suggested_config = with_settings(config, suggested_settings)
+    assert first_trials(suggested_config, suggested, ranges) == [suggested_settings]
 
 
 def test_a_temperature_that_the_training_chooses_is_searched_like_a_number(config_path: Path) -> None:
@@ -78,6 +88,6 @@ def test_a_temperature_that_the_training_chooses_is_searched_like_a_number(confi
 
 def test_a_suggested_choice_that_contradicts_the_file_is_not_tried(config_path: Path) -> None:
     config, suggested = load_config(config_path, ["model.num_members=2"]), suggestions(DENSE_ORDERED)
-    assert any(item.setting == "model.popularity" for item in suggested)
+    assert any(suggestion.setting == "model.popularity" for suggestion in suggested)
     for trial in first_trials(config, suggested, default_ranges(config, suggested)):
         assert "model.popularity" not in trial

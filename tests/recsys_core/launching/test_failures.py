@@ -82,7 +82,7 @@ def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(error_cla
 
 def test_a_rejected_host_is_an_input_error_unless_another_attempt_may_succeed() -> None:
     rejection = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", is_retryable=False)
-    waiting_report = host_report(0, reason="host 0 (alpha) did not meet the other hosts")
+    waiting_report = host_report(0, reason="host 0 (alpha) could not connect to the other hosts")
     assert isinstance(error_of(rejection, waiting_report), InputError)
     assert type(error_of(waiting_report)) is LaunchError
 

@@ -85,7 +85,7 @@ def test_a_tower_with_a_skip_connection_starts_from_the_plain_sum() -> None:
     assert tower.layers is not None and tower.layers[-1].weight.grad.any()  # the zero layer is trained
 
 
-def test_query_layers_next_to_a_skip_connection_cannot_move_all_queries_in_one_direction() -> None:
+def test_the_last_query_layer_has_no_bias_next_to_a_skip_connection() -> None:
     tower = QueryTower(
         spec_of(
             learn_user_embedding=True, history=NO_HISTORY, query={"layers": (4,), "skip_connection": True}, similarity="dot"
@@ -128,26 +128,27 @@ def test_features_are_dropped_only_in_the_training() -> None:
 
 def test_an_item_is_its_frozen_row_plus_its_offset() -> None:
     tower = residual_tower()
-    rows, offsets = torch.randn(5, 4), torch.randn(5, 4)
-    assert torch.equal(tower.embed({"item": rows, OFFSET_TABLE: offsets}), rows + offsets)
-    assert torch.equal(tower.embed({"item": rows}), rows)
+    row_VD, offset_VD = torch.randn(5, 4), torch.randn(5, 4)
+    assert torch.equal(tower.embed({"item": row_VD, OFFSET_TABLE: offset_VD}), row_VD + offset_VD)
+    assert torch.equal(tower.embed({"item": row_VD}), row_VD)
 
 
 def test_a_frozen_row_of_another_width_is_projected_before_the_offset_is_added() -> None:
     tower = residual_tower(dim=12)
-    rows, offsets = torch.randn(5, 12), torch.randn(5, 4)
-    torch.testing.assert_close(tower.embed({"item": rows, OFFSET_TABLE: offsets}), rows @ tower.projection.weight.T + offsets)
+    row_VD, offset_VD = torch.randn(5, 12), torch.randn(5, 4)
+    item_VD = tower.embed({"item": row_VD, OFFSET_TABLE: offset_VD})
+    torch.testing.assert_close(item_VD, row_VD @ tower.projection.weight.T + offset_VD)
 
 
 def test_id_dropout_drops_whole_offsets_without_scaling_and_only_while_training() -> None:
     torch.manual_seed(0)
     tower = residual_tower(id_dropout=0.25)
-    rows, offsets = torch.full((4_000, 4), 3.0), torch.ones(4_000, 4)
-    embedded = tower.embed({"item": rows, OFFSET_TABLE: offsets})
-    is_offset_used = embedded[:, 0] == 4.0
-    assert torch.equal(embedded, torch.where(is_offset_used[:, None], 4.0, 3.0).expand(-1, 4))
+    row_VD, offset_VD = torch.full((4_000, 4), 3.0), torch.ones(4_000, 4)
+    item_VD = tower.embed({"item": row_VD, OFFSET_TABLE: offset_VD})
+    is_offset_used = item_VD[:, 0] == 4.0
+    assert torch.equal(item_VD, torch.where(is_offset_used[:, None], 4.0, 3.0).expand(-1, 4))
     assert is_offset_used.float().mean().item() == pytest.approx(0.75, abs=0.03)
-    assert torch.equal(tower.eval().embed({"item": rows, OFFSET_TABLE: offsets}), rows + offsets)
+    assert torch.equal(tower.eval().embed({"item": row_VD, OFFSET_TABLE: offset_VD}), row_VD + offset_VD)
 
 
 @settings(deadline=None, max_examples=50)

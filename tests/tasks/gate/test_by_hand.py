@@ -121,7 +121,7 @@ def test_an_impossible_promotion_raises_one_message_and_changes_nothing(
     for number, reason, message in (
         (9, "x", r"^m: there is no version 9 in sqlite:.* \(newest versions: 3, 2, 1\); list the versions with"),
         (2, "x", r"^m: version 2 is already champion; nothing changes$"),
-        (3, "  ", r"^there is no reason; give a reason, which is recorded on the version$"),
+        (3, "  ", r"^the reason is empty; describe why the champion changes$"),
         (3, "a\nb", r"^reason 'a\\nb': a reason is one line"),
     ):
         with pytest.raises(InputError, match=message):

@@ -1,4 +1,4 @@
-"""A registered version that is loaded by URI, in a fresh interpreter too, and served by MLflow's scoring server."""
+"""A registered version: loaded in this process and in a fresh interpreter, and served by MLflow's scoring server."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ from tests.tasks.conftest import Stages
 
 BuildStages = Callable[..., Stages]
 URI = "models:/m/1"
-FRESH_PROGRAM = """
+PREDICT_PROGRAM = """
 import json, sys
 
 class ImportBlocker:
@@ -112,7 +112,7 @@ def test_a_version_requires_public_releases_of_the_packages_that_serving_imports
 def test_a_version_answers_in_a_fresh_interpreter_without_torchrec_fbgemm_and_our_checkout(
     workspace: Path, model: PyFuncModel, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", FRESH_PROGRAM, mlflow.get_tracking_uri(), URI]
+    command = [sys.executable, "-c", PREDICT_PROGRAM, mlflow.get_tracking_uri(), URI]
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     answers = model.predict(pd.DataFrame({"user_id": ["user-0", "user-7"]}), params={"k": 5})
@@ -149,9 +149,7 @@ def test_invalid_records_get_an_error_and_valid_records_get_recommendations(serv
     assert post(server, [invalid_record], k=3)[1] == answers[1:2]
 
 
-def test_records_without_a_history_use_the_stored_history_in_a_request_that_also_has_records_with_one(
-    server: TestClient,
-) -> None:
+def test_a_record_without_a_history_uses_the_stored_history_next_to_a_record_with_a_history(server: TestClient) -> None:
     record_with_history = {"user_id": "user-1", "history": [5003, 5006]}
     status, answers = post(server, [{"user_id": "user-0"}, record_with_history, {"user_id": "user-2", "history": None}], k=4)
     answers_alone = [
@@ -248,7 +246,7 @@ def recommend_with_smoke_test(workspace: Path, interactions: InteractionsManifes
 
 
 @pytest.mark.parametrize("recommend_items", [recommend_with_mlflow, recommend_with_query, recommend_with_smoke_test])
-def test_mlflow_query_and_smoke_test_give_the_answers_of_the_package(
+def test_each_way_to_load_a_version_gives_the_answers_of_the_package(
     workspace: Path, stages: BuildStages, recommend_items: Callable[..., tuple[dict[str, Any], list[list[int]]]]
 ) -> None:
     request, item_ids = recommend_items(workspace, stages().dataset.interactions)
@@ -282,10 +280,10 @@ def stored_model_folder(workspace: Path, tmp_path: Path) -> Iterator[Path]:
     """The folder of the model in the artifact store. Its files are restored after the test."""
     (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
     folder = mlmodel.parent
-    shutil.copytree(folder, tmp_path / "kept")
+    shutil.copytree(folder, tmp_path / "backup")
     yield folder
     shutil.rmtree(folder)
-    shutil.copytree(tmp_path / "kept", folder)
+    shutil.copytree(tmp_path / "backup", folder)
 
 
 def _replace_text(path: Path, old: str, new: str) -> None:
@@ -294,8 +292,8 @@ def _replace_text(path: Path, old: str, new: str) -> None:
 
 
 def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored_model_folder: Path) -> None:
-    description = next(stored_model_folder.rglob("package.json"))
-    _replace_text(description, '"pooling": "mean"', '"pooling": "sum"')
+    package_file = next(stored_model_folder.rglob("package.json"))
+    _replace_text(package_file, '"pooling": "mean"', '"pooling": "sum"')
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
         mlflow.pyfunc.load_model(URI)
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
@@ -305,10 +303,10 @@ def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored_model_folder
 def test_an_edited_package_with_its_new_sha256_in_mlmodel_does_not_match_the_tag_of_its_version(
     stored_model_folder: Path,
 ) -> None:
-    description, mlmodel = next(stored_model_folder.rglob("package.json")), stored_model_folder / "MLmodel"
-    sha256_before = hashlib.sha256(description.read_bytes()).hexdigest()
-    _replace_text(description, '"max_k": 120', '"max_k": 7')
-    _replace_text(mlmodel, sha256_before, hashlib.sha256(description.read_bytes()).hexdigest())
+    package_file, mlmodel = next(stored_model_folder.rglob("package.json")), stored_model_folder / "MLmodel"
+    sha256_before = hashlib.sha256(package_file.read_bytes()).hexdigest()
+    _replace_text(package_file, '"max_k": 120', '"max_k": 7')
+    _replace_text(mlmodel, sha256_before, hashlib.sha256(package_file.read_bytes()).hexdigest())
     mlflow.pyfunc.load_model(URI)  # passes, because the sha256 in the folder is the new one
     with pytest.raises(StageError, match=rf"package.json: the sha256 is \w+, but the file was written with {sha256_before}"):
         load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)

@@ -39,7 +39,7 @@ def changes(registry: Registry) -> list[tuple[str, str | None, str | None]]:
 
 
 def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(registry: Registry) -> None:
-    assert registry.move_champion(registry.version(2), expected=registry.version(1), reason="better")
+    assert registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
     assert version_number_text(registry.champion()) == "2"
     assert [version_number_text(version) for version in registry.former_champions()] == ["1"]
     assert changes(registry) == [("champion", "1", "2")]
@@ -48,17 +48,17 @@ def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(
 def test_former_champions_start_with_the_last_replaced_one_even_if_another_has_a_future_time(
     registry: Registry,
 ) -> None:
-    assert registry.move_champion(registry.version(2), expected=registry.version(1), reason="better")
+    assert registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
     registry.set_tag(registry.version(1), FORMER_CHAMPION_TAG, "4000000000")  # in 2096, as from a wrong clock
-    assert registry.move_champion(registry.version(3), expected=registry.version(2), reason="better")
+    assert registry.move_champion(registry.version(3), expected_champion=registry.version(2), reason="better")
     assert [version_number_text(version) for version in registry.former_champions()] == ["2", "1"]
-    assert registry.move_champion(registry.version(1), expected=registry.version(3), reason="rollback")
+    assert registry.move_champion(registry.version(1), expected_champion=registry.version(3), reason="rollback")
     assert [version_number_text(version) for version in registry.former_champions()] == ["3", "2", "1"]
 
 
 def test_a_version_that_was_not_compared_with_the_current_champion_is_not_promoted(registry: Registry) -> None:
-    assert not registry.move_champion(registry.version(3), expected=registry.version(2), reason="better")
-    assert not registry.move_champion(registry.version(3), expected=None, reason="first")
+    assert not registry.move_champion(registry.version(3), expected_champion=registry.version(2), reason="better")
+    assert not registry.move_champion(registry.version(3), expected_champion=None, reason="first")
     assert (version_number_text(registry.champion()), registry.former_champions(), changes(registry)) == ("1", [], [])
 
 
@@ -74,10 +74,10 @@ def test_of_two_processes_that_move_the_alias_at_the_same_time_only_the_last_one
             other_registry.client.set_registered_model_alias("m", "champion", "3")
 
     monkeypatch.setattr(registry_module.time, "sleep", move_alias_as_other_process)
-    assert not registry.move_champion(registry.version(2), expected=registry.version(1), reason="better")
+    assert not registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
     assert (version_number_text(registry.champion()), changes(registry)) == ("3", [])
     # The new version is compared again, with version 3.
-    assert registry.move_champion(registry.version(2), expected=registry.version(3), reason="better than 3")
+    assert registry.move_champion(registry.version(2), expected_champion=registry.version(3), reason="better than 3")
     assert changes(registry) == [("champion", "3", "2")]
 
 

@@ -1,7 +1,7 @@
-"""Tables that Spark reads: Delta and Iceberg tables at one version, and ORC tables, whose version is a hash of their files.
+"""Tables that Spark reads: Delta, Iceberg and ORC tables, each at one version.
 
 A version identifies the rows of a table. While it stays the same, later runs reuse the stored events of the table. The version
-of an ORC table is a hash of the names, sizes and times of its files.
+of an ORC table is a hash of the paths, sizes and times of its files.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def open_tables(
 
     Args:
         paths_by_setting: paths and names of tables, by config key.
-        columns: columns that the ingest reads. A Source has the first rows of its table, in which all other columns are null.
+        columns: columns that the ingest reads. All other columns are null in the first rows that a Source contains.
         allowed_data_root: folder that has to contain every table.
 
     Raises:
@@ -104,7 +104,7 @@ def _require_below_root(name: str, *, setting: str, allowed_data_root: Path | No
 def _open_table(spark: SparkSession, table_format: TableFormat, path: str, columns: Sequence[str], *, setting: str) -> Source:
     name, version = split_version(path)
     with _explain_errors(table_format, name, setting=setting):
-        # Query the newest version even if `path` names a version: this query fails if Spark has no connector.
+        # This query detects a missing connector, so it runs even if `path` names a version.
         newest_version = _newest_version(spark, table_format, name)
         if newest_version is None:
             raise InputError(f"{setting}: {printable(name)}: no rows; check the job that writes this table")

@@ -104,21 +104,21 @@ def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
         split = LEAVE_LAST_OUT | {"num_folds": num_folds, "fold": fold}
         manifest = ingest(tmp_path / f"stage{fold}", path, split=split)
         held_out_users = {user for user, _, _ in read_store(manifest).splits[2]}
-        last_out = leave_last_out([event for event in log if event[0] in held_out_users], min_events=3)
+        held_out_splits = leave_last_out([event for event in log if event[0] in held_out_users], min_events=3)
         train_events = [event for event in log if event[0] not in held_out_users]
-        assert_stored_events(manifest, ([*last_out[0], *train_events], *last_out[1:]))
+        assert_stored_events(manifest, ([*held_out_splits[0], *train_events], *held_out_splits[1:]))
         users_by_fold.append(held_out_users)
     assert set.union(*users_by_fold) == set(range(num_users)) and sum(map(len, users_by_fold)) == num_users
     assert min(map(len, users_by_fold)) > 0.7 * num_users / num_folds  # the folds have similar sizes
 
 
 @settings(max_examples=20, deadline=None)
-@given(log=logs(min_events=3), random_numbers=st.tuples(st.integers(0, 30), st.integers(0, 30)))
-def test_files_of_the_config_are_the_splits(
-    tmp_path_factory: pytest.TempPathFactory, log: list[Event], random_numbers: tuple[int, int]
+@given(log=logs(min_events=3), split_offsets=st.tuples(st.integers(0, 30), st.integers(0, 30)))
+def test_a_split_by_files_has_the_events_of_each_file(
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], split_offsets: tuple[int, int]
 ) -> None:
-    train_end = 1 + random_numbers[0] % (len(log) - 2)
-    validation_end = train_end + 1 + random_numbers[1] % (len(log) - train_end - 1)
+    train_end = 1 + split_offsets[0] % (len(log) - 2)
+    validation_end = train_end + 1 + split_offsets[1] % (len(log) - train_end - 1)
     splits = (log[:train_end], log[train_end:validation_end], log[validation_end:])
     folder = tmp_path_factory.mktemp("files")
     train_path, validation_path, test_path = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(splits))
@@ -205,7 +205,6 @@ TIME_COLUMNS: dict[str, tuple[pa.Array, dict[str, str], int]] = {
     "integer s": (pa.array(TIMES_S, pa.int32()), {"timestamp_unit": "s"}, 1_000_000),
     "date": (pa.array([time_us // DAY_US for time_us in TIMES_US], pa.int32()).cast(pa.date32()), {}, DAY_US),
 }
-
 """For each case: the time column, the setting of its unit, and its resolution in microseconds."""
 
 
@@ -287,7 +286,7 @@ def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tm
     assert 137 < len(held_out_items) < 263  # 5 standard deviations of 12.6 around 200
     assert sorted(test_events) == sorted([(1, id_type(60), 60), (1, id_type(1000), 60)])
 
-    # The next run reads one more file. The same items are held out in it, also if it starts from scratch.
+    # The next run reads one more file and holds out the same items. A run from scratch has the same splits.
     second_path = write_log(
         tmp_path / "b.parquet", [(user, id_type(item), 2000) for user in (7, 8) for item in range(900, 1100)]
     )
@@ -361,7 +360,7 @@ def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
 
 
 def num_test_events_with_unseen_item(manifest: InteractionsManifest) -> dict[str, int]:
-    """Return the number of test events whose item has no training event, or no training and no validation event."""
+    """Return the number of test events whose item is in none of the earlier splits, by the names of these splits."""
     train_items, validation_items, test_items = ([item for _, item, _ in part] for part in read_store(manifest).splits)
     items_by_splits = {"train": set(train_items), "train and validation": {*train_items, *validation_items}}
     return {name: sum(item not in items for item in test_items) for name, items in items_by_splits.items()}

@@ -55,7 +55,7 @@ def run_agent(folder: LaunchFolder, *, host: int, launch: str = "ours") -> int:
 def test_a_missing_spec_is_reported_on_stderr_because_the_folder_seems_not_to_be_shared(tmp_path: Path, capfd) -> None:
     assert run_agent(LaunchFolder(tmp_path), host=1) == agent.EXIT_REJECTED
     message = capfd.readouterr().err
-    assert message.startswith(STDERR_PREFIX) and f"does not see {tmp_path}/launch.json" in message
+    assert message.startswith(STDERR_PREFIX) and f"cannot find {tmp_path}/launch.json" in message
     assert not any(tmp_path.iterdir())
 
 
@@ -77,7 +77,7 @@ def test_a_spec_of_another_version_is_rejected_even_if_it_cannot_be_parsed(tmp_p
 def test_a_missing_job_file_is_reported_with_its_path(tmp_path: Path) -> None:
     folder = write_spec(tmp_path, job_path="/elsewhere/job.json")
     assert run_agent(folder, host=0) == agent.EXIT_REJECTED
-    assert "does not see /elsewhere/job.json" in only_failure(folder).reason
+    assert "cannot find /elsewhere/job.json" in only_failure(folder).reason
 
 
 def test_more_ranks_than_gpus_are_rejected_with_both_numbers(tmp_path: Path) -> None:

@@ -106,14 +106,14 @@ def check_mlflow(config: PipelineConfig) -> Finding:
 
 
 def _check_mlflow_database(database_uri: str) -> Finding:
-    database_url = make_url(database_uri)
-    if database_url.get_backend_name() == "sqlite" and not os.path.exists(database_url.database or ""):  # noqa: PTH110
-        return not_used(f"embedded: the first run creates {database_url.database}")
     try:
+        database_url = make_url(database_uri)
+        if database_url.get_backend_name() == "sqlite" and not os.path.exists(database_url.database or ""):  # noqa: PTH110
+            return not_used(f"embedded: the first run creates {database_url.database}")
         with create_engine(database_url).connect() as connection:
             revision = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
-    except (SQLAlchemyError, ModuleNotFoundError) as error:
-        root_cause = str(getattr(error, "orig", error)).splitlines()[0]
+    except (SQLAlchemyError, ModuleNotFoundError, ValueError) as error:  # ValueError: the port is not a number
+        root_cause = first_line(getattr(error, "orig", None) or error)
         return problem(f"{database_uri}: {root_cause}; check MLFLOW_TRACKING_URI, and that the extra `servers` is installed")
     return ok(f"{redacted(database_uri)}, schema {revision}")
 
@@ -153,8 +153,12 @@ def _check_deployment(client: SyncPrefectClient, config: PipelineConfig) -> Find
     except ObjectNotFound:
         return problem(f"the server has no deployment of pipeline {config.name}; create it with `nightjar deploy`")
     deployment_text = f"deployment {deployment.name}"
-    cron_schedules = [entry.schedule for entry in deployment.schedules if isinstance(entry.schedule, CronSchedule)]
-    deployed_text = ", ".join(f"{schedule.cron} {schedule.timezone or 'UTC'}" for schedule in cron_schedules) or "none"
+    active_by_schedule = {
+        f"{entry.schedule.cron} {entry.schedule.timezone or 'UTC'}": entry.active
+        for entry in deployment.schedules
+        if isinstance(entry.schedule, CronSchedule)
+    }
+    deployed_text = ", ".join(active_by_schedule) or "none"
     config_text = f"{config.schedule.cron} {config.schedule.timezone}" if config.schedule.cron else "none"
     if deployed_text != config_text:
         return problem(
@@ -165,9 +169,9 @@ def _check_deployment(client: SyncPrefectClient, config: PipelineConfig) -> Find
         pool_name = deployment.work_pool_name
         fix = "`nightjar up`" if pool_name is None else f"a worker: prefect worker start --pool {pool_name}"
         return problem(f"no process starts the runs of {deployment_text}; start {fix}")
-    if not cron_schedules:
+    if not active_by_schedule:
         return not_used(f"{deployment_text} has no schedule: runs are started by hand only")
-    if deployment.paused or not deployment.schedules[0].active:
+    if deployment.paused or not all(active_by_schedule.values()):
         return problem(
             f"{deployment_text} or its schedule {deployed_text} is paused; resume it on the deployment page in Prefect"
         )

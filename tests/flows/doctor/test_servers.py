@@ -100,6 +100,14 @@ def test_the_database_of_mlflow_is_opened(config: PipelineConfig, monkeypatch: p
     assert check_mlflow(config) == Finding("ok", f"sqlite:///{database}, schema a1b2")
 
 
+def test_a_malformed_database_uri_is_a_problem_without_its_password(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://ada:secret@db:port/mlflow")
+    finding = check_mlflow(config)
+    assert finding.status == "problem" and finding.text.startswith("postgresql://ada:***@db:port/mlflow: ")
+
+
 def test_a_schedule_without_a_process_that_starts_the_runs_is_a_problem(config: PipelineConfig) -> None:
     config = config.model_copy(update={"schedule": ScheduleConfig(cron="15 2 * * *")})
     finding = check_schedule(config)

@@ -42,7 +42,7 @@ def test_a_server_that_ends_again_and_again_is_given_up_with_its_last_log_lines(
         server.wait_until_ready()
         assert server._supervisor_thread is not None
         server._supervisor_thread.join(60)
-    messages = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
     end = "the test server ended with exit code 3"
     assert [message.startswith(f"{end}; another server is started") for message in messages[:-1]] == [True] * MAX_RESTARTS
     assert messages[-1].startswith(f"{end} again, after {MAX_RESTARTS} restarts; the last lines of {tmp_path / 'server.log'}")

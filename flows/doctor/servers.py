@@ -153,12 +153,12 @@ def _check_deployment(client: SyncPrefectClient, config: PipelineConfig) -> Find
     except ObjectNotFound:
         return problem(f"the server has no deployment of pipeline {config.name}; create it with `nightjar deploy`")
     deployment_text = f"deployment {deployment.name}"
-    active_by_schedule = {
-        f"{entry.schedule.cron} {entry.schedule.timezone or 'UTC'}": entry.active
+    cron_schedules = [
+        (f"{entry.schedule.cron} {entry.schedule.timezone or 'UTC'}", entry.active)
         for entry in deployment.schedules
         if isinstance(entry.schedule, CronSchedule)
-    }
-    deployed_text = ", ".join(active_by_schedule) or "none"
+    ]
+    deployed_text = ", ".join(text for text, _ in cron_schedules) or "none"
     config_text = f"{config.schedule.cron} {config.schedule.timezone}" if config.schedule.cron else "none"
     if deployed_text != config_text:
         return problem(
@@ -169,9 +169,9 @@ def _check_deployment(client: SyncPrefectClient, config: PipelineConfig) -> Find
         pool_name = deployment.work_pool_name
         fix = "`nightjar up`" if pool_name is None else f"a worker: prefect worker start --pool {pool_name}"
         return problem(f"no process starts the runs of {deployment_text}; start {fix}")
-    if not active_by_schedule:
+    if not cron_schedules:
         return not_used(f"{deployment_text} has no schedule: runs are started by hand only")
-    if deployment.paused or not all(active_by_schedule.values()):
+    if deployment.paused or not all(is_active for _, is_active in cron_schedules):
         return problem(
             f"{deployment_text} or its schedule {deployed_text} is paused; resume it on the deployment page in Prefect"
         )

@@ -6,13 +6,14 @@ Shapes: U users, I items, R users or items, D singular vectors, L entries of a s
 from typing import Any
 
 import numpy as np
-import scipy.linalg
+import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 from scipy.sparse.linalg import eigsh, svds
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.errors import InputError
 from recsys_core.seeds import CLOSED_FORM_SEED
 
 Floats32 = NDArray[np.float32]
@@ -97,7 +98,13 @@ def inverse_power(count_R: NDArray[Any], exponent: float) -> Floats32:
 def _ease_inverse(matrix_UI: csr_array, *, l2: float) -> NDArray[Any]:
     gram_II = (matrix_UI.T @ matrix_UI).toarray()
     gram_II[np.diag_indices_from(gram_II)] += l2
-    inverse_II: NDArray[Any] = scipy.linalg.inv(gram_II, overwrite_a=True)  # faster than NumPy for positive definite matrices
+    # Faster than np.linalg.inv. scipy.linalg.inv 1.17 can end the process if the matrix is not positive definite.
+    factor_II, failed_minor = torch.linalg.cholesky_ex(torch.from_numpy(gram_II))
+    if failed_minor:
+        raise InputError(
+            f"EASE with l2 = {l2:g}: the matrix X'X + l2 I has no inverse in single precision; set l2 to a larger number"
+        )
+    inverse_II: NDArray[Any] = torch.cholesky_inverse(factor_II).numpy()
     return inverse_II
 
 

@@ -10,6 +10,7 @@ from recsys_core.closed_form.linear_models import ease_vectors, ease_weights, lo
 from recsys_core.dataset.events import EventStore
 from tests.recsys_core.closed_form.random_log import ITEM_WITHOUT_EVENT, NUM_ITEMS, dense_matrix
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.ingest.parquet_files import input_error
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,11 @@ def test_ease_solves_the_ridge_regression_of_each_item_on_the_others(dense_UI: n
         expected = np.linalg.solve(other_UV.T @ other_UV + 3.0 * np.eye(len(other_items)), other_UV.T @ dense_UI[:, item])
         np.testing.assert_allclose(weight_II[other_items, item], expected, atol=1e-5)
         assert weight_II[item, item] == 0
+
+
+def test_too_little_regularisation_for_items_with_the_same_users_is_rejected() -> None:
+    with input_error("EASE with l2 = 1e-09", "set l2 to a larger number"):
+        ease_weights(csr_array(np.ones((20, 2), np.float32)), l2=1e-9)
 
 
 def test_the_vectors_of_ease_are_the_best_symmetric_approximation_of_its_weights(dense_UI: np.ndarray) -> None:

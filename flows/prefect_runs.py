@@ -23,6 +23,7 @@ from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import MAX_PATH_CHARACTERS
 from recsys_core.errors import InputError, first_line, printable, redacted
+from recsys_core.preflight import is_compatible_server
 from tasks.runs.workspace import Workspace
 
 LOG = logging.getLogger("nightjar")
@@ -53,13 +54,10 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
 
 
 def _check_server_version(server_version: str, *, shown_url: str) -> None:
-    server_version_parts, client_version_parts = (version.split(".")[:2] for version in (server_version, prefect.__version__))
-    is_server_older = [int(part) for part in server_version_parts] < [int(part) for part in client_version_parts]
-    if server_version_parts[0] != client_version_parts[0] or is_server_older:
+    if not is_compatible_server(server_version, prefect.__version__):
         raise InputError(
             f"the Prefect server at {shown_url} has version {server_version}, but this installation of nightjar has Prefect "
-            f"{prefect.__version__}, which needs a server of version {'.'.join(client_version_parts)} or a later "
-            f"{client_version_parts[0]}.x; upgrade the server"
+            f"{prefect.__version__}; the server needs the same major version and must not be older: update the server first"
         )
 
 

@@ -233,3 +233,15 @@ def _major_minor(version: str) -> tuple[int, int]:
     """Return major and minor version: 2.14.1+cpu -> (2, 14)."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+def is_compatible_server(server_version: str, client_version: str) -> bool:
+    """Return whether the server has the client's major version and at least its minor version.
+
+    >>> [is_compatible_server(version, "3.9.1") for version in ("3.9.0", "3.10.2", "3.8.8", "4.0.0")]
+    [True, True, False, False]
+    """
+    (server_major, server_minor), (client_major, client_minor) = (
+        map(int, version.split(".")[:2]) for version in (server_version, client_version)
+    )
+    return server_major == client_major and server_minor >= client_minor

@@ -46,6 +46,8 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
         "worker": f"prefect worker start --pool {work_pool_name}",
         "start by hand": f"prefect deployment run {new_deployments[0].full_name}",
     }
+    if next_refresh := config.schedule.next_start(datetime.now(UTC), flow_name="refresh"):
+        text_by_label["next refresh"] = f"{next_refresh:%Y-%m-%d %H:%M %Z}"
     if with_automations:
         text_by_label["automations"] = ", ".join(automation_names) or "would be created or updated"
     output.print_labelled(text_by_label)

@@ -65,10 +65,12 @@ def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", text_by_label["MLflow"])
         runs_process = stack.enter_context(_planned_runs(loaded, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
-        text_by_label["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
+        text_by_label["deployments"] = f"nightly-retrain/{config.name}, and promote, rollback, recommend and refresh"
         text_by_label["next start"] = (
             f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "none is planned; start a run in Prefect, or set schedule.cron"
         )
+        if next_refresh := config.schedule.next_start(datetime.now(UTC), flow_name="refresh"):
+            text_by_label["next refresh"] = f"{next_refresh:%Y-%m-%d %H:%M %Z}"
         output.print_labelled(text_by_label | {"log": str(log_file), "stop": "Ctrl-C"})
         _watch(prefect_server, runs_process, log_file=log_file)
 

@@ -1,4 +1,4 @@
-"""Checks of an installation for `nightjar doctor FILE`: servers, schedule, disk and shared memory."""
+"""Checks of an installation for `nightjar doctor FILE`: servers, schedules, disk and shared memory."""
 
 import shutil
 import threading
@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flows.doctor.servers import Finding, check_mlflow, check_prefect, check_schedule, not_used, ok, problem
+from flows.doctor.schedule import check_schedule
+from flows.doctor.servers import Finding, check_mlflow, check_prefect, not_used, ok, problem
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.errors import NightjarError, first_line
@@ -28,7 +29,8 @@ def examine(config: PipelineConfig) -> dict[str, Finding]:
         {
             "Prefect server": check_prefect,
             "MLflow server": lambda: check_mlflow(config),
-            "schedule": lambda: check_schedule(config),
+            "schedule": lambda: check_schedule(config, flow_name="nightly-retrain"),
+            "refreshes": lambda: check_schedule(config, flow_name="refresh"),
             "log engine": lambda: check_log_engine(config),
             "disk": lambda: check_disk(config.workspace),
             "shared memory": lambda: check_shared_memory(SHARED_MEMORY),

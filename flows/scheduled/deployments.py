@@ -46,11 +46,10 @@ def deployments_of(
         paused_flows: names of the flows whose schedule a person has paused. These schedules stay paused.
     """
     config, schedule = loaded.config, loaded.config.schedule
-    cron_by_flow = _cron_by_flow(config)
     one_run_at_a_time = ConcurrencyLimitConfig(limit=1, collision_strategy=STRATEGY_BY_ON_OVERRUN[schedule.on_overrun])
     deployments = []
     for flow in (deployed_retrain, promote, rollback, recommend, refresh):
-        cron, is_active = cron_by_flow.get(flow.name), flow.name not in paused_flows
+        cron, is_active = schedule.cron_by_flow.get(flow.name), flow.name not in paused_flows
         deployment = flow.to_deployment(
             config.name,
             schedules=[Schedule(cron=cron, timezone=schedule.timezone, active=is_active)] if cron else [],
@@ -81,15 +80,10 @@ def read_deployment(
         return None
 
 
-def _cron_by_flow(config: PipelineConfig) -> dict[str, str | None]:
-    """Return the cron expression of each flow that may have a schedule."""
-    return {deployed_retrain.name: config.schedule.cron, refresh.name: config.schedule.refresh_cron}
-
-
 def paused_flows(client: SyncPrefectClient, config: PipelineConfig) -> set[str]:
     """Return the names of the flows whose schedule in `config` a person has paused."""
     paused_names = set()
-    for flow_name, cron in _cron_by_flow(config).items():
+    for flow_name, cron in config.schedule.cron_by_flow.items():
         deployment = read_deployment(client, config.name, flow_name=flow_name)
         prefect_schedules = [] if deployment is None else deployment.schedules
         if any(not entry.active and getattr(entry.schedule, "cron", None) == cron for entry in prefect_schedules):

@@ -80,7 +80,12 @@ class ScheduleConfig(Settings):
         "previous run is resumed if the config is unchanged. With `new`, a new run starts",
     )
 
-    def next_start(self, after: datetime) -> datetime | None:
+    @property
+    def cron_by_flow(self) -> dict[str, str | None]:
+        """Cron expression of each flow that may have a schedule, by the name of the flow."""
+        return {"nightly-retrain": self.cron, "refresh": self.refresh_cron}
+
+    def next_start(self, after: datetime, *, flow_name: str = "nightly-retrain") -> datetime | None:
         """Return the first planned start later than `after`, in the time zone of the schedule; None without a cron expression.
 
         >>> from datetime import UTC
@@ -88,4 +93,5 @@ class ScheduleConfig(Settings):
         >>> str(schedule.next_start(datetime(2026, 11, 22, 12, tzinfo=UTC)))
         '2026-11-23 02:15:00+01:00'
         """
-        return None if self.cron is None else next(CronSim(self.cron, after.astimezone(ZoneInfo(self.timezone))))
+        cron = self.cron_by_flow[flow_name]
+        return None if cron is None else next(CronSim(cron, after.astimezone(ZoneInfo(self.timezone))))

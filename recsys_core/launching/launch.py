@@ -60,7 +60,10 @@ def launch(
     if launcher.kind == "local":
         _require_local_capacity(layout)
     elif find_spec("torchx") is None:
-        raise InputError("launcher.kind is torchx, but the package torchx is not installed; run pip install 'nightjar[torchx]'")
+        raise InputError(
+            "launcher.kind is torchx, but the package torchx is not installed; install nightjar with the extra torchx, e.g. "
+            'pip install ".[torchx]"'
+        )
     folder.mkdir(parents=True)
     launch_folder = LaunchFolder(folder.absolute())
     spec = LaunchSpec(

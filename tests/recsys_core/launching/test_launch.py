@@ -18,7 +18,7 @@ from recsys_core.launching.config import LocalLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import LaunchFolder, RankLayout
-from tests.recsys_core.launching.scripted_launches import agents_and_ranks, launch_ranks
+from tests.recsys_core.launching.scripted_launches import REMOTE, agents_and_ranks, launch_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_torchx = pytest.mark.skipif(find_spec("torchx") is None, reason="torchx is not installed")
@@ -77,6 +77,15 @@ def test_a_disk_with_room_only_for_launch_json_is_reported_instead_of_the_exit_c
     (small_disk / "other").write_bytes(bytes(2**20 - 3 * PAGE_BYTES))
     with pytest.raises(InputError, match=rf"^{small_disk}/logs: .*, but the disk has 0\.000 GiB free; free some"):
         launch_ranks(small_disk, {})
+
+
+def test_a_launch_without_torchx_names_the_extra_of_the_checkout_before_it_creates_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recsys_core.launching.launch.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"install nightjar with the extra torchx, e\.g\. pip install \"\.\[torchx\]\""):
+        launch_ranks(tmp_path, {}, launcher=REMOTE)
+    assert not (tmp_path / "logs").exists()
 
 
 def test_the_local_launcher_rejects_a_layout_of_two_hosts_before_it_creates_a_folder(tmp_path: Path) -> None:

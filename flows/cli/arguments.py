@@ -20,7 +20,7 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="FILE", help="config file, w
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a setting, e.g. training.epochs=3")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of stdout")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, in the last line of stdout")]
 ChangeReason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="why the champion changes; a tag of both versions")]
 PrefectPort = Annotated[int, typer.Option(help="port of the Prefect UI")]
 MlflowPort = Annotated[int, typer.Option(help="port of the MLflow UI")]

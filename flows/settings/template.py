@@ -133,7 +133,7 @@ class _TemplateWriter(NamedTuple):
 
         Args:
             kind_name: setting that selects the kind of the group. It is written even if it has its default. None if the group
-                has its default kind.
+                has its default kind, or only one kind.
         """
         indent = "  " * depth
         for setting_name, field in type(config).model_fields.items():
@@ -154,7 +154,8 @@ class _TemplateWriter(NamedTuple):
                 # A single group is written without a list, so that --set can name its settings without an index.
                 is_single_group = len(value) == 1 and dotted_name == "embeddings"
                 for inner_config in value:
-                    inner_lines = self.lines(inner_config, group_name=dotted_name, depth=depth + 1)
+                    inner_kind_name = union_tag(type(inner_config))
+                    inner_lines = self.lines(inner_config, group_name=dotted_name, depth=depth + 1, kind_name=inner_kind_name)
                     yield from inner_lines if is_single_group else _as_yaml_list_element(inner_lines, depth=depth)
             elif isinstance(value, dict) and value and all(isinstance(group, BaseModel) for group in value.values()):
                 yield from _with_comment(f"{indent}{setting_name}:", _comment(field))

@@ -40,6 +40,23 @@ def test_settings_of_tables_and_other_kinds_than_the_default_load_back(tmp_path:
     assert "  # a note\n  item: {" in config_path.read_text()
 
 
+@pytest.mark.parametrize("every_setting", [True, False])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "embeddings={source: log, method: ease}",
+        "index.compared=[{kind: ivf_pq, pq_m: 16}, ivf_sq8]",
+        "delivery.stores=[{kind: lancedb, folder: v}]",
+    ],
+)
+def test_groups_in_a_list_keep_their_kinds(tmp_path: Path, setting: str, every_setting: bool) -> None:
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
+    config = load_config(config_path, [setting])
+    config_path.write_text(to_commented_yaml(config, every_setting=every_setting))
+    assert load_config(config_path) == config
+
+
 def test_every_setting_is_explained_in_lines_that_fit() -> None:
     lines = to_commented_yaml(starter_config()).splitlines()
     assert max(map(len, lines)) <= 128

@@ -84,15 +84,13 @@ def union_tag(config_class: type[BaseModel]) -> str | None:
 
     If several settings match, return the last, because the earlier settings select a nested union.
     """
+    return next(reversed(union_tags(config_class)), None)
+
+
+def union_tags(config_class: type[BaseModel]) -> list[str]:
+    """Return the names of all settings with a single value, which select a nested union and then this class."""
     fields = config_class.model_fields.items()
-    return next(
-        (
-            name
-            for name, field in reversed(fields)
-            if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
-        ),
-        None,
-    )
+    return [name for name, field in fields if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1]
 
 
 def _contains(group: Any, location_part: int | str) -> bool:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from flows.settings import yaml_loader
-from flows.settings.config_errors import nested_config_classes, union_tag
+from flows.settings.config_errors import nested_config_classes, union_tag, union_tags
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -203,10 +203,12 @@ def _choices(field: FieldInfo) -> list[str]:
 
 
 def _member_and_settings(config_class: type[BaseModel], *, shared_names: set[str]) -> str:
-    tag_name = union_tag(config_class)
-    assert tag_name is not None  # each member of a union has a tag
-    settings = ", ".join(name for name in config_class.model_fields if name not in shared_names)
-    member_name = str(config_class.model_fields[tag_name].default)
+    tag_names = union_tags(config_class)
+    values = [str(config_class.model_fields[name].default) for name in tag_names]  # each member of a union has a tag
+    member_name = " with ".join(
+        [values[0], *(f"{name} {value}" for name, value in zip(tag_names[1:], values[1:], strict=True))]
+    )
+    settings = ", ".join(name for name in config_class.model_fields if name not in {*shared_names, *tag_names})
     return f"{member_name}: {settings}" if settings else member_name
 
 

@@ -57,6 +57,12 @@ def test_groups_in_a_list_keep_their_kinds(tmp_path: Path, setting: str, every_s
     assert load_config(config_path) == config
 
 
+def test_the_choices_of_embeddings_name_the_source_and_the_method() -> None:
+    text = " ".join(line.partition("#")[2].strip() for line in to_commented_yaml(starter_config()).splitlines())
+    assert "(parquet: paths, table, " in text
+    assert "| log with method spectral: dim, max_events, memory_gb, user_exponent, " in text
+
+
 def test_every_setting_is_explained_in_lines_that_fit() -> None:
     lines = to_commented_yaml(starter_config()).splitlines()
     assert max(map(len, lines)) <= 128

@@ -328,7 +328,7 @@ def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp
         assert entry["entrypoint"] == deployment.entrypoint
         assert entry["tags"] == deployment.tags
         assert set(entry["parameters"]) <= set(deployment.parameters)
-        assert entry["work_pool"]["job_variables"]["env"].items() <= ENVIRONMENT.items()
+        assert entry["work_pool"]["job_variables"]["env"] == ENVIRONMENT
     assert retrain["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
     assert not any({"concurrency_limit", "schedules"} & set(entry) for entry in by_hand)
 

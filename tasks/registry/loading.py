@@ -75,9 +75,11 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         version if version.isdecimal() else version_number_with_alias(workspace, model_name=model_name, alias=version)
     )
     if version_number is None:
+        challenger = version_number_with_alias(workspace, model_name=model_name, alias="challenger")
+        promotion = "" if challenger is None else f"promote the challenger with `nightjar promote --version {challenger}`, or "
         raise InputError(
             f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
-            "register a version with `nightjar run`"
+            f"{promotion}register a version with `nightjar run`"
         )
     failure_text = redacted(f"models:/{model_name}/{version_number}: cannot be loaded from {client.tracking_uri}")
     try:

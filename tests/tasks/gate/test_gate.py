@@ -13,7 +13,7 @@ import pytest
 from recsys_core.comparison.decision import read_evidence
 from recsys_core.comparison.rules import PairedBootstrap
 from recsys_core.dataset.feature_store import Feature, FeatureStore
-from recsys_core.errors import StageError, TrackingServerError
+from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import COMPARED_METRICS, UserMetrics
 from recsys_core.manifests import IngestedFeature, RegistrationManifest
@@ -21,7 +21,7 @@ from tasks.gate import gate, version_tester
 from tasks.gate.sample import Answers, ServedSample
 from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subprocess
 from tasks.registry import mlflow_client
-from tasks.registry.loading import record_logged_model
+from tasks.registry.loading import load_version, record_logged_model
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import LOAD_ERROR_TAG, REFIT_OF_TAG
 from tasks.stages import registration
@@ -247,6 +247,8 @@ def test_with_too_few_users_not_even_the_first_version_becomes_champion(
         assert new_registration.reasons[0].endswith(
             "not compared with popularity: 30 test users, but the gate needs at least 200"
         )
+    with pytest.raises(InputError, match="; promote the challenger with `nightjar promote --version 2`, or"):
+        load_version(workspace, model_name="m")
 
 
 def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the_reasons_say_so(

@@ -87,9 +87,9 @@ class TopItems:
 
     def drop_below(self, min_score: float, query_indices: NDArray[np.int64]) -> None:
         """Drop the items whose score is below `min_score`: the last items of each query."""
-        num_above_B = (self.score_BK[query_indices] >= min_score).sum(axis=1)
-        # The minimum is needed because unused places have a score of 0, which may be above `min_score`.
-        self.num_items_B[query_indices] = np.minimum(self.num_items_B[query_indices], num_above_B)
+        # Places without an item have a score of 0, which may be above `min_score`.
+        is_above_BK = self.is_item_BK[query_indices] & (self.score_BK[query_indices] >= min_score)
+        self.num_items_B[query_indices] = is_above_BK.sum(axis=1)
 
     @property
     def is_item_BK(self) -> NDArray[np.bool_]:

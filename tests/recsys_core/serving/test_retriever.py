@@ -446,6 +446,16 @@ def test_items_below_the_requested_score_are_left_out(retriever: Retriever) -> N
     assert answers[2] == full_answers[2] and answers[2].fallback == "popularity"  # not limited by a score
 
 
+@pytest.mark.parametrize("min_score", [0.0, -0.1])
+def test_items_below_the_requested_score_are_left_out_if_k_is_larger_than_the_number_of_allowed_items(
+    retriever: Retriever, min_score: float
+) -> None:
+    (full_answer,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS)
+    assert len(full_answer.scores) < NUM_ITEMS and full_answer.scores[-1] < min_score
+    (answer,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, min_score=min_score)
+    assert answer.scores == [score for score in full_answer.scores if score >= min_score]
+
+
 def test_an_answer_reports_its_fallback_version_space_and_number_of_unknown_items(retriever: Retriever) -> None:
     history = [ITEM_IDS[4], "unheard of", ITEM_IDS[9], "unheard of"]
     histories = [None, history, history, ["?"], history]

@@ -109,8 +109,10 @@ class RetrievalHead(nn.Module):
     def _l2_penalty(self, table_name: str, value_VD: Tensor, *, batch: Batch) -> Tensor:
         if table_name == "user":
             return l2_penalty(value_VD, self._user_rows(batch), max_rows=batch.batch_size, group=self.group)
-        num_history_entries = batch.batch_size * self.spec.history_length
-        max_rows = min(len(batch.candidate_index_C) + num_history_entries, self.spec.num_items)
+        num_candidates, num_history_entries = len(batch.candidate_index_C), batch.batch_size * self.spec.history_length
+        if self.objective.config.negatives == "all":  # the shares of two ranks may differ in size
+            num_candidates = batch.batch_size + self.objective.largest_share_size
+        max_rows = min(num_candidates + num_history_entries, self.spec.num_items)
         return l2_penalty(value_VD, batch.item_row_V, max_rows=max_rows, group=self.group)
 
     def _user_rows(self, batch: Batch) -> Tensor:

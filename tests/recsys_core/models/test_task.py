@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.functional import cross_entropy, normalize
 
 from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss.catalogue import catalogue_share
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead, RetrievalTask
+from tests.gloo import run_ranks
 from tests.recsys_core.ingest.random_features import feature_store, ingested_features
 
 NUM_USERS, NUM_ITEMS = 6, 9
@@ -38,6 +41,7 @@ def task_of(
     features: tuple[str, ...] = (),
     popularity_rank_by_table: dict[str, list[int]] | None = None,
     weight_decay: dict[str, float] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> RetrievalTask:
     """Return a task with random tables on the CPU."""
     loss_config = LossConfig.model_validate(loss or {})
@@ -57,7 +61,7 @@ def task_of(
         item_count_I=COUNT_I,
         popularity_rank={name: np.array(ranks) for name, ranks in (popularity_rank_by_table or {}).items()},
         weight_decay=weight_decay or {},
-        group=None,
+        group=group,
     )
     task = RetrievalTask(head, device=torch.device("cpu"))
     task.embedding_tables = EmbeddingTables(spec, device=torch.device("cpu"))
@@ -199,6 +203,25 @@ def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None
     batch = batch_of(users=[2, 0, 2])  # a user with two queries counts once
     penalty += 0.3 / 2 * (user_row_UD[[2, 0]].square().sum() - user_row_UD[QUERY_USERS].square().sum())
     torch.testing.assert_close(task_with_decay(batch)[0], task(batch)[0] + penalty)
+
+
+def compare_penalty_of_catalogue(rank: int) -> None:
+    """Compare the mean penalty of the ranks with the penalty of all distinct rows. The last rank's share has fewer items."""
+    world_size, config = dist.get_world_size(), DOT_PRODUCT | {"history": {"length": 1, "last_item_feature": False}}
+    share_rows = [catalogue_share(COUNT_I, rank=index, world_size=world_size).tolist() for index in range(world_size)]
+    assert [len(rows) for rows in share_rows] == [3, 3, 2]
+    batch = batch_of([7, *share_rows[rank]], users=[rank], histories=[[2]])
+    loss = {"negatives": "all"}
+    task = task_of(config, loss=loss, group=dist.group.WORLD)
+    task_with_decay = task_of(config, loss=loss, weight_decay={"item": 0.1}, group=dist.group.WORLD)
+    penalty = (task_with_decay(batch)[0] - task(batch)[0]).detach()
+    dist.all_reduce(penalty)
+    expected_penalty = 0.1 / 2 * weight_of(task, "item").detach().square().sum()  # the history has the item without an event
+    torch.testing.assert_close(penalty / world_size, expected_penalty, rtol=1e-4, atol=1e-5)
+
+
+def test_weight_decay_counts_each_row_once_if_the_shares_of_the_catalogue_differ_in_size() -> None:
+    run_ranks(compare_penalty_of_catalogue, world_size=3, timeout_s=30)
 
 
 def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:

@@ -122,8 +122,12 @@ def _value_columns_sql(table: FeatureTable) -> str:
     """Return SQL for the columns of `joined` with values: title, f<n> for filter columns, v<n> and w<n> for features."""
     columns_sql = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
     for column_index, (column, sql_type) in enumerate(table.filter_sql_type_by_column.items()):
+        value_sql = quoted(column)
+        if all(pa.types.is_float32(source.schema.field(column).type) for source in table.sources):
+            # The text of a number in single precision is the number that a request has: 39.99, and not 39.9900016784668.
+            value_sql = f"CAST({value_sql} AS VARCHAR)"
         # All times are stored in UTC, also times that the file has in another zone.
-        value_sql = f"CAST({quoted(column)} AS {sql_type})"
+        value_sql = f"CAST({value_sql} AS {sql_type})"
         value_sql = f"({value_sql} AT TIME ZONE 'UTC')" if sql_type == "TIMESTAMPTZ" else value_sql
         columns_sql.append(f"{value_sql} AS f{column_index}")
     for feature_index, feature in enumerate(table.features):

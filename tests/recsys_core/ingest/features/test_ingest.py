@@ -349,3 +349,13 @@ def test_filter_columns_are_stored_by_row_in_their_types(tmp_path: Path) -> None
         {"row": 12, "price": 1.5, "genre": "rock", "since": datetime(2026, 1, 1)},
         {"row": 10, "price": None, "genre": "pop", "since": None},
     ]
+
+
+def test_a_filter_column_in_single_precision_has_the_decimal_numbers_that_a_request_has(tmp_path: Path) -> None:
+    prices = pa.array([39.99, 0.7, math.nan, math.inf, None], pa.float32())
+    path = write_parquet(tmp_path / "items.parquet", id=[10, 11, 12, 13, 14], price=prices)
+    item_table = {"paths": path, "id_column": "id", "filter_columns": ["price"]}
+    log = write_small_log(tmp_path / "log")
+    stored_columns = pq.read_table(ingest(tmp_path / "features", log, items=item_table).path("item_columns.parquet"))
+    assert stored_columns.schema.field("price").type == pa.float64()
+    assert [str(row["price"]) for row in stored_columns.to_pylist()] == ["39.99", "0.7", "nan", "inf", "None"]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
 
+import numpy as np
 import pyarrow as pa
 
 from recsys_core.errors import shown
@@ -167,12 +168,24 @@ def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
     return checks
 
 
+def smallest_label(label: float, data_type: pa.DataType) -> float:
+    """Return the smallest number that is at least `label` in a column of this type.
+
+    In single precision, the label 0.7 is 0.699999988, which is not below the label 0.7 of a config.
+
+    >>> smallest_label(0.7, pa.float64()), round(smallest_label(0.7, pa.float32()), 9), smallest_label(3, pa.float32())
+    (0.7, 0.699999988, 3)
+    """
+    return min(label, float(np.float32(label))) if pa.types.is_float32(data_type) else label
+
+
 def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:
     checks = _number_checks("label", column, data_type)
     if label_range is not None:
         min_label, max_label = label_range
         # Both databases order NaN above all numbers, and NaN has a check of its own.
-        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {min_label!r} OR label::DOUBLE > {max_label!r})"
+        first_label, last_label = smallest_label(min_label, data_type), -smallest_label(-max_label, data_type)
+        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {first_label!r} OR label::DOUBLE > {last_label!r})"
         checks.append(
             RowCheck(
                 column,

@@ -20,7 +20,7 @@ from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles, Vocabulary
 from recsys_core.ingest.log.log_statistics import columns_by_role, reject_bad_log
 from recsys_core.ingest.log.split_config import FileSplit
-from recsys_core.ingest.log.sql.checks import first_bad_row_of_table, row_checks, scan_files
+from recsys_core.ingest.log.sql.checks import first_bad_row_of_table, row_checks, scan_files, smallest_label
 from recsys_core.ingest.log.sql.filters import extra_column_names, load_log
 from recsys_core.ingest.log.sql.known_negatives import count_and_select_negatives
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count
@@ -48,8 +48,6 @@ class SqlEngine:
         # An idle id has no event. If there can be none, `assign_rows` does not have to look for idle ids.
         self._may_have_idle_ids = any(num_ids_without_row) or config.filter != LogFilter() or config.explicit_negatives
         self._positive_row_sql: str | None = None
-        if config.label_threshold is not None:
-            self._positive_row_sql = f"label::DOUBLE >= {config.label_threshold!r}"
         self._sides_with_codes_unlike_rows: set[str] = set()
 
     @abstractmethod
@@ -74,13 +72,17 @@ class SqlEngine:
 
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
         """Scan the files four times: for the checks, for the user ids, for the item ids, and for the part; see LogEngine."""
+        config = self._config
+        if config.label_column is not None and config.label_threshold is not None:
+            threshold = smallest_label(config.label_threshold, files.type_by_column[config.label_column])
+            self._positive_row_sql = f"label::DOUBLE >= {threshold!r}"
         with self._explain_read_errors(files):
             self._create_raw(files)
             statistics, is_part_row_sql = self._check_rows(files)
             num_complete_rows = self._write_part(part_path, is_part_row_sql=is_part_row_sql)
             num_expected_rows = sum(
                 file_statistics.num_rows - file_statistics.num_bad_rows
-                if self._config.explicit_negatives
+                if config.explicit_negatives
                 else file_statistics.num_events
                 for file_statistics in statistics
             )

@@ -244,6 +244,16 @@ def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Pat
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
+def test_a_label_in_single_precision_that_equals_a_limit_is_within_the_limit(tmp_path: Path) -> None:
+    log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
+    labels = pa.array([0.7, 0.69, 0.9, 0.6, 0.8, 1.1], pa.float32())
+    label_settings = {"label_column": "score", "label_threshold": 0.7, "label_range": (0.6, 1.1)}
+    path = write_log(tmp_path / "log.parquet", log, score=labels)
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, **label_settings)
+    assert_stored_events(manifest, leave_last_out([log[0], log[2], log[4], log[5]], min_events=3))
+    assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
+
+
 def test_the_label_threshold_applies_to_test_files_too(tmp_path: Path) -> None:
     train_path = write_log(tmp_path / "a.parquet", [(1, 1, 1), (1, 2, 2), (2, 1, 1)], stars=[5, 1, 5])
     test_path = write_log(tmp_path / "b.parquet", [(1, 3, 3), (1, 4, 4)], stars=[1, 5])

@@ -122,21 +122,29 @@ def _value_columns_sql(table: FeatureTable) -> str:
     """Return SQL for the columns of `joined` with values: title, f<n> for filter columns, v<n> and w<n> for features."""
     columns_sql = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
     for column_index, (column, sql_type) in enumerate(table.filter_sql_type_by_column.items()):
-        value_sql = quoted(column)
-        if all(pa.types.is_float32(source.schema.field(column).type) for source in table.sources):
-            # The text of a number in single precision is the number that a request has: 39.99, and not 39.9900016784668.
-            value_sql = f"CAST({value_sql} AS VARCHAR)"
         # All times are stored in UTC, also times that the file has in another zone.
-        value_sql = f"CAST({value_sql} AS {sql_type})"
+        value_sql = f"CAST({_number_sql(table, column)} AS {sql_type})"
         value_sql = f"({value_sql} AT TIME ZONE 'UTC')" if sql_type == "TIMESTAMPTZ" else value_sql
         columns_sql.append(f"{value_sql} AS f{column_index}")
     for feature_index, feature in enumerate(table.features):
         value_type = table.value_type_by_feature.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")
-        columns_sql.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{feature_index}")
+        # Only the bucket of a number depends on its last bits.
+        is_bucketed = feature.kind == "numeric" and not feature.standardise
+        value_sql = _number_sql(table, feature.source_column) if is_bucketed else quoted(feature.source_column)
+        columns_sql.append(f"CAST({value_sql} AS {sql_type}) AS v{feature_index}")
         if feature.weight_column is not None:
             columns_sql.append(f"CAST({quoted(feature.weight_column)} AS FLOAT[]) AS w{feature_index}")
     return ", ".join(columns_sql)
+
+
+def _number_sql(table: FeatureTable, column: str) -> str:
+    """Return SQL for a column; for a column in single precision, SQL for its numbers as text.
+
+    The text of a number in single precision is the number that a request has: 39.99, and not 39.9900016784668.
+    """
+    is_single_precision = all(pa.types.is_float32(source.schema.field(column).type) for source in table.sources)
+    return f"CAST({quoted(column)} AS VARCHAR)" if is_single_precision else quoted(column)
 
 
 def _read_events(paths: Sequence[Path], *, columns: Sequence[str], event_store: EventStore) -> pa.RecordBatchReader:

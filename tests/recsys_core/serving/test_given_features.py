@@ -24,6 +24,7 @@ COLUMNS: dict[str, Any] = {
     "number": RANDOM.integers(-5, 5, NUM_USERS).tolist(),
     "is_member": (RANDOM.random(NUM_USERS) < 0.5).tolist(),
     "age": RANDOM.normal(40, 20, NUM_USERS).tolist(),
+    "score": (np.arange(NUM_USERS) % 10 / 10).tolist(),
     "tags": LETTERS_OF_USERS,
     "topics": LETTERS_OF_USERS,
     "topic_weights": [RANDOM.random(len(letters)).astype(np.float32).tolist() for letters in LETTERS_OF_USERS],
@@ -38,6 +39,8 @@ FEATURES: list[dict[str, Any]] = [
     {"name": "hashed_member", "column": "is_member", "hash_rows": 50},
     {"name": "bucket", "column": "age", "kind": "numeric", "buckets": 7},
     {"name": "boundary", "column": "age", "kind": "numeric", "boundaries": [20, 40.5, 60]},
+    {"name": "score_bucket", "column": "score", "kind": "numeric", "buckets": 10},
+    {"name": "score_boundary", "column": "score", "kind": "numeric", "boundaries": [0.1, 0.3, 0.7, 0.9]},
     {"name": "standard", "column": "age", "kind": "numeric", "standardise": True},
     {"name": "tags", "kind": "list", "max_values": 2},
     {"name": "topics", "kind": "weighted_list", "weight_column": "topic_weights", "max_values": 3},
@@ -53,7 +56,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
         folder / "log", user_ids=[f"user {user}" for user in range(NUM_USERS)], item_ids=[1, 2, 3], log=log
     )
     lists = {name: pa.array(COLUMNS[name], pa.list_(pa.string())) for name in ("tags", "topics")}
-    path = write_parquet(folder / "users.parquet", id=[f"user {user}" for user in range(NUM_USERS)], **(COLUMNS | lists))
+    score = pa.array(COLUMNS["score"], pa.float32())  # 0.7 and 0.9 are smaller in single precision
+    columns = COLUMNS | lists | {"score": score}
+    path = write_parquet(folder / "users.parquet", id=[f"user {user}" for user in range(NUM_USERS)], **columns)
     return ingest_features(
         FeaturesConfig.model_validate({"users": {"paths": path, "id_column": "id", "features": FEATURES}}),
         dataset=Dataset(interactions),

@@ -3,6 +3,7 @@
 Shapes: B queries, I items, D width, K recommended items, N candidates fetched from the index, L excluded items of all queries.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,35 @@ class TopItems:
         self.row_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = row_BN[is_recommended_BN]
         self.score_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = score_BN[is_recommended_BN]
         self.num_items_B[query_indices] = is_recommended_BN.sum(axis=1)
+
+    def complete(
+        self,
+        query_indices: NDArray[np.int64],
+        *,
+        is_allowed_I: NDArray[np.bool_] | None,
+        score_items: Callable[[int, NDArray[np.int64]], NDArray[np.float32]],
+    ) -> None:
+        """Add the best other items to queries that have fewer items than requested after an exhaustive search.
+
+        The kind pq_fastscan without rescore does not return an item with the lowest score that its codes can have.
+
+        Args:
+            is_allowed_I: the allowed items; None if all items are allowed.
+            score_items: returns the scores of a query with items, given the index of the query and the item rows.
+        """
+        for query in query_indices[self.is_short(query_indices)].tolist():
+            places = slice(int(self.num_items_B[query]), int(self.num_requested_B[query]))
+            is_other_I = np.ones(self._bound, np.bool_) if is_allowed_I is None else is_allowed_I.copy()
+            is_other_I[self._excluded_items.slice(query, query + 1).values_L] = False
+            is_other_I[self.row_BK[query, : places.start]] = False
+            other_rows = np.flatnonzero(is_other_I)
+            score_N = score_items(query, other_rows)
+            best_indices = np.argsort(-score_N, kind="stable")[: places.stop - places.start]
+            # An exact score may be above the approximate scores of the items before it.
+            max_score = self.score_BK[query, : places.start].min(initial=np.inf)
+            self.row_BK[query, places] = other_rows[best_indices]
+            self.score_BK[query, places] = np.minimum(score_N[best_indices], max_score)
+            self.num_items_B[query] = places.stop
 
     def drop_below(self, min_score: float, query_indices: NDArray[np.int64]) -> None:
         """Drop the items whose score is below `min_score`: the last items of each query."""

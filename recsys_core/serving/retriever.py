@@ -232,7 +232,11 @@ class Retriever:
         if len(model_indices):
             search = IndexSearch(self._index, self._index_kind, candidates)
             search.fill(top_items, model_indices, queries.query_BD[model_indices])
-            assert not top_items.is_short(model_indices).any()
+            top_items.complete(
+                model_indices,
+                is_allowed_I=candidates.is_allowed_I,
+                score_items=lambda query, item_rows: self.item_vectors(item_rows) @ queries.query_BD[query],
+            )
         if options["min_score"] is not None:
             top_items.drop_below(options["min_score"], model_indices)
         if len(other_indices) and uses_popularity:

@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import PackageManifest
+from recsys_core.retrieval.compressed import PqFastScan
+from recsys_core.retrieval.index import build_index
+from recsys_core.retrieval.search import search_exhaustively
 from recsys_core.serving.description import description_sha256
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.refresh.small_pipeline import build_pipeline
@@ -444,6 +447,23 @@ def test_items_below_the_requested_score_are_left_out(retriever: Retriever) -> N
         item_id for item_id, score in zip(full_answers[1].item_ids, full_answers[1].scores, strict=True) if score >= min_score
     ]
     assert answers[2] == full_answers[2] and answers[2].fallback == "popularity"  # not limited by a score
+
+
+def test_items_that_an_index_never_returns_complete_the_answers(
+    flat_model, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported_model, _ = flat_model
+    indexed_vector_ID = exported_model.item_vectors[np.arange(NUM_ITEMS) % 2]  # many items have the lowest possible score
+    kind = PqFastScan(rescore=0).fitted(*indexed_vector_ID.shape)
+    monkeypatch.setattr(retriever, "_index", build_index(kind, indexed_vector_ID))
+    monkeypatch.setattr(retriever, "_index_kind", kind)
+    _, row_BN = search_exhaustively(retriever._index, exported_model.item_vectors, kind=kind, depth=NUM_ITEMS)
+    assert (row_BN < 0).any()
+    for item_id, answer in zip(ITEM_IDS, retriever.similar(ITEM_IDS, k=NUM_ITEMS), strict=True):
+        assert sorted([item_id, *answer.item_ids]) == sorted(ITEM_IDS)
+        assert answer.scores == sorted(answer.scores, reverse=True)
+    (answer,) = retriever.similar(ITEM_IDS[:1], k=NUM_ITEMS - 1, exclude=ITEM_IDS[3:9])
+    assert sorted(answer.item_ids) == sorted([*ITEM_IDS[1:3], *ITEM_IDS[9:]])
 
 
 @pytest.mark.parametrize("min_score", [0.0, -0.1])

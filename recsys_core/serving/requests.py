@@ -178,6 +178,7 @@ def answer_similar(retriever: "Retriever", request: Request) -> list[Answer]:
     """
     item_ids = request.columns[ITEM_COLUMN]
     errors = _id_errors(retriever.item_ids.parse, item_ids)
+    errors |= {row: f"{ITEM_COLUMN} is missing" for row, item_id in enumerate(item_ids) if item_id is None}
     valid_ids = [item_id for row, item_id in enumerate(item_ids) if row not in errors]
     return _with_errors(retriever.similar(valid_ids, request.k, **request.options), errors, num_rows=request.num_rows)
 

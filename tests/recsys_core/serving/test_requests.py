@@ -89,12 +89,14 @@ def test_an_invalid_row_gets_an_error_and_the_other_rows_get_their_answers(retri
 
 
 def test_similar_items_are_requested_by_the_column_item_id(retriever: Retriever) -> None:
-    known, unknown, invalid = respond(
-        retriever, {"inputs": {"item_id": [ITEM_IDS[5], "unheard of", 7]}, "params": {"k": 4, "filter": {"stock": [0, 1]}}}
+    item_ids = [ITEM_IDS[5], "unheard of", 7, None, math.nan]
+    known, unknown, invalid, *missing = respond(
+        retriever, {"inputs": {"item_id": item_ids}, "params": {"k": 4, "filter": {"stock": [0, 1]}}}
     )
     assert known == retriever.similar([ITEM_IDS[5]], k=4, filter={"stock": [0, 1]})[0]
     assert unknown.error == "item_id 'unheard of' is not in the catalogue"
     assert invalid.error == "item_id 7 is not a string, but the model was trained on string ids"
+    assert [answer.error for answer in missing] == ["item_id is missing"] * 2
     with pytest.raises(InputError, match="has only the column item_id"):
         respond(retriever, {"inputs": {"item_id": [ITEM_IDS[5]], "user_id": [1]}})
 

@@ -85,7 +85,7 @@ def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> No
         return
     other_unit = plausible_time_unit(tick_range["max"], latest_s=latest_valid_s)
     if other_unit is not None:
-        is_unit_from_config = times.type != pa.timestamp(unit)
+        is_unit_from_config = not pa.types.is_timestamp(times.type)
         fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
         raise InputError(
             f"{_first_non_empty_source(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "

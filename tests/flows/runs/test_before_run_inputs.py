@@ -118,10 +118,13 @@ def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_pa
         ),
         ([1_700_000_000_000] * 2, "s", "in s, and 2023-11-14 in ms; set interactions.timestamp_unit to ms"),
         ([1_700_000_000_000] * 2, "us", "is 1970-01-20 in us, and 2023-11-14 in ms"),
-        (
-            pa.array([1_700_000_000] * 2, pa.timestamp("ms")),
-            "s",
-            "is 1970-01-20 in ms, and 2023-11-14 in s; write the column again",
+        *(
+            (
+                pa.array([1_700_000_000] * 2, pa.timestamp("ms", zone)),
+                "s",
+                "is 1970-01-20 in ms, and 2023-11-14 in s; write the column again",
+            )
+            for zone in (None, "UTC")
         ),
     ],
 )

@@ -219,7 +219,7 @@ def raise_if_not_finite(
         for shard in table_shards(tensor_by_name, table=table_name):
             non_finite_rows = torch.nonzero(~torch.isfinite(shard.weight_RD).all(dim=1))
             if len(non_finite_rows):
-                first_row = shard.row + int(non_finite_rows[0])
+                first_row = shard.first_row + int(non_finite_rows[0])
                 problems.append(
                     f"table {table_name}: {len(non_finite_rows)} rows of this rank are not finite, the first is row {first_row}"
                 )

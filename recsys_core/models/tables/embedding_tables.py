@@ -110,12 +110,12 @@ class LocalShard:
     """A rectangle of a table that is in this rank's memory.
 
     Attributes:
-        row, column: first row and first column of the rectangle in the table.
+        first_row, first_column: first row and first column of the rectangle in the table.
         weight_RD: values of the rectangle, a view of the table's memory.
     """
 
-    row: int
-    column: int
+    first_row: int
+    first_column: int
     weight_RD: Tensor
 
 

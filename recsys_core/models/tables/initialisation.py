@@ -24,15 +24,15 @@ CHUNK_ROWS = 8_192
 def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int, std: float) -> None:
     """Fill `shard` with random values from N(0, std^2). A value depends only on seed, table, row and column."""
     num_rows, shard_dim = shard.weight_RD.shape
-    shard_end = shard.row + num_rows
-    for chunk_index in range(shard.row // CHUNK_ROWS, math.ceil(shard_end / CHUNK_ROWS)):
+    shard_end = shard.first_row + num_rows
+    for chunk_index in range(shard.first_row // CHUNK_ROWS, math.ceil(shard_end / CHUNK_ROWS)):
         chunk_start = chunk_index * CHUNK_ROWS
-        start_row, stop_row = max(chunk_start, shard.row), min(chunk_start + CHUNK_ROWS, shard_end)
+        start_row, stop_row = max(chunk_start, shard.first_row), min(chunk_start + CHUNK_ROWS, shard_end)
         generator = torch.Generator().manual_seed(table_chunk_seed(seed, table=table, chunk=chunk_index))
         # Always draw a whole chunk: the order in which torch draws values depends on the tensor's size.
         value_RD = torch.empty(CHUNK_ROWS, dim).normal_(0.0, std, generator=generator)
-        shard.weight_RD[start_row - shard.row : stop_row - shard.row].copy_(
-            value_RD[start_row - chunk_start : stop_row - chunk_start, shard.column : shard.column + shard_dim]
+        shard.weight_RD[start_row - shard.first_row : stop_row - shard.first_row].copy_(
+            value_RD[start_row - chunk_start : stop_row - chunk_start, shard.first_column : shard.first_column + shard_dim]
         )
 
 
@@ -51,14 +51,16 @@ def copy_pretrained(
     """
     num_rows, shard_dim = shard.weight_RD.shape
     for chunk_start in range(0, num_rows, CHUNK_ROWS):
-        vector_row_R = vector_row[shard.row + chunk_start : shard.row + min(chunk_start + CHUNK_ROWS, num_rows)]
+        vector_row_R = vector_row[shard.first_row + chunk_start : shard.first_row + min(chunk_start + CHUNK_ROWS, num_rows)]
         row_index = np.flatnonzero(vector_row_R >= 0)
         value_RD = torch.from_numpy(vectors[vector_row_R[row_index]])
         if norm is not None:
             value_RD = scale_to_norm(value_RD, norm=norm)
         target_row_R = torch.from_numpy(row_index + chunk_start).to(shard.weight_RD.device)
         value_RD = value_RD.tile(1, num_copies)
-        shard.weight_RD[target_row_R] = value_RD[:, shard.column : shard.column + shard_dim].to(shard.weight_RD.device)
+        shard.weight_RD[target_row_R] = value_RD[:, shard.first_column : shard.first_column + shard_dim].to(
+            shard.weight_RD.device
+        )
 
 
 def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], norm: float | None) -> Tensor:
@@ -92,9 +94,9 @@ def no_vectors(num_rows: int) -> NDArray[np.int64]:
 def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.integer[Any]], value_D: Tensor | None) -> None:
     """Set the rows of `shard` without a pretrained vector to `value_D`, or to zero if it is None."""
     num_rows, shard_dim = shard.weight_RD.shape
-    shard_vector = torch.zeros(shard_dim) if value_D is None else value_D[shard.column : shard.column + shard_dim]
+    shard_vector = torch.zeros(shard_dim) if value_D is None else value_D[shard.first_column : shard.first_column + shard_dim]
     for chunk_start in range(0, num_rows, CHUNK_ROWS):
-        vector_row_R = vector_row[shard.row + chunk_start : shard.row + min(chunk_start + CHUNK_ROWS, num_rows)]
+        vector_row_R = vector_row[shard.first_row + chunk_start : shard.first_row + min(chunk_start + CHUNK_ROWS, num_rows)]
         missing_rows = torch.from_numpy(np.flatnonzero(vector_row_R < 0) + chunk_start)
         shard.weight_RD[missing_rows.to(shard.weight_RD.device)] = shard_vector.to(shard.weight_RD.device)
 

@@ -222,7 +222,7 @@ def _write_tables(
         table_path, state_path = (job.output_folder / f"{kind}_{table_name}.npy" for kind in ("table", "state"))
         with writer.part(table_path) as part:
             for shard in table_shards(tensor_by_name, table=table_name) if is_writer else ():
-                part.add(shard.row, shard.column, shard.weight_RD)
+                part.add(shard.first_row, shard.first_column, shard.weight_RD)
                 writer.touch_heartbeat()
         writer.build(table_path, shape=(table.num_rows, table.dim))
         if not has_accumulators(table):

@@ -157,17 +157,17 @@ class AccumulatorShard:
     """A view into the Adagrad accumulators of a rectangle of a table.
 
     Attributes:
-        row, column: first row and first column of the rectangle in the table.
+        first_row, first_column: first row and first column of the rectangle in the table.
         num_columns: width of the rectangle. values_RC has this many columns, or one if Adagrad is row-wise.
     """
 
-    row: int
-    column: int
+    first_row: int
+    first_column: int
     num_columns: int
     values_RC: Tensor
 
     def table_contribution(self, *, is_rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
-        """Return (row, column, values). The caller adds `values` to the accumulators of the whole table at this row and column.
+        """Return (first row, first column, values). The caller adds `values` to the accumulators of the whole table there.
 
         With one accumulator per row, the shard's accumulator is a mean over the shard's columns, and the table's accumulator is
         the mean over all columns. `values` is then the shard's accumulator times the shard's share of the columns, so that the
@@ -178,8 +178,8 @@ class AccumulatorShard:
             dim: number of columns of the table.
         """
         if is_rowwise:
-            return self.row, 0, self.values_RC[:, :1] * (self.num_columns / dim)
-        return self.row, self.column, self.values_RC
+            return self.first_row, 0, self.values_RC[:, :1] * (self.num_columns / dim)
+        return self.first_row, self.first_column, self.values_RC
 
 
 def has_accumulators(table: TableSpec) -> bool:
@@ -203,7 +203,9 @@ def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str
         # sharding, because TorchRec continues the row numbers from one column shard to the next.
         for weight_shard, shard_tensor in zip(local_shards(parameter), _local_tensors(accumulator), strict=True):
             values_RC = shard_tensor[:, None] if shard_tensor.dim() == 1 else shard_tensor
-            shards.append(AccumulatorShard(weight_shard.row, weight_shard.column, weight_shard.weight_RD.shape[1], values_RC))
+            shards.append(
+                AccumulatorShard(weight_shard.first_row, weight_shard.first_column, weight_shard.weight_RD.shape[1], values_RC)
+            )
     return shards
 
 

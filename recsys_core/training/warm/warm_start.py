@@ -163,7 +163,7 @@ def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, wa
                 champion_values = np.broadcast_to(accumulators[:, None], (len(accumulators), spec.tables[table_name].dim))
             else:
                 champion_values = accumulators
-            accumulator_shard = LocalShard(shard.row, 0 if is_rowwise else shard.column, shard.values_RC)
+            accumulator_shard = LocalShard(shard.first_row, 0 if is_rowwise else shard.first_column, shard.values_RC)
             copy_pretrained(accumulator_shard, vectors=champion_values, vector_row=champion_row, norm=None)
 
 

@@ -99,7 +99,9 @@ def whole_state(training: ShardedTraining, spec: ModelSpec) -> dict[str, np.ndar
     shards_by_name: dict[str, list[Any]] = {}
     state = training.model.state_dict()
     for name in spec.tables:
-        shards_by_name[name] = [(shard.row, shard.column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)]
+        shards_by_name[name] = [
+            (shard.first_row, shard.first_column, shard.weight_RD.numpy()) for shard in table_shards(state, table=name)
+        ]
         shards_by_name[f"{name} accumulator"] = accumulator_shards(training.optimizer, spec=spec, table=name)
     shards_of_ranks: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(shards_of_ranks, shards_by_name)

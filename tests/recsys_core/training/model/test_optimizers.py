@@ -54,15 +54,15 @@ def test_weight_decay_changes_only_matrices(kind: str, dense_parallel: DensePara
 
 
 def test_rowwise_accumulators_of_column_shards_add_up_to_the_mean_over_the_whole_row() -> None:
-    first_shard = AccumulatorShard(row=1, column=0, num_columns=4, values_RC=torch.tensor([[1.0], [2.0]]))
-    second_shard = AccumulatorShard(row=1, column=4, num_columns=12, values_RC=torch.tensor([[5.0], [2.0]]))
+    first_shard = AccumulatorShard(first_row=1, first_column=0, num_columns=4, values_RC=torch.tensor([[1.0], [2.0]]))
+    second_shard = AccumulatorShard(first_row=1, first_column=4, num_columns=12, values_RC=torch.tensor([[5.0], [2.0]]))
     contributions = [shard.table_contribution(is_rowwise=True, dim=16) for shard in (first_shard, second_shard)]
     assert [position for *position, _ in contributions] == [[1, 0], [1, 0]]
     assert (contributions[0][2] + contributions[1][2]).tolist() == [[(1 * 4 + 5 * 12) / 16], [2.0]]
 
 
 def test_a_shard_with_an_accumulator_per_value_keeps_its_position_in_the_table() -> None:
-    shard = AccumulatorShard(row=1, column=2, num_columns=2, values_RC=torch.tensor([[5.0, 6.0]]))
+    shard = AccumulatorShard(first_row=1, first_column=2, num_columns=2, values_RC=torch.tensor([[5.0, 6.0]]))
     row, column, values = shard.table_contribution(is_rowwise=False, dim=4)
     assert (row, column, values.tolist()) == (1, 2, [[5.0, 6.0]])
 

@@ -163,7 +163,7 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
         assert num_values == whole_table.size * (world_size if sharding_type_by_table[name] == "data_parallel" else 1)
         for shard in shards:
             rows, columns = shard.weight_RD.shape
-            part = whole_table[shard.row : shard.row + rows, shard.column : shard.column + columns]
+            part = whole_table[shard.first_row : shard.first_row + rows, shard.first_column : shard.first_column + columns]
             # Adagrad may turn the rounding of a gradient near zero into a part of a whole step.
             tolerances = (
                 {"rtol": 1e-4, "atol": 1e-6}

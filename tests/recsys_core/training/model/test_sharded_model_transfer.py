@@ -97,7 +97,7 @@ def train_rank(rank: int, folder: Path, spec: ModelSpec, sharding_type: str, tra
             pipeline.detach()
         for name in spec.tables:
             for shard in table_shards(model.state_dict(), table=name):
-                shard_by_name[f"{epoch}/{name}/{shard.row}/{shard.column}"] = shard.weight_RD.numpy().copy()
+                shard_by_name[f"{epoch}/{name}/{shard.first_row}/{shard.first_column}"] = shard.weight_RD.numpy().copy()
     np.savez(folder / f"{rank}.npz", **shard_by_name)
     state_names_by_parameter = {name: sorted(state) for name, state in optimizer.state_dict()["state"].items()}
     (folder / f"{rank}.json").write_text(json.dumps(state_names_by_parameter))

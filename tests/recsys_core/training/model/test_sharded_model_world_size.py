@@ -66,7 +66,7 @@ def train_rank(rank: int, lookup: str, folder: Path) -> None:
     array_by_name = {"losses": np.array(losses)} if rank == 0 else {}
     for name in spec.tables:
         for shard in table_shards(model.state_dict(), table=name):
-            array_by_name[f"table {name}/{shard.row}"] = shard.weight_RD.numpy()
+            array_by_name[f"table {name}/{shard.first_row}"] = shard.weight_RD.numpy()
     if rank == 0:
         layers = get_unwrapped_module(model).head.named_parameters()
         array_by_name |= {f"layer {name}": value.detach().numpy() for name, value in layers}

@@ -100,12 +100,12 @@ def check_warm_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
         )
         shards = table_shards(model.state_dict(), table=name)
         for shard, untrained_RC in zip(shards, untrained_shards[name], strict=True):
-            expected_RC = expected_RD[shard.row : shard.row + len(untrained_RC)]
+            expected_RC = expected_RD[shard.first_row : shard.first_row + len(untrained_RC)]
             torch.testing.assert_close(
                 shard.weight_RD, torch.where(expected_RC.isnan(), untrained_RC, expected_RC), rtol=0, atol=0
             )
         (accumulator,) = accumulator_shards(optimizer, spec=job.spec, table=name)
-        expected_R = accumulator_R[accumulator.row : accumulator.row + len(accumulator.values_RC)]
+        expected_R = accumulator_R[accumulator.first_row : accumulator.first_row + len(accumulator.values_RC)]
         torch.testing.assert_close(accumulator.values_RC[:, 0], expected_R.nan_to_num(0.0), rtol=0, atol=0)
     head = get_unwrapped_module(model).head
     for name, value in load_file(job.warm_start.export_folder / "dense.safetensors").items():
@@ -152,9 +152,9 @@ def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_VD: NDArra
     load_champion_weights(model, warm_start=job.warm_start)
     for shard in table_shards(model.state_dict(), table="item"):
         for row, vector_D in zip(rows, torch.from_numpy(vector_VD), strict=True):
-            if shard.row <= row < shard.row + len(shard.weight_RD):
+            if shard.first_row <= row < shard.first_row + len(shard.weight_RD):
                 expected_D = vector_D * random_norm(0.02, len(vector_D)) / vector_D.norm()
-                torch.testing.assert_close(shard.weight_RD[row - shard.row], expected_D)
+                torch.testing.assert_close(shard.weight_RD[row - shard.first_row], expected_D)
 
 
 def test_a_new_item_starts_with_its_pretrained_vector(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def check_item_rows(rank: int, job: TrainJob, expected_RD: NDArray[np.float32]) 
     if job.warm_start is not None:
         load_champion_weights(model, warm_start=job.warm_start)
     for shard in table_shards(model.state_dict(), table="item"):
-        shard_RD = torch.from_numpy(expected_RD[shard.row : shard.row + len(shard.weight_RD)])
+        shard_RD = torch.from_numpy(expected_RD[shard.first_row : shard.first_row + len(shard.weight_RD)])
         expected_or_any_RD = torch.where(shard_RD.isnan(), shard.weight_RD, shard_RD)
         torch.testing.assert_close(shard.weight_RD, expected_or_any_RD, atol=1e-6, rtol=1e-4)
 

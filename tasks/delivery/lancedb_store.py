@@ -82,7 +82,7 @@ class _LanceDb:
             for query in query_BD
         ]
 
-    def target(self, alias: str) -> str | None:
+    def aliased_collection(self, alias: str) -> str | None:
         return dict(self._alias_rows()).get(alias)
 
     def switch(self, alias: str, collection: str) -> None:

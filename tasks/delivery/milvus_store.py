@@ -134,14 +134,14 @@ class _Milvus:
         hits_by_query = self._client.search(collection, data=list(query_BD), limit=k, output_fields=["item_id"])
         return [[hit["item_id"] for hit in hits] for hits in hits_by_query]
 
-    def target(self, alias: str) -> str | None:
+    def aliased_collection(self, alias: str) -> str | None:
         # describe_alias logs a traceback for an alias that does not exist.
         if alias not in self._client.list_aliases()["aliases"]:
             return None
         return str(self._client.describe_alias(alias)["collection_name"])
 
     def switch(self, alias: str, collection: str) -> None:
-        if self.target(alias) is None:
+        if self.aliased_collection(alias) is None:
             self._client.create_alias(collection, alias)
         else:
             self._client.alter_alias(collection, alias)

@@ -60,7 +60,7 @@ def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> PushRe
     served_collection: str | None = None
     try:
         with store_errors(settings.location), settings.connect() as store:
-            served_collection = store.target(alias)
+            served_collection = store.aliased_collection(alias)
             load = _CollectionLoad(store, settings, retriever, collection)
             num_loaded, overlap = load.ensure_complete(is_served=served_collection == collection)
             if served_collection != collection:

@@ -135,7 +135,7 @@ class _Qdrant:
         responses = self._client.query_batch_points(collection, requests)
         return [[point.payload["item_id"] for point in response.points] for response in responses]
 
-    def target(self, alias: str) -> str | None:
+    def aliased_collection(self, alias: str) -> str | None:
         collection_by_alias = {entry.alias_name: entry.collection_name for entry in self._client.get_aliases().aliases}
         return collection_by_alias.get(alias)
 
@@ -144,7 +144,7 @@ class _Qdrant:
         operations = [
             models.CreateAliasOperation(create_alias=models.CreateAlias(collection_name=collection, alias_name=alias))
         ]
-        if self.target(alias) is not None:
+        if self.aliased_collection(alias) is not None:
             operations.insert(0, models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=alias)))
         self._client.update_collection_aliases(operations)  # the server applies all operations together
 

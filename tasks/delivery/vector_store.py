@@ -56,7 +56,7 @@ class VectorStore(Protocol):
     def search(self, collection: str, query_BD: NDArray[np.float32], k: int) -> list[list[Id]]:
         """Return the ids of the k items with the largest inner products for each query, best first."""
 
-    def target(self, alias: str) -> str | None:
+    def aliased_collection(self, alias: str) -> str | None:
         """Return the collection that an alias names; None if the alias does not exist."""
 
     def switch(self, alias: str, collection: str) -> None:

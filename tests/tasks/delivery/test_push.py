@@ -53,7 +53,7 @@ def collection_name(retriever: Retriever) -> str:
 def read_collections(settings: AnyStore) -> tuple[str | None, list[str]]:
     """Return the collection that the alias names, and all collections of the store."""
     with settings.connect() as store:
-        return store.target("films"), sorted(store.collections())
+        return store.aliased_collection("films"), sorted(store.collections())
 
 
 def test_a_store_returns_the_ids_of_the_exact_best_items(settings: AnyStore, package: PackageManifest) -> None:
@@ -135,7 +135,7 @@ def test_the_collection_of_another_alias_in_the_same_store_is_kept(settings: Any
     push(load_version(package, 2), settings, model_name="films")
     push(load_version(package, 3), settings, model_name="films")
     with settings.connect() as store:
-        assert store.target("films_v2") == f"films_v2_v1_{retriever.space_id}"
+        assert store.aliased_collection("films_v2") == f"films_v2_v1_{retriever.space_id}"
         assert store.count(f"films_v2_v1_{retriever.space_id}") == NUM_ITEMS
 
 

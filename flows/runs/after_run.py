@@ -34,14 +34,14 @@ def after_run(config: PipelineConfig, context: StageContext) -> None:
     from flows.runs import mlflow_steps
 
     has_mlflow = _call_or_warn(
-        "log the stages to MLflow and remove files of old runs", partial(mlflow_steps.is_mlflow_available, context.run)
+        "log the stages to MLflow and remove files of old runs", partial(mlflow_steps.connect_if_mlflow_exists, context.run)
     )
     write_page = partial(mlflow_steps.write_and_log_history_page, config, context) if has_mlflow else write_page_offline
     _call_or_warn("write the page of the last runs", write_page)
     if has_mlflow:
         _call_or_warn("log the stages to MLflow", partial(mlflow_steps.log_end, context, record))
     if has_mlflow is not None:  # None: MLflow does not answer
-        _call_or_warn("remove files of old runs", partial(mlflow_steps.remove_old_files, config, context.run))
+        _call_or_warn("remove files of old runs", partial(mlflow_steps.remove_old_runs_and_versions, config, context.run))
 
 
 def _call_or_warn(description: str, step: Callable[[], T]) -> T | None:

@@ -9,7 +9,7 @@ from recsys_core.manifests import DataReportManifest
 from recsys_core.units import format_gib
 from tasks.registry.mlflow_client import call_or_warn, connect, mlflow_exists
 from tasks.registry.releases import champion_of
-from tasks.registry.tracking import log_run_end, open_run
+from tasks.registry.tracking import log_run_end, open_mlflow_run
 from tasks.retention.clean import clean
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
@@ -20,7 +20,7 @@ MLFLOW_TIMEOUT_S = 10.0
 """Time limit for the first request to MLflow after a run. If MLflow does not answer in time, no further request is sent."""
 
 
-def is_mlflow_available(run: Run) -> bool:
+def connect_if_mlflow_exists(run: Run) -> bool:
     """Return whether the run can log to MLflow; False if there is neither a server nor a database in the workspace.
 
     Raises TrackingServerError if MLflow does not answer within MLFLOW_TIMEOUT_S.
@@ -52,7 +52,7 @@ def write_and_log_history_page(config: PipelineConfig, context: StageContext) ->
     page_path = write_history_page(config, find_champion=lambda _: champion_version)
     call_mlflow(
         lambda client: client.log_artifact(
-            record.figures.mlflow_run_id or open_run(client, context), str(page_path), "history"
+            record.figures.mlflow_run_id or open_mlflow_run(client, context), str(page_path), "history"
         ),
         warning="could not log the page of the last runs to MLflow",
     )
@@ -69,7 +69,7 @@ def log_end(context: StageContext, record: RunRecord) -> None:
         log_run_end(context, state=record.state, message=record.message)
 
 
-def remove_old_files(config: PipelineConfig, run: Run) -> None:
+def remove_old_runs_and_versions(config: PipelineConfig, run: Run) -> None:
     """Remove model versions and files of runs that retention does not keep."""
     removals = clean(run.workspace, config.retention, model_name=config.registry.model_name)
     if removals.run_removals or removals.versions:

@@ -14,7 +14,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from recsys_core.training.job import Progress
 from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, LOG, connect, tracking_error, tracking_uri
-from tasks.registry.tracking import log_metrics, log_params, open_run
+from tasks.registry.tracking import log_metrics, log_params, open_mlflow_run
 from tasks.runs.context import StageContext
 
 # If MLflow is down, the monitor logs its address with the password. MetricRelay reports the outage without the password.
@@ -94,7 +94,7 @@ class MetricRelay:
     def _relay(self) -> None:
         try:
             client = connect(self._context.run.workspace)
-            mlflow_run_id = open_run(client, self._context)
+            mlflow_run_id = open_mlflow_run(client, self._context)
             client.update_run(mlflow_run_id, status=RunStatus.to_string(RunStatus.RUNNING))
             log_params(client, mlflow_run_id, config_file=self._context.run.config_file)
             monitor = SystemMetricsMonitor(

@@ -50,7 +50,7 @@ _MAX_PATHS = 100
 """Number of input paths in the source of an MLflow dataset; data_fingerprints.json holds all of them."""
 
 
-def open_run(client: MlflowClient, context: StageContext) -> str:
+def open_mlflow_run(client: MlflowClient, context: StageContext) -> str:
     """Return the id of the run's MLflow run; create the MLflow run and its experiment if they do not exist.
 
     An existing MLflow run gets the current tags, because a resume has another Prefect flow run.
@@ -182,7 +182,7 @@ def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext,
         client.log_artifact(mlflow_run_id, str(path))
 
 
-def log_data(client: MlflowClient, mlflow_run_id: str, context: StageContext) -> None:
+def log_input_files(client: MlflowClient, mlflow_run_id: str, context: StageContext) -> None:
     """Log the input files as MLflow datasets and in data_fingerprints.json; log the data report if it is not logged yet."""
     dataset = context.dataset
     if "data/breaches" not in client.get_run(mlflow_run_id).data.metrics:  # log_data_report_or_warn failed
@@ -221,7 +221,7 @@ def log_data_report_or_warn(context: StageContext, data_report: DataReportManife
     """
 
     def log(client: MlflowClient) -> str:
-        mlflow_run_id = open_run(client, context)
+        mlflow_run_id = open_mlflow_run(client, context)
         log_params(client, mlflow_run_id, config_file=context.run.config_file)
         log_data_report(client, mlflow_run_id, data_report)
         client.set_terminated(
@@ -246,7 +246,7 @@ def log_run_end(context: StageContext, *, state: str, message: str) -> None:
         value_by_metric[f"stage/{manifest.stage}/bytes"] = float(sum(record.size_bytes for record in manifest.files.values()))
 
     def log(client: MlflowClient) -> None:
-        mlflow_run_id = open_run(client, context)
+        mlflow_run_id = open_mlflow_run(client, context)
         log_metrics(client, mlflow_run_id, as_metrics(value_by_metric))
         description = f"**{state}**: {message}{link_text}"
         client.log_batch(mlflow_run_id, tags=[RunTag(STATE_TAG, state), RunTag(MLFLOW_RUN_NOTE, description)])

@@ -104,7 +104,7 @@ def _register_and_compare(
 
 def _open_mlflow_run(registry: Registry, context: StageContext) -> str:
     """Return the id of the MLflow run, which has the settings as params."""
-    mlflow_run_id = registry.call(tracking.open_run, registry.client, context)
+    mlflow_run_id = registry.call(tracking.open_mlflow_run, registry.client, context)
     registry.call(tracking.log_params, registry.client, mlflow_run_id, config_file=context.run.config_file)
     return mlflow_run_id
 
@@ -114,7 +114,7 @@ def _log_results(registry: Registry, context: StageContext, mlflow_run_id: str, 
     metrics_file = context.results[TrainManifest].path("metrics.jsonl")
     registry.call(log_training_metrics, registry.client, mlflow_run_id, metrics_file=metrics_file)
     registry.call(tracking.log_results, registry.client, mlflow_run_id, context, model_id=model_id)
-    registry.call(tracking.log_data, registry.client, mlflow_run_id, context)
+    registry.call(tracking.log_input_files, registry.client, mlflow_run_id, context)
 
 
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest, data_report: DataReportManifest) -> str:

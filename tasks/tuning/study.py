@@ -27,7 +27,7 @@ from recsys_core.seeds import trial_seed
 from recsys_core.training.job import METRICS_FILE, Progress
 from tasks.progress.reporting import show_bar, training_note
 from tasks.registry.mlflow_client import call_or_warn
-from tasks.registry.tracking import as_metrics, log_metrics, log_params, open_run
+from tasks.registry.tracking import as_metrics, log_metrics, log_params, open_mlflow_run
 from tasks.runs.context import StageContext
 from tasks.tuning.config import RangeConfig, TuningConfig, label_of
 
@@ -234,7 +234,7 @@ def log_trial(context: StageContext, trial: FinishedTrial, *, metric: str) -> No
     """Log a finished trial to MLflow, as a child of the study's run. Log a warning if MLflow does not work."""
 
     def log(client: MlflowClient) -> None:
-        parent_run_id = open_run(client, context)
+        parent_run_id = open_mlflow_run(client, context)
         tags = {MLFLOW_PARENT_RUN_ID: parent_run_id, MLFLOW_RUN_NAME: f"trial-{trial.number}", "nightjar.reason": trial.reason}
         experiment_id, start_ms = client.get_run(parent_run_id).info.experiment_id, int((time.time() - trial.seconds) * 1000)
         run_info = client.create_run(experiment_id, start_time=start_ms, tags=tags).info
@@ -254,7 +254,7 @@ def log_study(context: StageContext, *, best_trial: FinishedTrial | None, metric
     """Log the config, the value of the best trial and `paths` to the study's MLflow run, and end this run."""
 
     def log(client: MlflowClient) -> None:
-        run_id = open_run(client, context)
+        run_id = open_mlflow_run(client, context)
         log_params(client, run_id, config_file=context.run.config_file)
         if best_trial is not None and best_trial.value is not None:
             log_metrics(client, run_id, as_metrics({f"validation/best/{metric}": best_trial.value}))

@@ -13,7 +13,7 @@ from flows.runs.mlflow_steps import write_and_log_history_page
 from flows.settings.template import starter_config
 from recsys_core.manifests import STAGES
 from tasks.registry.mlflow_client import connect, tracking_uri
-from tasks.registry.tracking import open_run
+from tasks.registry.tracking import open_mlflow_run
 from tasks.runs.context import StageContext
 from tests.flows.run_folders import FIRST_START, past_run
 from tests.tasks.unhealthy_servers import silent
@@ -79,7 +79,7 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
     shutil.copy(new_database, tmp_path)
     run = past_run(tmp_path, FIRST_START, state="Promoted", version="2", num_stages=len(STAGES))
     client = connect(tmp_path)
-    mlflow_run_id = open_run(client, StageContext(run, experiment="e"))
+    mlflow_run_id = open_mlflow_run(client, StageContext(run, experiment="e"))
     client.create_registered_model(config.registry.model_name)
     for _ in range(2):
         client.create_model_version("nightjar", "file:///nowhere", mlflow_run_id)

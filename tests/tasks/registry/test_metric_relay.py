@@ -9,14 +9,14 @@ import pytest
 
 from tasks.registry.metric_relay import MetricRelay, log_training_metrics
 from tasks.registry.mlflow_client import connect
-from tasks.registry.tracking import open_run
+from tasks.registry.tracking import open_mlflow_run
 from tasks.runs.context import StageContext
 from tests.tasks.conftest import STEPS, progress
 
 
 def logged_steps(context: StageContext) -> list[int]:
     client = connect(context.run.workspace)
-    return [metric.step for metric in client.get_metric_history(open_run(client, context), "train/loss")]
+    return [metric.step for metric in client.get_metric_history(open_mlflow_run(client, context), "train/loss")]
 
 
 def test_sent_metrics_are_logged_and_a_resumed_training_logs_no_step_twice(context: StageContext) -> None:
@@ -26,7 +26,7 @@ def test_sent_metrics_are_logged_and_a_resumed_training_logs_no_step_twice(conte
                 relay.send(progress(step))
     assert logged_steps(context) == list(STEPS)
     client = connect(context.run.workspace)
-    mlflow_run = client.get_run(open_run(client, context))
+    mlflow_run = client.get_run(open_mlflow_run(client, context))
     assert mlflow_run.data.params == {"training.epochs": "3", "name": "nightly"}
     assert mlflow_run.info.status == "FINISHED"
 
@@ -36,7 +36,7 @@ def test_validation_metrics_are_logged_at_the_step_that_measured_them(context: S
         relay.send(progress(STEPS[0]))
         relay.send(progress(STEPS[1]).model_copy(update={"validation": {"ndcg@10": 0.25}}))
     client = connect(context.run.workspace)
-    history = client.get_metric_history(open_run(client, context), "train/validation/ndcg_at_10")
+    history = client.get_metric_history(open_mlflow_run(client, context), "train/validation/ndcg_at_10")
     assert [(metric.step, metric.value) for metric in history] == [(STEPS[1], 0.25)]
 
 
@@ -44,7 +44,7 @@ def test_a_failed_training_leaves_a_failed_mlflow_run(context: StageContext) -> 
     with pytest.raises(RuntimeError), MetricRelay(context):
         raise RuntimeError
     client = connect(context.run.workspace)
-    assert client.get_run(open_run(client, context)).info.status == "FAILED"
+    assert client.get_run(open_mlflow_run(client, context)).info.status == "FAILED"
 
 
 def test_system_metrics_are_logged_during_the_training_and_continue_after_a_resume(
@@ -52,7 +52,7 @@ def test_system_metrics_are_logged_during_the_training_and_continue_after_a_resu
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     client = connect(context.run.workspace)
-    mlflow_run_id = open_run(client, context)
+    mlflow_run_id = open_mlflow_run(client, context)
 
     def sampled_steps() -> list[int]:
         return [metric.step for metric in client.get_metric_history(mlflow_run_id, "system/cpu_utilization_percentage")]
@@ -81,7 +81,7 @@ def test_an_outage_causes_one_warning_and_the_lost_metrics_are_logged_later(
     metrics_path = tmp_path / "metrics.jsonl"
     metrics_path.write_text("".join(progress(step).model_dump_json() + "\n" for step in STEPS))
     client = connect(context.run.workspace)
-    log_training_metrics(client, open_run(client, context), metrics_file=metrics_path)
+    log_training_metrics(client, open_mlflow_run(client, context), metrics_file=metrics_path)
     assert sorted(logged_steps(context)) == list(STEPS)
 
 

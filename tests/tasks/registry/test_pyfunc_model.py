@@ -75,7 +75,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
         for manifest in (stages().dataset.interactions, *stages()[1:]):
             context.results.add(manifest)
         client = connect(run.workspace)
-        mlflow_run_id = tracking.open_run(client, context)
+        mlflow_run_id = tracking.open_mlflow_run(client, context)
         tracking.log_params(client, mlflow_run_id, config_file=run.config_file)
         get_or_create_version(context, model_name="m", client=client, mlflow_run_id=mlflow_run_id)
         yield run.workspace

@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.manifests import PlanManifest, TrainManifest
 from tasks.registry.mlflow_client import connect
-from tasks.registry.tracking import as_metrics, log_params, log_run_end, open_run, run_address, server_address
+from tasks.registry.tracking import as_metrics, log_params, log_run_end, open_mlflow_run, run_address, server_address
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 from tests.tasks.conftest import Stages
@@ -17,12 +17,12 @@ from tests.tasks.registration import context_of
 
 def test_the_mlflow_run_is_found_again_and_its_artifacts_are_in_the_workspace(context: StageContext) -> None:
     client = connect(context.run.workspace)
-    mlflow_run_id = open_run(client, context)
-    assert open_run(connect(context.run.workspace), context) == mlflow_run_id
+    mlflow_run_id = open_mlflow_run(client, context)
+    assert open_mlflow_run(connect(context.run.workspace), context) == mlflow_run_id
     mlflow_run = client.get_run(mlflow_run_id)
     assert mlflow_run.data.tags["nightjar.run_id"] == context.run.run_id
     assert mlflow_run.info.artifact_uri.startswith((context.run.workspace / "mlartifacts").as_uri())
-    assert open_run(client, replace(context, run=Run("another", workspace=context.run.workspace))) != mlflow_run_id
+    assert open_mlflow_run(client, replace(context, run=Run("another", workspace=context.run.workspace))) != mlflow_run_id
 
 
 def test_the_tags_have_the_pipeline_the_reason_and_the_last_flow_run(context: StageContext) -> None:
@@ -30,9 +30,9 @@ def test_the_tags_have_the_pipeline_the_reason_and_the_last_flow_run(context: St
     flow_context = replace(
         context, pipeline="films", flow_run_id="1", flow_run_url="http://prefect/1", options=RunOptions("new items")
     )
-    mlflow_run_id = open_run(client, flow_context)
-    assert open_run(client, replace(flow_context, flow_run_id="2", flow_run_url=None)) == mlflow_run_id
-    assert open_run(client, context) == mlflow_run_id  # outside of a flow
+    mlflow_run_id = open_mlflow_run(client, flow_context)
+    assert open_mlflow_run(client, replace(flow_context, flow_run_id="2", flow_run_url=None)) == mlflow_run_id
+    assert open_mlflow_run(client, context) == mlflow_run_id  # outside of a flow
     tags = client.get_run(mlflow_run_id).data.tags
     assert (tags["nightjar.pipeline"], tags["nightjar.run_reason"]) == ("films", "new items")
     assert (tags["nightjar.prefect_flow_run"], tags["nightjar.prefect_url"]) == ("2", "http://prefect/1")
@@ -42,7 +42,7 @@ def test_the_address_of_an_mlflow_run_is_a_page_of_the_ui_and_has_no_password(
     context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = connect(context.run.workspace)
-    mlflow_run_id = open_run(client, context)
+    mlflow_run_id = open_mlflow_run(client, context)
     assert run_address(client, mlflow_run_id) == f"sqlite:///{context.run.workspace}/mlflow.db, run {mlflow_run_id}"
     monkeypatch.setenv("NIGHTJAR_MLFLOW_UI_URL", "http://me:secret@mlflow:5000/")
     assert run_address(client, mlflow_run_id) == f"http://mlflow:5000/#/experiments/1/runs/{mlflow_run_id}"
@@ -51,7 +51,7 @@ def test_the_address_of_an_mlflow_run_is_a_page_of_the_ui_and_has_no_password(
 
 def test_a_param_keeps_its_first_value_and_the_changes_of_a_resumed_run_are_in_a_tag(context: StageContext) -> None:
     client = connect(context.run.workspace)
-    mlflow_run_id = open_run(client, context)
+    mlflow_run_id = open_mlflow_run(client, context)
     log_params(client, mlflow_run_id, config_file=context.run.config_file)
     context.run.config_file.write_text("training: {epochs: 5}\nname: nightly\n")
     log_params(client, mlflow_run_id, config_file=context.run.config_file)
@@ -72,7 +72,7 @@ def test_the_description_of_a_run_is_its_end_and_each_complete_stage_has_duratio
     context.folder(PlanManifest).symlink_to(manifests.plan.folder)
     log_run_end(context, state="Failed", message="rank 1 died")
     client = connect(workspace)
-    mlflow_run_id = open_run(client, context)
+    mlflow_run_id = open_mlflow_run(client, context)
     failed_run = client.get_run(mlflow_run_id)
     assert (failed_run.info.status, failed_run.data.metrics["stage/plan_sharding/seconds"]) == (
         "FAILED",

@@ -13,7 +13,7 @@ from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
-from tasks.registry.tracking import open_run
+from tasks.registry.tracking import open_mlflow_run
 from tasks.runs.context import Results, StageContext
 from tasks.runs.run import Run
 from tasks.stages import data_report
@@ -86,7 +86,7 @@ def test_page_and_metrics_are_logged_to_mlflow_even_if_a_limit_is_violated(works
         check_data(workspace, 21, num_events=10, min_train_events=11)
     client = connect(workspace)
     for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
-        mlflow_run = client.get_run(open_run(client, StageContext(Run(run_id, workspace=workspace), experiment="tests")))
+        mlflow_run = client.get_run(open_mlflow_run(client, StageContext(Run(run_id, workspace=workspace), experiment="tests")))
         assert (mlflow_run.data.metrics["data/breaches"], mlflow_run.info.status) == (breaches, status)
         assert mlflow_run.data.metrics["data/train_events"] == 10
         assert [file.path for file in client.list_artifacts(mlflow_run.info.run_id, "data_report")] == [

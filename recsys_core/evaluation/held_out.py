@@ -17,7 +17,7 @@ from recsys_core.evaluation.baselines import cold_rows, popularity_order_before
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.metrics import COMPARED_METRICS
 from recsys_core.evaluation.ranking.queries import Queries
-from recsys_core.evaluation.ranking.served import among_candidates
+from recsys_core.evaluation.ranking.served import restrict_to_candidates
 from recsys_core.manifests import ExportManifest, InteractionsManifest, RankingSettings
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
@@ -83,7 +83,7 @@ def queries_of(
 def queries_with_cold_targets(queries: Queries, cold_row_C: NDArray[np.int64], *, num_items: int) -> Queries:
     """Return the queries with a cold target, for a ranking of the cold items alone. No user has seen a cold item."""
     queries_with_nothing_seen = replace(queries, seen=JaggedArray.empty(len(queries.targets)))
-    return among_candidates(queries_with_nothing_seen, cold_row_C, num_items=num_items)
+    return restrict_to_candidates(queries_with_nothing_seen, cold_row_C, num_items=num_items)
 
 
 class HeldOutSplit:

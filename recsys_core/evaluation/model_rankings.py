@@ -24,7 +24,7 @@ from recsys_core.evaluation.baselines import ZeroShot
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit, queries_with_cold_targets, ranking_settings
 from recsys_core.evaluation.ranking.queries import Queries, Ranking
-from recsys_core.evaluation.ranking.served import add_unknown_queries, candidate_order, rank_among, rank_served
+from recsys_core.evaluation.ranking.served import add_unknown_queries, candidate_order, rank_among, rank_as_served
 from recsys_core.manifests import ExportManifest
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def rank_with_vectors(
 ) -> tuple[Ranking, Ranking]:
     """Return the ranking of the catalogue by inner product, and the ranking of the cold items."""
     order_I, settings = held_out.popularity_order_I, ranking_settings(config)
-    ranking = rank_served(
+    ranking = rank_as_served(
         held_out.queries,
         item_vector_ID=item_vector_ID,
         order_I=order_I,

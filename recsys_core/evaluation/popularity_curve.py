@@ -20,7 +20,7 @@ from recsys_core.errors import InputError
 from recsys_core.evaluation import diversity, metrics
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit
-from recsys_core.evaluation.ranking.served import rank_served
+from recsys_core.evaluation.ranking.served import rank_as_served
 from recsys_core.manifests import ExportManifest, InteractionsManifest
 from recsys_core.models.score_terms import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
@@ -99,7 +99,7 @@ def _metrics(config: EvaluationConfig, held_out: HeldOut, *, item_vector_ID: Ten
     """Return the metrics of the ranking by these vectors, by <metric>@<k>."""
     k, train_count_I = min(config.ks), store.train_count_I
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ranking = rank_served(
+    ranking = rank_as_served(
         held_out.queries, item_vector_ID=item_vector_ID, order_I=held_out.popularity_order_I, k=k, top_only=True, device=device
     )
     if not len(ranking.position_T):

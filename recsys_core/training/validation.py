@@ -19,7 +19,7 @@ from recsys_core.evaluation import metrics
 from recsys_core.evaluation.baselines import cold_rows, popularity_order_before
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.evaluation.ranking.queries import Queries
-from recsys_core.evaluation.ranking.served import rank_among, rank_served
+from recsys_core.evaluation.ranking.served import rank_among, rank_as_served
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig
@@ -113,7 +113,7 @@ class Validator:
         users = self._users[user_index_B]
         seen_items, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
         queries = Queries(query_BD, is_known_B=self._is_known_U[user_index_B], seen=seen_items, targets=targets)
-        rank_items = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
+        rank_items = rank_as_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
         ranking = rank_items(queries, item_vector_ID=item_vector_ID, order_I=self._popularity_order_I, k=0)
         return ranking.target_positions()
 

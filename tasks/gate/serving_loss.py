@@ -11,7 +11,7 @@ import torch
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
 from recsys_core.evaluation.ranking.queries import Queries
-from recsys_core.evaluation.ranking.served import rank_served
+from recsys_core.evaluation.ranking.served import rank_as_served
 from recsys_core.manifests import EvaluationManifest, ExportManifest, IndexManifest, PackageManifest
 from recsys_core.retrieval.index import served_recall_by_user
 from recsys_core.serving.retriever import Retriever
@@ -77,7 +77,7 @@ def _packaged_metrics(
         seen=seen,
         targets=targets,
     )
-    ranking = rank_served(queries, item_vector_ID=item_vector_ID, order_I=order_I, k=0)
+    ranking = rank_as_served(queries, item_vector_ID=item_vector_ID, order_I=order_I, k=0)
     return UserMetrics.of(ranking.target_positions(), user_row_B=user_row_U)
 
 

@@ -61,7 +61,7 @@ def rank_by_order(queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking
     return pairs.ranking(position_T=order_index_T - num_seen_above_T, top_BK=top_BK.astype(np.int32), num_items=num_items)
 
 
-def rank_served(
+def rank_as_served(
     queries: Queries,
     *,
     item_vector_ID: Tensor,
@@ -104,7 +104,7 @@ def add_unknown_queries(known_ranking: Ranking, queries: Queries, *, order_I: ND
 def rank_among(
     queries: Queries, *, item_vector_ID: Tensor, order_I: NDArray[Any], candidate_rows: NDArray[np.int64], k: int
 ) -> Ranking:
-    """Rank only the items of `candidate_rows`, for the queries with a target among them. See `rank_served`.
+    """Rank only the items of `candidate_rows`, for the queries with a target among them. See `rank_as_served`.
 
     A ranking of the cold items shows how well the model uses pretrained vectors and features. In a ranking of the full
     catalogue, most cold items are below the items with events.
@@ -125,8 +125,8 @@ def rank_among(
     >>> ranking.query_T.tolist(), ranking.item_T.tolist(), ranking.position_T.tolist(), ranking.top_BK.tolist()
     ([0], [1], [1], [[0, 1]])
     """
-    queries = among_candidates(queries, candidate_rows, num_items=len(item_vector_ID))
-    return rank_served(
+    queries = restrict_to_candidates(queries, candidate_rows, num_items=len(item_vector_ID))
+    return rank_as_served(
         queries,
         item_vector_ID=item_vector_ID[torch.from_numpy(candidate_rows)],
         order_I=candidate_order(order_I, candidate_rows),
@@ -134,7 +134,7 @@ def rank_among(
     )
 
 
-def among_candidates(queries: Queries, candidate_rows: NDArray[np.int64], *, num_items: int) -> Queries:
+def restrict_to_candidates(queries: Queries, candidate_rows: NDArray[np.int64], *, num_items: int) -> Queries:
     """Return the queries with a target among the candidates, with indices into `candidate_rows` as items; see `rank_among`."""
     candidate_index_I = _candidate_index(candidate_rows, num_items=num_items)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.evaluation.ranking.queries import Queries
-from recsys_core.evaluation.ranking.served import rank_among, rank_by_order, rank_served
+from recsys_core.evaluation.ranking.served import rank_among, rank_as_served, rank_by_order
 from tests.recsys_core.evaluation.ranking.sorted_scores import (
     NUM_ITEMS,
     NUM_QUERIES,
@@ -44,7 +44,7 @@ def test_unknown_queries_are_ranked_by_popularity(
     query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (NUM_ITEMS, 3))
     popularity_order_I = random.permutation(NUM_ITEMS)
     progress_counts: list[int] = []
-    ranking = rank_served(
+    ranking = rank_as_served(
         queries_of(query, seen=seen, targets=targets, known=known),
         item_vector_ID=torch.tensor(item, dtype=torch.float32),
         order_I=popularity_order_I,
@@ -67,12 +67,12 @@ def test_a_ranking_among_candidates_is_the_full_ranking_without_other_items_and_
         torch.tensor(random.integers(-1, 2, (num_rows, 3)), dtype=torch.float32) for num_rows in (NUM_QUERIES, NUM_ITEMS)
     )
     candidate_rows = np.array(sorted(candidates), np.int64)
-    # Avoid ties: `rank_among` breaks ties in another order than `rank_served`.
+    # Avoid ties: `rank_among` breaks ties in another order than `rank_as_served`.
     query, item = query.double(), item.double() + torch.tensor(random.permutation(NUM_ITEMS))[:, None] / 1e3
     is_known_B, popularity_order_I = random.random(NUM_QUERIES) < 0.7, random.permutation(NUM_ITEMS)
     all_queries = Queries(query + 1e-3, is_known_B=is_known_B, seen=jagged_of(seen), targets=jagged_of(targets))
     arguments = {"item_vector_ID": item, "order_I": popularity_order_I, "k": NUM_ITEMS}
-    full_ranking = rank_served(all_queries, **arguments)
+    full_ranking = rank_as_served(all_queries, **arguments)
     ranking = rank_among(all_queries, candidate_rows=candidate_rows, **arguments)
 
     queries_with_target = [query for query in range(NUM_QUERIES) if candidates & set(targets[query])]

@@ -8,7 +8,7 @@ import torch
 
 from recsys_core.evaluation.ranking import chunks
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
-from recsys_core.evaluation.ranking.served import among_candidates
+from recsys_core.evaluation.ranking.served import restrict_to_candidates
 from recsys_core.training.export.ranking import rank_collectively
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.evaluation.ranking.random_queries import random_queries_and_items
@@ -26,7 +26,7 @@ def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]
     process = cpu_process(rank)
     queries, item_vector_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
     items, own_queries = share_of(item_vector_ID, process), queries.take(np.arange(*query_ranges[rank]))
-    own_queries_of_cold_items = among_candidates(own_queries, COLD_ROW_C, num_items=NUM_ITEMS)
+    own_queries_of_cold_items = restrict_to_candidates(own_queries, COLD_ROW_C, num_items=NUM_ITEMS)
     for name, ranked_queries, candidate_rows, k, top_only in (
         ("full", own_queries, np.arange(NUM_ITEMS), K, False),
         ("top", own_queries, np.arange(NUM_ITEMS), K, True),
@@ -59,7 +59,7 @@ def test_ranks_compute_the_ranking_of_one_process(
         "full": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K),
         "top": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K, top_only=True),
         "cold": rank_catalogue(
-            among_candidates(queries, COLD_ROW_C, num_items=NUM_ITEMS),
+            restrict_to_candidates(queries, COLD_ROW_C, num_items=NUM_ITEMS),
             item_vector_ID=item_vector_ID[torch.from_numpy(COLD_ROW_C)],
             k=0,
         ),

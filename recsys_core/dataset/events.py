@@ -74,7 +74,7 @@ class EventStore:
         self._user_offset_by_shard = ShardArrays.of(arrays.user_offset)
         self._train_end_by_shard = ShardArrays.of(arrays.train_end)
         self._num_shards, self._event_start_S = arrays.num_shards, ShardArrays.of(arrays.event_item).start_S
-        as_user_array = partial(user_array, num_users=arrays.num_users, start_S=self._event_start_S)
+        as_user_array = partial(user_array, num_users=arrays.num_users, index_start_S=self._event_start_S)
         self._user_start, self._user_end = as_user_array(arrays.user_offset), as_user_array(arrays.user_offset, first_entry=1)
         self._train_end, self._validation_end = as_user_array(arrays.train_end), as_user_array(arrays.validation_end)
         self._stored_event_offset = None if arrays.event_offset is None else as_user_array(arrays.event_offset)

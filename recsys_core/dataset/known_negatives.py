@@ -41,7 +41,7 @@ class KnownNegatives:
             return None
         start_S = ShardArrays.of(arrays.negative_item).start_S
         starts_of_split = partial(
-            user_array, arrays.negative_offset, num_users=arrays.num_users, start_S=start_S, step=NUM_SPLITS
+            user_array, arrays.negative_offset, num_users=arrays.num_users, index_start_S=start_S, step=NUM_SPLITS
         )
         event_L: EventIndices | None
         if isinstance(arrays.negative_event, ShardArrays):

@@ -21,14 +21,14 @@ class ShardedUserArray:
 
     Args:
         shard_arrays: array of each shard, whose entries count the events, or known negatives, of the shard from 0.
-        start_S: index of the first event, or known negative, of each shard.
+        index_start_S: index of the first event, or known negative, of each shard.
         first_entry, step: the entry of user row r in the array of its shard has the index first_entry + r * step.
     """
 
     def __init__(
-        self, shard_arrays: ShardArrays, *, num_users: int, start_S: Int64Array, first_entry: int = 0, step: int = 1
+        self, shard_arrays: ShardArrays, *, num_users: int, index_start_S: Int64Array, first_entry: int = 0, step: int = 1
     ) -> None:
-        self._shard_arrays, self._num_users, self._start_S = shard_arrays, num_users, start_S
+        self._shard_arrays, self._num_users, self._index_start_S = shard_arrays, num_users, index_start_S
         self._first_entry, self._step = first_entry, step
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class ShardedUserArray:
         return values_U
 
     def _entries(self, shard: int, rows: Int64Array | slice) -> Int64Array:
-        entries: Int64Array = self._shard_arrays[shard][self._first_entry :: self._step][rows] + self._start_S[shard]
+        entries: Int64Array = self._shard_arrays[shard][self._first_entry :: self._step][rows] + self._index_start_S[shard]
         return entries
 
 
@@ -113,11 +113,11 @@ EventIndices = Int64Array | ShardedEventIndices
 
 
 def user_array(
-    array: NDArray[Any] | ShardArrays, *, num_users: int, start_S: Int64Array, first_entry: int = 0, step: int = 1
+    array: NDArray[Any] | ShardArrays, *, num_users: int, index_start_S: Int64Array, first_entry: int = 0, step: int = 1
 ) -> UserArray:
     """Return one number per user; see ShardedUserArray. With one shard, the result is a view of the stored array."""
     if isinstance(array, ShardArrays):
-        return ShardedUserArray(array, num_users=num_users, start_S=start_S, first_entry=first_entry, step=step)
+        return ShardedUserArray(array, num_users=num_users, index_start_S=index_start_S, first_entry=first_entry, step=step)
     return array[first_entry::step][:num_users]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RESCORE_FACTORS = (2, 4, 8, 16)
 RESCORE_VALUE_BYTES = 2
 MAX_HALF_PRECISION_VALUE = 65_504.0
-_GPU_PQ_SIZES = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)
+_GPU_PQ_M_VALUES = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)
 """Numbers of sub-vectors that FAISS's GPU implementation of IVF-PQ supports, with 8 bits each."""
 _Rescore = Annotated[
     int | None,
@@ -222,7 +222,7 @@ class IvfPq(ProductQuantized):
 
     def builds_on_gpu(self) -> bool:
         """Return whether FAISS supports the settings, which exclude vectors for `rescore`, on GPUs."""
-        return self.rescore == 0 and self.pq_nbits == 8 and self.pq_m in _GPU_PQ_SIZES
+        return self.rescore == 0 and self.pq_nbits == 8 and self.pq_m in _GPU_PQ_M_VALUES
 
 
 class OpqPq(IvfPq):

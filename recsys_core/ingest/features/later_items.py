@@ -98,9 +98,9 @@ class LaterItemTable:
             InputError: a row of the table is invalid, or the table has none of the items.
         """
         folder.mkdir()
-        catalogue_path = folder / "items.parquet"
-        pq.write_table(pa.table({"id": item_ids, "train_count": pa.repeat(pa.scalar(0), len(item_ids))}), catalogue_path)
-        source = TableSource(self._table, len(item_ids), catalogue_path)
+        ids_path = folder / "items.parquet"
+        pq.write_table(pa.table({"id": item_ids, "train_count": pa.repeat(pa.scalar(0), len(item_ids))}), ids_path)
+        source = TableSource(self._table, len(item_ids), ids_path)
         with database(
             memory_limit=self._memory_limit, num_threads=self._threads, spill_folder=folder / "spill", subject="the features"
         ) as connection:

@@ -36,7 +36,7 @@ class TableSource:
     table: FeatureTable
     num_rows: int
     """Number of users or items."""
-    catalogue_path: Path
+    ids_path: Path
     """Parquet file with the ids of the users or items, in the order of their rows."""
 
     def load(
@@ -50,7 +50,7 @@ class TableSource:
         assert table.id_column is not None and table.id_type is not None
         with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
             _reject_bad_table(connection, table, paths=paths)
-            catalogue_sql = scan_sql(self.catalogue_path, options_sql="file_row_number = true")
+            catalogue_sql = scan_sql(self.ids_path, options_sql="file_row_number = true")
             connection.execute(
                 "CREATE TABLE joined AS "
                 "SELECT catalogue.row, catalogue.in_training, feature_table.* EXCLUDE (feature_table_id) "
@@ -114,8 +114,8 @@ def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsMa
             num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
             yield ContextSource(table, num_events, EventStore.open(interactions))
         else:
-            catalogue_path = interactions.path(vocabulary_file(table.owner_kind))
-            yield TableSource(table, num_rows_by_owner_kind[table.owner_kind], catalogue_path)
+            ids_path = interactions.path(vocabulary_file(table.owner_kind))
+            yield TableSource(table, num_rows_by_owner_kind[table.owner_kind], ids_path)
 
 
 def _value_columns_sql(table: FeatureTable) -> str:

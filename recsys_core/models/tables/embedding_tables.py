@@ -63,21 +63,21 @@ def parameter_name(spec: ModelSpec, table_name: str) -> str:
     return f"{table.collection}.{attribute_name}.{module_name(table_name)}.weight"
 
 
-def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:
+def table_outputs(spec: ModelSpec, collection_outputs: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:
     """Return the outputs of the tables of `side`, by table: [B, D] for queries, [V, D] for the distinct items."""
-    outputs_by_collection: dict[str, dict[str, Tensor]] = {}
+    pooled_outputs_by_collection: dict[str, dict[str, Tensor]] = {}
     output_by_table = {}
     for table_name, table in spec.on_side(side).items():
         output_name = spec.output_name(table_name)
         if table.is_unpooled:
             num_vectors = len(batch.item_row_V) if side == "item" else batch.batch_size
             output_by_table[table_name] = _unpooled_output(
-                spec, table_name, embeddings[table.collection][output_name], batch, num_vectors
+                spec, table_name, collection_outputs[table.collection][output_name], batch, num_vectors
             )
             continue
-        if table.collection not in outputs_by_collection:
-            outputs_by_collection[table.collection] = embeddings[table.collection].to_dict()
-        output_BD = outputs_by_collection[table.collection][output_name]
+        if table.collection not in pooled_outputs_by_collection:
+            pooled_outputs_by_collection[table.collection] = collection_outputs[table.collection].to_dict()
+        output_BD = pooled_outputs_by_collection[table.collection][output_name]
         if spec.forms.get(table_name) in ("list", "weighted_list") and table.settings.pooling == "mean":
             output_BD = output_BD / _mean_divisor(batch, table_name, is_weighted=table.weighted)[:, None]
         output_by_table[table_name] = output_BD

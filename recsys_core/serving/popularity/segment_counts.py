@@ -54,19 +54,19 @@ def write_segments(
             "features, or remove popularity_by"
         )
     value_row_L, item_row_L, count_L = _pair_counts(key, interactions, features)
-    rank_I = np.empty(len(item_by_popularity_I), np.int64)
-    rank_I[item_by_popularity_I] = np.arange(len(rank_I))
-    order_L = np.lexsort((rank_I[item_row_L], -count_L, value_row_L))
+    popularity_rank_I = np.empty(len(item_by_popularity_I), np.int64)
+    popularity_rank_I[item_by_popularity_I] = np.arange(len(popularity_rank_I))
+    order_L = np.lexsort((popularity_rank_I[item_row_L], -count_L, value_row_L))
     value_row_L, item_row_L, count_L = value_row_L[order_L], item_row_L[order_L], count_L[order_L]
     segment_rows, start, num_pairs = np.unique(value_row_L, return_index=True, return_counts=True)
     num_events = np.add.reduceat(count_L, start) if len(start) else count_L
-    is_large = (num_events >= min_events) & (segment_rows > 0)  # row 0 is shared by all values without a row of their own
-    num_items = np.minimum(num_pairs[is_large], MAX_SEGMENT_ITEMS)
-    index_L = ragged_ranges(start[is_large], num_items)
-    share_L = (count_L[index_L] / np.repeat(num_events[is_large], num_items)).astype(np.float32)
+    is_segment = (num_events >= min_events) & (segment_rows > 0)  # row 0 is shared by all values without a row of their own
+    num_items = np.minimum(num_pairs[is_segment], MAX_SEGMENT_ITEMS)
+    index_L = ragged_ranges(start[is_segment], num_items)
+    share_L = (count_L[index_L] / np.repeat(num_events[is_segment], num_items)).astype(np.float32)
     offset = pa.array(np.concatenate([[0], np.cumsum(num_items)]).astype(np.int32))
     columns = {
-        "value_row": segment_rows[is_large].astype(np.int32),
+        "value_row": segment_rows[is_segment].astype(np.int32),
         "item_rows": pa.ListArray.from_arrays(offset, pa.array(item_row_L[index_L].astype(np.int32))),
         "shares": pa.ListArray.from_arrays(offset, pa.array(share_L)),
     }

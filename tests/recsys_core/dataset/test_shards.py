@@ -39,7 +39,7 @@ def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int]
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)
     # As in an offset array, the last entry of each part belongs to no user.
     parts = ShardArrays.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
-    array = ShardedUserArray(parts, num_users=len(values_U), start_S=start_S)
+    array = ShardedUserArray(parts, num_users=len(values_U), index_start_S=start_S)
     expected_U = values_U + start_S[np.arange(len(values_U)) % num_shards]
     assert array[:].tolist() == expected_U.tolist() and len(array) == len(numbers)
     user_B = np.array(data.draw(st.lists(st.integers(0, len(numbers) - 1))) if numbers else [], np.int64)

@@ -130,7 +130,7 @@ def suggest(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="write a config with the suggested settings")] = None,
 ) -> None:
     """Print the settings that fit the data, each with its reason: model, loss, negatives, popularity, training."""
-    loaded = options.prepare()  # before the module imports Prefect
+    loaded = options.prepare()  # sets environment variables that Prefect reads when it is imported
     cli.experiments.suggest(loaded, written_path=write, as_json=options.as_json)
 
 

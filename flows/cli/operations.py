@@ -27,12 +27,14 @@ HELP_PANEL = "Operations"
 def doctor(
     config_path: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="config file: its servers, schedule, disk and shared memory are checked too"),
+        typer.Argument(
+            metavar="FILE", help="config file of an installation: its servers, schedule, disk and shared memory are checked too"
+        ),
     ] = None,
     overrides: Overrides = None,
     folder: Annotated[Path, typer.Option(help="folder whose disk is checked if no file is given")] = Path(),
 ) -> None:
-    """Check the versions of the libraries and the hardware; with a config file, the whole installation."""
+    """Check the hardware and the versions of the libraries; with a config file, the whole installation."""
     options = None if config_path is None else ConfigOptions(config_path, tuple(overrides or ()))
     cli.workspace.doctor(options, folder=folder)
 
@@ -40,7 +42,7 @@ def doctor(
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar releases")
 @takes_config_and_json
 def releases(options: ConfigOptions) -> None:
-    """List the registered versions with alias, served metrics and run."""
+    """List the registered versions with alias, metrics of the recommendations, and run."""
     loaded = options.prepare()
     cli.registry.releases(loaded, as_json=options.as_json)
 
@@ -54,7 +56,7 @@ def compare(
     users: Annotated[int, typer.Option(min=1, help="number of users whose recommendations are compared")] = 1_000,
     k: Annotated[int, typer.Option("-k", min=1, help="number of items per user")] = 20,
 ) -> None:
-    """Compare two versions: served metrics, overlap of recommendations, and items that many more or fewer users get."""
+    """Compare two versions: metrics and overlap of recommendations, and items recommended to many more or many fewer users."""
     cli.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=options.as_json)
 
 
@@ -88,7 +90,7 @@ def rollback(
 @takes_config
 def refresh(options: ConfigOptions) -> None:
     """Add new items to the champion and remove items that are gone, without a training."""
-    loaded = options.prepare()  # before the module imports MLflow
+    loaded = options.prepare()  # sets environment variables that MLflow reads when cli.registry imports it
     cli.registry.change_champion(loaded, "refresh", {})
 
 
@@ -98,7 +100,7 @@ def push(
     options: ConfigOptions,
     version: Annotated[int | None, typer.Option(min=1, help="number of the version; by default the champion")] = None,
 ) -> None:
-    """Load the items of a version into the vector stores of `delivery`, and switch their aliases to this version."""
+    """Copy the items of a version into the vector stores of `delivery`, and switch the alias of each store to this version."""
     config = options.prepare().config
     cli.registry.push(config, version=version)
 
@@ -110,7 +112,7 @@ def push(
 @takes_config
 def deploy(
     options: ConfigOptions,
-    cron: Annotated[str | None, typer.Option(help="planned starts, instead of schedule.cron")] = None,
+    cron: Annotated[str | None, typer.Option(help="planned starts as a cron expression, instead of schedule.cron")] = None,
     timezone: Annotated[str | None, typer.Option(help="time zone of the planned starts, instead of schedule.timezone")] = None,
     work_pool: Annotated[str | None, typer.Option(metavar="NAME", help="work pool whose workers run the pipeline")] = None,
     automations: Annotated[
@@ -120,7 +122,7 @@ def deploy(
 ) -> None:
     """Create or update the deployments of the pipeline in the Prefect server of PREFECT_API_URL."""
     loaded = options.with_settings({"schedule.cron": cron, "schedule.timezone": timezone}).read()
-    # The schedule is a setting of the deployment, so the overrides of the schedule are not in the form of a run.
+    # --cron and --timezone become the schedule of the deployment. The form of a manual run does not show them as overrides.
     loaded = replace(loaded, overrides=options.overrides)
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
@@ -149,7 +151,7 @@ def history(
     options: ConfigOptions,
     last: Annotated[int, typer.Option(min=1, help="number of runs to list")] = 20,
 ) -> None:
-    """List the last runs: how each ended, served metrics, data sizes, duration and disk space."""
+    """List the last runs: how each ended, metrics of the new version, data sizes, duration and disk space."""
     cli.workspace.show_history(options.read(), num_runs=last, as_json=options.as_json)
 
 
@@ -175,6 +177,6 @@ def up(
     prefect_port: PrefectPort = 4200,
     mlflow_port: MlflowPort = 5000,
 ) -> None:
-    """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
+    """Run the pipeline on its schedule, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
     loaded = options.prepare()
     cli.ui.up(loaded, prefect_port=prefect_port, mlflow_port=mlflow_port)

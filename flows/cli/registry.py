@@ -131,7 +131,7 @@ def serve(config: PipelineConfig, *, alias: str) -> None:
 
 
 def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
-    """Print one row per registered version: alias, creation, served metrics, run and reason."""
+    """Print one row per registered version: alias, creation, metrics of the recommendations, run and reason."""
     client, model_name = connect(loaded.config.workspace), loaded.config.registry.model_name
     versions: Sequence[Mapping[str, Any]] = call_with_deadline(
         lambda: list_releases(client, model_name), uri=client.tracking_uri
@@ -159,7 +159,7 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
 
 
 def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users: int, k: int, as_json: bool) -> None:
-    """Print the served metrics of two versions, the overlap of their recommendations, and items with other numbers of users."""
+    """Print metrics and overlap of the recommendations of two versions, and items with other numbers of users."""
     config = loaded.config
     before, after, overlap = compare_versions(config, version=version, other=other, num_users=num_users, k=k)
     client = connect(config.workspace)

@@ -50,7 +50,7 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
 
 
 def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
-    """Serve the same pages as `serve`, and run the pipeline as its schedule plans, until Ctrl-C or SIGTERM.
+    """Serve the same pages as `serve`, and run the pipeline on its schedule, until Ctrl-C or SIGTERM.
 
     A run that is in progress at the signal ends as interrupted and can be resumed.
     """

@@ -1,4 +1,4 @@
-"""Steps after a run or a change of the champion that need MLflow, whose import takes two seconds."""
+"""Steps that need MLflow, after a run or after a change of the champion. The import of MLflow takes two seconds."""
 
 import logging
 from functools import partial
@@ -21,7 +21,7 @@ MLFLOW_TIMEOUT_S = 10.0
 
 
 def connect_if_mlflow_exists(run: Run) -> bool:
-    """Return whether the run can log to MLflow; False if there is neither a server nor a database in the workspace.
+    """Return True after a test request to MLflow; False if no server is set and the workspace has no database.
 
     Raises TrackingServerError if MLflow does not answer within MLFLOW_TIMEOUT_S.
     """
@@ -43,7 +43,7 @@ def write_and_log_history_page(config: PipelineConfig, context: StageContext) ->
     # A list, because None means that MLflow does not answer. The list is [None] if the model has no champion.
     champion_list = call_mlflow(
         lambda client: [champion_of(client, config.registry.model_name)],
-        warning="could not read the champion for the page of the last runs; the page is not in MLflow",
+        warning="could not read the champion for the page of the last runs; the page is not logged to MLflow",
     )
     if champion_list is None:
         write_history_page(config)
@@ -64,7 +64,7 @@ def has_mlflow_run(record: RunRecord) -> bool:
 
 
 def log_end(context: StageContext, record: RunRecord) -> None:
-    """Log how a run with an MLflow run ended."""
+    """Log to MLflow how the run ended, if it has an MLflow run."""
     if has_mlflow_run(record):
         log_run_end(context, state=record.state, message=record.message)
 

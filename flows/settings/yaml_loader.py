@@ -37,7 +37,7 @@ def load(text: str, *, subject: str) -> Any:
     yaml.Constructor, yaml.max_depth = _StringDateConstructor, MAX_DEPTH
     try:
         return yaml.load(text)
-    except (YAMLError, ValueError) as error:  # int() raises ValueError for a number of thousands of digits
+    except (YAMLError, ValueError) as error:  # int() raises ValueError for a number with thousands of digits
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f"line {mark.line + 1}: "
         problem = printable(getattr(error, "problem", None) or first_line(error), max_characters=200)

@@ -27,7 +27,7 @@ from recsys_core.seeds import SMOKE_TEST_USERS_SEED
 from recsys_core.serving.description import ITEM_COLUMN, QUERY_COLUMNS
 
 K = 20
-"""Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
+"""Number of items that a version recommends to each user: the largest cut-off of the metrics of the recommendations."""
 
 MIN_CPU_S = 1.0
 """Smallest total CPU time that is compared between versions. A smaller time varies by more than a tenth."""

@@ -90,7 +90,7 @@ def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion
 
 
 def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, object]]:
-    """Return one dictionary per version, the newest first: version, aliases, tags, served metrics, run and creation (UTC)."""
+    """Return one dictionary per version, the newest first: version, aliases, tags, metrics, run and creation (UTC)."""
     versions = client.search_model_versions(f"name = '{model_name}'")
     number_by_alias = version_number_by_alias(client, model_name) or {}
     return [

@@ -40,7 +40,7 @@ PIPELINE_TAG = "nightjar.pipeline"
 FLOW_RUN_TAG = "nightjar.prefect_flow_run"
 """Id of the Prefect flow run that started or last resumed the run."""
 FLOW_RUN_URL_TAG = "nightjar.prefect_url"
-"""Address in the Prefect UI of the last flow run that had a UI."""
+"""Address of the last flow run in the Prefect UI. A flow run without a UI does not change it."""
 STATE_TAG = "nightjar.state"
 """State in which the run ended, such as NotPromoted."""
 _FAILED_STATES = ("Failed", "DataRejected")
@@ -253,4 +253,5 @@ def log_run_end(context: StageContext, *, state: str, message: str) -> None:
         status = RunStatus.FAILED if state in _FAILED_STATES else RunStatus.FINISHED
         client.set_terminated(mlflow_run_id, RunStatus.to_string(status))
 
-    call_or_warn(log, workspace=context.run.workspace, warning="could not log the stages to MLflow; the run is not affected")
+    warning = "could not log the end of the run to MLflow; the run is not affected"
+    call_or_warn(log, workspace=context.run.workspace, warning=warning)

@@ -199,7 +199,7 @@ def _segments_are_values_of_a_feature(config: "PipelineConfig") -> None:
     ]
     if key is not None and key not in segment_keys:
         raise ValueError(
-            f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; set one of "
+            f"package.popularity_by: {key} is not a categorical user or context feature with a vocabulary; set one of "
             f"{', '.join(segment_keys) or 'those that you declare under features'}"
         )
 

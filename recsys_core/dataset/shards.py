@@ -1,7 +1,7 @@
 """Arrays of an event store in several shards, read by the row of a user or the index of an event.
 
 User u is in shard u % S, where it has row u // S. The index of an event is its index in the concatenation of the shards. Each
-class is used like a NumPy array, and reads only the shards that an index selects.
+class has the methods of a NumPy array that the dataset needs, and reads only the shards that an index selects.
 
 Shapes: S shards, U users, E events, B selected users or events.
 """
@@ -17,12 +17,12 @@ from recsys_core.dataset.layout import ShardArrays
 
 
 class ShardedUserArray:
-    """One event index per user, [U]: the stored entry of the user, plus the index of the first event of the user's shard.
+    """One index of an event, or of a known negative, per user, [U]. A shard stores it as an index inside the shard.
 
     Args:
-        shard_arrays: array of each shard, whose entries count the events, or known negatives, of the shard from 0.
+        shard_arrays: array of each shard. Its entries are indices inside the shard.
         index_start_S: index of the first event, or known negative, of each shard.
-        first_entry, step: the entry of user row r in the array of its shard has the index first_entry + r * step.
+        first_entry, step: the entry of the user with row r in a shard has the index first_entry + r * step in its array.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ShardedUserArray:
         return self._num_users
 
     def __getitem__(self, users: Int64Array | slice) -> Int64Array:
-        """Return the entries of these users. A slice has to select all users, or users of one shard by the step S."""
+        """Return the entries of these users. A slice must select all users or, with step S, users of one shard."""
         num_shards = len(self._shard_arrays)
         if not isinstance(users, slice):
             row_B, values_B = users // num_shards, np.empty(len(users), np.int64)
@@ -89,7 +89,7 @@ class ShardedEventArray:
 
 
 class ShardedEventIndices:
-    """Ascending event indices, stored by shard. The array of each shard counts the events of the shard from 0.
+    """Ascending event indices, stored by shard. The array of each shard has event indices inside the shard.
 
     Args:
         event_start_S: index of the first event of each shard.
@@ -99,7 +99,7 @@ class ShardedEventIndices:
         self._shard_arrays, self._start_S, self._event_start_S = shard_arrays, shard_arrays.start_S, event_start_S
 
     def searchsorted(self, event_B: Int64Array, /, side: Literal["left", "right"] = "left") -> Int64Array:
-        """Return where each event would be inserted, like ndarray.searchsorted: always among the indices of its shard."""
+        """Return where to insert each event, like ndarray.searchsorted: an index within the entries of the event's shard."""
         shard_B, index_B = np.searchsorted(self._event_start_S, event_B, side="right") - 1, np.empty(len(event_B), np.int64)
         for shard, positions in positions_by_shard(shard_B, num_shards=len(self._shard_arrays)):
             event_in_shard = event_B[positions] - self._event_start_S[shard]

@@ -1,4 +1,4 @@
-"""The IVF kinds with compressed vectors.
+"""IVF index kinds that store compressed vectors.
 
 An index of these kinds can also store the vectors in half precision. FAISS's IndexRefine then computes the scores of the best
 candidates again from these vectors, which are part of the index file.
@@ -56,10 +56,10 @@ class CompressedIvf(Ivf):
 
     @abstractmethod
     def code_bytes(self, dim: int) -> int:
-        """Return the number of bytes of a compressed vector. The settings are fitted."""
+        """Return the number of bytes of a compressed vector. The settings must be the result of `fitted`."""
 
     def max_value(self) -> float | None:
-        """Return the limit of half precision with `rescore`: FAISS replaces a larger value by infinity."""
+        """Return the largest value in half precision; None without `rescore`. FAISS replaces a larger value by infinity."""
         return None if self.rescore == 0 else MAX_HALF_PRECISION_VALUE
 
     def compressed_search_parameters(self, depth: int, selector: Any = None) -> Any:
@@ -194,8 +194,8 @@ class IvfPq(ProductQuantized):
     def fitted(self, num_items: int, dim: int) -> Self:
         """Also reduce pq_nbits until there is at least one item per centroid, as FAISS requires.
 
-        MIN_ITEMS_PER_CENTROID, which keeps k-means from overfitting its sample, does not apply to pq_nbits, because the sample
-        of a small catalogue contains all vectors.
+        MIN_ITEMS_PER_CENTROID does not apply to pq_nbits. It prevents k-means from overfitting its sample, but the sample of a
+        small catalogue contains all vectors.
 
         >>> [IvfPq(pq_nbits=8).fitted(num_items, 64).pq_nbits for num_items in (12_101, 256, 255)]
         [8, 8, 7]
@@ -265,8 +265,8 @@ class PqFastScan(ProductQuantized):
 
     kind: Literal["pq_fastscan"] = Field(
         "pq_fastscan",
-        description="like `ivf_pq`, with 4 bits per sub-vector, so that SIMD instructions can compare the vectors, and with "
-        "exact scores of the best candidates",
+        description="like `ivf_pq`, with 4 bits per sub-vector, so that SIMD instructions can compare the vectors. The scores "
+        "of the best candidates are computed again from vectors in half precision (see `rescore`)",
     )
     pq_m: _PqM = None
     rescore: _Rescore = None

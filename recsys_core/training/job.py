@@ -27,8 +27,8 @@ class WarmStart(Frozen):
             dense.safetensors: the champion's layers, named as in this run's model.
             rows_<table>.npy for each table that is carried over: int64, for each row of this run's table, the row with the same
                 id in the champion's table; -1 for a new id.
-            log_vectors.npy: item vectors from the log, rotated onto the champion's item table; only if there are such vectors
-                and they have the width of the table.
+            log_vectors.npy: item vectors from the log, rotated to be as near as possible to the champion's item table; only if
+                there are such vectors and they have the width of the table.
     """
 
     run_id: str
@@ -54,7 +54,7 @@ class JobSpec(Frozen):
     plan_path: Path
 
     def open_dataset(self) -> Dataset:
-        """Open the stages of the ingested data."""
+        """Open the results of the ingest stages."""
         return Dataset.open(
             interactions=self.interactions_folder,
             embeddings=self.embeddings_folder,

@@ -1,4 +1,4 @@
-"""Rankings as the Retriever ranks: by inner product for known users, by popularity for the other users.
+"""Rankings with the rules of the Retriever: by inner product for known users, by popularity for the other users.
 
 Shapes: B queries, I items, D width, K length of the top list, C candidates, T (query, target) pairs, L entries of the seen
 items of all queries.
@@ -45,7 +45,7 @@ def rank_by_order(queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking
     num_seen_above_T = np.searchsorted(seen_key_L, target_key_T) - seen.offset[targets.list_index_L]
 
     # The unseen item at position p of the ranking has the index p + (number of seen items above it) in the order. The next
-    # lines count these seen items. Let s be the index in the order of the n-th seen item of a query, with n from 0. Then s - n
+    # lines count these seen items. Let the n-th seen item of a query, with n from 0, have the index s in the order. Then s - n
     # unseen items are above it. It is therefore above the unseen item at position p if s - n <= p.
     num_seen_above_L = np.arange(len(seen_key_L)) - seen.offset[seen.list_index_L]
     num_unseen_above_L = seen_key_L % max(1, num_items) - num_seen_above_L
@@ -106,8 +106,8 @@ def rank_among(
 ) -> Ranking:
     """Rank only the items of `candidate_rows`, for the queries with a target among them. See `rank_as_served`.
 
-    A ranking of the cold items shows how well the model uses pretrained vectors and features. In a ranking of the full
-    catalogue, most cold items are below the items with events.
+    For example, a ranking among the cold items shows how well the model uses pretrained vectors and features. In a ranking of
+    the full catalogue, most cold items are below the items with events.
 
     Queries without a target among the candidates are removed, and the remaining queries are numbered from 0. An item of the
     returned ranking is an index into `candidate_rows`.

@@ -1,6 +1,6 @@
 """Sources of feature values: the feature tables of users and items, and the context columns of the events.
 
-A source checks its rows and creates DuckDB's table `joined`, which FeatureColumn describes. All features are then encoded in
+A source checks its rows and creates a DuckDB table `joined`, which FeatureColumn describes. All features are then encoded in
 the same way.
 """
 
@@ -29,10 +29,10 @@ from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 @dataclass(frozen=True)
 class TableSource:
-    """A feature table of users or items, whose rows are joined with the ids of the catalogue."""
+    """A feature table, whose rows are joined with the ids of all users or all items."""
 
     counted_row_sql: ClassVar[str] = "TRUE"
-    """See FeatureColumn."""
+    """SQL condition on the rows whose values count for a vocabulary: all rows."""
     table: FeatureTable
     num_rows: int
     """Number of users or items."""
@@ -42,7 +42,7 @@ class TableSource:
     def load(
         self, connection: duckdb.DuckDBPyConnection, *, output_folder: Path, scratch_folder: Path
     ) -> FeatureTableStatistics:
-        """Create table `joined` with the rows of the feature table whose id is in the catalogue.
+        """Create table `joined` with the rows of the feature table whose id is in `ids_path`.
 
         For items, also write the files with the titles and the filter columns.
         """
@@ -63,7 +63,7 @@ class TableSource:
         num_rows = sum(source.record.num_rows for source in table.sources)
         if num_matched_rows == 0:
             raise InputError(
-                f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is in the "
+                f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is an id of the "
                 f"{table.owner_kind}s of the log; check that both use the same ids"
             )
         if table.title_column is not None:
@@ -86,7 +86,7 @@ class TableSource:
 class ContextSource:
     """The context columns of the events, in the order of the event store."""
 
-    counted_row_sql: ClassVar[str] = "in_training"  # validation and test events do not count for a vocabulary
+    counted_row_sql: ClassVar[str] = "in_training"  # values in validation and test events do not count for a vocabulary
     table: FeatureTable
     num_rows: int
     """Number of events."""
@@ -107,7 +107,7 @@ FeatureSource = TableSource | ContextSource
 
 
 def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsManifest) -> Iterator[FeatureSource]:
-    """Yield the source of each owner kind that has features."""
+    """Yield the source of each feature table."""
     num_rows_by_owner_kind = {"user": interactions.num_users, "item": interactions.num_items}
     for table in tables:
         if table.owner_kind == "context":
@@ -119,7 +119,7 @@ def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsMa
 
 
 def _value_columns_sql(table: FeatureTable) -> str:
-    """Return SQL for the columns of `joined` with values: title, f<n> for filter columns, v<n> and w<n> for features."""
+    """Return SQL for columns of `joined`: title, f<n> for filter columns, v<n> and w<n> for values and weights of features."""
     columns_sql = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
     for column_index, (column, sql_type) in enumerate(table.filter_sql_type_by_column.items()):
         # All times are stored in UTC, also times that the file has in another zone.

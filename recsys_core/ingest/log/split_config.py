@@ -17,15 +17,15 @@ class TimeSplit(Settings):
         "auto",
         description="Length of the test period in days. The period ends at the newest event, or at "
         "`interactions.filter.until`. With `auto`, the length is the smallest number of whole days in which `test_users` "
-        "users (or all users, if there are fewer) have events, but at least one day and otherwise at most a fifth of the "
-        "log's time span",
+        "users (or all users, if there are fewer) have events. It is at most a fifth of the log's time span, but always at "
+        "least one day",
     )
     test_users: int = Field(
         5_000,
         ge=1,
         le=MAX_COUNT,
-        description="Number of test users that `test_days: auto` looks for. The comparison with the champion needs enough "
-        "users for a decision",
+        description="Number of test users that is enough for `test_days: auto`. With too few test users, the comparison with "
+        "the champion has no clear result, and the new version is not promoted",
     )
     validation_days: float = Field(
         1.0,
@@ -94,7 +94,8 @@ class FileSplit(Settings):
     validation_unit: Literal["pair", "item"] = Field(
         "pair",
         description="Whether `validation_share` selects pairs of user and item (`pair`) or items (`item`). With `item`, all "
-        "events of a selected item become validation events. The validation then measures items without a training event",
+        "events of a selected item become validation events. The validation metrics then measure "
+        "the recommendation of items without a training event",
     )
 
     @property

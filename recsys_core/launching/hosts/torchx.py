@@ -34,8 +34,10 @@ RENEWALS_PER_LEASE = 20
 
 @contextmanager
 def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) -> Iterator["TorchxGroup"]:
-    """Submit one agent per host, and yield the group. While the block runs, the group can reach the scheduler, and the lease of
-    the hosts is renewed.
+    """Submit one agent per host, and yield the group.
+
+    Until the end of the caller's `with` block, the group can reach the scheduler, and the lease is renewed. The agents end if
+    the lease is not renewed.
 
     Raises InputError if the settings are not valid for the scheduler, and LaunchError if it does not accept the request.
     """
@@ -66,7 +68,7 @@ def build_request(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLau
         image=launcher.image,
         entrypoint=launcher.python or ("python" if launcher.image else sys.executable),
         args=["-m", AGENT_MODULE, str(folder.spec_path), spec.token, macros.replica_id, macros.rank0_env],
-        # The scheduler passes this environment to every host. Only an agent on this host has this process as its parent.
+        # An agent ends if its parent is not the process in PARENT_VARIABLE. On another host, this process is not the parent.
         env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(parent_environment() if is_local else {}), **launcher.env},
         num_replicas=spec.layout.num_hosts,
         max_retries=0,
@@ -91,8 +93,8 @@ def build_request(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLau
     except Exception as error:  # each scheduler validates its settings with its own exceptions
         shown_args = ", ".join(f"{name}={value}" for name, value in scheduler_args.items()) or "empty"
         raise InputError(
-            f"launcher.scheduler {launcher.scheduler} rejects the request ({type(error).__name__}: {error}); "
-            f"launcher.args: {shown_args}"
+            f"launcher.scheduler {launcher.scheduler} rejects the request ({type(error).__name__}: {error}); correct the "
+            f"settings of launcher, in particular launcher.args: {shown_args}"
         ) from error
 
 
@@ -120,7 +122,7 @@ class TorchxGroup:
     def exit_summary(self) -> str:
         """Return the last status that the scheduler reported."""
         shown_status = "none" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
-        return f"{self._app_handle}: status of the scheduler: {shown_status}"
+        return f"{self._app_handle}: last status reported by the scheduler: {shown_status}"
 
     def last_log_lines(self, host_index: int) -> str:
         """Return the last lines of a host's stderr. Remote schedulers provide a log only after the app has ended."""

@@ -88,7 +88,7 @@ def _unpooled_output(spec: ModelSpec, table_name: str, jagged_rows: Any, batch: 
     value_LD: Tensor = jagged_rows.values()
     weight_L = batch.item_feature_weight.get(table_name)
     if spec.forms.get(table_name, "single") in ("single", "number"):
-        if len(value_LD) > num_vectors:  # without values, the batch looks up one row, because FBGEMM rejects empty lookups
+        if len(value_LD) > num_vectors:  # a batch without values looks up an unused row: FBGEMM rejects empty lookups
             value_LD = value_LD[:num_vectors]
         return value_LD if weight_L is None else value_LD * weight_L[:, None]
     offset = jagged_rows.offsets()[: num_vectors + 1]

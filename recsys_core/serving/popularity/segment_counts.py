@@ -50,7 +50,7 @@ def write_segments(
     feature = None if features is None else features.features.get(key)
     if features is None or feature is None or feature.kind != "categorical" or feature.hash_rows is not None:
         raise InputError(
-            f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; declare it under "
+            f"package.popularity_by: {key} is not a categorical user or context feature with a vocabulary; declare it under "
             "features, or remove popularity_by"
         )
     value_row_L, item_row_L, count_L = _pair_counts(key, interactions, features)

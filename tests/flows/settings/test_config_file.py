@@ -371,7 +371,7 @@ def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
     features: list[str], key: str, text: str, config_path: Path
 ) -> None:
     error = error_message(config_path, f"package.popularity_by={key}", *features)
-    assert f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary" in error
+    assert f"package.popularity_by: {key} is not a categorical user or context feature with a vocabulary" in error
     assert text in error
 
 

@@ -148,7 +148,7 @@ def test_a_table_without_an_id_of_the_log_is_rejected(tmp_path: Path) -> None:
         tmp_path,
         "items.parquet",
         "'id'",
-        "none of the 3 ids is in the items of the log",
+        "none of the 3 ids is an id of the items of the log",
         features=BRAND_FEATURES,
         id=[1, 2, 3],
         brand=["a"] * 3,

@@ -86,7 +86,7 @@ def test_segments_of_a_feature_that_is_not_categorical_are_rejected(
     item_by_popularity_I = np.arange(NUM_ITEMS, dtype=np.int32)
     path = tmp_path / "segments.parquet"
     for key, manifest in (("user.list", features), ("user.more", features), ("user.single", None)):
-        with pytest.raises(InputError, match=f"package.popularity_by: {key} is no categorical feature of users or context"):
+        with pytest.raises(InputError, match=f"package.popularity_by: {key} is not a categorical user or context feature"):
             write_segments(
                 path,
                 key,

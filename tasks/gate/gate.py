@@ -33,7 +33,7 @@ from tasks.gate.smoke_test import ModelProcess, UnusableVersionError
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG
-from tasks.registry.registry import Registry
+from tasks.registry.registry import Registry, version_number_text
 from tasks.registry.releases import (
     CHALLENGERS_TAG,
     CHAMPION_ERROR_TAG,
@@ -155,7 +155,7 @@ def run_champion_gate(
 def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
     """Compare the new version with the champion and set the aliases.
 
-    If another run promotes its version during the comparison, repeat the comparison with the new champion.
+    If another run or a person changes the champion during the comparison, repeat the comparison with the new champion.
     """
     version, registry = gate.version, gate.registry
     while True:
@@ -168,10 +168,14 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
         if decision.alarm is not None:
             registry.set_tag(version, CHAMPION_ERROR_TAG, decision.alarm)
         winner = version if decision.is_promoted else decision.reinstated_champion
-        # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
-        if winner is None or registry.move_champion(
-            winner, expected_champion=champion, reason=reason, mark_as_former=decision.alarm is None
-        ):
+        if winner is None:
+            is_compared_with_champion = version_number_text(registry.champion()) == version_number_text(champion)
+        else:
+            # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
+            is_compared_with_champion = registry.move_champion(
+                winner, expected_champion=champion, reason=reason, mark_as_former=decision.alarm is None
+            )
+        if is_compared_with_champion:
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if champion is not None and winner is None and decision.evidence:

@@ -85,6 +85,24 @@ def test_a_version_is_also_compared_with_a_champion_that_is_promoted_during_its_
     assert predicted_uris.count("models:/m/2") == 1  # the answers of version 2 are used twice
 
 
+def test_a_version_that_loses_to_a_champion_that_is_withdrawn_meanwhile_is_compared_with_the_new_champion(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run_id, is_shuffled in (("one", True), ("two", False)):
+        register_version(stages(shuffled=is_shuffled), context_of(workspace, run_id))
+    client, predict = connect(workspace), version_tester.predict_in_subprocess
+
+    def roll_back_meanwhile(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+        if model_uri == "models:/m/2":
+            client.set_registered_model_alias("m", "champion", "1")
+        return predict(sample, model_uri=model_uri, **options)
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", roll_back_meanwhile)
+    new_registration = register_version(stages(shuffled=True), context_of(workspace, "three"))
+    assert (new_registration.alias, version_by_alias(client)) == ("champion", {"champion": "3"})
+    assert new_registration.reasons[0].endswith("of version 1")
+
+
 def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
     workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:

@@ -37,6 +37,7 @@ from tasks.registry.registry import Registry, version_number_text
 from tasks.registry.releases import (
     CHALLENGERS_TAG,
     CHAMPION_ERROR_TAG,
+    MANUAL_CHANGE_TAG,
     MAX_FORMER_CHAMPIONS,
     METRICS_TAG,
     PROMOTE_TAG,
@@ -215,10 +216,7 @@ def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion |
     """Compare the new version, whose metrics are `new_metrics`, with the champion, and apply `promote` to the result."""
     version = gate.version
     if champion is not None and str(champion.version) == str(version.version):
-        # The run was interrupted after the promotion and resumed: return the first decision.
-        tags = gate.registry.version(version.version).tags
-        metrics, spent_drop = json.loads(tags[METRICS_TAG]), float(tags.get(SPENT_DROP_TAG, 0))
-        return Decision("promoted", (tags[REASONS_TAG],), metrics, spent_drop=spent_drop, alarm=tags.get(CHAMPION_ERROR_TAG))
+        return _earlier_decision(gate, new_metrics)
     decision = _compare(gate, new_metrics, champion=champion)
     match gate.options.promote:
         case "never":
@@ -232,6 +230,25 @@ def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion |
     winner = version if decision.is_promoted else decision.reinstated_champion
     outcome = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
     return replace(decision, alarm=f"{decision.alarm}; {outcome}")
+
+
+def _earlier_decision(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
+    """Return the decision that has made the new version the champion.
+
+    Either this run was interrupted after the promotion and resumed, or a person has promoted the version.
+    """
+    tags = gate.registry.version(gate.version.version).tags
+    reasons = [tags[REASONS_TAG]] if REASONS_TAG in tags else []
+    change = tags.get(MANUAL_CHANGE_TAG)
+    if not reasons or (change is not None and change not in reasons[0]):
+        reasons.insert(0, "the champion was changed by hand" + (f": {change}" if change else ""))
+    return Decision(
+        "promoted",
+        tuple(reasons),
+        json.loads(tags[METRICS_TAG]) if METRICS_TAG in tags else new_metrics.user_metrics.means("served"),
+        spent_drop=float(tags.get(SPENT_DROP_TAG, 0)),
+        alarm=tags.get(CHAMPION_ERROR_TAG),
+    )
 
 
 def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion | None) -> Decision:

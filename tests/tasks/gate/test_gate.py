@@ -23,7 +23,7 @@ from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subp
 from tasks.registry import mlflow_client
 from tasks.registry.loading import load_version, record_logged_model
 from tasks.registry.mlflow_client import connect
-from tasks.registry.releases import LOAD_ERROR_TAG, REFIT_OF_TAG
+from tasks.registry.releases import LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, REFIT_OF_TAG
 from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import features_stage
 from tests.tasks.conftest import NUM_ITEMS, NUM_USERS, Stages
@@ -101,6 +101,25 @@ def test_a_version_that_loses_to_a_champion_that_is_withdrawn_meanwhile_is_compa
     new_registration = register_version(stages(shuffled=True), context_of(workspace, "three"))
     assert (new_registration.alias, version_by_alias(client)) == ("champion", {"champion": "3"})
     assert new_registration.reasons[0].endswith("of version 1")
+
+
+def test_a_version_that_a_person_promotes_during_its_comparison_stays_champion(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_version(stages(), context_of(workspace, "one"))
+    client, predict = connect(workspace), version_tester.predict_in_subprocess
+
+    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+        if model_uri == "models:/m/1":
+            client.set_registered_model_alias("m", "champion", "2")
+            client.set_model_version_tag("m", "2", MANUAL_CHANGE_TAG, "promoted by hand, replaces version 1: sale")
+        return predict(sample, model_uri=model_uri, **options)
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
+    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "two"))
+    assert (worse_registration.alias, version_by_alias(client)) == ("champion", {"champion": "2"})
+    assert worse_registration.reasons[0] == "the champion was changed by hand: promoted by hand, replaces version 1: sale"
+    assert "less than 0.98 times the" in worse_registration.reasons[1]
 
 
 def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(

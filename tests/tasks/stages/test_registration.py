@@ -146,6 +146,22 @@ def test_a_run_that_was_killed_while_it_registered_continues_with_its_version(
     assert version_by_alias(client)["champion"] == "2"
 
 
+def test_a_run_that_was_killed_before_a_person_promoted_its_version_continues(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+) -> None:
+    registration = register_version(stages(), context_of(workspace, "one"))
+    context, client = context_of(workspace, "one"), connect(workspace)
+    shutil.rmtree(context.folder(RegistrationManifest))
+    for tag in ("nightjar.metrics", "nightjar.reasons", "nightjar.spent_drop"):  # the comparison sets these tags
+        client.delete_model_version_tag("m", "1", tag)
+    client.set_model_version_tag("m", "1", "nightjar.by_hand", "ada on host: promoted by hand: sale")
+    resumed_registration = register_version(stages(), context)
+    assert (resumed_registration.version, resumed_registration.alias) == ("1", "champion")
+    assert resumed_registration.metrics["served/recall@20"] == registration.metrics["served/recall@20"]
+    assert resumed_registration.reasons == ("the champion was changed by hand: ada on host: promoted by hand: sale",)
+    assert version_by_alias(client) == {"champion": "1"}
+
+
 def test_a_run_killed_before_it_created_a_version_leaves_no_model_without_a_version(
     workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:

@@ -179,7 +179,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
         if is_compared_with_champion:
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
-    if champion is not None and winner is None and decision.evidence:
+    if champion is not None and winner is None and decision.evidence and decision.alarm is None:
         decision = _watch_champion(gate, champion, decision)
     if not decision.is_promoted:
         registry.move_challenger(version, reason=reason)

@@ -23,7 +23,7 @@ from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subp
 from tasks.registry import mlflow_client
 from tasks.registry.loading import load_version, record_logged_model
 from tasks.registry.mlflow_client import connect
-from tasks.registry.releases import LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, REFIT_OF_TAG
+from tasks.registry.releases import CHALLENGERS_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, REFIT_OF_TAG
 from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import features_stage
 from tests.tasks.conftest import NUM_ITEMS, NUM_USERS, Stages
@@ -223,6 +223,7 @@ def test_if_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_
     client = connect(workspace)
     assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     assert LOAD_ERROR_TAG in version_tags(client, "1")
+    assert CHALLENGERS_TAG not in version_tags(client, "1")  # no version was compared with the champion
     shutil.copytree(package_copy, package_folder(workspace, "1"), dirs_exist_ok=True)
     resumed_registration = register_version(stages(shuffled=True), context_of(workspace, "two"), baselines=baselines)
     assert (resumed_registration.version, resumed_registration.alias, resumed_registration.alarm) == ("2", "challenger", None)

@@ -22,6 +22,7 @@ from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.registry.releases import (
     MAX_FORMER_CHAMPIONS,
     REASONS_TAG,
+    REFIT_OF_TAG,
     delete_logged_model,
     former_champions,
     version_number_by_alias,
@@ -66,8 +67,9 @@ def find_aliased_run_ids(client: MlflowClient, workspace: Path, *, model_name: s
 def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[ModelVersion]:
     """Return the versions that nightjar registered and retention does not keep, the oldest first. Nothing is deleted.
 
-    Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that
-    another run may still be comparing with the champion. It also keeps versions whose files are behind a link.
+    Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions of which
+    one of these is a refit, because the gate compares new versions with them. It also keeps versions that another run may still
+    be comparing with the champion, and versions whose files are behind a link.
     """
     number_by_alias = version_number_by_alias(client, model_name)
     if number_by_alias is None:
@@ -76,6 +78,8 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     former_versions = former_champions(client, model_name)[:MAX_FORMER_CHAMPIONS]
     kept_versions = [*versions[-num_kept:], *former_versions]
     kept_numbers = {str(version.version) for version in kept_versions} | set(number_by_alias.values())
+    refits = [version for version in versions if REFIT_OF_TAG in version.tags and str(version.version) in kept_numbers]
+    kept_numbers |= {version.tags[REFIT_OF_TAG] for version in refits}
     earliest_comparison_start_ms = time.time() * 1_000 - MAX_COMPARISON_MS
     return [
         version

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from recsys_core.errors import TrackingServerError
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
-from tasks.registry.releases import FORMER_CHAMPION_TAG, REASONS_TAG
+from tasks.registry.releases import FORMER_CHAMPION_TAG, REASONS_TAG, REFIT_OF_TAG
 from tasks.retention.clean import clean
 from tasks.retention.config import RetentionConfig
 from tasks.retention.model_versions import delete_versions, find_aliased_run_ids, find_old_versions
@@ -64,6 +64,15 @@ def test_only_old_versions_that_are_not_used_are_deleted_with_their_files(client
     assert {number for number, folder in folder_by_number.items() if not folder.exists()} == {3, 9}
     assert client.get_model_version_by_alias("m", "champion").version == 2
     assert [str(version.version) for version in find_old_versions(client, "m", num_kept=2)] == ["1"]
+
+
+def test_the_version_that_a_kept_refit_repeats_is_kept_after_many_refreshes(client: MlflowClient) -> None:
+    add_version(client, "1")
+    for number in range(2, 8):  # a refit of version 1, which was refreshed five times
+        add_version(client, "1", tags={REFIT_OF_TAG: "1"})
+        client.set_model_version_tag("m", str(number - 1), FORMER_CHAMPION_TAG, str(number))
+    client.set_registered_model_alias("m", "champion", "7")
+    assert [str(version.version) for version in find_old_versions(client, "m", num_kept=1)] == ["2", "3"]
 
 
 @pytest.mark.parametrize("linked_level", [0, 1])

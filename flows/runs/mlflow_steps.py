@@ -32,14 +32,11 @@ def connect_if_mlflow_exists(run: Run) -> bool:
 
 
 def write_and_log_history_page(config: PipelineConfig, context: StageContext) -> None:
-    """Write <workspace>/index.html with the champion of the registry, and log the page to the MLflow run of `context`.
+    """Write <workspace>/index.html with the champion of the registry, and log the page to the MLflow run of `context`, if any.
 
     If MLflow does not answer, the page shows the newest promoted version as champion, and is not logged.
     """
     record, call_mlflow = RunRecord.read(context.run), partial(call_or_warn, workspace=context.run.workspace)
-    if record is None or not has_mlflow_run(record):
-        write_history_page(config)
-        return
     # A list, because None means that MLflow does not answer. The list is [None] if the model has no champion.
     champion_list = call_mlflow(
         lambda client: [champion_of(client, config.registry.model_name)],
@@ -50,6 +47,8 @@ def write_and_log_history_page(config: PipelineConfig, context: StageContext) ->
         return
     champion_version = None if champion_list[0] is None else str(champion_list[0].version)
     page_path = write_history_page(config, find_champion=lambda _: champion_version)
+    if record is None or not has_mlflow_run(record):
+        return
     call_mlflow(
         lambda client: client.log_artifact(
             record.figures.mlflow_run_id or open_mlflow_run(client, context), str(page_path), "history"

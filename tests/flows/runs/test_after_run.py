@@ -1,6 +1,7 @@
 """Work after each run: it is done for failed runs, mostly left out for interrupted ones, and cannot fail a run."""
 
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,12 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
     assert "Promoted: version 1 is the champion" in (tmp_path / "index.html").read_text()
     artifacts = MlflowClient(tracking_uri(tmp_path)).list_artifacts(mlflow_run_id, "history")
     assert [artifact.path for artifact in artifacts] == ["history/index.html"]
+
+    failed_run = past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", num_stages=0)
+    write_and_log_history_page(config, StageContext(failed_run, experiment="e"))
+    assert "Failed: version 1 stays champion" in (tmp_path / "index.html").read_text()
+    assert len(client.search_runs([client.get_run(mlflow_run_id).info.experiment_id])) == 1
+    shutil.rmtree(failed_run.folder)
 
     (tmp_path / "index.html").unlink()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

@@ -27,6 +27,7 @@ from tasks.registry.releases import (
     MANUAL_CHANGE_TAG,
     MAX_FORMER_CHAMPIONS,
     PARENT_TAG,
+    SPENT_DROP_TAG,
     current_person,
 )
 from tasks.runs.context import check_reason
@@ -163,6 +164,8 @@ def _make_champion(
             "tested; look at `nightjar releases`, then repeat the command"
         )
     replaced_text = "no version" if champion is None else f"version {champion.version}"
+    if not is_rollback:  # the tag may have the drop for which the gate rejected the version
+        registry.set_tag(version, SPENT_DROP_TAG, "0")
     _tag_decision(registry, version, f"{action}, replaces {replaced_text}", decision)
     if champion is not None:
         _tag_decision(registry, champion, f"replaced by version {version_number}, {action}", decision)

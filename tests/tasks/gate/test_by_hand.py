@@ -17,7 +17,7 @@ from tasks.gate.sample import Answers, K, ServedSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Registry
-from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG
+from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, SPENT_DROP_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit, package_folder
 from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
@@ -109,6 +109,18 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
     with pytest.raises(InputError, match=r"version 2 is not a former champion \(former champions: none\)"):
         roll_back(2, decide())
     assert version_by_alias(client) == {"champion": "1"}
+
+
+def test_a_promotion_gives_later_versions_the_whole_margin_and_a_rollback_the_margin_of_the_former_champion(
+    three_versions: Path, decide: Decide
+) -> None:
+    client = connect(three_versions)
+    for number, spent_drop in (("2", "0.020000"), ("3", "0.300000")):  # the gate has rejected version 3
+        client.set_model_version_tag("m", number, SPENT_DROP_TAG, spent_drop)
+    promote_version(3, decide())
+    assert float(version_tags(client, "3")[SPENT_DROP_TAG]) == 0
+    roll_back(None, decide())
+    assert float(version_tags(client, "2")[SPENT_DROP_TAG]) == 0.02
 
 
 def test_an_impossible_promotion_raises_one_message_and_changes_nothing(

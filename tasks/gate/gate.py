@@ -37,6 +37,7 @@ from tasks.registry.registry import Registry, version_number_text
 from tasks.registry.releases import (
     CHALLENGERS_TAG,
     CHAMPION_ERROR_TAG,
+    COUNTED_BY_TAG,
     MANUAL_CHANGE_TAG,
     MAX_FORMER_CHAMPIONS,
     METRICS_TAG,
@@ -196,12 +197,16 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
 def _watch_champion(gate: _Gate, champion: ModelVersion, decision: Decision) -> Decision:
     """Update the evidence that new versions are better than the champion; add a reason if it has reached ALARM_E_VALUE.
 
-    The evidence is the product of the e-values of all runs, in a tag of the champion.
+    The evidence is the product of the e-values of all runs, in a tag of the champion. A run that is resumed after it has
+    updated the tag does not update it again.
     """
-    comparison = decision.evidence[0].comparison
+    registry, champion_number = gate.registry, str(champion.version)
     evidence = float(champion.tags.get(CHALLENGERS_TAG, 1))
-    evidence *= e_value(comparison.num_better_users, comparison.num_worse_users)
-    gate.registry.set_tag(champion, CHALLENGERS_TAG, f"{evidence:.4g}")
+    if registry.version(gate.version.version).tags.get(COUNTED_BY_TAG) != champion_number:
+        comparison = decision.evidence[0].comparison
+        evidence *= e_value(comparison.num_better_users, comparison.num_worse_users)
+        registry.set_tag(champion, CHALLENGERS_TAG, f"{evidence:.4g}")
+        registry.set_tag(gate.version, COUNTED_BY_TAG, champion_number)
     if evidence < ALARM_E_VALUE:
         return decision
     warning = (

@@ -367,6 +367,20 @@ def test_a_champion_that_loses_to_a_version_that_is_not_promoted_is_reported(
         assert registered.reasons[1].startswith("version 1 has been losing to versions that were not promoted")
 
 
+def test_a_version_counts_once_as_evidence_against_the_champion_if_its_run_is_resumed(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+) -> None:
+    register_version(stages(shuffled=True), context_of(workspace, "one"))
+    first_registration = register_version(stages(), context_of(workspace, "two", promote="never"))
+    client = connect(workspace)
+    evidence = version_tags(client, "1")[CHALLENGERS_TAG]
+    context = context_of(workspace, "two", promote="never")
+    shutil.rmtree(context.folder(RegistrationManifest))  # as if the run was killed before the stage was complete
+    resumed_registration = register_version(stages(), context)
+    assert version_tags(client, "1")[CHALLENGERS_TAG] == evidence and float(evidence) > 20
+    assert resumed_registration.reasons == first_registration.reasons
+
+
 def test_the_reasons_of_a_version_that_is_compared_only_with_baselines_do_not_mention_the_margin(
     workspace: Path, stages: BuildStages, predicted_uris: list[str]
 ) -> None:

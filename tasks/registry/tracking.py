@@ -13,6 +13,7 @@ from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, Metric, Param, RunStatus, RunTag, ViewType
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
+from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 from ruamel.yaml import YAML
 
 from recsys_core.errors import redacted
@@ -106,9 +107,11 @@ def server_address(uri: str) -> str:
 def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -> None:
     """Log the settings in `config_file` under dotted names.
 
-    MLflow cannot change the value of a param, so settings that differ in a resumed run are logged as a tag.
+    MLflow cannot change the value of a param, so settings that differ in a resumed run are logged as a tag. A value that is too
+    long for MLflow, such as a list of many paths, is cut off.
     """
-    value_by_name = flatten_settings(YAML(typ="safe", pure=True).load(config_file))
+    settings = flatten_settings(YAML(typ="safe", pure=True).load(config_file))
+    value_by_name = {name: value[:MAX_PARAM_VAL_LENGTH] for name, value in settings.items()}
     logged_params = client.get_run(mlflow_run_id).data.params
     new_params = [Param(name, value) for name, value in value_by_name.items() if name not in logged_params]
     for start_index in range(0, len(new_params), _PARAMS_PER_CALL):

@@ -88,3 +88,16 @@ def test_the_description_of_a_run_is_its_end_and_each_complete_stage_has_duratio
     assert ended_run.data.metrics["stage/train/bytes"] == sum(
         file.size_bytes for file in manifests.train_manifest.files.values()
     )
+
+
+def test_a_setting_that_is_too_long_for_a_param_is_cut_off_and_does_not_count_as_changed(context: StageContext) -> None:
+    client = connect(context.run.workspace)
+    mlflow_run_id = open_run(client, context)
+    paths = [f"/data/{index:010}.parquet" for index in range(1_000)]
+    context.run.config_file.write_text(f"interactions: {{paths: {paths}}}\n")
+    for _ in range(2):  # by the training, and by the registration
+        log_params(client, mlflow_run_id, config_file=context.run.config_file)
+    run_data = client.get_run(mlflow_run_id).data
+    logged_value = run_data.params["interactions.paths"]
+    assert len(logged_value) == 6_000 and str(paths).startswith(logged_value)
+    assert "nightjar.changed_on_resume" not in run_data.tags

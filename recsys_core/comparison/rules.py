@@ -31,7 +31,8 @@ class Comparison(Frozen):
         reason: both means and the condition of the rule, as a clause that follows "<metric> is".
         num_users: number of users that are compared.
         new_mean, baseline_mean: means over the users.
-        interval: one-sided bounds of the relative difference, at the confidence of the rule; None without bounds.
+        interval: one-sided bounds of the relative difference, at the confidence of the rule; None without bounds, or if the
+            baseline has so few hits that there is no upper bound.
         absolute_interval: one-sided bounds of the absolute difference; None without bounds.
         num_better_users, num_worse_users: numbers of users whose value is higher, and lower, with the new version.
         detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER; None if
@@ -210,8 +211,13 @@ class PairedBootstrap(Settings):
         if baseline_mean:
             ratio_R = new_mean_R / np.maximum(baseline_mean_R, np.finfo(np.float64).tiny) - 1
             low, high = np.quantile(ratio_R, [1 - self.confidence, self.confidence]).tolist()
-            interval = (low, high)
-            difference_text = f"{100 * (new_mean / baseline_mean - 1):+.1f} % ({100 * low:+.1f} to {100 * high:+.1f} %)"
+            difference_text = f"{100 * (new_mean / baseline_mean - 1):+.1f} %"
+            num_unbounded = int(((baseline_mean_R == 0) & (new_mean_R > 0)).sum())
+            if num_unbounded <= (1 - self.confidence) * (self.num_resamples - 1):
+                interval = (low, high)
+                difference_text += f" ({100 * low:+.1f} to {100 * high:+.1f} %)"
+            else:  # the baseline has no hit in so many resamples that there is no upper bound
+                difference_text += f" ({100 * low:+.1f} % or more)"
         condition = "must be better" if self.must_be_better else f"margin {-100 * margin:.3g} %"
         reason = (
             f"{new_mean:.4f}, {difference_text} from the {baseline_mean:.4f} of {baseline} ({condition}; users "

@@ -48,6 +48,16 @@ def test_a_version_without_a_hit_is_rejected_and_the_reason_has_both_values(rule
     assert "0.0000" in comparison.reason and "0.2500" in comparison.reason and "version 7" in comparison.reason
 
 
+def test_a_baseline_with_very_few_hits_gives_a_difference_without_an_upper_bound() -> None:
+    rule, new_U, baseline_U = PairedBootstrap(num_resamples=1000), np.zeros(500), np.zeros(500)
+    new_U[5:10], baseline_U[:2] = 1, 1  # in 13 % of the resamples, the baseline has no hit
+    comparison = rule.for_guardrail(0.15).compare(new_U, baseline_U, baseline="version 3")
+    assert comparison.interval is None and comparison.absolute_interval is not None
+    assert comparison.reason.startswith("0.0100, +150.0 % (-33.3 % or more) from the 0.0040 of version 3 (margin -15 %; users")
+    baseline_U[:8] = 1  # in 0.03 % of the resamples
+    assert rule.for_guardrail(0.15).compare(new_U, baseline_U, baseline="version 3").interval is not None
+
+
 @every_rule
 def test_a_margin_is_wider_for_guardrails_and_absent_for_baselines(rule: Rule) -> None:
     baseline_U = np.tile([0.0, 0.2, 0.4], 1_000)

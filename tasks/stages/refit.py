@@ -47,7 +47,7 @@ from tasks.registry.registry import Registry
 from tasks.registry.releases import REASONS_TAG, REFIT_OF_TAG, SPENT_DROP_TAG
 from tasks.registry.versions import get_or_create_version
 from tasks.runs.context import Results, StageContext
-from tasks.runs.run import REFIT_FILE_NAME, REFIT_FOLDER_NAME
+from tasks.runs.run import REFIT_FILE_NAME, REFIT_FOLDER_NAME, Run
 from tasks.runs.workspace import Workspace
 
 
@@ -73,6 +73,8 @@ def refit(
     registry = Registry.connect(run.workspace, registry_config.model_name, publishers=publishers)
     champion, promoted_number = registry.champion(), registration.version
     if champion is not None and champion.tags.get(REFIT_OF_TAG) == promoted_number:
+        if not (run.folder / REFIT_FILE_NAME).exists():  # the run was interrupted after the refit had become champion
+            _finish(run, version=champion)
         return f"version {champion.version}, its refit, is champion"
     if champion is None or str(champion.version) != promoted_number:
         return f"version {promoted_number} is not champion any more, so it gets no refit"
@@ -98,10 +100,15 @@ def refit(
         raise StageError(
             f"another version became champion before version {version.version}, the refit of version {promoted_number}"
         )
-    write_text(run.folder / REFIT_FILE_NAME, json.dumps({"version": str(version.version)}))
-    remove_own_folder(folder)
+    _finish(run, version=version)
     log.finish_step(f"version {version.version} is champion: {reason}")
     return f"version {version.version}, its refit, is champion"
+
+
+def _finish(run: Run, *, version: ModelVersion) -> None:
+    """Record the version of the refit, and remove the folder with its stages."""
+    write_text(run.folder / REFIT_FILE_NAME, json.dumps({"version": str(version.version)}))
+    remove_own_folder(run.folder / REFIT_FOLDER_NAME)
 
 
 def _train_on_all_events(

@@ -92,7 +92,7 @@ def test_the_description_of_a_run_is_its_end_and_each_complete_stage_has_duratio
 
 def test_a_setting_that_is_too_long_for_a_param_is_cut_off_and_does_not_count_as_changed(context: StageContext) -> None:
     client = connect(context.run.workspace)
-    mlflow_run_id = open_run(client, context)
+    mlflow_run_id = open_mlflow_run(client, context)
     paths = [f"/data/{index:010}.parquet" for index in range(1_000)]
     context.run.config_file.write_text(f"interactions: {{paths: {paths}}}\n")
     for _ in range(2):  # by the training, and by the registration

@@ -67,16 +67,24 @@ def find_aliased_run_ids(client: MlflowClient, workspace: Path, *, model_name: s
 def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[ModelVersion]:
     """Return the versions that nightjar registered and retention does not keep, the oldest first. Nothing is deleted.
 
-    Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions of which
-    one of these is a refit, because the gate compares new versions with them. It also keeps versions that another run may still
-    be comparing with the champion, and versions whose files are behind a link.
+    Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, the latest former
+    champion of each of the latest other runs, and versions of which one of these is a refit, because the gate compares new
+    versions with them. It also keeps versions that another run may still be comparing with the champion, and versions whose
+    files are behind a link.
     """
     number_by_alias = version_number_by_alias(client, model_name)
     if number_by_alias is None:
         return []
     versions = sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: int(version.version))
-    former_versions = former_champions(client, model_name)[:MAX_FORMER_CHAMPIONS]
-    kept_versions = [*versions[-num_kept:], *former_versions]
+    former_versions = former_champions(client, model_name)
+    run_id_by_number = {str(version.version): version.tags.get(RUN_ID_TAG) for version in versions}
+    # All refreshes of a version have its run id. A rollback to another model needs a former champion of another run.
+    former_version_by_run_id = {version.tags.get(RUN_ID_TAG): version for version in reversed(former_versions)}
+    former_version_by_run_id.pop(run_id_by_number.get(number_by_alias.get("champion", "")), None)
+    other_former_versions = sorted(former_version_by_run_id.values(), key=former_versions.index)
+    kept_versions = [
+        *versions[-num_kept:], *former_versions[:MAX_FORMER_CHAMPIONS], *other_former_versions[:MAX_FORMER_CHAMPIONS]
+    ]  # fmt: skip
     kept_numbers = {str(version.version) for version in kept_versions} | set(number_by_alias.values())
     refits = [version for version in versions if REFIT_OF_TAG in version.tags and str(version.version) in kept_numbers]
     kept_numbers |= {version.tags[REFIT_OF_TAG] for version in refits}

@@ -75,6 +75,18 @@ def test_the_version_that_a_kept_refit_repeats_is_kept_after_many_refreshes(clie
     assert [str(version.version) for version in find_old_versions(client, "m", num_kept=1)] == ["2", "3"]
 
 
+def test_the_former_champions_of_other_runs_are_kept_after_many_refreshes(client: MlflowClient) -> None:
+    for run_id in ("1", "2", "3", "4"):
+        for _ in range(5):  # the version of a run, which was refreshed four times
+            add_version(client, run_id)
+    for number in range(1, 21):
+        client.set_model_version_tag("m", str(number), FORMER_CHAMPION_TAG, str(number))
+    add_version(client, "4")
+    client.set_registered_model_alias("m", "champion", "21")
+    removed_numbers = {int(version.version) for version in find_old_versions(client, "m", num_kept=1)}
+    assert {*range(1, 22)} - removed_numbers == {5, 10, 15, 18, 19, 20, 21}
+
+
 @pytest.mark.parametrize("linked_level", [0, 1])
 def test_a_version_whose_files_are_behind_a_link_is_kept(client: MlflowClient, tmp_path: Path, linked_level: int) -> None:
     artifact_folder = add_version(client, "1")

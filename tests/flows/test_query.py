@@ -11,14 +11,14 @@ import pytest
 from flows.cli import main as cli
 from flows.settings import environment
 from tasks.registry import mlflow_client
-from tests.tasks.unhealthy_servers import answering, closed, silent
+from tests.tasks.unhealthy_servers import answering_server, closed_address, silent_server
 
 COMMANDS = (["query", "--user", "1"], ["recommend", "--out", "recs"], ["releases"])
 SERVER_BY_TROUBLE: dict[str, Callable[[], AbstractContextManager[str]]] = {
-    "a closed port": lambda: nullcontext(closed()),
-    "not MLflow": partial(answering, (200, "<html></html>")),
-    "error 500": partial(answering, (500, "")),
-    "silence": silent,
+    "a closed port": lambda: nullcontext(closed_address()),
+    "not MLflow": partial(answering_server, (200, "<html></html>")),
+    "error 500": partial(answering_server, (500, "")),
+    "silence": silent_server,
 }
 
 

@@ -10,7 +10,7 @@ HOST = "127.0.0.1"
 
 
 @contextmanager
-def answering(*answers: tuple[int, str]) -> Iterator[str]:
+def answering_server(*answers: tuple[int, str]) -> Iterator[str]:
     """Run an HTTP server and yield its address.
 
     Each request gets the next status and body of `answers`. The last answer is repeated. As in Prefect, a path with // does not
@@ -44,13 +44,13 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
 
 
 @contextmanager
-def silent() -> Iterator[str]:
+def silent_server() -> Iterator[str]:
     """Run a server that accepts connections and sends nothing. Yield its address."""
     with socket.create_server((HOST, 0)) as listener:
         yield f"http://{HOST}:{listener.getsockname()[1]}"
 
 
-def closed() -> str:
+def closed_address() -> str:
     """Return an address at which no process listens."""
     with socket.create_server((HOST, 0)) as listener:
         return f"http://{HOST}:{listener.getsockname()[1]}"

@@ -8,7 +8,7 @@ import pytest
 from flows.doctor.schedule import check_schedule
 from flows.doctor.servers import Finding, check_mlflow, check_prefect
 from flows.settings.pipeline import PipelineConfig
-from tests.tasks.unhealthy_servers import answering, closed
+from tests.tasks.unhealthy_servers import answering_server, closed_address
 
 
 def test_without_servers_nothing_is_checked_and_nothing_is_created(config: PipelineConfig, tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_without_servers_nothing_is_checked_and_nothing_is_created(config: Pipel
 def test_a_server_that_is_down_is_a_problem_that_names_the_variable(
     config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = closed().replace("//", "//ada:s3cret@")
+    address = closed_address().replace("//", "//ada:s3cret@")
     monkeypatch.setenv("PREFECT_API_URL", f"{address}/api")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     findings = (check_prefect(), check_mlflow(config))
@@ -45,7 +45,7 @@ def test_a_server_that_is_down_is_a_problem_that_names_the_variable(
 def test_version_and_access_of_the_prefect_server_are_checked(
     config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str], status: str, text: str
 ) -> None:
-    with answering(answer) as address:
+    with answering_server(answer) as address:
         monkeypatch.setenv("PREFECT_API_URL", f"{address}/api")
         finding = check_prefect()
     assert finding.status == status and text in finding.text
@@ -56,10 +56,10 @@ def test_a_server_without_password_is_a_problem_unless_it_is_on_loopback(
     config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, last_character: str
 ) -> None:
     monkeypatch.setattr("flows.doctor.servers.LOOPBACK_HOSTS", ())
-    with answering((200, '"3.9.1"')) as address:
+    with answering_server((200, '"3.9.1"')) as address:
         monkeypatch.setenv("PREFECT_API_URL", f"{address}/api{last_character}")
         prefect_finding = check_prefect()
-    with answering((200, "3.17.2")) as address:
+    with answering_server((200, "3.17.2")) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{address}{last_character}")
         mlflow_finding = check_mlflow(config)
     for finding in (prefect_finding, mlflow_finding):
@@ -70,14 +70,14 @@ def test_a_server_whose_answer_without_credentials_is_an_error_does_not_count_as
     config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flows.doctor.servers.LOOPBACK_HOSTS", ())
-    with answering((200, "3.17.2"), (200, "{}"), (503, "")) as address:
+    with answering_server((200, "3.17.2"), (200, "{}"), (503, "")) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         finding = check_mlflow(config)
     assert finding == Finding("ok", f"{address}, version 3.17.2, not known whether it has a password")
 
 
 def test_an_mlflow_server_that_needs_a_password_is_a_problem(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering((200, "3.17.2"), (401, "")) as address:
+    with answering_server((200, "3.17.2"), (401, "")) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         finding = check_mlflow(config)
     assert finding.status == "problem" and finding.text.endswith("set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")

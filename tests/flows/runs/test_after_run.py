@@ -17,7 +17,7 @@ from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.registry.tracking import open_mlflow_run
 from tasks.runs.context import StageContext
 from tests.flows.run_folders import FIRST_START, past_run
-from tests.tasks.unhealthy_servers import silent
+from tests.tasks.unhealthy_servers import silent_server
 
 
 @pytest.mark.parametrize("state", ["Failed", "Interrupted"])
@@ -47,7 +47,7 @@ def test_after_a_run_a_server_that_does_not_answer_is_waited_for_once(
 ) -> None:
     monkeypatch.setattr(mlflow_steps, "MLFLOW_TIMEOUT_S", 0.5)
     config = starter_config().model_copy(update={"workspace": tmp_path})
-    with silent() as address:
+    with silent_server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         after_run(config, StageContext(past_run(tmp_path, FIRST_START, state="Failed")))
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]

@@ -20,7 +20,7 @@ from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.stages.model_stages import starting_champion
 from tests.tasks.conftest import progress
-from tests.tasks.unhealthy_servers import answering, closed, silent
+from tests.tasks.unhealthy_servers import answering_server, closed_address, silent_server
 
 URI = "http://ada:s3cret@host/mlflow"
 NOT_MLFLOW = "<html><body>nginx</body></html>"
@@ -36,11 +36,11 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAILURES: dict[str, tuple[RunServer, str]] = {
-    "a closed port": (lambda: nullcontext(closed()), "Connection refused"),
-    "HTML": (partial(answering, (200, NOT_MLFLOW)), "not in a valid JSON format"),
-    "HTML with 404": (partial(answering, (404, NOT_MLFLOW)), "failed with error code 404"),
-    "error 500": (partial(answering, (500, "")), "500"),
-    "silence": (silent, "no answer within 3 s"),
+    "a closed port": (lambda: nullcontext(closed_address()), "Connection refused"),
+    "HTML": (partial(answering_server, (200, NOT_MLFLOW)), "not in a valid JSON format"),
+    "HTML with 404": (partial(answering_server, (404, NOT_MLFLOW)), "failed with error code 404"),
+    "error 500": (partial(answering_server, (500, "")), "500"),
+    "silence": (silent_server, "no answer within 3 s"),
 }
 
 
@@ -91,7 +91,7 @@ def test_a_transient_error_is_retried_with_one_warning(
 ) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 60.0)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 60.0)
-    with answering((500, ""), (503, ""), (200, "{}")) as address:
+    with answering_server((500, ""), (503, ""), (200, "{}")) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         assert call_with_retries(lambda: connect(tmp_path), uri=address).tracking_uri == address
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]

@@ -18,7 +18,7 @@ from tasks.runs.context import Results, StageContext
 from tasks.runs.run import Run
 from tasks.stages import data_report
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
-from tests.tasks.unhealthy_servers import silent
+from tests.tasks.unhealthy_servers import silent_server
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_tracking_server_that_never_answers_delays_the_run_by_a_bounded_time(
 ) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
-    with silent() as address:
+    with silent_server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         assert check_data(workspace, 20, num_events=10).breaches == ()
     assert "could not log the data report to MLflow; it will be logged at registration" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 
 from flows.runs.before_run import check_inputs
 from flows.settings.pipeline import PipelineConfig
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 
 def test_columns_of_context_features_are_checked_as_the_ingest_checks_them(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_columns_of_context_features_are_checked_as_the_ingest_checks_them(tmp_p
     config = PipelineConfig.model_validate(
         {"interactions": {"paths": paths, "timestamp_column": "t"}, "features": {"context": context}}
     )
-    with input_error(paths[1], "column 'price' is double, but int64 in "):
+    with raises_input_error(paths[1], "column 'price' is double, but int64 in "):
         check_inputs(config)
 
 
@@ -39,7 +39,7 @@ def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_
     config_with_unknown_table = PipelineConfig.model_validate(
         config | {"embeddings": {"paths": vectors, "vector_column": "v", "table": "item.brandt"}}
     )
-    with input_error("'item.brandt'", "item, user, item.brand"):
+    with raises_input_error("'item.brandt'", "item, user, item.brand"):
         check_inputs(config_with_unknown_table)
 
 
@@ -52,7 +52,9 @@ def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_
         "embeddings": {"paths": vectors, "vector_column": "v"},
         "model": {"embedding_dim": 8},
     }
-    with input_error("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out", "pca_dim to 8"):
+    with raises_input_error(
+        "the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out", "pca_dim to 8"
+    ):
         check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 8}}}))
     check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 12}}}))
     check_inputs(PipelineConfig.model_validate(config))
@@ -70,7 +72,7 @@ def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_
 def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Path, workspace: str, message: str) -> None:
     log = write_parquet(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
     config = {"interactions": {"paths": log, "timestamp_column": "t"}, "workspace": tmp_path / workspace}
-    with input_error(f"workspace {tmp_path / workspace}: ", message):
+    with raises_input_error(f"workspace {tmp_path / workspace}: ", message):
         check_inputs(PipelineConfig.model_validate(config))
 
 
@@ -91,18 +93,18 @@ LOG = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
 
 def test_vectors_in_lists_are_measured_in_their_first_rows(tmp_path: Path) -> None:
     vectors_of_width_12 = {"item_id": [1, 2], "v": [[1.0] * 12, None]}
-    with input_error("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out"):
+    with raises_input_error("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out"):
         check_config(tmp_path, LOG, vectors_of_width_12, tables={"item": {"dim": 8}})
     assert "12 numbers each" in check_config(tmp_path, LOG, vectors_of_width_12)["embeddings"]
     assert "8 numbers each" in check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 8})["embeddings"]
-    with input_error("embeddings.pca_dim is 16, but the vectors of ", "have the width 12"):
+    with raises_input_error("embeddings.pca_dim is 16, but the vectors of ", "have the width 12"):
         check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
 
 
 def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_path: Path) -> None:
     log = LOG | {"item_id": ["a", "b"]}
     vectors_of_width_8 = [[1.0] * 8] * 5
-    with input_error("none of the 5 item vectors belongs to one of the log's items", "such as 'a'", "such as 'item-1'"):
+    with raises_input_error("none of the 5 item vectors belongs to one of the log's items", "such as 'a'", "such as 'item-1'"):
         check_config(tmp_path, log, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": vectors_of_width_8})
     matching_vectors = {"item_id": ["x", "y", "z", "w", "b"], "v": vectors_of_width_8}  # b is not in the first row group
     assert "5 vectors" in check_config(tmp_path, log, matching_vectors)["embeddings"]
@@ -131,7 +133,7 @@ def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_pa
 def test_a_unit_that_puts_the_log_into_1970_or_far_ahead_is_found_before_the_run(
     tmp_path: Path, times: Any, unit: str, message: str
 ) -> None:
-    with input_error("log.parquet: column 't': ", message):
+    with raises_input_error("log.parquet: column 't': ", message):
         check_config(tmp_path, LOG | {"t": times}, interactions={"timestamp_unit": unit})
 
 

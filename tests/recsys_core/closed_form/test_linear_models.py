@@ -10,7 +10,7 @@ from recsys_core.closed_form.linear_models import ease_vectors, ease_weights, lo
 from recsys_core.dataset.events import EventStore
 from tests.recsys_core.closed_form.random_log import ITEM_WITHOUT_EVENT, NUM_ITEMS, dense_matrix
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
-from tests.recsys_core.ingest.parquet_files import input_error
+from tests.recsys_core.ingest.parquet_files import raises_input_error
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_ease_solves_the_ridge_regression_of_each_item_on_the_others(dense_UI: n
 
 
 def test_too_little_regularisation_for_items_with_the_same_users_is_rejected() -> None:
-    with input_error("EASE with l2 = 1e-09", "set l2 to a larger number"):
+    with raises_input_error("EASE with l2 = 1e-09", "set l2 to a larger number"):
         ease_weights(csr_array(np.ones((20, 2), np.float32)), l2=1e-9)
 
 

@@ -29,7 +29,7 @@ def damage_data(path: str) -> None:
 
 
 @contextmanager
-def input_error(*message_parts: str) -> Iterator[None]:
+def raises_input_error(*message_parts: str) -> Iterator[None]:
     """Assert that the block raises an InputError with a message of one line that has `message_parts` in this order."""
     with pytest.raises(InputError) as caught:
         yield
@@ -38,8 +38,8 @@ def input_error(*message_parts: str) -> Iterator[None]:
     assert "\n" not in message
 
 
-def assert_rejects(stage: Callable[[Path], object], folder: Path, *message_parts: str) -> None:
-    """Assert that `stage` raises an InputError with `message_parts` in this order and leaves no folder in `folder`."""
-    with input_error(*message_parts):
-        stage(folder / "stage")
+def assert_rejects(write_stage: Callable[[Path], object], folder: Path, *message_parts: str) -> None:
+    """Assert that `write_stage` raises an InputError with `message_parts` in this order and leaves no stage in `folder`."""
+    with raises_input_error(*message_parts):
+        write_stage(folder / "stage")
     assert [path for path in folder.iterdir() if path.name.startswith("stage")] == []

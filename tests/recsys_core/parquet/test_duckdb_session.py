@@ -3,13 +3,15 @@
 from pathlib import Path
 
 from recsys_core.parquet.duckdb_session import database
-from tests.recsys_core.ingest.parquet_files import input_error
+from tests.recsys_core.ingest.parquet_files import raises_input_error
 
 
 def test_a_spill_folder_without_disk_space_is_reported_as_a_full_disk(tmp_path: Path) -> None:
     spill_folder = tmp_path / "spill"
     with (
-        input_error(str(spill_folder), "DuckDB spills the ids beyond the memory for ids to this folder, but the disk has "),
+        raises_input_error(
+            str(spill_folder), "DuckDB spills the ids beyond the memory for ids to this folder, but the disk has "
+        ),
         database(
             memory_limit="20MB", num_threads=1, spill_folder=spill_folder, subject="the ids", setting="the memory for ids"
         ) as connection,

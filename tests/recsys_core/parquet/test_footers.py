@@ -14,7 +14,7 @@ from recsys_core.parquet.guards import check_expansion, verify_pages
 from recsys_core.parquet.locations import find_files
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.forged_parquet import patch_footer
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 NUM_ROWS = 3000
 
@@ -35,7 +35,7 @@ def write_valid_file(tmp_path: Path) -> str:
 
 def assert_rejected(path: str, *message_parts: str) -> None:
     """Assert that the file x.parquet is rejected with `message_parts` in this order."""
-    with input_error("x.parquet: not a readable parquet file (", " bytes): ", *message_parts):
+    with raises_input_error("x.parquet: not a readable parquet file (", " bytes): ", *message_parts):
         open_sources([path], setting="s")
 
 

@@ -14,7 +14,7 @@ from recsys_core.errors import InputError
 from recsys_core.parquet.guards import check_expansion, verify_pages
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.forged_parquet import list_bomb, text_bomb
-from tests.recsys_core.ingest.parquet_files import damage_data, input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import damage_data, raises_input_error, write_parquet
 
 COLUMNS = ["user", "item", "t"]
 CHECK_SCRIPT = """
@@ -68,7 +68,7 @@ def test_bombs_are_rejected_within_a_few_megabytes(tmp_path: Path) -> None:
 def test_a_decompression_bomb_is_rejected_with_its_sizes_unless_the_setting_allows_it(tmp_path: Path) -> None:
     path = list_bomb(tmp_path / "bomb.parquet")
     size = Path(path).stat().st_size
-    with input_error(
+    with raises_input_error(
         f"bomb.parquet: {size:,} bytes decode to 9,0", "in the columns ['vector']", "interactions.max_expansion_ratio is"
     ):
         check_files(path, "vector")
@@ -78,7 +78,7 @@ def test_a_decompression_bomb_is_rejected_with_its_sizes_unless_the_setting_allo
 
 def test_a_dictionary_string_counts_as_often_as_it_is_used(tmp_path: Path) -> None:
     path = text_bomb(tmp_path / "bomb.parquet")
-    with input_error("bomb.parquet: ", "is this a decompression bomb?"):
+    with raises_input_error("bomb.parquet: ", "is this a decompression bomb?"):
         check_files(path, "user_id")
     assert is_accepted(path, "user_id", max_expansion_ratio=1e9)
 
@@ -94,7 +94,7 @@ def test_one_long_string_among_short_ones_is_accepted(tmp_path: Path) -> None:
 def test_strings_in_lists_are_counted_too(tmp_path: Path) -> None:
     values = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["x" * 4096]))
     tags = pa.ListArray.from_arrays(pa.array(np.arange(0, 400_001, 4), pa.int32()), values)
-    with input_error("a.parquet: ", "is this a decompression bomb?"):
+    with raises_input_error("a.parquet: ", "is this a decompression bomb?"):
         check_files(write_parquet(tmp_path / "a.parquet", tags=tags), "tags")
 
 
@@ -105,7 +105,7 @@ def test_the_sizes_of_all_files_are_added(tmp_path: Path) -> None:
     for copy_path in paths[1:]:
         Path(copy_path).write_bytes(path.read_bytes())
     assert is_accepted(paths[:4], "x")
-    with input_error("part-0.parquet and 5 more: ", "is this a decompression bomb?"):
+    with raises_input_error("part-0.parquet and 5 more: ", "is this a decompression bomb?"):
         check_files(paths, "x")
 
 
@@ -203,5 +203,5 @@ def test_hive_keys_have_no_pages(tmp_path: Path) -> None:
     (source,) = open_sources([path], setting="s")
     assert source.columns == ("x", "dt")
     verify_pages(source, ["dt"])
-    with input_error("a.parquet: column 'x', rows 0 to 999: a page is damaged"):
+    with raises_input_error("a.parquet: column 'x', rows 0 to 999: a page is damaged"):
         verify_pages(source, ["dt", "x"])

@@ -7,7 +7,7 @@ import pytest
 
 from recsys_core.parquet.locations import find_files
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 
 def matched_paths(pattern: object, folder: Path, *, allowed_data_root: Path | None = None) -> list[str]:
@@ -34,7 +34,7 @@ def test_a_folder_selects_the_parquet_files_below_it_except_hidden_files(tmp_pat
 def test_the_error_names_a_folder_without_parquet_files(tmp_path: Path) -> None:
     write_parquet(tmp_path / "log" / "_temporary" / "half.parquet", x=[1])
     (tmp_path / "log" / "notes.txt").write_text("x")
-    with input_error("interactions.paths: no *.parquet file in or below the folder ", str(tmp_path / "log")):
+    with raises_input_error("interactions.paths: no *.parquet file in or below the folder ", str(tmp_path / "log")):
         open_sources([str(tmp_path / "log")], setting="interactions.paths")
 
 
@@ -45,7 +45,7 @@ def test_a_delta_or_iceberg_folder_is_rejected_because_its_files_may_have_delete
     write_parquet(tmp_path / "log" / "data" / "a.parquet", x=[1])
     (tmp_path / "log" / marker_file).parent.mkdir()
     (tmp_path / "log" / marker_file).touch()
-    with input_error(f"s: {tmp_path}/log is a Delta or Iceberg table", "set interactions.format"):
+    with raises_input_error(f"s: {tmp_path}/log is a Delta or Iceberg table", "set interactions.format"):
         matched_paths(tmp_path / "log", tmp_path)
     assert matched_paths(tmp_path / "log" / "data", tmp_path) == ["log/data/a.parquet"]
 
@@ -69,7 +69,7 @@ def test_a_folder_whose_name_has_a_leading_dot_or_pattern_characters_is_read(tmp
 def test_the_message_about_a_glob_names_matching_folders(tmp_path: Path) -> None:
     for day in (1, 2):
         write_parquet(tmp_path / f"dt={day}" / "a.parquet", x=[1])
-    with input_error("s: no file matches: ", "dt=*; 2 folders match: append /**/*.parquet"):
+    with raises_input_error("s: no file matches: ", "dt=*; 2 folders match: append /**/*.parquet"):
         matched_paths(tmp_path / "dt=*", tmp_path)
     assert matched_paths(tmp_path / "dt=*" / "**" / "*.parquet", tmp_path) == ["dt=1/a.parquet", "dt=2/a.parquet"]
 
@@ -94,24 +94,24 @@ def test_a_file_name_may_have_any_characters(tmp_path: Path, stem: str) -> None:
 
 def test_control_characters_of_a_file_name_are_escaped_in_messages(tmp_path: Path) -> None:
     (tmp_path / "a\n\x1b[31m.parquet").write_bytes(b"")
-    with input_error(r"a\n\x1b[31m.parquet: not a readable parquet file (0 bytes): it is empty"):
+    with raises_input_error(r"a\n\x1b[31m.parquet: not a readable parquet file (0 bytes): it is empty"):
         open_sources([str(tmp_path)], setting="s")
 
 
 def test_a_file_name_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet")).write_bytes(b"")
-    with input_error(r"\udcff.parquet: not a readable parquet file (0 bytes): ", "surrogates not allowed"):
+    with raises_input_error(r"\udcff.parquet: not a readable parquet file (0 bytes): ", "surrogates not allowed"):
         open_sources([str(tmp_path)], setting="s")
 
 
 def test_a_path_with_a_null_character_is_rejected() -> None:
-    with input_error(r"s: no such file: a\x00b"):
+    with raises_input_error(r"s: no such file: a\x00b"):
         open_sources(["a\0b"], setting="s")
 
 
 def test_a_file_name_that_is_too_long_is_rejected() -> None:
     name = 300 * "a"
-    with input_error(f"s: {name}: File name too long; check the path and its permissions"):
+    with raises_input_error(f"s: {name}: File name too long; check the path and its permissions"):
         open_sources([name], setting="s")
 
 
@@ -141,7 +141,7 @@ def test_a_file_that_is_reached_twice_is_rejected_with_both_paths_in_the_message
     else:
         second_path.symlink_to(first_path)
     for patterns in ([tmp_path / "log"], [first_path, second_path], [tmp_path / "log" / "*" / "*.parquet"]):
-        with input_error(f"s: {second_path}: is the same file as {first_path}, through a link or another spelling"):
+        with raises_input_error(f"s: {second_path}: is the same file as {first_path}, through a link or another spelling"):
             open_sources([str(pattern) for pattern in patterns], setting="s")
 
 
@@ -149,7 +149,7 @@ def test_a_file_matched_twice_counts_once_but_is_rejected_if_its_path_has_two_sp
     write_parquet(tmp_path / "log" / "a.parquet", x=[1])
     same_spelling_patterns = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
     assert len(open_sources(same_spelling_patterns, setting="s")) == 1
-    with input_error("s: ", "is the same file as "):
+    with raises_input_error("s: ", "is the same file as "):
         open_sources([*same_spelling_patterns, f"{tmp_path}/log/../log/a.parquet"], setting="s")
 
 
@@ -165,7 +165,7 @@ def test_pipes_and_dangling_links_are_skipped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.parquet")
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nowhere")
     assert matched_paths(tmp_path, tmp_path) == ["a.parquet"]
-    with input_error("no such file: ", "pipe.parquet"):
+    with raises_input_error("no such file: ", "pipe.parquet"):
         matched_paths(tmp_path / "pipe.parquet", tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_paths_that_lead_out_of_allowed_data_root_are_rejected(tmp_path: Path, p
     (tmp_path / "root" / "links").mkdir(parents=True)
     for link in ("link.parquet", "links/a.parquet"):
         (tmp_path / "root" / link).symlink_to(outside_path)
-    with input_error(
+    with raises_input_error(
         "s: ", "root", f"resolves to {outside_path}, which is not below allowed_data_root ({tmp_path / 'root'}); move"
     ):
         matched_paths(tmp_path / pattern, tmp_path, allowed_data_root=tmp_path / "root")
@@ -196,7 +196,7 @@ def test_files_below_allowed_data_root_are_read_through_links_and_dots(tmp_path:
 
 def test_a_folder_whose_name_begins_with_the_name_of_the_root_is_outside(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
-    with input_error("which is not below allowed_data_root"):
+    with raises_input_error("which is not below allowed_data_root"):
         matched_paths(write_parquet(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, allowed_data_root=tmp_path / "root")
 
 
@@ -205,7 +205,7 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
     for uri in (f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a b/*.parquet"):
         (source,) = open_sources([uri], setting="s", allowed_data_root=tmp_path)
         assert source.is_local and source.name == f"{tmp_path}/a b/x.parquet"
-    with input_error("which is not below allowed_data_root"):
+    with raises_input_error("which is not below allowed_data_root"):
         open_sources([f"file://{tmp_path}/a%20b"], setting="s", allowed_data_root=tmp_path / "other")
 
 
@@ -218,5 +218,5 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_uri_is_rejected(uri: str, message: str) -> None:
-    with input_error(message):
+    with raises_input_error(message):
         list(find_files(uri, setting="s"))

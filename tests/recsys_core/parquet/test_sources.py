@@ -9,7 +9,7 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.parquet.columns import id_type, require_column
 from recsys_core.parquet.sources import open_sources, reject_copies
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 
 def test_sources_are_sorted_and_each_file_occurs_once(tmp_path: Path) -> None:
@@ -35,13 +35,13 @@ def test_the_record_changes_with_the_content(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named_with_its_setting(tmp_path: Path) -> None:
-    with input_error("interactions.paths: no such file: ", str(tmp_path / "gone.parquet")):
+    with raises_input_error("interactions.paths: no such file: ", str(tmp_path / "gone.parquet")):
         open_sources([str(tmp_path / "gone.parquet")], setting="interactions.paths")
 
 
 def test_the_error_names_a_glob_without_a_match(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", x=[1])
-    with input_error("embeddings.paths: no file matches: ", str(tmp_path / "*.pq")):
+    with raises_input_error("embeddings.paths: no file matches: ", str(tmp_path / "*.pq")):
         open_sources([str(tmp_path / "*.parquet"), str(tmp_path / "*.pq")], setting="embeddings.paths")
 
 
@@ -49,7 +49,7 @@ def test_the_error_names_a_glob_without_a_match(tmp_path: Path) -> None:
 def test_a_file_that_is_not_parquet_is_rejected_with_its_size(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log.parquet"
     path.write_bytes(content)
-    with input_error(str(path), f"not a readable parquet file ({len(content)} bytes)"):
+    with raises_input_error(str(path), f"not a readable parquet file ({len(content)} bytes)"):
         open_sources([str(path)], setting="s")
 
 
@@ -58,7 +58,7 @@ def test_a_truncated_parquet_file_is_rejected(tmp_path: Path) -> None:
     content = path.read_bytes()
     for length in (len(content) - 1, len(content) // 2, 12):
         path.write_bytes(content[:length])
-        with input_error(str(path), "not a readable parquet file"):
+        with raises_input_error(str(path), "not a readable parquet file"):
             open_sources([str(path)], setting="s")
 
 
@@ -66,7 +66,7 @@ def test_tables_without_rows_are_rejected_but_one_empty_file_among_others_is_not
     no_values = pa.array([], pa.int64())
     for name in ("a", "b", "c"):
         write_parquet(tmp_path / f"{name}.parquet", x=no_values)
-    with input_error("s: ", str(tmp_path / "a.parquet"), "and 2 more", "no rows"):
+    with raises_input_error("s: ", str(tmp_path / "a.parquet"), "and 2 more", "no rows"):
         open_sources([str(tmp_path / "*.parquet")], setting="s")
     write_parquet(tmp_path / "d.parquet", x=[1])
     assert len(open_sources([str(tmp_path / "*.parquet")], setting="s")) == 4
@@ -74,16 +74,16 @@ def test_tables_without_rows_are_rejected_but_one_empty_file_among_others_is_not
 
 def test_the_message_about_a_missing_column_has_the_nearest_name(tmp_path: Path) -> None:
     (source,) = open_sources([write_parquet(tmp_path / "a.parquet", userid=[1], item=[2])], setting="s")
-    with input_error("a.parquet", "no column 'user_id'", "interactions.user_column", "did you mean 'userid'?", "'item'"):
+    with raises_input_error("a.parquet", "no column 'user_id'", "interactions.user_column", "did you mean 'userid'?", "'item'"):
         require_column(source, "user_id", setting="interactions.user_column")
-    with input_error("no column 'zzz' (t); it has ['userid', 'item']"):
+    with raises_input_error("no column 'zzz' (t); it has ['userid', 'item']"):
         require_column(source, "zzz", setting="t")
 
 
 def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["id", "id"]), tmp_path / "a.parquet")
     (source,) = open_sources([str(tmp_path / "a.parquet")], setting="s")
-    with input_error("a.parquet", "2 columns are named 'id'", "rename"):
+    with raises_input_error("a.parquet", "2 columns are named 'id'", "rename"):
         require_column(source, "id", setting="t")
 
 
@@ -106,7 +106,7 @@ def test_ids_of_every_integer_or_string_type_are_int64_or_string(tmp_path: Path,
 @pytest.mark.parametrize("ids", [pa.array([1.0]), pa.array([True]), pa.array([b"a"]), pa.array([[1]]), pa.nulls(1)])
 def test_ids_of_any_other_type_are_rejected(tmp_path: Path, ids: pa.Array) -> None:
     sources = open_sources([write_parquet(tmp_path / "a.parquet", id=ids)], setting="s")
-    with input_error("a.parquet: column 'id' is ", "ids are integers or strings"):
+    with raises_input_error("a.parquet: column 'id' is ", "ids are integers or strings"):
         id_type(sources, "id", setting="t")
 
 
@@ -114,7 +114,7 @@ def test_the_error_names_two_files_with_ids_of_different_types(tmp_path: Path) -
     write_parquet(tmp_path / "a.parquet", id=[1])
     write_parquet(tmp_path / "b.parquet", id=["1"])
     sources = open_sources([str(tmp_path / "*.parquet")], setting="s")
-    with input_error("b.parquet: column 'id' is string, but int64 in ", "a.parquet; write one type in all files"):
+    with raises_input_error("b.parquet: column 'id' is string, but int64 in ", "a.parquet; write one type in all files"):
         id_type(sources, "id", setting="t")
 
 

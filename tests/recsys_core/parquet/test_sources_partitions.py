@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.parquet.columns import id_type, require_column, require_same_types
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 
 def test_hive_keys_are_columns_with_a_type_that_fits_all_files(tmp_path: Path) -> None:
@@ -39,13 +39,13 @@ def test_hive_keys_other_than_integers_and_dates_are_text(tmp_path: Path, value:
 def test_files_with_different_keys_are_rejected(tmp_path: Path) -> None:
     write_parquet(tmp_path / "dt=1" / "a.parquet", x=[1])
     write_parquet(tmp_path / "dt=1" / "hour=2" / "b.parquet", x=[1])
-    with input_error("hour=2/b.parquet: its folders have the keys ['dt', 'hour'], but ['dt'] in ", "dt=1/a.parquet"):
+    with raises_input_error("hour=2/b.parquet: its folders have the keys ['dt', 'hour'], but ['dt'] in ", "dt=1/a.parquet"):
         open_sources([str(tmp_path)], setting="s")
 
 
 def test_a_key_that_occurs_twice_in_the_path_is_rejected(tmp_path: Path) -> None:
     write_parquet(tmp_path / "dt=1" / "dt=2" / "a.parquet", x=[1])
-    with input_error("a.parquet: two folders in the path have the key 'dt'"):
+    with raises_input_error("a.parquet: two folders in the path have the key 'dt'"):
         open_sources([str(tmp_path)], setting="s")
 
 
@@ -56,7 +56,7 @@ def test_a_null_key_is_rejected_if_it_is_used(tmp_path: Path) -> None:
         open_sources([str(tmp_path)], setting="s"), key=lambda source: "HIVE" not in source.name
     )
     assert require_column(source_with_key, "dt", setting="t") == pa.int64()
-    with input_error("the key 'dt' of its path is null (t)"):
+    with raises_input_error("the key 'dt' of its path is null (t)"):
         require_column(source_with_null_key, "dt", setting="t")
 
 
@@ -71,7 +71,7 @@ def test_a_hive_key_and_a_column_of_one_name_have_to_agree(tmp_path: Path, colum
     if column == ["2", "2"]:
         assert require_column(source, "shop", setting="t") == pa.string()
         return
-    with input_error("a.parquet: column 'shop' (t) is '2' in the path, but the file has a column of that name"):
+    with raises_input_error("a.parquet: column 'shop' (t) is '2' in the path, but the file has a column of that name"):
         require_column(source, "shop", setting="t")
 
 
@@ -85,7 +85,7 @@ def test_a_day_in_the_path_may_also_be_a_column_of_the_file(tmp_path: Path) -> N
 def test_the_message_about_a_missing_key_has_the_nearest_key(tmp_path: Path) -> None:
     write_parquet(tmp_path / "country=NO" / "a.parquet", x=[1])
     (source,) = open_sources([str(tmp_path)], setting="s")
-    with input_error("no column 'contry' (t); did you mean 'country'? it has ['x', 'country']"):
+    with raises_input_error("no column 'contry' (t); did you mean 'country'? it has ['x', 'country']"):
         require_column(source, "contry", setting="t")
 
 
@@ -107,7 +107,7 @@ def test_columns_of_different_types_are_rejected_with_both_files_and_types(
     write_parquet(tmp_path / "b.parquet", y=[0], x=second_column)
     sources = open_sources([str(tmp_path)], setting="s")
     require_same_types(sources, "y", setting="t")
-    with input_error(
+    with raises_input_error(
         "b.parquet: column 'x' is ",
         str(second_column.type)[:4],
         ", but ",

@@ -14,7 +14,7 @@ import pytest
 from recsys_core.parquet import locations
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 from tests.recsys_core.parquet.fake_s3 import KEY, FakeStore, run_store
 
 
@@ -160,7 +160,7 @@ def test_a_store_that_stops_answering_is_reported_and_no_copy_is_left(
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lose_connection)
     local_copies = local_files([source], columns=["user_id"], scratch_folder=tmp_path / "scratch")
     with (
-        input_error("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering: ", "curlCode: 52"),
+        raises_input_error("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering: ", "curlCode: 52"),
         local_copies,
     ):
         raise AssertionError
@@ -184,7 +184,7 @@ def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, s
     store.objects["a.parquet"] = bytes(content)
     sources = open_sources([store.uri("a.parquet")], setting="s")
     local_copies = local_files(sources, columns=["id"], scratch_folder=tmp_path)
-    with input_error("s3://bucket/a.parquet: damaged, or not readable: "), local_copies:
+    with raises_input_error("s3://bucket/a.parquet: damaged, or not readable: "), local_copies:
         raise AssertionError
 
 
@@ -196,7 +196,7 @@ def test_a_full_disk_is_reported_before_any_file_is_copied(
     monkeypatch.setattr("recsys_core.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
     local_copies = local_files(sources, columns=["user_id"], scratch_folder=tmp_path)
     with (
-        input_error(
+        raises_input_error(
             "the copy of s3://bucket/log/dt=", "part-0.parquet takes at least ", "the disk has 0.000 GiB free; free some space"
         ),
         local_copies,
@@ -212,15 +212,15 @@ def test_a_missing_object_is_reported_with_its_name(store: FakeStore) -> None:
         ("lo*", "s: no file matches: s3://bucket/lo*; 1 folders match"),
         ("log", "s: no *.parquet file in or below the folder s3://bucket/log"),
     ):
-        with input_error(message):
+        with raises_input_error(message):
             open_sources([store.uri(pattern)], setting="s")
-    with input_error("s: no such bucket: s3://elsewhere"):
+    with raises_input_error("s: no such bucket: s3://elsewhere"):
         open_sources([store.uri("x").replace("bucket", "elsewhere")], setting="s")
 
 
 def test_rejected_credentials_are_reported(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
-    with input_error("s: s3://bucket/log: the store rejects the credentials from the environment; check them"):
+    with raises_input_error("s: s3://bucket/log: the store rejects the credentials from the environment; check them"):
         open_sources([store.uri("log")], setting="s")
 
 
@@ -242,12 +242,12 @@ def test_an_object_that_is_replaced_after_the_check_is_rejected(tmp_path: Path, 
     write_days(tmp_path, store)
     source = open_sources([store.uri("log")], setting="s")[0]
     store.objects["log/dt=2026-11-17/part-0.parquet"] += b"x"
-    with input_error("s3://bucket/log/dt=2026-11-17/part-0.parquet: changed while it was being read; run again"):
+    with raises_input_error("s3://bucket/log/dt=2026-11-17/part-0.parquet: changed while it was being read; run again"):
         source.open()
 
 
 def test_files_in_a_store_are_rejected_if_allowed_data_root_is_set(tmp_path: Path, store: FakeStore) -> None:
-    with input_error("s: s3://bucket/log: is in an object store, not below allowed_data_root", str(tmp_path)):
+    with raises_input_error("s: s3://bucket/log: is in an object store, not below allowed_data_root", str(tmp_path)):
         open_sources([store.uri("log")], setting="s", allowed_data_root=tmp_path)
 
 

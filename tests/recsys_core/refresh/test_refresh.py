@@ -14,7 +14,7 @@ from recsys_core.ingest import InputConfig
 from recsys_core.serving.description import DESCRIPTION_NAME
 from recsys_core.serving.items import Filter
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.ingest.parquet_files import input_error
+from tests.recsys_core.ingest.parquet_files import raises_input_error
 from tests.recsys_core.refresh.refreshed import TableWriter, package_folder_of, refresh_small, vector_by_id, vector_bytes_by_id
 from tests.recsys_core.refresh.small_pipeline import (
     FEATURES,
@@ -216,7 +216,7 @@ def test_tables_in_another_order_give_no_new_package(parent: SmallPipeline, writ
 
 def test_too_many_missing_items_are_rejected(parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path) -> None:
     write_tables(range(1000, 1200))
-    with input_error("100 of 300 items of the served model (33.3%) are missing", "refresh.max_removed_share is 20.0%"):
+    with raises_input_error("100 of 300 items of the served model (33.3%) are missing", "refresh.max_removed_share is 20.0%"):
         refresh_small(parent, tmp_path / "new")
     refresh_result = refresh_small(parent, tmp_path / "allowed", max_removed_share=0.5)
     assert refresh_result is not None and refresh_result.changes.counts["removed"] == 100
@@ -245,7 +245,7 @@ def test_an_error_about_the_format_of_the_parent_package_names_both_formats(pare
 def test_a_config_that_does_not_fit_the_model_is_rejected(
     parent: SmallPipeline, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    with input_error(message):
+    with raises_input_error(message):
         refresh_small(parent, tmp_path / "new", inputs=inputs_of(parent.input_folder, **settings))
 
 
@@ -263,13 +263,15 @@ def test_vectors_of_another_width_or_with_a_projection_are_rejected(
 ) -> None:
     write_tables()
     write_vectors(parent.input_folder, ITEMS, dim=16)
-    with input_error("vectors.parquet: the vectors have 16 numbers, but the served model was trained with vectors of 12"):
+    with raises_input_error(
+        "vectors.parquet: the vectors have 16 numbers, but the served model was trained with vectors of 12"
+    ):
         refresh_small(parent, tmp_path / "wide")
     (vectors,) = parent.inputs.embeddings
     inputs = InputConfig(
         parent.inputs.interactions, (vectors.model_copy(update={"pca_dim": 12}),), parent.inputs.features, None
     )
-    with input_error("embeddings.pca_dim: a refresh is not possible with a projection"):
+    with raises_input_error("embeddings.pca_dim: a refresh is not possible with a projection"):
         refresh_small(parent, tmp_path / "projected", inputs=inputs)
 
 

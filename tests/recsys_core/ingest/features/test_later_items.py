@@ -12,7 +12,7 @@ from recsys_core.ingest.features.config import ItemTableConfig
 from recsys_core.ingest.features.later_items import LaterItems, LaterItemTable
 from recsys_core.manifests import FeaturesManifest
 from tests.recsys_core.ingest.features.test_ingest import ingest, item_settings, write_small_log
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 FEATURES: tuple[dict[str, Any], ...] = (
     {"name": "genre", "min_count": 2},
@@ -169,14 +169,14 @@ def test_a_table_without_a_feature_of_the_model_is_read(tmp_path: Path) -> None:
 def test_a_feature_definition_that_differs_from_the_training_is_rejected(
     training_manifest: FeaturesManifest, tmp_path: Path, feature: dict[str, Any], message: str
 ) -> None:
-    with input_error(message):
+    with raises_input_error(message):
         open_table(training_manifest, str(tmp_path / "items.parquet"), features=(FEATURES[0], feature, *FEATURES[2:]))
 
 
 def test_ids_of_another_type_and_bad_rows_are_rejected(training_manifest: FeaturesManifest, tmp_path: Path) -> None:
-    with input_error("strings.parquet: column 'id' is string, but the item id of the log is int64"):
+    with raises_input_error("strings.parquet: column 'id' is string, but the item id of the log is int64"):
         open_table(training_manifest, write_table(tmp_path / "strings.parquet", id=list("abcde")))
-    with input_error("twice.parquet", "the id of more than one row"):
+    with raises_input_error("twice.parquet", "the id of more than one row"):
         read_items(
             training_manifest, write_table(tmp_path / "twice.parquet", id=[10, 10, 11, 12, 13]), [10], tmp_path / "later"
         )

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.recsys_core.ingest.interaction_logs import ingest, read_store
-from tests.recsys_core.ingest.parquet_files import assert_rejects, input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import assert_rejects, raises_input_error, write_parquet
 
 LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 IDS = {"user_id": [1, 1, 1, 2, 2], "item_id": [5, 6, 7, 5, 6]}
@@ -191,5 +191,7 @@ def test_a_time_in_a_folder_name_is_checked(
 
 def test_a_folder_name_with_text_in_place_of_a_time_is_rejected(tmp_path: Path) -> None:
     write_parquet(tmp_path / "t=monday" / "a.parquet", **COLUMNS_BY_DAY[0])
-    with input_error("t=monday/a.parquet: column 't' is string, but has to be a timestamp, a date or an integer; cast it"):
+    with raises_input_error(
+        "t=monday/a.parquet: column 't' is string, but has to be a timestamp, a date or an integer; cast it"
+    ):
         ingest(tmp_path / "stage", str(tmp_path), split=LEAVE_LAST_OUT)

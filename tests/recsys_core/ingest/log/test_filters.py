@@ -14,7 +14,7 @@ from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 event_lists = st.lists(
@@ -172,9 +172,9 @@ def test_a_setting_that_is_not_a_finite_number_is_rejected(settings: dict[str, o
 
 def test_a_filter_that_removes_all_events_is_rejected(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.parquet", LOG)
-    with input_error(path, "interactions.filter removes all events; relax it"):
+    with raises_input_error(path, "interactions.filter removes all events; relax it"):
         ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, filter={"min_user_events": 100})
-    with input_error(path, "column 'user_id': the log has a single user"):
+    with raises_input_error(path, "column 'user_id': the log has a single user"):
         ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, filter={"min_user_events": 10})
 
 

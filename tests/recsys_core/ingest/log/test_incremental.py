@@ -16,7 +16,7 @@ from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 TIME_SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 DAYS: list[list[Event]] = [
@@ -226,7 +226,7 @@ def test_a_row_from_the_future_is_used_once_its_time_is_past(tmp_path: Path, mon
 def test_a_bad_new_day_leaves_the_previous_run_unchanged(tmp_path: Path) -> None:
     first_manifest, _ = ingest_in_two_runs(tmp_path)
     write_parquet(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY_US, 4 * DAY_US])
-    with input_error("day4.parquet: column 'user_id', row 1: null"):
+    with raises_input_error("day4.parquet: column 'user_id', row 1: null"):
         ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, previous=first_manifest)
     assert not (tmp_path / "bad").exists()
     part_name = first_manifest.parts[0].file_name

@@ -13,7 +13,7 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import InteractionsManifest
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, raises_input_error, write_parquet
 
 LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 VALID_COLUMNS = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4], "stars": [1.0, 2.0, 3.0, 4.0]}
@@ -169,7 +169,7 @@ def test_the_error_names_the_setting_of_a_missing_test_or_validation_file(tmp_pa
         ({"test_paths": "gone.parquet"}, "test_paths"),
         ({"test_paths": path, "validation_paths": "gone.parquet"}, "validation_paths"),
     ):
-        with input_error(f"interactions.split.{setting}: no such file: gone.parquet"):
+        with raises_input_error(f"interactions.split.{setting}: no such file: gone.parquet"):
             ingest(tmp_path / "stage", path, split={"kind": "files"} | split)
 
 

@@ -12,7 +12,7 @@ from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.ingest.log.spark_engine import installation
 from recsys_core.ingest.log.spark_engine.installation import check_installation
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import assert_rejects, input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import assert_rejects, raises_input_error, write_parquet
 
 VALID_COLUMNS = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
 
@@ -46,7 +46,9 @@ def test_a_missing_library_is_named_with_its_extra_and_no_file_is_left(tmp_path:
 @pytest.mark.usefixtures("installed")
 def test_the_error_names_a_missing_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
-    with input_error(f"needs Java, but there is no program {tmp_path}/nowhere/bin/java; install OpenJDK 17, or set JAVA_HOME"):
+    with raises_input_error(
+        f"needs Java, but there is no program {tmp_path}/nowhere/bin/java; install OpenJDK 17, or set JAVA_HOME"
+    ):
         check_installation()
 
 
@@ -63,14 +65,14 @@ def test_the_error_names_an_old_or_broken_java(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
     java_path = install_fake_java(tmp_path, script, monkeypatch)
-    with input_error(str(java_path), message):
+    with raises_input_error(str(java_path), message):
         check_installation()
 
 
 def test_another_major_version_of_pyspark_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "find_spec", lambda name: name)
     monkeypatch.setattr(metadata, "version", lambda name: "3.5.9")
-    with input_error("pyspark 3.5.9 is installed, but nightjar needs version 4"):
+    with raises_input_error("pyspark 3.5.9 is installed, but nightjar needs version 4"):
         check_installation()
 
 

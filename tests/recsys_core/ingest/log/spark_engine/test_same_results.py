@@ -16,7 +16,7 @@ from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 from tests.recsys_core.ingest.spark_sessions import SPARK_SETTINGS
 
 pytestmark = pytest.mark.usefixtures("spark")
@@ -122,7 +122,7 @@ def test_a_context_column_with_another_time_unit_needs_a_rebuild(tmp_path: Path)
     ]
     settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "context_columns": ("c",), "engine": SPARK_SETTINGS}
     first_manifest = ingest(tmp_path / "first", paths[0], **settings)
-    with input_error(
+    with raises_input_error(
         "column 'c' is timestamp[ns] in new files, but timestamp[us] in files of earlier runs", "rebuild to always"
     ):
         ingest(tmp_path / "second", *paths, previous=first_manifest, **settings)

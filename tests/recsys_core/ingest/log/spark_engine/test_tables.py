@@ -21,7 +21,7 @@ from recsys_core.ingest.log.log_schema import open_interactions
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import assert_rejects, input_error
+from tests.recsys_core.ingest.parquet_files import assert_rejects, raises_input_error
 from tests.recsys_core.ingest.spark_sessions import SPARK_SETTINGS
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def test_times_in_a_wrong_unit_are_rejected(tmp_path: Path, session: "SparkSessi
     times = pa.array(np.full(len(events), START_US // 1_000_000))
     path = write_orc(session, tmp_path / "log", events.set_column(2, "t", times))
     config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t", "timestamp_unit": "ms"} | ORC_SETTINGS)
-    with input_error(f"{path}: column 't': 1700000000 is 1970-01-20 in ms", "set interactions.timestamp_unit to s"):
+    with raises_input_error(f"{path}: column 't': 1700000000 is 1970-01-20 in ms", "set interactions.timestamp_unit to s"):
         check_time_unit(config, open_interactions(config).sources)
 
 
@@ -200,9 +200,9 @@ def test_the_error_names_a_table_that_cannot_be_opened(
 def test_an_empty_table_and_a_table_outside_of_the_data_root_are_rejected(tmp_path: Path, session: "SparkSession") -> None:
     session.sql("SELECT 'u' AS user_id, 3 AS item_id, now() AS t").limit(0).write.orc(path := f"{tmp_path}/log")
     config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t"} | ORC_SETTINGS)
-    with input_error(f"{path}: no rows"):
+    with raises_input_error(f"{path}: no rows"):
         open_interactions(config)
-    with input_error(f"{path}: is not a folder below allowed_data_root ({tmp_path}/other)"):
+    with raises_input_error(f"{path}: is not a folder below allowed_data_root ({tmp_path}/other)"):
         open_interactions(config, allowed_data_root=tmp_path / "other")
 
 

@@ -31,16 +31,17 @@ def test_the_run_of_a_day_reads_the_log_up_to_this_day_and_a_second_backtest_rep
         require_manifest(backtest_folder / "runs" / run.run_id / "ingest_interactions", InteractionsManifest) for run in runs
     ]
     assert all(manifest.last_time <= run.until.isoformat() for manifest, run in zip(manifests, runs, strict=True))
+    # The first run leaves out the last day of the log, the second run reads the whole log.
     assert (
         manifests[0].num_removed_events_by_filter["outside_window"] > 0
         and "outside_window" not in manifests[1].num_removed_events_by_filter
     )
     assert "baseline/popularity/recall@20" in runs[0].metrics and "champion/recall@20" in runs[1].metrics
     assert (backtest_folder / "backtest.png").stat().st_size > 10_000
-    assert not (workspace / "mlflow.db").exists()  # the backtest registers its versions elsewhere
+    assert not (workspace / "mlflow.db").exists()  # the backtest registers its versions in its own workspace
 
 
-def test_the_spread_between_seeds_is_measured_on_trainings_that_differ_only_in_the_seed(tmp_path: Path) -> None:
+def test_gate_noise_measures_the_spread_between_trainings_with_consecutive_seeds(tmp_path: Path) -> None:
     config_path = write_config(tmp_path)
     command = [*NIGHTJAR, "gate-noise", str(config_path), "--seeds", "2"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Prefect's scheduler creates the flow runs of a schedule with the installed versions of its dependencies.
+"""Creation of flow runs by Prefect's scheduler, with the installed versions of Prefect and of its dependencies.
 
 Some combinations create none: Prefect 3.8.8 with SQLAlchemy 2.1, and Prefect 3.9.1 with whenever 0.10 on Python 3.11.
 """

@@ -1,4 +1,4 @@
-"""Work after each run: it is done for failed runs, mostly left out for interrupted ones, and cannot fail a run."""
+"""Housekeeping after a run: after an interruption it writes only the metrics, and its errors do not fail the run."""
 
 import shutil
 from datetime import timedelta
@@ -31,7 +31,7 @@ def test_page_and_metrics_are_written_after_a_failed_run_and_only_metrics_after_
     assert f'state="{state}"}} 1.0' in (tmp_path / "metrics.prom").read_text()
 
 
-def test_a_page_that_cannot_be_written_is_a_warning(
+def test_a_page_that_cannot_be_written_causes_a_warning(
     tmp_path: Path, new_database: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copy(new_database, tmp_path)
@@ -42,7 +42,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     assert (tmp_path / "metrics.prom").is_file()
 
 
-def test_after_a_run_a_server_that_does_not_answer_is_waited_for_once(
+def test_the_housekeeping_waits_only_once_for_a_server_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mlflow_steps, "MLFLOW_TIMEOUT_S", 0.5)
@@ -55,7 +55,7 @@ def test_after_a_run_a_server_that_does_not_answer_is_waited_for_once(
     assert (tmp_path / "index.html").is_file()
 
 
-def test_after_a_run_no_database_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_housekeeping_creates_no_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = starter_config().model_copy(update={"workspace": tmp_path})
     after_run(config, StageContext(past_run(tmp_path, FIRST_START, state="Failed")))
@@ -72,7 +72,7 @@ def test_a_run_that_stops_before_check_data_does_not_wait_for_mlflow(
     assert not caplog.text
 
 
-def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
+def test_the_page_is_logged_and_shows_the_champion_or_without_mlflow_the_last_promoted_version(
     tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = starter_config().model_copy(update={"workspace": tmp_path})

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline: cron expressions and time zones that Prefect also accepts, and messages for the others."""
+"""The schedule of a pipeline: the starts that Prefect plans, and errors for invalid cron expressions and time zones."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,13 +11,13 @@ from flows.settings.config_file import load_config
 from flows.settings.schedule import ScheduleConfig
 from recsys_core.errors import InputError
 
-LOG = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
+INTERACTIONS = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
 CRON_HELP = "write the five fields minute, hour, day of month, month and day of week, e.g. 15 2 * * * for 02:15 on every day"
 
 
 def error_message(folder: Path, **schedule: object) -> str:
     config_path = folder / "nightly.yaml"
-    config_path.write_text(yaml_loader.dump({**LOG, "schedule": schedule}))
+    config_path.write_text(yaml_loader.dump({**INTERACTIONS, "schedule": schedule}))
     with pytest.raises(InputError) as error_info:
         load_config(config_path)
     return str(error_info.value).removeprefix(f"{config_path}:\n  ")
@@ -34,7 +34,7 @@ def error_message(folder: Path, **schedule: object) -> str:
         ("0 0 LW * *", "has LW or a number before L, which Prefect does not support"),
     ],
 )
-def test_a_cron_expression_that_is_none_is_reported_with_its_problem_and_an_example(
+def test_an_invalid_cron_expression_is_reported_with_its_problem_and_an_example(
     tmp_path: Path, expression: str, problem: str
 ) -> None:
     assert error_message(tmp_path, cron=expression) == f"schedule.cron: '{expression}' {problem}; {CRON_HELP}"
@@ -49,7 +49,9 @@ def test_a_cron_expression_that_is_none_is_reported_with_its_problem_and_an_exam
         ("../etc/passwd", "write a name such as Europe/Berlin"),
     ],
 )
-def test_a_time_zone_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path: Path, time_zone: str, advice: str) -> None:
+def test_an_unknown_time_zone_is_reported_with_a_similar_name_or_an_example(
+    tmp_path: Path, time_zone: str, advice: str
+) -> None:
     assert (
         error_message(tmp_path, timezone=time_zone)
         == f"schedule.timezone: '{time_zone}' is not a time zone of the IANA database; {advice}"
@@ -59,7 +61,7 @@ def test_a_time_zone_that_does_not_exist_is_reported_with_the_nearest_name(tmp_p
 @pytest.mark.parametrize(
     "expression", ["15 2 * * *", "*/5 * * * *", "0 0 L * *", "30 4 * * mon-fri", "0 0 * * 1#2", "0 0 * * 7"]
 )
-def test_prefect_plans_the_same_next_start(expression: str) -> None:
+def test_the_next_start_is_the_start_that_prefect_plans(expression: str) -> None:
     import asyncio
 
     from prefect.server.schemas.schedules import CronSchedule
@@ -71,26 +73,27 @@ def test_prefect_plans_the_same_next_start(expression: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("day", "planned_hours"),
+    ("day", "hour_by_day"),
     [(datetime(2027, 3, 28, tzinfo=UTC), (3, 2, 2)), (datetime(2026, 10, 25, tzinfo=UTC), (2, 2, 2))],
     ids=["spring", "autumn"],
 )
-def test_a_start_in_the_hour_of_a_clock_change_happens_once(day: datetime, planned_hours: tuple[int, ...]) -> None:
+def test_a_start_in_the_hour_of_a_clock_change_happens_once(day: datetime, hour_by_day: tuple[int, ...]) -> None:
     import asyncio
 
     from prefect.server.schemas.schedules import CronSchedule
 
     schedule = CronSchedule(cron="15 2 * * *", timezone="Europe/Berlin")
-    times = [day + timedelta(minutes=10 * step) for step in range(-12, 18)]  # Prefect plans the next starts again and again
+    # Prefect plans repeatedly, each time from the current time.
+    times = [day + timedelta(minutes=10 * step) for step in range(-12, 18)]
     plans = [[start.astimezone(UTC) for start in asyncio.run(schedule.get_dates(3, start=time))] for time in times]
     starts = sorted({start for plan in plans for start in plan if start < day + timedelta(days=3)})
     local_starts = [start.astimezone(ZoneInfo("Europe/Berlin")) for start in starts]
     assert [(start.day - day.day, start.hour, start.minute) for start in local_starts] == [
-        (number, hour, 15) for number, hour in enumerate(planned_hours)
+        (num_days, hour, 15) for num_days, hour in enumerate(hour_by_day)
     ]
-    own_start = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin").next_start(times[0])
-    assert own_start is not None
-    assert (own_start.day, own_start.hour) == (day.day, planned_hours[0])
+    nightjar_start = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin").next_start(times[0])
+    assert nightjar_start is not None
+    assert (nightjar_start.day, nightjar_start.hour) == (day.day, hour_by_day[0])
 
 
 def test_a_pipeline_without_a_cron_expression_has_no_planned_start() -> None:

@@ -15,7 +15,7 @@ from tests.recsys_core.dataset import test_events
 from tests.recsys_core.dataset.test_events import Log, arrays_of, lists_of, logs, training_events_and_users
 
 NegativeTimes = list[tuple[list[int], list[int], list[int]]]
-"""For each user and split, the times of the known negatives, ascending. A time is the number of earlier events of the split."""
+"""Ascending times of known negatives, by user and split. A time is the number of the user's earlier events in the split."""
 FIRST_NEGATIVE_ITEM = 20_000
 
 
@@ -31,18 +31,18 @@ def logs_with_negatives(draw: st.DrawFn) -> tuple[Log, NegativeTimes]:
 
 
 def store_with_negatives(log: Log, times: NegativeTimes, *, is_ordered: bool = True) -> EventStore:
-    """Return a store in which the items of the known negatives are those of `negative_items`."""
+    """Return a store with known negatives at these times, whose items are `negative_items(times)`."""
     items = negative_items(times)
     arrays = arrays_with_negatives(log, times, items, is_ordered=is_ordered)
     shards = [
-        arrays_with_negatives(log[users], times[users], items[users], is_ordered=is_ordered)
-        for users in test_events.users_by_shard()
+        arrays_with_negatives(log[user_slice], times[user_slice], items[user_slice], is_ordered=is_ordered)
+        for user_slice in test_events.users_by_shard()
     ]
     return EventStore(test_events.in_shards(arrays, shards), is_ordered=is_ordered)
 
 
 def arrays_with_negatives(log: Log, times: NegativeTimes, items: list[list[list[int]]], *, is_ordered: bool) -> EventArrays:
-    """Return the arrays of a store with one shard. Without an order, the negatives have no events."""
+    """Return the arrays of a store with one shard. If `is_ordered` is false, `negative_event` is None."""
     part_starts = np.concatenate([[0], np.cumsum([len(part) for user in log for part in user])])
     times_by_part = [part for user in times for part in user]
     event_index = [start + time for start, part in zip(part_starts, times_by_part, strict=False) for time in part]
@@ -67,7 +67,7 @@ def negatives_of(store: EventStore) -> KnownNegatives:
 
 @given(log_with_negatives=logs_with_negatives(), max_items=st.integers(1, 5))
 @settings(deadline=None)
-def test_an_event_has_the_newest_negatives_of_its_user_that_are_not_later(
+def test_an_event_has_the_newest_negatives_of_its_user_before_or_at_the_event(
     log_with_negatives: tuple[Log, NegativeTimes], max_items: int
 ) -> None:
     log, times = log_with_negatives
@@ -76,8 +76,8 @@ def test_an_event_has_the_newest_negatives_of_its_user_that_are_not_later(
     draw_B = np.full(len(user_B), 0.5)
     negatives = negatives_of(store).at_events(event_index_B, user_B, max_items=max_items, draw_B=draw_B)
     expected_items = [
-        [item for item, time in zip(items[0], user_times[0], strict=True) if time <= train_index][-max_items:]
-        for (train, _, _), user_times, items in zip(log, times, negative_items(times), strict=True)
+        [item for item, time in zip(items_by_split[0], times_by_split[0], strict=True) if time <= train_index][-max_items:]
+        for (train, _, _), times_by_split, items_by_split in zip(log, times, negative_items(times), strict=True)
         for train_index in range(len(train))
     ]
     assert lists_of(negatives) == expected_items
@@ -86,11 +86,12 @@ def test_an_event_has_the_newest_negatives_of_its_user_that_are_not_later(
 @given(log_with_negatives=logs_with_negatives())
 @settings(deadline=None)
 def test_the_negatives_before_a_split_are_those_of_the_earlier_splits(log_with_negatives: tuple[Log, NegativeTimes]) -> None:
-    negatives, items = negatives_of(store_with_negatives(*log_with_negatives)), negative_items(log_with_negatives[1])
-    user_B = np.arange(len(items))[::-1]
-    assert lists_of(negatives.before(user_B, "validation")) == [train for train, _, _ in items[::-1]]
-    assert lists_of(negatives.before(user_B, "test")) == [train + validation for train, validation, _ in items[::-1]]
-    assert negatives.num_train_negatives_U.tolist() == [len(train) for train, _, _ in items]
+    negatives = negatives_of(store_with_negatives(*log_with_negatives))
+    items_by_user = negative_items(log_with_negatives[1])
+    user_B = np.arange(len(items_by_user))[::-1]
+    assert lists_of(negatives.before(user_B, "validation")) == [train for train, _, _ in items_by_user[::-1]]
+    assert lists_of(negatives.before(user_B, "test")) == [train + validation for train, validation, _ in items_by_user[::-1]]
+    assert negatives.num_train_negatives_U.tolist() == [len(train) for train, _, _ in items_by_user]
 
 
 @given(log_with_negatives=logs_with_negatives(), max_items=st.integers(1, 5), draw=st.floats(0, 0.999))
@@ -119,5 +120,5 @@ def test_every_negative_of_an_unordered_log_is_drawn_equally_often() -> None:
     np.testing.assert_allclose(share_by_negative, [0.4] * 5 + [0], atol=0.03)
 
 
-def test_a_store_without_the_arrays_has_no_known_negatives() -> None:
+def test_a_store_without_arrays_of_negatives_has_no_known_negatives() -> None:
     assert EventStore(arrays_of([([1], [], [])]), is_ordered=True).known_negatives is None

@@ -1,4 +1,4 @@
-"""The popularity curve, compared with evaluations of exports that have each weight of the popularity term."""
+"""The popularity curve, compared with the evaluation of an export for each weight of the popularity term."""
 
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def test_an_export_with_a_popularity_term_has_the_curve_of_the_same_model_withou
     assert [point.weight for point in curve_with_term if point.is_served] == [0.1]
 
 
-def test_the_curve_of_an_ensemble_ranks_by_the_vectors_of_all_members(tmp_path: Path) -> None:
+def test_an_ensemble_has_the_curve_of_one_model_with_the_vectors_of_all_members(tmp_path: Path) -> None:
     curve_by_num_members = {}
     interactions = write_interactions(tmp_path)
     for num_members in (1, 2):
@@ -94,7 +94,7 @@ def test_the_curve_of_an_ensemble_ranks_by_the_vectors_of_all_members(tmp_path: 
     assert curve_by_num_members[1] == curve_by_num_members[2]
 
 
-def test_the_largest_default_weight_gives_the_popularity_half_the_deviation_of_the_scores(tmp_path: Path) -> None:
+def test_with_the_largest_default_weight_the_popularity_varies_half_as_much_as_the_scores(tmp_path: Path) -> None:
     curve = popularity_curve(CONFIG, export=write_export(tmp_path, weight=None), interactions=write_interactions(tmp_path))
     assert len(curve) == 7 and curve[0].weight == -curve[-1].weight
     score_std = (QUERY_VECTORS @ ITEM_VECTORS.T).std(axis=1).mean()
@@ -113,6 +113,6 @@ def test_a_curve_without_an_unseen_validation_target_is_rejected(tmp_path: Path)
         popularity_curve(
             CONFIG, export=write_export(tmp_path, weight=None, splits=("test",)), interactions=write_interactions(tmp_path)
         )
-    seen_interactions = write_interactions(tmp_path / "seen", validation=[[items[0]] for items in TRAIN])
+    interactions = write_interactions(tmp_path / "seen", validation=[[items[0]] for items in TRAIN])
     with pytest.raises(InputError, match="had already seen all validation targets"):
-        popularity_curve(CONFIG, export=write_export(tmp_path / "seen", weight=None), interactions=seen_interactions)
+        popularity_curve(CONFIG, export=write_export(tmp_path / "seen", weight=None), interactions=interactions)

@@ -1,4 +1,4 @@
-"""SelfAttention, compared with nn.TransformerEncoderLayer for one history at a time, and groups of histories."""
+"""SelfAttention compared with nn.TransformerEncoderLayer, Dropout, and the groups of histories that are padded together."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from recsys_core.models.self_attention import Block, Dropout, SelfAttention, gro
 WIDTH, MAX_LENGTH = 8, 12
 
 
-def attention_of(**settings: int) -> SelfAttention:
+def random_attention(**settings: int) -> SelfAttention:
     torch.manual_seed(1)
     attention = SelfAttention(SelfAttentionHistory(length=MAX_LENGTH, **settings), dim=WIDTH, std=0.5).eval()
     for parameter in attention.parameters():
@@ -55,7 +55,7 @@ def torch_vector(attention: SelfAttention, item_HD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("num_blocks", "num_heads"), [(1, 1), (2, 4), (3, 2)])
 def test_the_vectors_equal_the_vectors_of_torchs_encoder_layers(num_blocks: int, num_heads: int) -> None:
-    attention = attention_of(num_blocks=num_blocks, num_heads=num_heads)
+    attention = random_attention(num_blocks=num_blocks, num_heads=num_heads)
     config = SelfAttentionHistory(length=MAX_LENGTH, num_blocks=num_blocks, num_heads=num_heads)
     encoder = make_encoder(config, dim=WIDTH, std=0.5).eval()
     encoder.attention = attention
@@ -68,7 +68,7 @@ def test_the_vectors_equal_the_vectors_of_torchs_encoder_layers(num_blocks: int,
 
 
 def test_padding_may_be_anywhere_and_have_any_value() -> None:
-    attention = attention_of()
+    attention = random_attention()
     item_HD = torch.randn(3, WIDTH)
     padded_BHD = torch.full((3, 6, WIDTH), 9.0)
     is_item_BH = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1]], dtype=torch.bool)
@@ -78,15 +78,15 @@ def test_padding_may_be_anywhere_and_have_any_value() -> None:
     torch.testing.assert_close(vector_BD, torch_vector(attention, item_HD).expand(3, -1), rtol=1e-4, atol=1e-5)
 
 
-def test_with_recency_residual_the_encoder_starts_as_the_recency_encoder_and_then_adds_to_it() -> None:
+def test_with_recency_residual_the_recency_encoder_is_added_to_an_attention_that_starts_at_zero() -> None:
     torch.manual_seed(2)
     without_residual, with_residual = (
         make_encoder(SelfAttentionHistory(length=MAX_LENGTH, recency_residual=has_residual), dim=WIDTH, std=0.5).eval()
         for has_residual in (False, True)
     )
     recency_encoder = make_encoder(RecencyHistory(length=MAX_LENGTH), dim=WIDTH, std=0.5)
-    position_weight = nn.Parameter(torch.randn(MAX_LENGTH))
-    recency_encoder.recency, with_residual.recency = position_weight, position_weight
+    recency = nn.Parameter(torch.randn(MAX_LENGTH))
+    recency_encoder.recency, with_residual.recency = recency, recency
     recency_encoder.start = with_residual.start
     history_arguments = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 3, 4, 16])
     torch.testing.assert_close(with_residual(*history_arguments), recency_encoder(*history_arguments))
@@ -106,7 +106,7 @@ def test_an_untrained_encoder_returns_vectors_with_the_norm_of_an_item_vector() 
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=40))
-def test_each_history_is_in_one_group_and_at_most_half_of_it_is_padding(lengths: list[int]) -> None:
+def test_each_history_is_in_one_group_which_pads_it_to_less_than_twice_its_length(lengths: list[int]) -> None:
     groups = groups_of_similar_length(torch.tensor(lengths), max_length=200)
     assert sorted(index for index_B, _ in groups for index in index_B.tolist()) == list(range(len(lengths)))
     for index_B, longest in groups:

@@ -77,7 +77,7 @@ def test_ranks_without_a_first_heartbeat_are_reported_with_the_setting_for_slow_
     assert "rank 0 (host h0, process 1): did not respond" in message
 
 
-def test_a_heartbeat_file_contains_the_timeout_of_the_next_heartbeat(tmp_path: Path) -> None:
+def test_the_content_of_the_heartbeat_file_limits_the_time_until_the_next_heartbeat(tmp_path: Path) -> None:
     def write_heartbeat() -> None:
         if not (tmp_path / "heartbeat").exists():
             (tmp_path / "heartbeat").write_text("0.4")

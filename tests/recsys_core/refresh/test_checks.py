@@ -27,12 +27,12 @@ def failed_metrics(package_checks: tuple[Check, ...]) -> list[str]:
     return [check.metric for check in package_checks if not check.is_passed]
 
 
-def check_again(parent: SmallPipeline, refresh_result: Refreshed, **changes: Any) -> tuple[Check, ...]:
-    """Check a refreshed package with other contents. changes: fields of PackageContents."""
+def check_again(parent: SmallPipeline, refresh_result: Refreshed, **changed_contents: Any) -> tuple[Check, ...]:
+    """Check a refreshed package with other contents. changed_contents: fields of PackageContents."""
     sha256 = record_file(parent.package_folder / DESCRIPTION_NAME).sha256
     return check_package(
         read_package(parent.package_folder, sha256=sha256),
-        replace(contents_of(refresh_result), **changes),
+        replace(contents_of(refresh_result), **changed_contents),
         refresh_result.changes,
         parent_folder=parent.package_folder,
         config=RefreshConfig(),
@@ -41,6 +41,7 @@ def check_again(parent: SmallPipeline, refresh_result: Refreshed, **changes: Any
 
 @pytest.fixture
 def refresh_result(parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path) -> Refreshed:
+    """A refresh with 10 removed and 20 new items."""
     write_tables(range(1010, 1320))
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None
@@ -51,7 +52,7 @@ def contents_of(refresh_result: Refreshed) -> PackageContents:
     return read_package(package_folder_of(refresh_result), sha256=description_sha256(refresh_result.package))
 
 
-def test_an_exact_index_has_the_recall_and_the_answers_of_its_parent(refresh_result: Refreshed) -> None:
+def test_a_refresh_with_an_exact_index_passes_all_checks_with_recall_and_overlap_of_one(refresh_result: Refreshed) -> None:
     assert [check.metric for check in refresh_result.checks] == CHECK_METRICS
     values = {check.metric: check.value for check in refresh_result.checks}
     assert values.pop("golden_queries") > 20
@@ -69,7 +70,9 @@ def test_an_index_with_items_in_another_order_is_refused(parent: SmallPipeline, 
     assert "recall@100 of the index for the vectors of users: " in str(package_checks[3])
 
 
-def test_an_index_without_the_new_items_is_refused(parent: SmallPipeline, refresh_result: Refreshed) -> None:
+def test_an_index_with_zeros_in_place_of_the_vectors_of_new_items_is_refused(
+    parent: SmallPipeline, refresh_result: Refreshed
+) -> None:
     contents, num_kept = contents_of(refresh_result), len(refresh_result.changes.kept_row_I)
     vector_ID = package.read_item_vectors(contents, np.arange(contents.package.model.num_items))
     vector_ID[num_kept:] = 0
@@ -88,6 +91,7 @@ def test_a_query_tower_of_another_version_is_refused(parent: SmallPipeline, refr
 def test_golden_queries_with_a_removed_item_are_left_out(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
+    # A refresh needs a change: the first refresh changes a title, the second removes items.
     num_all_queries = _num_golden_queries(parent, tmp_path / "title", write_tables, title={1000: "new"})
     num_remaining_queries = _num_golden_queries(parent, tmp_path / "removed", write_tables, vector_ids=range(1000, 1260))
     assert 0 < num_remaining_queries < num_all_queries

@@ -1,4 +1,4 @@
-"""Errors of DuckDB for a disk or a memory limit that is too small, and context values in its files."""
+"""Errors of the DuckDB engine if the disk or the memory limit is too small, and the context values that it stores."""
 
 from decimal import Decimal
 from pathlib import Path
@@ -28,18 +28,18 @@ def test_the_error_names_a_memory_limit_that_is_too_small(tmp_path: Path, memory
     assert_rejects(lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT, memory_limit=memory_limit), tmp_path, message)
 
 
-@pytest.mark.parametrize("num_values", [7, 3_000])
+@pytest.mark.parametrize("num_distinct_values", [7, 3_000])
 def test_context_values_are_stored_unchanged_whether_or_not_the_part_encodes_them_as_a_dictionary(
-    tmp_path: Path, num_values: int
+    tmp_path: Path, num_distinct_values: int
 ) -> None:
     row_range = range(6_000)
     context_columns: dict[str, Any] = {
-        "text": [None if row % 5 == 0 else f"shop {row % num_values}" for row in row_range],
-        "amount": [Decimal(row % num_values) / 4 for row in row_range],
-        "seconds": [float(row % num_values) / 3 for row in row_range],
+        "text": [None if row % 5 == 0 else f"shop {row % num_distinct_values}" for row in row_range],
+        "amount": [Decimal(row % num_distinct_values) / 4 for row in row_range],
+        "seconds": [float(row % num_distinct_values) / 3 for row in row_range],
         "is_new": [row % 2 == 0 for row in row_range],
-        "tags": [[f"tag {row % num_values}"] * (row % 3) for row in row_range],
-        "seen": pa.array([row % num_values for row in row_range], pa.timestamp("us")),
+        "tags": [[f"tag {row % num_distinct_values}"] * (row % 3) for row in row_range],
+        "seen": pa.array([row % num_distinct_values for row in row_range], pa.timestamp("us")),
     }
     users = ["ann"] * 5_900 + ["bob"] * 100
     path = write_parquet(

@@ -158,7 +158,8 @@ class Monitor:
             )
         missing_ranks = sorted(set(range(self._layout.world_size)) - self._folder.start_reports().keys())
         return LaunchError(
-            f"{start_summary} ({host_names}), but after {limit_s:g} s ranks {', '.join(map(str, missing_ranks))} do not run: "
+            f"{start_summary} ({host_names}), but after {limit_s:g} s these ranks do not run: "
+            f"{', '.join(map(str, missing_ranks))}; "
             f"the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need more "
             f"time to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
             f"{self._quote_logs(group, range(self._layout.num_hosts))}"

@@ -140,11 +140,30 @@ def test_bad_config_and_bad_input_end_a_command_with_exit_code_2_and_one_message
         (["run", "--resume", "20200101-000000-0000"], "no such run"),
         (["run", "--promote", "force"], "promote is force, but there is no reason; give a reason"),
         (["run", "--resume", "../.."], "run id '../..': a run id consists of letters, digits, - and _"),
+        (["query"], "pass --user, --history or both; or --item alone"),
+        (["query", "--user", "1", "--item", "2"], "pass --user, --history or both; or --item alone"),
+    ],
+)
+def test_invalid_arguments_are_reported_in_one_message(
+    config_path: Path,
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)
+    command, *options = arguments
+    assert nightjar(command, config_path, *options, monkeypatch=monkeypatch) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and words in printed.err and printed.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (["run", "--set", "workspace=/proc/none"], "workspace /proc/none: cannot be written"),
         (["query", "--user", "1", "--set", "workspace=/dev/null/x"], "workspace /dev/null/x: /dev/null is not a folder"),
         (["query", "--user", "1", "--json"], "has no champion"),
-        (["query"], "pass --user, --history or both; or --item alone"),
-        (["query", "--user", "1", "--item", "2"], "pass --user, --history or both; or --item alone"),
     ],
 )
 def test_an_input_error_is_one_message_without_a_traceback(config_path: Path, arguments: list[str], words: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.errors import LaunchError
+from recsys_core.launching import monitor
 from recsys_core.launching.config import TorchxLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.messages import Host, HostReport, LaunchFolder, LaunchSpec, RankLayout, RankReport
@@ -32,6 +33,12 @@ class RunningGroup:
 
     def end(self) -> None:
         self.has_ended = True
+
+
+@pytest.fixture(autouse=True)
+def no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait only briefly for the stacks of the ranks, which are not real processes."""
+    monkeypatch.setattr(monitor, "STACKS_TIMEOUT_S", 0.1)
 
 
 def error_of_launch(
@@ -67,7 +74,7 @@ def test_hosts_that_do_not_start_in_time_are_named_with_the_setting_and_their_lo
 
 def test_ranks_that_do_not_start_in_time_are_named_with_the_address_and_the_setting(tmp_path: Path) -> None:
     message = error_of_launch(tmp_path, num_ready_hosts=2, num_started_ranks=1)
-    assert "after 0.3 s ranks 1 do not run: the hosts could not reach each other at 10.0.0.1:29500" in message
+    assert "after 0.3 s these ranks do not run: 1; the hosts could not reach each other at 10.0.0.1:29500" in message
     assert "raise launcher.rendezvous_timeout_s" in message
 
 

@@ -101,7 +101,8 @@ def test_known_negatives_are_recommended_less_often_at_the_same_recall(
 
 def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_one(dataset: Dataset, tmp_path: Path) -> None:
     loss = loss_of("bce", explicit_negatives=3)
-    experiment = make_experiment(dataset, tmp_path / "plan", model=MODEL, training=TRAINING, loss=loss)
+    training = TRAINING.model_copy(update={"epochs": 1})
+    experiment = make_experiment(dataset, tmp_path / "plan", model=MODEL, training=training, loss=loss)
     undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
     train_in_forks(experiment, tmp_path / "stopped", stop_after_step=12)
     stopped = train_in_forks(experiment, tmp_path / "stopped")

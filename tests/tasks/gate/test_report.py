@@ -29,7 +29,7 @@ BuildStages = Callable[..., Stages]
     [(False, "good", "Promoted: this version is the champion"), (True, "bad", "Not promoted: the version is a challenger")],
 )
 def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
-    workspace: Path, stages: BuildStages, request: pytest.FixtureRequest, is_worse: bool, verdict: str, title: str
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], is_worse: bool, verdict: str, title: str
 ) -> None:
     register_version(stages(), context_of(workspace, "one"))
     context = context_of(workspace, "two", reason="<b>new</b> season")

@@ -198,31 +198,25 @@ def test_the_sample_is_reproducible(tmp_path: Path) -> None:
     assert pq.read_table(sample.histories_file).equals(pq.read_table(repeated_sample.histories_file))
 
 
-def test_a_process_answers_after_a_failed_request_and_is_replaced_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ModelProcess() as process:
-        assert process.answer({}) == (1, "KeyError: 'input_path'")
-        os.kill(process._process.pid, signal.SIGSTOP)
-        monkeypatch.setattr(smoke_test, "_TIMEOUT_S", 0.1)
-        with pytest.raises(TimeoutError):
-            process.answer({})
-        monkeypatch.undo()
-        assert process.answer({"input_path": "absent.parquet"}) == (1, "FileNotFoundError: absent.parquet")
-
-
-def test_the_answer_of_a_killed_process_is_its_exit_code_and_the_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_answers_after_a_failed_request_and_is_replaced_after_a_timeout_or_a_kill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     start = ModelProcess._start
 
     def start_and_kill(process: ModelProcess) -> Any:
         child = start(process)
         child.kill()
         child.wait()
-        monkeypatch.setattr(child, "poll", lambda: None)  # as if the process ended after the check
+        patch.setattr(child, "poll", lambda: None)  # as if the process ended after the check
         return child
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelProcess, "_start", start_and_kill)
-        process = ModelProcess()
-    with process:
-        assert process.answer({}) == (-signal.SIGKILL, "no message")
-        monkeypatch.undo()
+    with ModelProcess() as process:
         assert process.answer({}) == (1, "KeyError: 'input_path'")
+        os.kill(process._process.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+            patch.setattr(smoke_test, "_TIMEOUT_S", 0.1)
+            process.answer({})
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelProcess, "_start", start_and_kill)
+            assert process.answer({}) == (-signal.SIGKILL, "no message")
+        assert process.answer({"input_path": "absent.parquet"}) == (1, "FileNotFoundError: absent.parquet")

@@ -1,5 +1,7 @@
 """The average of the weights over epochs: its values, its place in the model, and a whole training on two gloo ranks."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -60,9 +62,7 @@ def test_a_training_exports_the_mean_of_the_weights_that_it_has_after_each_epoch
     )
     dataset = generate_dataset(tmp_path)
     # Each epoch ends with a checkpoint.
-    epoch_steps = train_in_forks(
-        make_experiment(dataset, tmp_path / "plan", training=training.model_copy(update={"epochs": 1})), tmp_path / "one epoch"
-    ).result.num_steps
+    epoch_steps = math.ceil(dataset.interactions.num_train_events / (2 * training.batch_size))  # two ranks
     training = training.model_copy(update={"checkpoint_every_steps": epoch_steps})
     experiment = make_experiment(dataset, tmp_path / "plan", training=training)
     without_average = train_in_forks(experiment, tmp_path / "without")

@@ -50,6 +50,8 @@ INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
         Ingredient("attributes and words, next to text vectors", "pretrained, full", "pretrained, full, features"),
         Ingredient("text vectors, next to attributes and words", "random, features", "pretrained, full, features"),
         Ingredient("learning rates that fall to 0", "pretrained, full, features", "pretrained, full, features, decay"),
+        Ingredient("no dropout, 512 negatives and a higher learning rate, ids alone", "random", "random, for ids"),
+        Ingredient("three members, ids alone", "random, for ids", "random, for ids, 3 members"),
         Ingredient("three members, next to vectors from the log", "log vectors, full", "log vectors, full, 3 members"),
         Ingredient("three members", "pretrained, full, features, decay", "pretrained, full, features, decay, 3 members"),
         Ingredient(

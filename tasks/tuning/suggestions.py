@@ -59,7 +59,6 @@ class DataFacts(Frozen):
         density: share of all pairs of a user and an item that are in the training events.
         history_median, history_p95: median and 95th percentile of the training events per user.
         is_ordered: whether the events of a user have an order.
-        has_vectors: whether any table has vectors from files.
         vector_share: share of the training events whose item has a pretrained vector.
         vector_dim: width of the item vectors; 0 without vectors.
         cold_share: share of the held-out events whose item has no training event.
@@ -75,7 +74,6 @@ class DataFacts(Frozen):
     history_p95: float
     is_ordered: bool
     has_item_features: bool
-    has_vectors: bool
     vector_share: float
     vector_dim: int
     cold_share: float
@@ -106,7 +104,6 @@ class DataFacts(Frozen):
             is_ordered=store.is_ordered,
             has_item_features=dataset.features is not None
             and any(key.startswith("item.") for key in dataset.features.features),
-            has_vectors=dataset.embeddings is not None,
             vector_share=0.0 if vector_row_I is None else float(train_count_I[vector_row_I >= 0].sum() / max(1, num_events)),
             vector_dim=0 if vector_row_I is None or dataset.embeddings is None else dataset.embeddings.tables["item"].dim,
             cold_share=cold_share(count_I - train_count_I),
@@ -232,11 +229,8 @@ def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
     if facts.describes_items:
         reason = "on a sparse log, offsets let an item predict the items that follow it, which similar vectors do not"
         yield _suggestion("model.history.learn_offsets", True, reason, False, True)
-        reason = "several models in one are better on a sparse log; a training takes nearly three times as long"
-        yield _suggestion("model.num_members", 3, reason)
-    elif not facts.has_vectors:
-        reason = "items have neither vectors nor features; in a sparse log, vectors from the log are a better start"
-        yield _suggestion("embeddings", [{"source": "log", "method": "spectral", "dim": 64}], reason)
+    reason = "several models in one are better on a sparse log; a training takes nearly three times as long"
+    yield _suggestion("model.num_members", 3, reason)
 
 
 def _unordered(facts: DataFacts) -> Iterator[Suggestion]:

@@ -73,12 +73,10 @@ def test_a_dense_log_without_order_gets_a_matrix_factorisation_over_the_whole_ca
     assert "model.spectral_block" not in suggested_settings(DENSE, num_items=150)
 
 
-def test_a_sparse_log_without_vectors_and_features_gets_vectors_from_the_log() -> None:
-    assert suggested_settings(SPARSE_IDS)["embeddings"] == [{"source": "log", "method": "spectral", "dim": 64}]
-    assert "embeddings" not in suggested_settings(SPARSE_IDS, is_ordered=False)
-    # has_vectors is true, but vector_share is 0: the vectors are in another table.
-    assert "embeddings" not in suggested_settings(SPARSE_IDS, has_vectors=True)
-    assert not {"embeddings", "model.num_members"} & suggested_settings(DENSE_ORDERED).keys()
+def test_a_sparse_log_with_order_gets_three_members_also_without_vectors_and_features() -> None:
+    assert suggested_settings(SPARSE_IDS)["model.num_members"] == 3
+    for facts in (SPARSE_IDS.model_copy(update={"is_ordered": False}), SPARSE_UNORDERED, DENSE, DENSE_ORDERED):
+        assert "model.num_members" not in suggested_settings(facts)
 
 
 def test_a_sparse_log_with_order_and_described_items_gets_offsets_in_histories() -> None:

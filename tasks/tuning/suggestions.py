@@ -275,6 +275,8 @@ def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:
 def _training(facts: DataFacts) -> Iterator[Suggestion]:
     batch_size = _batch_size(facts, steps_per_epoch=STEPS_PER_EPOCH)
     yield _suggestion("training.batch_size", batch_size, _steps_reason(facts, batch_size))
+    if facts.is_ordered and not facts.is_dense and not facts.describes_items:
+        return  # constant rates are better for ids alone (suggestions.json, Amazon Beauty, ids alone)
     reason = "the learning rates fall to 0 until the last epoch"
     yield _suggestion("training.table_optimizer.lr_decay", "cosine", reason)
     yield _suggestion("training.dense_optimizer.lr_decay", "cosine", reason)

@@ -73,8 +73,15 @@ def test_a_dense_log_without_order_gets_a_matrix_factorisation_over_the_whole_ca
     assert "model.spectral_block" not in suggested_settings(DENSE, num_items=150)
 
 
-def test_a_sparse_log_with_order_gets_three_members_also_without_vectors_and_features() -> None:
-    assert suggested_settings(SPARSE_IDS)["model.num_members"] == 3
+def test_a_sparse_log_with_order_gets_three_members_and_keeps_its_learning_rates_for_ids_alone() -> None:
+    expected = {
+        "model.temperature": 0.1,
+        "model.history.length": 30,
+        "model.history.pooling": "recency",
+        "model.num_members": 3,
+        "training.batch_size": 512,
+    }
+    assert suggested_settings(SPARSE_IDS) == expected
     for facts in (SPARSE_IDS.model_copy(update={"is_ordered": False}), SPARSE_UNORDERED, DENSE, DENSE_ORDERED):
         assert "model.num_members" not in suggested_settings(facts)
 

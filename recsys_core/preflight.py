@@ -241,7 +241,6 @@ def is_compatible_server(server_version: str, client_version: str) -> bool:
     >>> [is_compatible_server(version, "3.9.1") for version in ("3.9.0", "3.10.2", "3.8.8", "4.0.0")]
     [True, True, False, False]
     """
-    (server_major, server_minor), (client_major, client_minor) = (
-        map(int, version.split(".")[:2]) for version in (server_version, client_version)
-    )
+    server_major, server_minor = _major_minor(server_version)
+    client_major, client_minor = _major_minor(client_version)
     return server_major == client_major and server_minor >= client_minor

@@ -10,7 +10,10 @@ from flows import tuning
 from flows.settings.config_file import load_config
 from flows.tuning import StudyResult, tune_settings
 from recsys_core.ingest.synthetic import generate
+from recsys_core.training import train
+from recsys_core.training.export import export
 from tests.flows.tuning_config import CONFIG
+from tests.recsys_core.training.forked_training import launch_in_forks
 
 CONFIG_WITHOUT_RANGES = CONFIG.partition("tuning:")[0] + "tuning: {trials: 2}\n"
 
@@ -22,6 +25,8 @@ def study(tmp_path_factory: pytest.TempPathFactory, new_database: Path) -> Study
     shutil.copy(new_database, folder / "mlflow.db")
     (folder / "nightly.yaml").write_text(CONFIG_WITHOUT_RANGES)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "launch_job", launch_in_forks)
+        patch.setattr(export, "launch_job", launch_in_forks)
         patch.setattr(tuning, "run_trial", tuning.run_trial.fn)  # without a Prefect server
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -256,10 +256,10 @@ def test_chunks_of_users_change_no_result_and_need_less_memory(
     exclude_seen: bool, random_stages: tuple[ExportManifest, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export, dataset = random_stages
-    monkeypatch.setattr(diversity, "CHUNK_QUERIES", 1)  # the diversity is computed query by query
+    monkeypatch.setattr(diversity, "CHUNK_QUERIES", 3)  # so that the diversity needs little memory
     config = EvaluationConfig(ks=(1, 5), min_slice_users=1, exclude_seen=exclude_seen)
     manifests, peak_bytes = [], []
-    for chunk_users in (1_000, 7, 7):
+    for chunk_users in (1_000, 31, 31):
         for module in (held_out, slices):
             monkeypatch.setattr(module, "CHUNK_USERS", chunk_users)
         tracemalloc.start()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training import loop
 from recsys_core.training.checkpoint import latest_checkpoint
@@ -33,6 +35,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import run_export
 from recsys_core.training.job import (
     CHECKPOINTS_FOLDER,
+    JOB_FILE,
     METRICS_FILE,
     RESULT_FILE,
     ExportJob,
@@ -186,7 +189,7 @@ def train_job(experiment: Experiment, work_folder: Path) -> TrainJob:
     )
 
 
-def _train_rank(rank: int, job: TrainJob, stop_after_step: int | None, metric_values: list[float] | None) -> None:
+def _train_rank(rank: int, job: TrainJob, stop_after_step: int | None = None, metric_values: list[float] | None = None) -> None:
     check_loss = loop.raise_if_not_finite  # called after each step
 
     def check_loss_and_stop(loss: torch.Tensor, *, step: int, **options: Any) -> None:
@@ -251,6 +254,14 @@ def export_job(experiment: Experiment, checkpoint_folder: Path, output_folder: P
 
 def _export_rank(rank: int, job: ExportJob) -> None:
     run_export(job, process=cpu_process(rank))
+
+
+def launch_in_forks(job: TrainJob | ExportJob, *, poll: Callable[[], None] = lambda: None, **_: object) -> None:
+    """Do what `launch_job` does, without torchrun and the seconds of its imports."""
+    (job.work_folder / JOB_FILE).write_text(job.model_dump_json(indent=2))
+    rank_function = _export_rank if isinstance(job, ExportJob) else _train_rank
+    run_ranks(rank_function, world_size=PlanFile.read(job.plan_path).world_size, arguments=(job,))
+    poll()
 
 
 def checkpoint_of(finished_training: FinishedTraining) -> Path:

@@ -36,7 +36,7 @@ from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from tests.recsys_core.launching.listening_sockets import collect_listening
-from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment
+from tests.recsys_core.training.forked_training import Experiment, generate_dataset, launch_in_forks, make_experiment
 from tests.recsys_core.training.small_model import with_optimizer
 
 CONFIG = TrainingConfig(
@@ -150,6 +150,7 @@ def test_temperature_auto_trains_the_same_model_as_a_config_with_the_chosen_temp
     experiment, undisturbed_training, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(temperature, "CANDIDATE_TEMPERATURES", (50.0, 0.1))
+    monkeypatch.setattr(train_module, "launch_job", launch_in_forks)
     config = experiment.spec.config.model_copy(update={"temperature": "auto"})
     spec = experiment.spec.model_copy(update={"config": config})
     lines: list[Progress] = []

@@ -23,6 +23,7 @@ MAX_SINGLE_THREAD_ITEMS = 100_000
 """Up to this number of items, one thread builds HNSW. Its links then do not depend on timing, so a rerun is identical."""
 MIN_EF_SEARCH = 8
 """Smallest size of the candidate list. It is also the size without ef_search, unless more items are requested."""
+MAX_EF_SEARCH = 100_000
 EF_SEARCH_PER_HALF_DEPTH = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tested list sizes in units of depth / 2, so 2 means `depth` and 64 means 32 * `depth`."""
 
@@ -55,20 +56,24 @@ class Hnsw(IndexKind):
     )
     ef_search: int | None = Field(
         None,
-        ge=8,
-        le=100_000,
+        ge=MIN_EF_SEARCH,
+        le=MAX_EF_SEARCH,
         description="size of the candidate list while an HNSW index is searched (efSearch). Default: the smallest tested size "
         "that reaches `index.recall_target`",
     )
 
     def search_variants(self, depth: int) -> Iterator[list[Self]]:
-        """Yield one series: candidate lists of `depth` to 32 * `depth` items. If ef_search is set, yield only this size.
+        """Yield one series: candidate lists of `depth` to 32 * `depth` items, at most MAX_EF_SEARCH.
+
+        If ef_search is set, yield only this size.
 
         >>> [[variant.ef_search for variant in series] for series in Hnsw().search_variants(100)]
         [[100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200]]
         """
-        sizes = [max(depth, MIN_EF_SEARCH) * factor // 2 for factor in EF_SEARCH_PER_HALF_DEPTH]
-        yield [self.model_copy(update={"ef_search": size}) for size in (sizes if self.ef_search is None else [self.ef_search])]
+        sizes = (max(depth, MIN_EF_SEARCH) * factor // 2 for factor in EF_SEARCH_PER_HALF_DEPTH)
+        distinct_sizes = dict.fromkeys(min(size, MAX_EF_SEARCH) for size in sizes)
+        ef_searches = distinct_sizes if self.ef_search is None else [self.ef_search]
+        yield [self.model_copy(update={"ef_search": ef_search}) for ef_search in ef_searches]
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:
         """Return the bytes of the vectors, their row numbers and the links."""

@@ -184,6 +184,14 @@ def test_fitted_settings_suit_a_small_catalogue_and_are_read_back_from_their_par
 
 
 @every_kind
+def test_every_tested_variant_is_within_the_limits_of_the_config(kind: AnyIndexKind) -> None:
+    adapter: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
+    largest_recall_k = 10_000
+    for series in kind.fitted(NUM_ITEMS, DIM).search_variants(largest_recall_k):
+        assert [adapter.validate_python(variant.model_dump()) for variant in series] == series
+
+
+@every_kind
 def test_a_vector_width_that_a_kind_does_not_support_is_reported_by_the_config_and_stops_the_stage(
     kind: AnyIndexKind, tmp_path: Path
 ) -> None:

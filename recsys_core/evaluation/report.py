@@ -1,7 +1,7 @@
 """Evaluation and training results as tables and figures, for the terminal, Prefect and MLflow."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -31,7 +31,7 @@ RANKER_COLOURS = {
 MAX_HORIZONTAL_LABELS = 3
 """Number of rankers up to which the recall plot has horizontal values."""
 SHOWN_METRICS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20", "known_negatives@10")
-"""Metrics that the tables show by default."""
+"""Metrics that the tables show by default. If a cut-off was not measured, a table shows the closest one that was measured."""
 LOWER_IS_BETTER_PREFIX = "known_negatives@"
 """Prefix of the metrics whose lowest value is the best."""
 MAX_LABELLED_EPOCHS = 15
@@ -77,14 +77,16 @@ def metric_table(
 ) -> MetricTable:
     """Build the table of the test metrics of the model and its baselines. Rows for cold items come last.
 
-    metrics, half_widths: see EvaluationManifest.
+    Args:
+        metrics, half_widths: see EvaluationManifest.
+        shown: metrics to show; see SHOWN_METRICS for their cut-offs.
 
     >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}).rows
     {'model': (0.5,), 'popularity': (0.25,)}
     """
     metrics_by_ranker = _metrics_by_row(metrics)
     half_widths_by_ranker = _metrics_by_row(half_widths or {})
-    columns = tuple(column for column in shown if column in metrics_by_ranker["model"])
+    columns = _shown_columns(shown, metrics_by_ranker["model"])
     note = ""
     shown_rankers = [
         ranker for ranker, values in metrics_by_ranker.items() if not ranker.endswith(COLD_SUFFIX) or values.keys() & {*columns}
@@ -137,7 +139,7 @@ def slices_to_markdown(slices: Sequence[SliceReport], *, shown: Sequence[str] = 
 
 def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = SHOWN_METRICS) -> list[list[str]]:
     """Return the cells of a table of slices: the titles of the columns, then one row for each slice."""
-    columns = [column for column in shown if any(column in report.metrics for report in slices)]
+    columns = _shown_columns(shown, {column for report in slices for column in report.metrics})
     rows = [["slice", "users", "targets", *(columns or ["metrics"])]]
     for report in slices:
         cells = [_cell(report.metrics.get(column), report.half_widths.get(column)) for column in columns]
@@ -145,6 +147,23 @@ def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = SHOWN_ME
             cells = [f"not enough data ({report.min_users:,} users needed)", *cells[1:]]
         rows.append([printable(report.name), f"{report.num_users:,}", f"{report.num_targets:,}", *cells])
     return rows
+
+
+def _shown_columns(shown: Sequence[str], measured: Collection[str]) -> tuple[str, ...]:
+    """Return the shown metrics that were measured, at the closest measured cut-off if theirs was not measured.
+
+    >>> _shown_columns(("recall@20", "ndcg@10", "mrr", "auc"), ("recall@5", "recall@50", "ndcg@10", "mrr"))
+    ('recall@5', 'ndcg@10', 'mrr')
+    """
+    columns: list[str] = []
+    for name in shown:
+        metric, _, cut_off = name.partition("@")
+        measured_cut_offs = [int(column.partition("@")[2]) for column in measured if column.startswith(f"{metric}@")]
+        if name in measured:
+            columns.append(name)
+        elif cut_off and measured_cut_offs:
+            columns.append(f"{metric}@{min(measured_cut_offs, key=lambda k: (abs(k - int(cut_off)), k))}")
+    return tuple(dict.fromkeys(columns))
 
 
 def _cell(value: float | None, half_width: float | None) -> str:

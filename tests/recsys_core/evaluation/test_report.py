@@ -7,8 +7,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from recsys_core import plots
-from recsys_core.evaluation.report import metric_table, plot_loss, plot_recall, to_markdown
-from recsys_core.manifests import TrainManifest
+from recsys_core.evaluation.report import metric_table, plot_loss, plot_recall, slice_rows, to_markdown
+from recsys_core.manifests import SliceReport, TrainManifest
 from recsys_core.training.job import Progress
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
@@ -67,6 +67,18 @@ def test_cold_items_have_no_row_if_their_cut_off_is_not_a_column() -> None:
     table = metric_table(METRICS | {"test/cold/users": 2.0, "test/cold/items": 3.0, "test/cold/recall@2": 0.5})
     assert list(table.rows) == ["model", "popularity"]
     assert table.note == ""
+
+
+def test_a_table_shows_the_closest_cut_off_if_the_usual_one_was_not_measured() -> None:
+    metrics = {"test/recall@5": 0.2, "test/recall@30": 0.4, "test/ndcg@5": 0.1, "test/cold/recall@30": 0.3}
+    table = metric_table(metrics | {"test/cold/users": 5.0, "test/cold/items": 1200.0}, half_widths={"test/ndcg@5": 0.05})
+    assert table.columns == ("recall@30", "ndcg@5")
+    assert table.rows == {"model": (0.4, 0.1), "model, cold": (0.3, None)}
+    assert table.half_widths == {"model": (None, 0.05)}
+    report = SliceReport(
+        name="head items", num_users=90, num_targets=95, min_users=30, metrics={"recall@5": 0.2}, half_widths={}
+    )
+    assert slice_rows([report])[0] == ["slice", "users", "targets", "recall@5"]
 
 
 def write_train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:

@@ -138,13 +138,17 @@ def slices_to_markdown(slices: Sequence[SliceReport], *, shown: Sequence[str] = 
 
 
 def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = SHOWN_METRICS) -> list[list[str]]:
-    """Return the cells of a table of slices: the titles of the columns, then one row for each slice."""
+    """Return the cells of a table of slices: the titles of the columns, then one row for each slice.
+
+    Slices have only recall and NDCG. If `evaluation.metrics` has neither, there is a column "metrics" without values.
+    """
     columns = _shown_columns(shown, {column for report in slices for column in report.metrics})
     rows = [["slice", "users", "targets", *(columns or ["metrics"])]]
     for report in slices:
         cells = [_cell(report.metrics.get(column), report.half_widths.get(column)) for column in columns]
-        if not report.metrics:
-            cells = [f"not enough data ({report.min_users:,} users needed)", *cells[1:]]
+        cells = cells or ["-"]  # the column "metrics"
+        if report.num_users < report.min_users:
+            cells[0] = f"not enough data ({report.min_users:,} users needed)"
         rows.append([printable(report.name), f"{report.num_users:,}", f"{report.num_targets:,}", *cells])
     return rows
 

@@ -81,6 +81,18 @@ def test_a_table_shows_the_closest_cut_off_if_the_usual_one_was_not_measured() -
     assert slice_rows([report])[0] == ["slice", "users", "targets", "recall@5"]
 
 
+def test_a_slice_with_enough_users_has_no_value_if_neither_recall_nor_ndcg_is_measured() -> None:
+    large, small = (
+        SliceReport(name=name, num_users=num_users, num_targets=95, min_users=30, metrics={}, half_widths={})
+        for name, num_users in (("head items", 90), ("cold items", 3))
+    )
+    assert slice_rows([large, small]) == [
+        ["slice", "users", "targets", "metrics"],
+        ["head items", "90", "95", "-"],
+        ["cold items", "3", "95", "not enough data (30 users needed)"],
+    ]
+
+
 def write_train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
     """Write a training of four epochs with 10 steps each. The loss falls from epoch to epoch and rises within an epoch."""
 

@@ -190,12 +190,24 @@ def _value_name(features: FeaturesManifest, key: str, *, row: int) -> str:
         return "(other)"
     boundaries = features.features[key].boundaries
     if boundaries is not None:
-        bounds = ["-inf", *(f"{boundary:g}" for boundary in boundaries), "inf"]
+        bounds = ["-inf", *_boundary_texts(boundaries), "inf"]
         return f"[{bounds[row - 1]}, {bounds[row]})"
     vocabulary_file = f"{key}.vocabulary.parquet"
     if vocabulary_file not in features.files:
         return f"(hash {row})"
     return str(pq.read_table(features.path(vocabulary_file), columns=["value"])["value"][row].as_py())
+
+
+def _boundary_texts(boundaries: Sequence[float]) -> list[str]:
+    """Return the boundaries with six digits, or with all digits if two boundaries have the same first six digits.
+
+    >>> _boundary_texts((0.1, 1 / 3)), _boundary_texts((1_000_000.0, 1_000_001.5))
+    (['0.1', '0.333333'], ['1000000', '1000001.5'])
+    """
+    short_texts = [f"{boundary:g}" for boundary in boundaries]
+    if len(set(short_texts)) == len(boundaries):
+        return short_texts
+    return [str(boundary).removesuffix(".0") for boundary in boundaries]
 
 
 class _TargetChunk(NamedTuple):

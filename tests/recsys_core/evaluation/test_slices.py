@@ -31,6 +31,7 @@ INGESTED_BY_FEATURE = {
         ("item.brand", "categorical", None, None),
         ("item.tags", "list", None, None),
         ("user.age", "numeric", (30.0,), None),
+        ("user.joined", "numeric", (1_000_000.0, 1_000_001.0, 1_000_002.0), None),
         ("item.price", "numeric", None, 2.0),
         ("context.hash", "categorical", None, None),
     )
@@ -47,6 +48,7 @@ def features(tmp_path: Path) -> FeaturesManifest:
             "item.brand": feature([1, 2, 1, 0]),
             "item.tags": feature([1, 2, 2], offset=np.array([0, 2, 3, 3, 3])),
             "user.age": feature([1, 2, 2]),
+            "user.joined": feature([2, 3, 3]),
             "item.price": feature([1, 1, 1, 1], weights=np.ones(4, np.float32)),
             "context.hash": feature([1, 1, 2, 1, 2, 2, 2, 1]),
         }
@@ -67,6 +69,7 @@ def features(tmp_path: Path) -> FeaturesManifest:
         ("item.brand", [0, 2, 1, 3], {"red": [0, 1], "(other)": [3], "blue": [2]}),
         ("item.tags", [0, 1, 3], {"blue": [0, 1], "red": [0]}),
         ("user.age", [0, 2, 1], {"[30, inf)": [1, 2], "[-inf, 30)": [0]}),
+        ("user.joined", [0, 2, 1], {"[1000001, 1000002)": [1, 2], "[1000000, 1000001)": [0]}),
         ("context.hash", [2, 4, 7], {"(hash 2)": [0, 1], "(hash 1)": [2]}),
     ],
 )

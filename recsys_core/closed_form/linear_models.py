@@ -61,6 +61,9 @@ def ease_vectors(matrix_UI: csr_array, *, l2: float, dim: int) -> Floats32:
 
     With Q = diag P, the matrix Q^-1/2 W Q^1/2 is symmetric. Its largest eigenvalues and their eigenvectors give one vector
     per item, for the history and for the candidates alike.
+
+    Raises:
+        InputError: the matrix has no inverse in single precision, or no user has two items, so that all weights are 0.
     """
     inverse_II = _ease_inverse(matrix_UI, l2=l2)
     root_I = np.sqrt(np.diag(inverse_II))
@@ -68,6 +71,11 @@ def ease_vectors(matrix_UI: csr_array, *, l2: float, dim: int) -> Floats32:
     symmetric_II /= -root_I
     symmetric_II /= root_I[:, None]
     np.fill_diagonal(symmetric_II, 0.0)
+    if not symmetric_II.any():
+        raise InputError(
+            f"embeddings.method is ease, but none of the {matrix_UI.shape[0]:,} users has training events with two items, so "
+            "all weights of EASE are 0; add events, or remove the entry"
+        )
     eigenvalue_D, vector_ID = eigsh(symmetric_II, k=dim, which="LA", v0=_start_vector(len(symmetric_II)))
     order_D = np.argsort(-eigenvalue_D)
     return np.ascontiguousarray(vector_ID[:, order_D] * np.sqrt(np.maximum(eigenvalue_D[order_D], 0)), np.float32)

@@ -83,6 +83,11 @@ def test_ease_vectors_are_computed_from_the_matrix_of_the_training_events(tmp_pa
     np.testing.assert_allclose(vector_VD[vector_row_I[warm_items]], expected_VD, atol=1e-5)
 
 
+def test_ease_is_rejected_if_no_user_has_two_items(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none of the 10 users has training events with two items.*add events"):
+        embed_training_log(tmp_path, EaseVectorsConfig(dim=4), train=[[item] for item in range(10)])
+
+
 def test_ials_vectors_solve_the_normal_equations(tmp_path: Path) -> None:
     train = training_events()
     manifest = embed_training_log(tmp_path, IalsVectorsConfig(dim=4, l2=0.5, alpha=5.0, iterations=300), train=train)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from recsys_core.config import MAX_COUNT, MAX_DAYS, Settings
 
@@ -125,6 +125,11 @@ class EvaluationConfig(Settings):
         description="number of users that a slice needs to have metrics. A smaller slice has the text `not enough data` "
         "instead",
     )
+
+    @field_validator("ks")
+    @classmethod
+    def _remove_repeated_cut_offs(cls, ks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(ks))
 
     def linear_baselines(self, num_items: int | None = None) -> tuple[BaselineName, ...]:
         """Return the baselines with a linear model of the log, without those that `num_items` items are too many for.

@@ -52,12 +52,15 @@ def step_seconds(workload: Workload, rates: Rates) -> float:
 
 
 def train(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
-    """Estimate the training on all ranks, without its validations. Checkpoints are written in the background."""
+    """Estimate the training on all ranks, without its validations.
+
+    Checkpoints are written in the background. All hosts hash at the same time, because each rank hashes the files that it has
+    written.
+    """
     rates, training, machines = Rates(constants), workload.training, workload.machines
     steps_s = num_steps(workload) * step_seconds(workload, rates)
-    checkpoint_s = training.table_bytes * (
-        constants["checkpoint_write_byte_s"].value / machines.num_hosts + constants["checkpoint_hash_byte_s"].value
-    )
+    byte_s = constants["checkpoint_write_byte_s"].value + constants["checkpoint_hash_byte_s"].value
+    checkpoint_s = training.table_bytes * byte_s / machines.num_hosts
     seconds = rates("rank_start_s") + max(steps_s, checkpoint_s * training.num_saves)
     if checkpoint_s * training.num_saves > steps_s:
         rates("checkpoint_hash_byte_s")  # records that an assumed constant determines the time

@@ -86,11 +86,12 @@ def test_a_training_step_on_a_gpu_takes_at_least_the_time_of_its_loader() -> Non
     assert train(workload, rates_of_slow_loader).seconds == pytest.approx(200 * 50 * 1e-3)
 
 
-def test_a_training_takes_at_least_the_time_of_its_checkpoints() -> None:
+@pytest.mark.parametrize("num_hosts", [1, 4])
+def test_a_training_takes_at_least_the_time_in_which_its_hosts_write_and_hash_the_checkpoints(num_hosts: int) -> None:
     rates = constants_with(checkpoint_write_byte_s=2e-3, checkpoint_hash_byte_s=1e-3, rank_start_s=0, trained_example_s=0)
-    workload = WORKLOAD.model_copy(update={"training": TRAINING.model_copy(update={"num_saves": 10})})
-    estimate = train(workload, rates)
-    assert estimate.seconds == pytest.approx(10 * 3_200 * 3e-3)
+    training, machines = TRAINING.model_copy(update={"num_saves": 10}), Machines(num_hosts=num_hosts)
+    estimate = train(WORKLOAD.model_copy(update={"training": training, "machines": machines}), rates)
+    assert estimate.seconds == pytest.approx(10 * 3_200 * 3e-3 / num_hosts)
     assert estimate.basis == "assumed"
     assert estimate.disk_bytes == 3 * 3_200
 

@@ -65,17 +65,12 @@ def item_information(train_count_I: NDArray[Any]) -> NDArray[np.float64]:
     return information_I
 
 
-def gini(top_BK: NDArray[Any], *, num_items: int) -> float:
+def gini(count_I: NDArray[np.int64]) -> float:
     """Return the Gini coefficient of the number of recommendations per item: 0 if all items are recommended equally often.
 
-    >>> gini(np.array([[0, 1], [2, 3]]), num_items=4), gini(np.array([[0], [0]]), num_items=4)
+    >>> gini(np.array([1, 1, 1, 1])), gini(np.array([2, 0, 0, 0]))
     (0.0, 0.75)
     """
-    return gini_of_counts(np.bincount(top_BK[top_BK >= 0], minlength=num_items))
-
-
-def gini_of_counts(count_I: NDArray[np.int64]) -> float:
-    """Return the Gini coefficient of the number of recommendations per item; see `gini`."""
     count_I, num_items = np.sort(count_I), len(count_I)
     rank_I = np.arange(1, num_items + 1)
     return float((2 * rank_I - num_items - 1) @ count_I / (num_items * count_I.sum()))
@@ -94,29 +89,23 @@ def popularity_lift(top_BK: NDArray[Any], *, history_item_L: NDArray[Any], train
     return float(train_count_I[top_BK[top_BK >= 0]].mean() / history_popularity - 1) if history_popularity else float("nan")
 
 
-def intra_list_diversity(top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32], vector_row_I: NDArray[Any]) -> float:
-    """Return the mean cosine distance of two items in a list, averaged over the lists (Ziegler et al., WWW 2005).
+def list_distances(
+    top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32], vector_row_I: NDArray[Any]
+) -> Iterator[tuple[float, int]]:
+    """Yield the sum of the lists' distances and the number of lists, for each chunk of lists.
 
-    Items without a vector are ignored, and so are lists with fewer than two items that have a vector. NaN if no list is left.
+    The distance of a list is the mean cosine distance of two of its items, and the diversity is the mean distance of the lists
+    (Ziegler et al., WWW 2005). Items without a vector are ignored, and so are lists with fewer than two items that have a
+    vector.
 
     Args:
         vectors_RD: pretrained vectors.
         vector_row_I: row of each item in vectors_RD; -1 without a vector.
 
     >>> vectors_RD = np.array([[1, 0], [0, 2], [3, 0]], np.float32)
-    >>> intra_list_diversity(np.array([[0, 1], [0, 2]]), vectors_RD=vectors_RD, vector_row_I=np.arange(3))
-    0.5
+    >>> [*list_distances(np.array([[0, 1], [0, 2], [1, -1]]), vectors_RD=vectors_RD, vector_row_I=np.arange(3))]
+    [(1.0, 2)]
     """
-    distance_sum, num_lists = 0.0, 0
-    for chunk_sum, num_chunk_lists in list_distances(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I):
-        distance_sum, num_lists = distance_sum + chunk_sum, num_lists + num_chunk_lists
-    return distance_sum / num_lists if num_lists else float("nan")
-
-
-def list_distances(
-    top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32], vector_row_I: NDArray[Any]
-) -> Iterator[tuple[float, int]]:
-    """Yield the sum of the lists' mean distances and the number of lists for each chunk; see `intra_list_diversity`."""
     for start in range(0, len(top_BK), CHUNK_QUERIES):
         chunk_BK = top_BK[start : start + CHUNK_QUERIES]
         row_BK = np.where(chunk_BK >= 0, np.asarray(vector_row_I)[chunk_BK], -1)

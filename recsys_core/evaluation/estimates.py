@@ -258,7 +258,7 @@ class ListMetrics:
         """Return the metrics by <metric>@<k>. Undefined metrics are left out."""
         values = {
             "novelty": float(self._columns.take(self._novelty_name).mean()),
-            "gini": diversity.gini_of_counts(self._num_recommendations_I),
+            "gini": diversity.gini(self._num_recommendations_I),
         }
         if self._history_popularity:
             mean_popularity = int(self._num_recommendations_I @ self._train_count_I) / int(self._num_recommendations_I.sum())

@@ -54,20 +54,17 @@ def _popularity_group(train_count_I: NDArray[Any]) -> NDArray[np.int8]:
     return np.where(train_count_I == 0, ITEM_GROUPS.index("cold"), third_I).astype(np.int8)
 
 
-def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median: float | None = None) -> Masks:
+def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median_length: float) -> Masks:
     """Return the slices by the number of items in the user's history.
 
-    New users have no history. Light users have at most as many items as the median of the other users, heavy users have more.
+    New users have no history. Light users have at most `median_length` items, heavy users have more.
 
-    median: number of items that divides light and heavy users. Default: the median over the users that have a history.
-
-    >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]))
+    >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]), median_length=3)
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}
     {'new users': [0], 'light users': [1, 2, 3], 'heavy users': [4]}
     """
     is_new_U = history_length_U == 0
-    median = _median_length(history_length_U) if median is None else median
-    is_heavy_T = history_length_U[user_T] > median
+    is_heavy_T = history_length_U[user_T] > median_length
     return {"new users": is_new_U[user_T], "light users": ~is_new_U[user_T] & ~is_heavy_T, "heavy users": is_heavy_T}
 
 
@@ -255,7 +252,7 @@ def slice_reports(
     """Return the metrics of the slices by popularity, by history and by features, from the positions of the model's targets."""
     user_row_U = columns.read("target/user_row")
     group_I, history_length_U = _popularity_group(store.train_count_I), store.train_count_U[user_row_U]
-    median = _median_length(history_length_U)
+    median_length = _median_length(history_length_U)
     feature_values = [FeatureValues(slice_config, features) for slice_config in config.slices]
     for chunk in _target_chunks(columns) if feature_values else ():
         for slice_config, values in zip(config.slices, feature_values, strict=True):
@@ -272,7 +269,7 @@ def slice_reports(
 
     for chunk in _target_chunks(columns):
         masks = _group_slices(group_I, item_T=chunk.item_T)
-        masks |= user_slices(history_length_U[chunk.users], user_T=chunk.user_T, median=median)
+        masks |= user_slices(history_length_U[chunk.users], user_T=chunk.user_T, median_length=median_length)
         masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
         add_chunk(masks, chunk, slice_set=0)
         for slice_set, (slice_config, values) in enumerate(zip(config.slices, feature_values, strict=True), start=1):

@@ -100,13 +100,10 @@ class Ranking:
     num_seen_targets: int
     num_items: int
 
-    def target_positions(self, mask_T: NDArray[np.bool_] | None = None) -> TargetPositions:
-        """Return the positions of all targets, or of the targets where `mask_T` is true."""
-        selected_targets = slice(None) if mask_T is None else mask_T
+    def target_positions(self) -> TargetPositions:
+        """Return the positions of the targets."""
         return TargetPositions.from_pairs(
-            user_T=self.query_T[selected_targets],
-            position_T=self.position_T[selected_targets],
-            num_candidates_B=self.num_candidates_B,
+            user_T=self.query_T, position_T=self.position_T, num_candidates_B=self.num_candidates_B
         )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.evaluation.diversity import gini, intra_list_diversity, known_negative_share, novelty, popularity_lift
+from recsys_core.evaluation.diversity import gini, known_negative_share, list_distances, novelty, popularity_lift
 
 NUM_ITEMS, DIM = 30, 6
 
@@ -32,15 +32,17 @@ def test_diversity_equals_the_mean_over_pairs_of_items_with_a_vector() -> None:
         distances = [1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in combinations(item_vectors, 2)]
         if distances:
             mean_distances.append(np.mean(distances))
-    diversity = intra_list_diversity(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I)
-    assert diversity == pytest.approx(np.mean(mean_distances), abs=1e-6)
+    chunks = list_distances(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I)
+    total_distances, num_lists = zip(*chunks, strict=True)
+    assert len(num_lists) > 1 and sum(num_lists) == len(mean_distances)
+    assert sum(total_distances) == pytest.approx(np.sum(mean_distances), rel=1e-6)
 
 
 def test_gini_equals_the_mean_absolute_difference_of_the_counts() -> None:
     top_BK = random_lists(2)
     count_I = np.bincount(top_BK[top_BK >= 0], minlength=NUM_ITEMS)
     expected = np.abs(count_I[:, None] - count_I).sum() / (2 * NUM_ITEMS * count_I.sum())
-    assert gini(top_BK, num_items=NUM_ITEMS) == pytest.approx(expected, abs=1e-12)
+    assert gini(count_I) == pytest.approx(expected, abs=1e-12)
 
 
 @given(seed=st.integers(0, 1_000))
@@ -57,10 +59,10 @@ def test_rarer_items_are_more_novel_and_have_a_lower_popularity_lift(seed: int) 
     assert popular_lift >= rare_lift >= -1
 
 
-def test_a_lift_without_a_history_and_a_diversity_without_a_pair_are_nan() -> None:
+def test_a_lift_without_a_history_is_nan_and_a_list_without_a_pair_has_no_distance() -> None:
     assert np.isnan(popularity_lift(np.array([[0]]), history_item_L=np.array([], int), train_count_I=np.ones(1)))
-    diversity = intra_list_diversity(np.array([[0, 1]]), vectors_RD=np.ones((1, 2), np.float32), vector_row_I=np.array([0, -1]))
-    assert np.isnan(diversity)
+    chunks = list_distances(np.array([[0, 1]]), vectors_RD=np.ones((1, 2), np.float32), vector_row_I=np.array([0, -1]))
+    assert [*chunks] == [(0.0, 0)]
 
 
 def test_the_share_of_known_negatives_equals_a_count_in_each_list() -> None:

@@ -51,13 +51,14 @@ class PopularityWeight(nn.Module):
                 self.served_weight = 0.0  # until the export has chosen the weight
 
     def forward(self, query_BD: Tensor) -> Tensor:
-        """Return the vectors with the weight appended, [B, D + 1].
+        """Return the vectors with a weight appended, [B, D + 1].
 
-        The weight is the served weight outside training if it is set, otherwise the trained weight, or 0 without one.
+        While training, it is the trained weight, or 0 if the weight is not trained. Otherwise, it is the served weight, or the
+        trained weight if no served weight is set.
         """
-        weight: Tensor | float = 0.0 if self.training or self.served_weight is None else self.served_weight
-        if self.weight is not None and (self.training or self.served_weight is None):
-            weight = self.weight
+        weight: Tensor | float = 0.0 if self.weight is None else self.weight
+        if not self.training and self.served_weight is not None:
+            weight = self.served_weight
         # torch.export would turn the size in `expand(len(query_BD), 1)` into a constant, so multiply by ones.
         return torch.cat([query_BD, torch.ones_like(query_BD[:, :1]) * weight], dim=1)
 

@@ -206,17 +206,19 @@ class ModelSpec(Frozen):
         popularity_weight: float | None = None,
     ) -> Self:
         """Return the model with the settings that a run has chosen on its validation events; None: the setting is unchanged."""
-        spec, block = self if temperature is None else self.with_temperature(temperature), self.config.spectral_block
         config_update: dict[str, Any] = {}
+        if temperature is not None:
+            config_update["temperature"] = temperature
+        block = self.config.spectral_block
         if block is not None and block_weight is not None:
             config_update["spectral_block"] = block.model_copy(update={"weights": (block_weight,)})
         if popularity_weight is not None:
             config_update["popularity"] = FixedPopularity(weight=popularity_weight)
-        return spec.model_copy(update={"config": spec.config.model_copy(update=config_update)}) if config_update else spec
+        return self.model_copy(update={"config": self.config.model_copy(update=config_update)}) if config_update else self
 
     def with_temperature(self, temperature: float) -> Self:
         """Return the model with another temperature of the loss."""
-        return self.model_copy(update={"config": self.config.model_copy(update={"temperature": temperature})})
+        return self.with_choices(temperature=temperature)
 
     def on_side(self, side: Side) -> dict[str, TableSpec]:
         """Return the tables of `side`, by name."""

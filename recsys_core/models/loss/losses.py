@@ -56,7 +56,8 @@ def softmax_loss(
     multiplied by `weight`. It needs no correction, because it is not sampled.
 
     Args:
-        log_q_B: correction of the positive's logit, see `log_expected_count`; None if the item's other columns are masked.
+        log_q_B: correction of the positive's logit, see `log_expected_count`. None: no correction, because all other columns
+            with the positive's item are masked.
         log_q_N: correction of each negative's logit, see `log_expected_count`; None: no correction.
 
     >>> scores = torch.zeros(1), torch.zeros(1, 1)

@@ -250,7 +250,7 @@ class Objective(nn.Module):
         """Return the log expected counts of the positives [B] and of the columns [N]; None where there is no correction."""
         if self.config.logq_correction == "none":
             return None, None
-        # If other columns of the positive's item are masked, the positive occurs exactly once: a correction would be a bias.
+        # If all other columns with the positive's item are masked, the item occurs exactly once, and needs no correction.
         is_positive_corrected = self.config.mask_negatives == "none"
         log_q_B = self._log_expected_count(item_row_B, columns) if is_positive_corrected else None
         return log_q_B, self._log_expected_count(columns.item_row_N, columns)

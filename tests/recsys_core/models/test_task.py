@@ -28,7 +28,7 @@ COUNT_I = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
 """Training events of each item."""
 NO_HISTORY = {"length": 0, "last_item_feature": False}
 QUERY_USERS, HISTORIES = [2, 0, 5], [[1, 4], [], [8, 8, 3]]
-CANDIDATE_TEMPERATURES = [7, 0, 3, 1, 1, 6, 4]
+CANDIDATES = [7, 0, 3, 1, 1, 6, 4]
 """The positives of three queries, then four sampled negatives."""
 
 
@@ -75,7 +75,7 @@ def weight_of(task: RetrievalTask, table: str) -> Tensor:
 
 
 def batch_of(
-    candidates: list[int] = CANDIDATE_TEMPERATURES,
+    candidates: list[int] = CANDIDATES,
     *,
     features: FeatureStore | None = None,
     users: list[int] = QUERY_USERS,
@@ -126,7 +126,7 @@ def test_a_matrix_factorisation_with_a_sampled_softmax_can_be_configured() -> No
         },
     )
     user_row_UD, item_row_ID = weight_of(task, "user"), weight_of(task, "item")
-    logit_BC = user_row_UD[QUERY_USERS] @ item_row_ID[CANDIDATE_TEMPERATURES].T
+    logit_BC = user_row_UD[QUERY_USERS] @ item_row_ID[CANDIDATES].T
     candidate_logits = torch.cat([logit_BC.diag()[:, None], logit_BC[:, 3:]], dim=1)  # the positive, then the negatives
     torch.testing.assert_close(task(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64)))
     task_with_correction = task_of(
@@ -134,8 +134,8 @@ def test_a_matrix_factorisation_with_a_sampled_softmax_can_be_configured() -> No
         loss={"in_batch_negatives": False, "num_negatives": 4, "negative_sampling_alpha": 0.5, "mask_negatives": "none"},
     )
     log_q_I = torch.from_numpy(4 * negative_share(COUNT_I, 0.5)).float().log()
-    positive_log_q = log_q_I[CANDIDATE_TEMPERATURES[:3]][:, None]
-    candidate_logits = candidate_logits - torch.cat([positive_log_q, log_q_I[CANDIDATE_TEMPERATURES[3:]].expand(3, -1)], dim=1)
+    positive_log_q = log_q_I[CANDIDATES[:3]][:, None]
+    candidate_logits = candidate_logits - torch.cat([positive_log_q, log_q_I[CANDIDATES[3:]].expand(3, -1)], dim=1)
     torch.testing.assert_close(
         task_with_correction(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64))
     )
@@ -152,8 +152,8 @@ def test_simplex_can_be_configured() -> None:
     history_BD = torch.stack([item_row_ID[rows].mean(dim=0) if rows else start for rows in HISTORIES])
     cosine_BI = normalize(user_row_UD[QUERY_USERS] + history_BD, dim=1) @ normalize(item_row_ID, dim=1).T
     torch.testing.assert_close(scores(task), cosine_BI)
-    negative_loss_B = (cosine_BI[:, CANDIDATE_TEMPERATURES[3:]] - 0.1).relu().mean(dim=1)
-    loss = (1 - cosine_BI[range(3), CANDIDATE_TEMPERATURES[:3]] + 3.0 * negative_loss_B).mean()
+    negative_loss_B = (cosine_BI[:, CANDIDATES[3:]] - 0.1).relu().mean(dim=1)
+    loss = (1 - cosine_BI[range(3), CANDIDATES[:3]] + 3.0 * negative_loss_B).mean()
     torch.testing.assert_close(task.train()(batch_of())[0], loss)
 
 
@@ -188,7 +188,7 @@ def test_the_encoders_compute_the_vectors_that_the_loss_compares() -> None:
         ).eval()
         query_BD = task.encode_queries(batch_of([], features=store))
         all_items = Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(NUM_ITEMS))
-        candidate_CD = task.encode_items(all_items)[1][CANDIDATE_TEMPERATURES]
+        candidate_CD = task.encode_items(all_items)[1][CANDIDATES]
         expected = task.head.objective(query_BD, candidate_CD, batch=batch_of(features=store), teacher_CD=None)
         torch.testing.assert_close(task(batch_of(features=store))[0], expected)
 
@@ -197,7 +197,7 @@ def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None
     config = DOT_PRODUCT | {"history": {"length": 3, "last_item_feature": False}}
     task, task_with_decay = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
     item_row_ID, user_row_UD = weight_of(task, "item"), weight_of(task, "user")
-    distinct_items = sorted({*CANDIDATE_TEMPERATURES, *(item for rows in HISTORIES for item in rows)})
+    distinct_items = sorted({*CANDIDATES, *(item for rows in HISTORIES for item in rows)})
     penalty = 0.1 / 2 * item_row_ID[distinct_items].square().sum() + 0.3 / 2 * user_row_UD[QUERY_USERS].square().sum()
     torch.testing.assert_close(task_with_decay(batch_of())[0], task(batch_of())[0] + penalty)
     batch = batch_of(users=[2, 0, 2])  # a user with two queries counts once
@@ -241,7 +241,7 @@ def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: d
         popularity_rank_by_table={"item": [8, 7, 6, 5, 4, 3, 2, 1, 0]},  # row 8 is the most frequent
         weight_decay=decay,
     )
-    looked_up_items = {*CANDIDATE_TEMPERATURES, *(item for rows in HISTORIES for item in rows)}
+    looked_up_items = {*CANDIDATES, *(item for rows in HISTORIES for item in rows)}
     losses = []
     for epoch, trained_items in ((1, set()), (2, {6, 7, 8}), (3, {6, 7, 8}), (4, set(range(NUM_ITEMS)))):
         shares = task.head.set_epoch(epoch)
@@ -269,7 +269,7 @@ def test_a_frozen_table_has_no_gradient_but_its_offsets_have_a_gradient(transfer
     assert rows_with_gradient(task, "item") == set()
     assert rows_with_gradient(task, "user") == set(QUERY_USERS)
     if transfer == "residual":
-        assert rows_with_gradient(task, "item_offset") == set(CANDIDATE_TEMPERATURES)
+        assert rows_with_gradient(task, "item_offset") == set(CANDIDATES)
         with torch.no_grad():
             weight_of(task, "item_offset").zero_()
         projected_ID = weight_of(task, "item") @ task.head.item.projection.weight.T

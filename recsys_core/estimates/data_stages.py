@@ -72,9 +72,9 @@ def ingest_interactions(data: DataSizes, machines: Machines, constants: Mapping[
 
 def check_data(data: DataSizes, machines: Machines, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the data report. All cores of one host count the events."""
-    rates, num_times_cores = Rates(constants), machines.cores_per_host / BENCHMARK_CORES
-    seconds = rates("report_start_s") + rates("report_event_s", data.num_events, times=1 / num_times_cores)
-    rates.extrapolate(num_times_cores)
+    rates, core_ratio = Rates(constants), machines.cores_per_host / BENCHMARK_CORES
+    seconds = rates("report_start_s") + rates("report_event_s", data.num_events, times=1 / core_ratio)
+    rates.extrapolate(core_ratio)
     return rates.estimate(
         "check_data",
         where=ONE_HOST,

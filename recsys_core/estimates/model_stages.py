@@ -23,10 +23,12 @@ BENCHMARK_HISTORY_LENGTH = 20
 def num_steps(workload: Workload) -> int:
     """Return the number of training steps: the number of epochs times the number of global batches.
 
+    Below, an epoch has 41 / (10 x 2) global batches, rounded up to 3. A global batch has 10 examples of each of 2 ranks.
+
     >>> from recsys_core.estimates.workload import DataSizes, Machines, TrainingSizes
     >>> training = TrainingSizes(dim=1, epochs=3, batch_size=10, num_candidates=1, lookups_ms=0, rank_bytes=0, table_bytes=0)
     >>> data = DataSizes(num_users=1, num_items=1, num_events=41, num_held_out_users=0)
-    >>> num_steps(Workload(data=data, training=training, indexes=(), package_bytes_per_item=0))  # 3 x 41 / (10 x 2), rounded up
+    >>> num_steps(Workload(data=data, training=training, indexes=(), package_bytes_per_item=0))
     9
     """
     batch_size = workload.training.batch_size * workload.machines.num_ranks
@@ -46,7 +48,7 @@ def step_seconds(workload: Workload, rates: Rates) -> float:
         compute_s = training.lookups_ms / 1000 + operations * rates("gpu_operation_s")
         return max(compute_s, rates("loaded_example_s", times=training.batch_size))
     num_items = workload.data.num_items
-    # The constant is for one example. The size and `times` only record the extrapolation from the catalogue of the benchmark.
+    # The result is the constant, because size x times is 1. The size records the extrapolation from the benchmark's catalogue.
     example_s = rates("trained_example_s", num_items, times=1 / num_items)
     return training.batch_size * example_s + operations * rates("cpu_operation_s")
 
@@ -129,12 +131,12 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     for index in workload.indexes:
         constant_name = f"index_{index.kind}_item_s"
         growth = index_growth(index.kind, num_items, measured_at=constants[constant_name].measured_at or num_items)
-        num_times_cores = 1.0 if index.kind == "flat" else workload.machines.cores_per_host / BENCHMARK_CORES
-        relative_time = growth * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM / num_times_cores
+        core_ratio = 1.0 if index.kind == "flat" else workload.machines.cores_per_host / BENCHMARK_CORES
+        relative_time = growth * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM / core_ratio
         seconds += rates(constant_name, num_items, times=relative_time)
         shard_bytes = index.num_bytes / index.num_shards
         memory_bytes = max(memory_bytes, shard_bytes * constants[f"index_{index.kind}_memory_factor"].value)
-        rates.extrapolate(max(index.build_factor, num_times_cores))
+        rates.extrapolate(max(index.build_factor, core_ratio))
     return rates.estimate(
         "build_index",
         where=ONE_HOST,

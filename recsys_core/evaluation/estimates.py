@@ -25,7 +25,10 @@ from recsys_core.manifests import SliceReport
 
 
 class Estimate(NamedTuple):
-    """A metric. half_width: half the width of its confidence interval; None if the metric is no mean over the users."""
+    """A metric. half_width: half the width of its confidence interval; None without an interval.
+
+    Only means over at least two users have an interval.
+    """
 
     value: float
     half_width: float | None = None

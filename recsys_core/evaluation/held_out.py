@@ -124,7 +124,8 @@ class HeldOutSplit:
         )
         known_negatives = None
         if self._store.known_negatives is not None:
-            # An event overrides a rejection of the same item. A validation event may come after the rejection.
+            # An item with an event is no known negative. The event store ensures this for training events, but not for
+            # validation events.
             known_negatives = self._store.known_negatives.before(user_row_B, self.split).difference(
                 history, bound=self._store.num_items
             )

@@ -67,7 +67,7 @@ def popularity_curve(
         "validation", config=config, store=store, export=export_without_ranking, interactions=interactions
     ).load()
     query_BD, item_vector_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
-    # The vectors have single precision: a weight of 0.1 must not become a second point next to the 0.1 of `weights`.
+    # In single precision, a weight of 0.1 is 0.10000000149. It is rounded, so that it equals the 0.1 in `weights`.
     served_weight = float(f"{float(query_BD[0, -1]):.6g}") if spec.config.has_popularity else 0.0
     if spec.config.has_popularity:
         query_BD, item_vector_ID = query_BD[:, :-1], item_vector_ID[:, :-1]

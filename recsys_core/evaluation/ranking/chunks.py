@@ -39,7 +39,7 @@ GPU_CHUNK_SCORES = 1 << 26
 TILE_COLUMNS = 2_048
 """Number of columns whose scores are computed at once, so that the scores of a chunk stay in the cache of a core."""
 BOUND_COLUMNS = 1 << 14
-"""Number of first columns that give a lower bound of the scores in the top list, if only the top lists are needed."""
+"""Number of columns from which a lower bound of the k-th best score is computed, if only the top lists are needed."""
 BLOCK_COLUMNS = 1 << 16
 """Number of item vectors that are sent between ranks, or are in GPU memory, at once: 16 MiB with a width of 64."""
 
@@ -114,8 +114,8 @@ class ScoredChunk:
     def add(self, columns: slice, score_tile: ScoreTile, *, target_score_T: NDArray[Any] | None = None) -> None:
         """Add the scores of a block.
 
-        target_score_T: score of each target, with the same bits as in the block of the target. None if the block has all
-            columns, and therefore also these scores.
+        target_score_T: score of each target, bit for bit as in the block that contains the target. None if the block has all
+            columns, so that its own scores are used.
         """
         grid, is_first_block, self._is_first_block = self._grid, self._is_first_block, False
         if grid.top_only:

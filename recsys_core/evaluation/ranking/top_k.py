@@ -17,7 +17,7 @@ from torch import Tensor
 from recsys_core.dataset.jagged import chunk_slices
 
 _MAX_BLOCK_COLUMNS = 16
-"""Largest number of columns whose maximum is taken for a lower bound of the k-th best score."""
+"""Largest number of columns in a block of `_lower_bound`."""
 
 Scores = NDArray[Any]
 """Floating-point scores [B, C]. The score of an excluded column is -inf."""

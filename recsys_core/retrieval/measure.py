@@ -27,8 +27,8 @@ MIN_MEASURED_S, MAX_REPEATS = 0.2, 3
 because other processes disturb short measurements most."""
 
 MIN_RECALL_GAIN = 0.001
-"""A series of variants ends when twice the work gains less recall than this, because the series then cannot reach a much higher
-recall, for example with compressed vectors."""
+"""A series of variants ends when twice the work raises the recall by less than this. Compressed vectors, for example, limit the
+recall of every variant of a series."""
 
 
 @dataclass(frozen=True)

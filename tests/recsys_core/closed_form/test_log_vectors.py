@@ -164,13 +164,13 @@ def test_a_completed_stage_is_reused_until_a_setting_of_its_vectors_changes(tmp_
     assert embed_log(SpectralVectorsConfig(dim=8), interactions=interactions, folder=folder).dim == 8
 
 
-def test_more_dimensions_than_items_with_events_are_refused(tmp_path: Path) -> None:
+def test_more_dimensions_than_items_with_events_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"embeddings\.dim is 20, but only 19 items have training events.*at most 16"):
         embed_training_log(tmp_path, EaseVectorsConfig(dim=20), train=training_events())
     assert not (tmp_path / "log_vectors").exists()
 
 
-def test_more_dimensions_than_users_with_events_are_refused(tmp_path: Path) -> None:
+def test_more_dimensions_than_users_with_events_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"embeddings\.dim is 8, but only 6 users have training events.*at most 4"):
         embed_training_log(tmp_path, SpectralVectorsConfig(dim=8), train=training_events()[:6])
 
@@ -193,6 +193,6 @@ def test_an_error_about_a_matrix_above_the_memory_limit_explains_its_size(tmp_pa
         embed_training_log(tmp_path / "spectral", SpectralVectorsConfig(dim=4, memory_gb=1e-6), train=training_events())
 
 
-def test_a_log_without_a_training_event_is_refused(tmp_path: Path) -> None:
+def test_a_log_without_a_training_event_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="source is log, but the log has no training event"):
         embed_training_log(tmp_path, SpectralVectorsConfig(dim=4), train=[[]] * NUM_USERS)

@@ -146,7 +146,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
 
 
 def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float:
-    """Return the exponent with the best NDCG@20 of the validation users; the first exponent if there are no such users."""
+    """Return the exponent with the best NDCG@20 of the validation users; the first if no user has an unseen target."""
     if len(config.item_exponents) == 1:
         return config.item_exponents[0]
     ndcg_by_exponent = {
@@ -157,7 +157,7 @@ def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float
 
 
 def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iterator[tuple[float, TargetPositions]]:
-    """Yield each of `item_exponents` with the positions of the validation targets; nothing if there are no validation users.
+    """Yield each of `item_exponents` with the positions of the validation targets; nothing if no user has an unseen target.
 
     The truncated SVD reads only the training events. At most MAX_EXPONENT_SEARCH_USERS users are ranked.
     """
@@ -177,7 +177,10 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
         )
         queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(user_rows), bool), seen=histories, targets=targets)
         ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(vector_ID), k=0)
-        yield item_exponent, ranking.target_positions()
+        positions = ranking.target_positions()
+        if not positions.num_users:  # the users had already seen all validation targets
+            return
+        yield item_exponent, positions
 
 
 def cooccurrence_model(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:

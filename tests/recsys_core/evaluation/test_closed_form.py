@@ -156,6 +156,23 @@ def test_the_item_exponent_with_the_best_ndcg_on_validation_is_used(tmp_path: Pa
     np.testing.assert_array_equal(actual_UI, expected_UI)
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_first_item_exponent_is_used_if_all_validation_targets_were_seen(tmp_path: Path) -> None:
+    train = [[0, 1, 2], [0, 2], [1, 3], [0, 3]]
+    manifest = interactions_stage(
+        tmp_path / "interactions", train=train, validation=[[items[0]] for items in train], test=[[3]] * 4, num_items=4
+    )
+    store = EventStore.open(manifest)
+    score_matrices = []
+    for exponents in ((0.2, 2.0), (0.2,)):
+        config = ClosedFormConfig(ease_max_items=0, rank=2, item_exponents=exponents)
+        score_UI = np.empty((4, 4), np.float32)
+        scores = linear_model(config, store=store, order_I=np.arange(4))(store.items_before(np.arange(4), "test"))
+        scores.score_tile(slice(0, 4), slice(0, 4), score_UI)
+        score_matrices.append(score_UI)
+    np.testing.assert_array_equal(*score_matrices)
+
+
 def _tile_function(score_BC: np.ndarray) -> ScoreTile:
     """Return a function that copies tiles from a score matrix."""
 

@@ -118,11 +118,11 @@ class FeatureValues:
     def slices(self, owner_T: Int64Array) -> Masks:
         """Return the slices of a chunk of targets; see `feature_slices`."""
         value_rows, _ = self._feature.rows_and_weights(owner_T)
-        masks = {}
+        masks: Masks = {}
         for row, name in self._name_by_row.items():
-            mask_T = np.zeros(len(owner_T), np.bool_)
+            # A value with the name "(other)" is in one slice with the other values.
+            mask_T = masks.setdefault(name, np.zeros(len(owner_T), np.bool_))
             mask_T[value_rows.list_index_L[value_rows.values_L == row]] = True
-            masks[name] = mask_T
         return masks
 
     @cached_property

@@ -82,6 +82,15 @@ def test_a_slice_has_the_targets_whose_owners_have_its_value(
     }
 
 
+def test_a_value_with_the_name_of_the_other_values_is_in_their_slice(features: FeaturesManifest) -> None:
+    pq.write_table(pa.table({"value": [None, "(other)", "blue"]}), features.folder / "item.brand.vocabulary.parquet")
+    masks = feature_slices(FeatureSlice(feature="item.brand"), features, owner_T=np.array([0, 2, 1, 3]))
+    assert {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()} == {
+        "item.brand=(other)": [0, 1, 3],
+        "item.brand=blue": [2],
+    }
+
+
 def test_only_the_most_frequent_values_are_slices(features: FeaturesManifest) -> None:
     masks = feature_slices(FeatureSlice(feature="item.brand", max_values=1), features, owner_T=np.array([0, 2, 1]))
     assert list(masks) == ["item.brand=red"]

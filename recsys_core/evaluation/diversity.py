@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from recsys_core.dataset.jagged import JaggedArray, chunk_slices
 
 CHUNK_QUERIES = 4_096
+MAX_CHUNK_VALUES = 1 << 25
+"""Largest number of values of item vectors that are in memory at once: 256 MiB, and twice as much for intermediate results."""
 
 
 def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
@@ -106,8 +108,10 @@ def list_distances(
     >>> [*list_distances(np.array([[0, 1], [0, 2], [1, -1]]), vectors_RD=vectors_RD, vector_row_I=np.arange(3))]
     [(1.0, 2)]
     """
-    for start in range(0, len(top_BK), CHUNK_QUERIES):
-        chunk_BK = top_BK[start : start + CHUNK_QUERIES]
+    values_per_list = top_BK.shape[1] * vectors_RD.shape[1]
+    chunk_lists = max(1, min(CHUNK_QUERIES, MAX_CHUNK_VALUES // max(1, values_per_list)))
+    for chunk in chunk_slices(len(top_BK), length=chunk_lists):
+        chunk_BK = top_BK[chunk]
         row_BK = np.where(chunk_BK >= 0, np.asarray(vector_row_I)[chunk_BK], -1)
         vector_BKD = vectors_RD[np.maximum(row_BK, 0)].astype(np.float64)
         norm_BK1 = np.linalg.norm(vector_BKD, axis=2, keepdims=True)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.evaluation import diversity
 from recsys_core.evaluation.diversity import gini, known_negative_share, list_distances, novelty, popularity_lift
 
 NUM_ITEMS, DIM = 30, 6
@@ -36,6 +37,18 @@ def test_diversity_equals_the_mean_over_pairs_of_items_with_a_vector() -> None:
     total_distances, num_lists = zip(*chunks, strict=True)
     assert len(num_lists) > 1 and sum(num_lists) == len(mean_distances)
     assert sum(total_distances) == pytest.approx(np.sum(mean_distances), rel=1e-6)
+
+
+def test_lists_are_divided_into_chunks_by_the_number_of_values_of_their_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    top_BK, vectors_RD = random_lists(1, num_lists=60), np.random.default_rng(0).normal(size=(NUM_ITEMS, DIM))
+    arguments = {"vectors_RD": vectors_RD.astype(np.float32), "vector_row_I": np.arange(NUM_ITEMS)}
+    ((total_distance, num_lists),) = list_distances(top_BK, **arguments)
+    for max_values, num_chunks in ((7 * 4 * DIM, 9), (1, 60)):
+        monkeypatch.setattr(diversity, "MAX_CHUNK_VALUES", max_values)
+        chunks = [*list_distances(top_BK, **arguments)]
+        assert len(chunks) == num_chunks
+        assert sum(distance for distance, _ in chunks) == pytest.approx(total_distance)
+        assert sum(num_chunk_lists for _, num_chunk_lists in chunks) == num_lists
 
 
 def test_gini_equals_the_mean_absolute_difference_of_the_counts() -> None:

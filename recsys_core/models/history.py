@@ -77,10 +77,6 @@ class HistoryEncoder(nn.Module):
         """Return the expected norm of an encoded history of random rows: the norm of their mean. row_norm: norm of a row."""
         return row_norm / math.sqrt(self.length)
 
-    def shardable_modules(self) -> list[nn.Module]:
-        """Return the submodules that FSDP may shard. `forward` must call these modules, not read their parameters."""
-        return []
-
 
 class MeanEncoder(HistoryEncoder):
     """Mean of the item vectors."""

@@ -96,7 +96,6 @@ def _shardable_modules(query_tower: AnyQueryTower, candidate_tower: AnyCandidate
     modules: list[nn.Module] = []
     members = zip(query_towers(query_tower), candidate_towers(candidate_tower), strict=True)
     for member_query_tower, member_candidate_tower in members:
-        modules += member_query_tower.pooling.shardable_modules() if member_query_tower.pooling is not None else []
         modules += [member_query_tower.tower, member_candidate_tower.tower, member_candidate_tower.projection]
     return [module for module in modules if next(module.parameters(), None) is not None]
 

@@ -196,16 +196,6 @@ def test_the_expected_norm_is_at_most_the_norm_of_an_item(kind: str) -> None:
 
 
 @every_kind
-def test_every_shardable_module_is_called_once_in_order(kind: str) -> None:
-    encoder = encoder_of(kind)
-    called_modules = []
-    for module in (shardable := encoder.shardable_modules()):
-        module.register_forward_pre_hook(lambda module, inputs: called_modules.append(module))
-    encoder(torch.randn(5, WIDTH), *ragged([[0, 3, 4]]))
-    assert called_modules == shardable
-
-
-@every_kind
 def test_a_model_can_start_from_a_champion_with_the_same_encoder(kind: str) -> None:
     spec = spec_of(kind)
     tower = QueryTower(spec)

@@ -131,6 +131,15 @@ class EvaluationConfig(Settings):
     def _remove_repeated_cut_offs(cls, ks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(ks))
 
+    @field_validator("slices")
+    @classmethod
+    def _reject_repeated_features(cls, slices: tuple[FeatureSlice, ...]) -> tuple[FeatureSlice, ...]:
+        features = [feature_slice.feature for feature_slice in slices]
+        for feature in features:
+            if features.count(feature) > 1:
+                raise ValueError(f"{features.count(feature)} entries have the feature {feature}; keep one of them")
+        return slices
+
     def linear_baselines(self, num_items: int | None = None) -> tuple[BaselineName, ...]:
         """Return the baselines with a linear model of the log, without those that `num_items` items are too many for.
 

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import InputError
@@ -148,3 +149,9 @@ def test_a_slice_with_too_few_users_has_no_metrics(tmp_path: Path, features: Fea
     }  # fmt: skip
     assert "test/slice/warm_items/recall@1" not in manifest.metrics
     assert manifest.metrics["test/slice/warm_items/users"] == 2
+
+
+def test_a_feature_with_two_entries_is_rejected() -> None:
+    brand = FeatureSlice(feature="item.brand")
+    with pytest.raises(ValidationError, match=r"2 entries have the feature item\.brand; keep one of them"):
+        EvaluationConfig(slices=(brand, FeatureSlice(feature="user.age"), brand.model_copy(update={"max_values": 3})))

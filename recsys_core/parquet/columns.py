@@ -106,6 +106,11 @@ def _type_family(data_type: pa.DataType) -> str:
     return str(data_type)
 
 
+def is_whole_decimal(data_type: pa.DataType) -> bool:
+    """Return whether `data_type` is a decimal type of 128 bits without digits after the point."""
+    return bool(pa.types.is_decimal128(data_type) and data_type.scale == 0)
+
+
 def is_text(data_type: pa.DataType) -> bool:
     """Return whether `data_type` is a string type."""
     return bool(pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type))

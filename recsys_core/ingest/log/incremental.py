@@ -5,7 +5,7 @@ An id keeps its code until the vocabularies are rebuilt. Until then, later runs 
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from recsys_core.ingest.log.log_schema import InteractionsInput
 from recsys_core.ingest.log.log_statistics import IN_FUTURE, columns_by_role
 from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.manifests import IngestedFile, InteractionsManifest, LogPart, SourceFile, fingerprint_of
-from recsys_core.parquet.columns import require_column
+from recsys_core.parquet.columns import is_whole_decimal, require_column
 from recsys_core.parquet.guards import has_page_checksums, verify_pages
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import Source
@@ -141,8 +141,15 @@ def _ingested_file(
 
 
 def _type_for_checks(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return the type on which the row checks depend: the first float or uint64 type if there is one, or the first type."""
-    float_or_uint64_types = [
-        data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)
-    ]
-    return (float_or_uint64_types or list(data_types))[0]
+    """Return the type on which the row checks and the order of a user's events depend: the first type of the widest kind."""
+    return next((data_type for is_kind in _KINDS_OF_NUMBERS for data_type in data_types if is_kind(data_type)), data_types[0])
+
+
+_KINDS_OF_NUMBERS: tuple[Callable[[pa.DataType], bool], ...] = (
+    pa.types.is_float32,  # before float64, because a limit on labels is rounded to single precision
+    pa.types.is_floating,
+    lambda data_type: pa.types.is_decimal(data_type) and not is_whole_decimal(data_type),
+    pa.types.is_uint64,
+    is_whole_decimal,
+)
+"""Tests of the types of numbers, widest first. In files with several types, the checks of the widest type fit all values."""

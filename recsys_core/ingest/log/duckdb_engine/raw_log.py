@@ -7,7 +7,7 @@ import pyarrow as pa
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import LogFiles
 from recsys_core.ingest.log.split_config import FileSplit
-from recsys_core.ingest.log.sql.checks import column_by_alias, hive_columns, hive_keys_sql
+from recsys_core.ingest.log.sql.checks import column_by_alias, hive_columns, hive_keys_sql, order_position_sql
 from recsys_core.parquet.duckdb_session import quoted, scan_all_sql
 
 TO_MICROSECONDS_SQL = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
@@ -42,7 +42,7 @@ def _position_sql(config: InteractionsConfig, type_by_column: Mapping[str, pa.Da
     In a log without timestamps or an order column, the sort key is a hash of the user and the item.
     """
     if config.order_column is not None:
-        return "TRY(sequence::BIGINT)" if pa.types.is_integer(type_by_column[config.order_column]) else "sequence::DOUBLE"
+        return order_position_sql(type_by_column[config.order_column])
     if config.timestamp_column is None:
         return f"(hash({PAIR_HASH_ARGUMENTS_SQL}) >> 1)::BIGINT"
     data_type = type_by_column[config.timestamp_column]

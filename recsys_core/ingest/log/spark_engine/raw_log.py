@@ -17,7 +17,7 @@ from recsys_core.ingest.log.spark_engine.hashes import hash_sql
 from recsys_core.ingest.log.spark_engine.session import SparkLogSession
 from recsys_core.ingest.log.spark_engine.spark_types import column_types, spark_type
 from recsys_core.ingest.log.spark_engine.tables import table_frame
-from recsys_core.ingest.log.sql.checks import column_by_alias, hive_columns, hive_keys_sql
+from recsys_core.ingest.log.sql.checks import column_by_alias, hive_columns, hive_keys_sql, order_position_sql
 from recsys_core.parquet.duckdb_session import quoted
 from recsys_core.units import DAY_US
 
@@ -34,6 +34,8 @@ class _FileGroup:
     """The columns of the config that are not hive keys."""
     time_type: pa.DataType | None
     """Arrow type of the timestamp column; None without timestamps."""
+    order_type: pa.DataType | None
+    """Arrow type of the order column, for the files of all groups; None without an order column."""
 
 
 def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogFiles) -> pa.Schema:
@@ -89,6 +91,7 @@ def _file_groups(config: InteractionsConfig, files: LogFiles, *, hive_keys: Sequ
             indices,
             t.StructType(list(map(t.StructField, columns, spark_types))),
             time_type or (files.type_by_column[config.timestamp_column] if config.timestamp_column else None),
+            files.type_by_column[config.order_column] if config.order_column else None,
         )
         for (time_type, spark_types), indices in indices_by_types.items()
     ]
@@ -147,9 +150,8 @@ def _ns_to_us_sql(ns_sql: str) -> str:
 def _position_sql(config: InteractionsConfig, group: _FileGroup, type_by_column: dict[str, t.DataType]) -> str:
     """Return SQL for the sort key of a user's events; see raw_log.py of the DuckDB engine."""
     if config.order_column is not None:
-        order_type = type_by_column.get(config.order_column)
-        is_integer = isinstance(order_type, t.IntegralType) or order_type == t.DecimalType(20, 0)  # uint64
-        return "TRY_CAST(sequence AS BIGINT)" if is_integer else "CAST(sequence AS DOUBLE)"
+        assert group.order_type is not None
+        return order_position_sql(group.order_type)
     if config.timestamp_column is None:
         return f"shiftrightunsigned({hash_sql('CAST(`user` AS STRING)', 'CAST(item AS STRING)')}, 1)"
     time_type, column_type = group.time_type, type_by_column.get(config.timestamp_column)

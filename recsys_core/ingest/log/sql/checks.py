@@ -21,7 +21,7 @@ from recsys_core.ingest.log.engine import FileStatistics
 from recsys_core.ingest.log.log_statistics import FIX_CLOCK, IN_FUTURE, latest_valid_time_us
 from recsys_core.ingest.log.sql.session import SqlSession
 from recsys_core.ingest.row_checks import FIX_ROWS, BadRow, RowCheck, pass_sql
-from recsys_core.parquet.columns import value_type
+from recsys_core.parquet.columns import is_whole_decimal, value_type
 from recsys_core.parquet.duckdb_session import quoted
 from recsys_core.parquet.sources import Source
 from recsys_core.units import FLOAT32_MAX, INT64_MAX
@@ -161,10 +161,16 @@ def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
     ]
 
 
+def order_position_sql(data_type: pa.DataType) -> str:
+    """Return SQL for the sort key of a user's events from an order column of this type. Whole numbers are not rounded."""
+    is_whole_number = pa.types.is_integer(data_type) or is_whole_decimal(data_type)
+    return "TRY_CAST(sequence AS BIGINT)" if is_whole_number else "CAST(sequence AS DOUBLE)"
+
+
 def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
     checks = _number_checks("sequence", column, data_type)
-    if pa.types.is_uint64(data_type):
-        checks.append(RowCheck(column, "too large for int64", f"sequence > {INT64_MAX}", FIX_ROWS))
+    if pa.types.is_uint64(data_type) or is_whole_decimal(data_type):
+        checks.append(RowCheck(column, "too large for int64", "position IS NULL AND sequence IS NOT NULL", FIX_ROWS))
     return checks
 
 

@@ -103,6 +103,17 @@ def test_ids_times_and_context_values_of_any_type_have_the_same_store(tmp_path: 
     assert manifest_by_engine["spark"].num_rows_read == 9
 
 
+def test_an_order_column_of_large_decimals_and_integers_has_the_same_store(tmp_path: Path) -> None:
+    sequences = [pa.array([Decimal(2**53 + number) for number in (3, 1, 2)], pa.decimal128(20, 0)), pa.array([4, 6, 5])]
+    for first_item, sequence in enumerate(sequences):
+        items = list(range(3 * first_item, 3 * first_item + 3))
+        write_parquet(tmp_path / "log" / f"{first_item}.parquet", user_id=[1, 1, 1], item_id=items, sequence=sequence)
+    other_path = write_parquet(tmp_path / "other.parquet", user_id=[2], item_id=[0], sequence=[1])
+    ingest_with_both(
+        tmp_path / "stage", str(tmp_path / "log"), other_path, split={"kind": "leave_last_out"}, order_column="sequence"
+    )
+
+
 def test_times_near_the_64_bit_limits_are_bad_rows_with_the_same_reasons(tmp_path: Path) -> None:
     ids = {"user_id": [1, 1, 1, 2, 2, 2], "item_id": [5, 6, 7, 5, 6, 7]}
     unsigned_times = pa.array([1, 2, 3, 2**64 - 1, None, 2**63 - 1], pa.uint64())

@@ -1,0 +1,60 @@
+"""Order columns and labels whose numbers have another type in each file, or a type with more digits than float64."""
+
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tests.recsys_core.ingest.interaction_logs import ingest, read_store
+from tests.recsys_core.ingest.parquet_files import write_parquet
+
+LEAVE_LAST_OUT = {"kind": "leave_last_out"}
+SEQUENCES_BY_NAME = {
+    "large decimals": [pa.array([Decimal(2**53 + number) for number in (4, 1, 2, 3)], pa.decimal128(38, 0))],
+    "integers and decimals": [pa.array([9, 1]), pa.array([Decimal("5.30"), Decimal("5.10")], pa.decimal128(10, 2))],
+    "decimals and integers": [pa.array([Decimal("5.30"), Decimal("5.10")], pa.decimal128(10, 2)), pa.array([9, 1])],
+    "unsigned integers and floats": [pa.array([9, 1], pa.uint64()), pa.array([5.3, 5.1])],
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES_BY_NAME)
+def test_an_order_column_with_numbers_of_any_type_orders_the_events(tmp_path: Path, name: str) -> None:
+    item_by_number: dict[Decimal | float, int] = {}
+    for file_number, numbers in enumerate(SEQUENCES_BY_NAME[name]):
+        items = [10 * file_number + row for row in range(len(numbers))]
+        item_by_number |= dict(zip(numbers.to_pylist(), items, strict=True))
+        user, item, sequence = [1] * len(items) + [2], [*items, items[0]], pa.concat_arrays([numbers, numbers[:1]])
+        write_parquet(tmp_path / "log" / f"{file_number}.parquet", user_id=user, item_id=item, sequence=sequence)
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=LEAVE_LAST_OUT, order_column="sequence")
+    items_of_user = [item for split in read_store(manifest).splits for user, item, _ in split if user == 1]
+    assert items_of_user == [item_by_number[number] for number in sorted(item_by_number)]
+
+
+def test_a_decimal_order_that_does_not_fit_into_int64_is_a_bad_row(tmp_path: Path) -> None:
+    numbers = [Decimal(number) for number in (1, 2, 3, 10**20, -(10**20), 1)]
+    path = write_parquet(
+        tmp_path / "log.parquet",
+        user_id=[1] * 5 + [2],
+        item_id=[*range(5), 0],
+        sequence=pa.array(numbers, pa.decimal128(38, 0)),
+    )
+    settings = {"on_bad_rows": "drop", "max_bad_share": 0.5}
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, order_column="sequence", **settings)
+    assert manifest.num_bad_rows_by_reason == {"sequence: too large for int64": 2}
+
+
+@pytest.mark.parametrize("label_types", [(pa.float32(), pa.float64()), (pa.float64(), pa.float32())])
+def test_a_label_that_equals_the_threshold_is_kept_if_only_some_files_are_in_single_precision(
+    tmp_path: Path, label_types: tuple[pa.DataType, ...]
+) -> None:
+    for file_number, label_type in enumerate(label_types):
+        write_parquet(
+            tmp_path / "log" / f"{file_number}.parquet",
+            user_id=[1, 2, 1], item_id=[10 * file_number, 10 * file_number + 1, 0],
+            t=[3 * file_number + row for row in range(3)], score=pa.array([0.7, 0.7, 0.6], label_type),
+        )  # fmt: skip
+    test_path = write_parquet(tmp_path / "test.parquet", user_id=[1], item_id=[0], t=[9], score=[1.0])
+    split, label_settings = {"kind": "files", "test_paths": test_path}, {"label_column": "score", "label_threshold": 0.7}
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=split, **label_settings)
+    assert manifest.num_removed_events_by_filter == {"below_threshold": 2}

@@ -51,6 +51,8 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
     for source in all_sources:
         _check_column_names(source, config)
         _check_number_columns(source, config)
+    for column in config.columns:
+        _require_one_place(all_sources, column)
     for column in config.context_columns:
         require_same_types(all_sources, column, setting="interactions.context_columns")
     check_expansion(
@@ -109,6 +111,20 @@ def _check_column_names(source: Source, config: InteractionsConfig) -> None:
     for name in source.schema.names:
         if name.lower() in ("file_index", "file_row_number"):
             raise InputError(f"{source.name}: column {name!r} has a name that DuckDB reserves for row numbers; rename it")
+
+
+def _require_one_place(sources: Sequence[Source], column: str) -> None:
+    """Raise InputError if `column` is only a hive key in some paths, but not a hive key in other paths.
+
+    The files of one `paths` setting have the same hive keys, but test files may have others than training files.
+    """
+    key_source = next((source for source in sources if column not in source.schema.names), None)
+    other_source = next((source for source in sources if column not in source.partition_values), None)
+    if key_source is not None and other_source is not None:
+        raise InputError(
+            f"{other_source.name}: {column!r} is a column of the file, but in {key_source.name} it is a key in a folder name; "
+            "write it as a column to all files, or move all files to such folders"
+        )
 
 
 def _check_number_columns(source: Source, config: InteractionsConfig) -> None:

@@ -163,6 +163,16 @@ def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> N
     assert_rejects(ingest_log, tmp_path, "b.parquet: column 'user_id' is string, but int64 in ", "a.parquet; write one type")
 
 
+def test_a_column_that_is_a_folder_key_of_the_training_files_only_is_rejected(tmp_path: Path) -> None:
+    train_columns = {name: values for name, values in VALID_COLUMNS.items() if name != "t"}
+    train_path = write_parquet(tmp_path / "train" / "t=1" / "a.parquet", **train_columns)
+    test_path = write_parquet(tmp_path / "test" / "b.parquet", **VALID_COLUMNS)
+    ingest_log = stage_of(train_path, split={"kind": "files", "test_paths": test_path})
+    assert_rejects(
+        ingest_log, tmp_path, "b.parquet: 't' is a column of the file, but in ", "a.parquet it is a key in a folder name"
+    )
+
+
 def test_the_error_names_the_setting_of_a_missing_test_or_validation_file(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS)
     for split, setting in (

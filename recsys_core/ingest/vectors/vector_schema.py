@@ -95,7 +95,7 @@ def check_pca_dim(entry: VectorFiles, source_dim: int) -> None:
 
 def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Path | None) -> VectorFiles:
     sources = open_sources(config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
-    source_id_type = id_type(sources, config.id_column, setting=f"{setting}.id_column")
+    source_id_type = _id_type(sources, config.id_column, setting=f"{setting}.id_column")
     columns = _vector_columns(sources[0], config, setting=setting)
     for source in sources[1:]:
         other_columns = _vector_columns(source, config, setting=setting)
@@ -120,16 +120,28 @@ def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Pa
         )
         from_column = config.id_map.from_column
         require_one_type(
-            id_type(id_map_sources, from_column, setting=f"{setting}.id_map.from_column"),
+            _id_type(id_map_sources, from_column, setting=f"{setting}.id_map.from_column"),
             subject=f"{id_map_sources[0].name}: column {from_column!r}",
             other_type=source_id_type,
             other_subject=f"column {config.id_column!r} of {sources[0].name}",
         )
-        target_id_type = id_type(id_map_sources, config.id_map.to_column, setting=f"{setting}.id_map.to_column")
+        target_id_type = _id_type(id_map_sources, config.id_map.to_column, setting=f"{setting}.id_map.to_column")
     entry = VectorFiles(config, setting, sources, columns, source_id_type, id_map_sources, target_id_type)
     if entry.source_dim:
         check_pca_dim(entry, entry.source_dim)
     return entry
+
+
+def _id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
+    """Return the type of the ids in `column`. Raise InputError if a file does not have the column, or has it as a hive key."""
+    ids_type = id_type(sources, column, setting=setting)
+    for source in sources:
+        if column not in source.schema.names:
+            raise InputError(
+                f"{source.name}: {column!r} ({setting}) is a key in a folder name, so all rows have the same id; write the ids "
+                "as a column of the file"
+            )
+    return ids_type
 
 
 def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]) -> None:

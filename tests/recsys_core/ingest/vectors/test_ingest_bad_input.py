@@ -155,6 +155,14 @@ def test_a_bad_dimension_is_rejected_and_no_file_is_left(tmp_path: Path, case: s
     assert_rejects(lambda folder: ingest(folder, path, batch_rows=2, dimension_prefix="d"), tmp_path, *message_parts)
 
 
+def test_ids_in_folder_names_are_rejected(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "item_id=7" / "a.parquet", sku=["a"], v=ONE_VECTOR)
+    message_part = "a.parquet: 'item_id' (embeddings.{}) is a key in a folder name"
+    assert_rejects(lambda folder: ingest(folder, path), tmp_path, message_part.format("id_column"))
+    settings = {"id_column": "sku", "id_map": {"paths": path, "from_column": "sku", "to_column": "item_id"}}
+    assert_rejects(lambda folder: ingest(folder, path, **settings), tmp_path, message_part.format("id_map.to_column"))
+
+
 def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array([1])] + [pa.array([1.0])] * 3, names=["item_id", "d0", "d1", "d1"])
     path = str(tmp_path / "a.parquet")

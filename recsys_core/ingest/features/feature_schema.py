@@ -119,12 +119,14 @@ def _filter_columns(config: FeatureTableConfig, sources: Sequence[Source], *, se
     sql_type_by_column = {}
     for column in config.filter_columns if isinstance(config, ItemTableConfig) else ():
         column_setting = f"{setting}.filter_columns"
-        data_type = value_type(require_same_types(sources, column, setting=column_setting))
-        sql_type = next((sql_type for is_type, sql_type in _FILTER_SQL_TYPES if is_type(data_type)), None)
-        if sql_type is None or pa.types.is_uint64(data_type):
-            fix = "filters need int64, floats, strings, booleans, dates or timestamps; cast it"
-            raise _type_error(sources[0], column, data_type, column_setting, fix)
-        sql_type_by_column[column] = sql_type
+        require_same_types(sources, column, setting=column_setting)
+        for source in sources:
+            data_type = value_type(require_column(source, column, setting=column_setting))
+            sql_type = next((sql_type for is_type, sql_type in _FILTER_SQL_TYPES if is_type(data_type)), None)
+            if sql_type is None or pa.types.is_uint64(data_type):
+                fix = "filters need int64, floats, strings, booleans, dates or timestamps; cast it"
+                raise _type_error(source, column, data_type, column_setting, fix)
+            sql_type_by_column[column] = sql_type
     return sql_type_by_column
 
 

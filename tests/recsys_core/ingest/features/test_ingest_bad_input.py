@@ -303,17 +303,26 @@ def test_a_filter_column_with_a_reserved_or_repeated_name_is_rejected(columns: l
         FeaturesConfig.model_validate({"items": {"paths": "i.parquet", "id_column": "id", "filter_columns": columns}})
 
 
-def test_a_filter_column_of_lists_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("second_values", "type_name"),
+    [(pa.array([[5]]), "list"), (pa.array([2**64 - 1], pa.uint64()), "uint64")],
+    ids=["list", "uint64"],
+)
+def test_a_filter_column_of_lists_or_of_uint64_is_rejected(tmp_path: Path, second_values: pa.Array, type_name: str) -> None:
     interactions = write_interactions(tmp_path / "log", user_ids=["ann", "bob"], item_ids=[10, 11, 12], log=LOG)
-    path = write_parquet(tmp_path / "items.parquet", id=[10, 11, 12], tags=[["a"], [], ["b"]])
-    config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "filter_columns": ["tags"]}})
+    first_values = pa.array([1, 2]) if type_name == "uint64" else pa.array([[1], []], pa.list_(pa.int64()))
+    paths = [
+        write_parquet(tmp_path / "items-1.parquet", id=[10, 11], size=first_values),
+        write_parquet(tmp_path / "items-2.parquet", id=[12], size=second_values),
+    ]
+    config = FeaturesConfig.model_validate({"items": {"paths": paths, "id_column": "id", "filter_columns": ["size"]}})
     assert_rejects(
         lambda output_folder: ingest_features(
             config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=output_folder
         ),
         tmp_path,
-        "items.parquet",
-        "'tags' is list",
+        f"items-{2 if type_name == 'uint64' else 1}.parquet",
+        f"'size' is {type_name}",
         "features.items.filter_columns",
         "cast it",
     )

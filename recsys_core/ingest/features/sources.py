@@ -139,12 +139,17 @@ def _value_columns_sql(table: FeatureTable) -> str:
 
 
 def _number_sql(table: FeatureTable, column: str) -> str:
-    """Return SQL for a column; for a column in single precision, SQL for its numbers as text.
+    """Return SQL for a column; if it is in single precision in a file, SQL for its numbers as text.
 
-    The text of a number in single precision is the number that a request has: 39.99, and not 39.9900016784668.
+    The text of a number in single precision is the number that a request has: 39.99, and not 39.9900016784668. If other files
+    have double precision, DuckDB reads all numbers as DOUBLE, and the numbers that a FLOAT has too get the text of this FLOAT.
     """
-    is_single_precision = all(pa.types.is_float32(source.schema.field(column).type) for source in table.sources)
-    return f"CAST({quoted(column)} AS VARCHAR)" if is_single_precision else quoted(column)
+    column_sql = quoted(column)
+    single_precision_flags = [pa.types.is_float32(source.schema.field(column).type) for source in table.sources]
+    if not any(single_precision_flags):
+        return column_sql
+    float_sql = f"TRY_CAST({column_sql} AS FLOAT)"
+    return f"CASE WHEN {float_sql} = {column_sql} THEN CAST({float_sql} AS VARCHAR) ELSE CAST({column_sql} AS VARCHAR) END"
 
 
 def _read_events(paths: Sequence[Path], *, columns: Sequence[str], event_store: EventStore) -> pa.RecordBatchReader:

@@ -352,11 +352,16 @@ def test_filter_columns_are_stored_by_row_in_their_types(tmp_path: Path) -> None
     ]
 
 
-def test_a_filter_column_in_single_precision_has_the_decimal_numbers_that_a_request_has(tmp_path: Path) -> None:
-    prices = pa.array([39.99, 0.7, math.nan, math.inf, None], pa.float32())
-    path = write_parquet(tmp_path / "items.parquet", id=[10, 11, 12, 13, 14], price=prices)
-    item_table = {"paths": path, "id_column": "id", "filter_columns": ["price"]}
+@pytest.mark.parametrize("second_type", [pa.float32(), pa.float64()], ids=str)
+def test_a_filter_column_in_single_precision_has_the_decimal_numbers_that_a_request_has(
+    tmp_path: Path, second_type: pa.DataType
+) -> None:
+    paths = [
+        write_parquet(tmp_path / "1.parquet", id=[10, 11, 12], price=pa.array([39.99, 0.7, math.nan], pa.float32())),
+        write_parquet(tmp_path / "2.parquet", id=[13, 14], price=pa.array([0.1, None], second_type)),
+    ]
+    item_table = {"paths": paths, "id_column": "id", "filter_columns": ["price"]}
     log = write_small_log(tmp_path / "log")
     stored_columns = pq.read_table(ingest(tmp_path / "features", log, items=item_table).path("item_columns.parquet"))
     assert stored_columns.schema.field("price").type == pa.float64()
-    assert [str(row["price"]) for row in stored_columns.to_pylist()] == ["39.99", "0.7", "nan", "inf", "None"]
+    assert [str(row["price"]) for row in stored_columns.to_pylist()] == ["39.99", "0.7", "nan", "0.1", "None"]

@@ -73,7 +73,12 @@ class LaterItemTable:
             _require_same_definition(key, encoding, self._table)
 
     def ids(self, *, folder: Path) -> pa.Array:
-        """Return the distinct ids of the table in ascending order. folder: folder to create for temporary files."""
+        """Return the distinct ids of the table in ascending order, except ids that an item cannot have.
+
+        An item cannot have a null, an empty string or a number above int64 as its id. `read` rejects the null and the number.
+
+        folder: folder to create for temporary files.
+        """
         table = self._table
         assert table.id_column is not None and table.id_type is not None
         folder.mkdir()
@@ -83,8 +88,9 @@ class LaterItemTable:
                 memory_limit=self._memory_limit, num_threads=self._threads, spill_folder=folder / "spill", subject="the items"
             ) as connection,
         ):
-            id_sql = f"CAST({quoted(table.id_column)} AS {SQL_TYPE[table.id_type]})"
-            query = f"SELECT DISTINCT {id_sql} AS id FROM {scan_all_sql(paths)} WHERE {quoted(table.id_column)} IS NOT NULL"
+            id_sql = f"TRY_CAST({quoted(table.id_column)} AS {SQL_TYPE[table.id_type]})"
+            # The condition is neither true for an empty id nor for null, which can be an id that is too large for int64.
+            query = f"SELECT DISTINCT id FROM (SELECT {id_sql} AS id FROM {scan_all_sql(paths)}) WHERE id::VARCHAR != ''"
             return connection.sql(f"{query} ORDER BY id").to_arrow_table()["id"].combine_chunks()
 
     def read(self, item_ids: pa.Array, *, vocabulary_folder: Path, folder: Path) -> LaterItems:

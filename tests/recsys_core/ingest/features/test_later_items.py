@@ -10,7 +10,7 @@ import pytest
 
 from recsys_core.ingest.features.config import ItemTableConfig
 from recsys_core.ingest.features.later_items import LaterItems, LaterItemTable
-from recsys_core.manifests import FeaturesManifest
+from recsys_core.manifests import FeaturesManifest, IdType
 from tests.recsys_core.ingest.features.test_ingest import ingest, item_settings, write_small_log
 from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
@@ -43,12 +43,19 @@ def training_manifest(tmp_path: Path) -> FeaturesManifest:
     return ingest(tmp_path / "features", write_small_log(tmp_path / "log"), **item_settings(path, *FEATURES))
 
 
-def open_table(training_manifest: FeaturesManifest, path: str, *, features: Any = FEATURES, **settings: Any) -> LaterItemTable:
+def open_table(
+    training_manifest: FeaturesManifest,
+    path: str,
+    *,
+    features: Any = FEATURES,
+    id_type: IdType = "int64",
+    **settings: Any,
+) -> LaterItemTable:
     """Open a later item table with the encodings of the training."""
     return LaterItemTable(
         ItemTableConfig.model_validate({"paths": path, "id_column": "id", "features": features, **settings}),
         encodings=training_manifest.features,
-        id_type="int64",
+        id_type=id_type,
         memory_limit="500MB",
         threads=1,
         allowed_data_root=None,
@@ -136,9 +143,21 @@ def test_titles_and_filter_columns_are_stored_with_the_row_of_each_item(
     assert later_items.row_path == later_items.column_paths[1]
 
 
-def test_the_ids_of_a_table_are_distinct_sorted_and_not_null(training_manifest: FeaturesManifest, tmp_path: Path) -> None:
-    path = write_table(tmp_path / "new.parquet", id=[12, None, 10, 12, 99])
-    assert open_table(training_manifest, path).ids(folder=tmp_path / "ids").to_pylist() == [10, 12, 99]
+@pytest.mark.parametrize(
+    ("table_ids", "ids"),
+    [
+        (pa.array([12, None, 10, 12, 99]), [10, 12, 99]),
+        (pa.array([12, 2**64 - 1, 10, 12, 99], pa.uint64()), [10, 12, 99]),
+        (pa.array(["b", "", "a", None, "b"]), ["a", "b"]),
+    ],
+    ids=["null", "too large", "empty"],
+)
+def test_the_ids_of_a_table_are_distinct_sorted_and_possible_ids_of_items(
+    training_manifest: FeaturesManifest, tmp_path: Path, table_ids: pa.Array, ids: list[int | str]
+) -> None:
+    path = write_table(tmp_path / "new.parquet", id=table_ids)
+    table = open_table(training_manifest, path, id_type="int64" if pa.types.is_integer(table_ids.type) else "string")
+    assert table.ids(folder=tmp_path / "ids").to_pylist() == ids
 
 
 def test_a_table_without_a_feature_of_the_model_is_read(tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts,
     num_split_violations = float(
         split_counts.num_misplaced_events + (split_counts.num_unordered_events if interactions.is_ordered else 0)
     )
-    null_shares = [_ratio(column.num_nulls, num_rows) for column in interactions.columns.values()]
+    null_shares = [
+        _ratio(column.num_nulls, num_rows if column.num_checked_values is None else column.num_checked_values)
+        for column in interactions.columns.values()
+    ]
     return {
         "item_vector_share": _ratio(float(has_vector_I.sum()), float(np.sum(has_vector_I | (num_events_I > 0)))),
         "train_event_vector_share": _ratio(float(train_count_I[has_vector_I].sum()), num_train_events),

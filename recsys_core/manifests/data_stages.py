@@ -69,6 +69,11 @@ class ColumnStatistics(Frozen):
     """Statistics of one column of the interaction log."""
 
     num_nulls: int = 0
+    num_checked_values: int | None = Field(
+        None,
+        description="for context columns: number of events after the filters, of which num_nulls have a null. In other "
+        "columns (null), the nulls of all rows are counted",
+    )
     num_out_of_range: int = 0
     num_distinct: int | None = Field(None, description="number of distinct values, for id columns")
     num_unusual_ids: int = Field(

@@ -59,13 +59,19 @@ class GrowingArray:
 
 
 class EventWriter:
-    """Writes the sorted log to the shards of their users, and counts the events of each user and item by split."""
+    """Writes the sorted log to the shards of their users. Counts the events of each user and item by split, and the nulls."""
 
     def __init__(self, output_folder: Path, *, users: Vocabulary, items: Vocabulary, config: InteractionsConfig) -> None:
         self.user_count_U3: Counts = np.zeros((len(users), len(SPLITS)), np.int64)
         self.item_count_I3: Counts = np.zeros((len(items), len(SPLITS)), np.int64)
         self._negative_count_U3: Counts = np.zeros((0, len(SPLITS)), np.int64)
+        self._num_context_nulls = [0] * len(config.context_columns)
         self._output_folder, self._users, self._items, self._config = output_folder, users, items, config
+
+    @property
+    def num_nulls_by_context_column(self) -> dict[str, int]:
+        """Number of events with a null in each context column."""
+        return dict(zip(self._config.context_columns, self._num_context_nulls, strict=True))
 
     @property
     def shards(self) -> tuple[EventShard, ...]:
@@ -97,7 +103,7 @@ class EventWriter:
         with ExitStack() as stack:
             context_writers: list[pq.ParquetWriter] = []
             for batch in decode_ahead(_merge_batches(batches)):
-                self._count_events(batch)
+                self._count(batch)
                 if self._config.context_columns and not context_writers:
                     schema = _context_table(batch, self._config).schema
                     file_names = shard_files(CONTEXT_FILE, num_shards=self._config.shards)
@@ -173,11 +179,14 @@ class EventWriter:
             table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
             pq.write_table(table, self._output_folder / vocabulary_file(vocabulary.side), use_dictionary=False)
 
-    def _count_events(self, batch: pa.RecordBatch) -> None:
+    def _count(self, batch: pa.RecordBatch) -> None:
+        """Count the events of each user and item, and the nulls in the context columns."""
         _add_sorted_keys(self.user_count_U3.reshape(-1), _user_split_keys(batch))
         item_E, split_E = (batch.column(name).to_numpy() for name in ("item_row", "split"))
         key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
         _add_counts(self.item_count_I3.reshape(-1), key_E, keys=range(self.item_count_I3.size))
+        for index in range(len(self._num_context_nulls)):
+            self._num_context_nulls[index] += batch.column(f"context_{index}").null_count
 
     def _split_by_shard(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield each shard of the users in `batch`, with the rows of its users in their order."""

@@ -5,7 +5,7 @@ Shapes: R rows of a vocabulary.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 
 import numpy as np
@@ -115,10 +115,15 @@ def column_statistics(
     files: Sequence[IngestedFile],
     *,
     vocabularies: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
+    num_nulls_by_context_column: Mapping[str, int],
+    num_events: int,
 ) -> dict[str, ColumnStatistics]:
     """Return the statistics of each column in `files`.
 
-    vocabularies: each vocabulary with the number of events of each id, int64 [R].
+    Args:
+        vocabularies: each vocabulary with the number of events of each id, int64 [R].
+        num_nulls_by_context_column: number of events with a null. Such an event is not a bad row.
+        num_events: number of events after the filters.
     """
     num_bad_by_check = bad_row_counts(files)
     statistics: dict[str, ColumnStatistics] = {}
@@ -134,12 +139,20 @@ def column_statistics(
         statistics[column] = ColumnStatistics(
             num_nulls=num_nulls, num_out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
         )
+    for column in num_nulls_by_context_column.keys() - _checked_columns(config):
+        update = {"num_nulls": num_nulls_by_context_column[column], "num_checked_values": num_events}
+        statistics[column] = statistics[column].model_copy(update=update)
     for vocabulary, event_count_R in vocabularies:
         column = config.user_column if vocabulary.side == "user" else config.item_column
         ids = vocabulary.ids.filter(pa.array(event_count_R > 0))
         update = {"num_distinct": len(ids), "num_unusual_ids": _num_unusual_ids(ids)}
         statistics[column] = statistics[column].model_copy(update=update)
     return statistics
+
+
+def _checked_columns(config: InteractionsConfig) -> set[str]:
+    """Return the columns in which a null makes a row bad."""
+    return {config.user_column, config.item_column, *columns_by_role(config).values()}
 
 
 def current_files(parts: Sequence[LogPart], *, input_files: Collection[SourceFile]) -> list[IngestedFile]:

@@ -9,6 +9,7 @@ from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.ingest.log.split_config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
 from tests.recsys_core.data_report.small_reports import FILE_SPLIT, PREVIOUS_RUN_NAME, report_of, user_events
+from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 from tests.recsys_core.ingest.interactions_with_times import UserEvents, interactions_of
 
 
@@ -39,6 +40,20 @@ def test_a_log_with_less_than_half_the_events_breaks_the_default_limit(tmp_path:
     assert [check.setting for check in report.checks if not check.is_passed] == ["max_event_drop_share"]
     assert "1 limit violated: the run stops before training" in manifest.path("report.html").read_text()
     assert report_of(tmp_path, current, previous=previous, max_event_drop_share=None)[0].breaches == ()
+
+
+def test_the_nulls_of_a_context_column_are_counted_among_the_events(tmp_path: Path) -> None:
+    log = [(user, item, item) for user in (1, 2) for item in range(4)]
+    devices, stars = [None, None, None, "phone", None, "phone", None, None], [5, 5, 5, 5, 5, 5, 1, 1]
+    path = write_log(tmp_path / "log.parquet", log, device=devices, stars=stars)
+    settings = {"context_columns": ("device", "stars"), "label_column": "stars", "label_threshold": 5}
+    interactions = ingest(tmp_path / "log", path, split={"kind": "leave_last_out"}, **settings)
+    manifest, report = report_of(tmp_path, interactions, split=LeaveLastOut(), max_null_share=0.5)
+    assert {name: column.num_nulls for name, column in report.columns.items() if column.num_nulls} == {"device": 4}
+    assert manifest.metrics["null_share"] == pytest.approx(4 / 6)
+    assert manifest.breaches == (
+        "null values in the column that has the most: 66.67 %, but data_report.max_null_share requires at most 50 %",
+    )
 
 
 def test_too_few_validation_or_test_users_break_a_limit_by_default(tmp_path: Path) -> None:

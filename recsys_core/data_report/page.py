@@ -56,7 +56,7 @@ class DataReport(Frozen):
     warnings: tuple[str, ...]
     columns: dict[str, ColumnStatistics]
     removed_events: dict[str, int]
-    """Number of events that a filter removed, by filter."""
+    """Number of events that a filter removed, by filter. `bot_users` is a number of users: the users of `bot_events`."""
     bad_rows: dict[str, int]
     """Number of events that were removed because of a bad value, by reason."""
     days: tuple[Day, ...]

@@ -49,3 +49,13 @@ def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path)
     assert "<script>" not in page_of_hostile_run
     markdown = to_markdown(manifest, page_path=manifest.path("report.html"))
     assert "**1 limit violated**" in markdown and "<script>" not in markdown
+
+
+def test_the_page_shows_removed_events_by_filter_and_no_users_among_them(tmp_path: Path) -> None:
+    removed_counts = {"duplicates": 7, "bot_users": 2, "bot_events": 1_234}
+    interactions = interactions_of(
+        tmp_path / "log", [user_events(0, 1)], item_ids=["a", "b"], num_removed_events_by_filter=removed_counts
+    )
+    page = report_of(tmp_path, interactions)[0].path("report.html").read_text(encoding="utf-8")
+    rows = re.findall(r'<td class="id">filter: (.*?)</td><td class="n">(.*?)</td>', page)
+    assert rows == [("duplicates", "7"), ("bot_events of 2 users", "1,234")]

@@ -34,7 +34,7 @@ METRICS: dict[str, tuple[str, Unit]] = {
     "popularity_psi": ("popularity shift (PSI) since the previous run", "index"),
     "days": ("days from the first to the last event", "count"),
     "empty_day_share": ("days without an event between the first and the last event", "share"),
-    "null_share": ("null values in the column that has the most", "share"),
+    "null_share": ("nulls in the column with the largest share of nulls", "share"),
     "item_vector_share": ("items with a pretrained vector", "share"),
     "train_event_vector_share": ("training events whose item has a pretrained vector", "share"),
     "head_share": ("training events of the most popular 1 % of the items", "share"),

@@ -77,7 +77,7 @@ class ColumnStatistics(Frozen):
     num_out_of_range: int = 0
     num_distinct: int | None = Field(None, description="number of distinct values, for id columns")
     num_unusual_ids: int = Field(
-        0, description="for id columns: number of distinct ids with control characters or more than 1,000 characters"
+        0, description="for id columns: number of distinct ids with control or format characters, or more than 1,000 characters"
     )
     min_value: str | None = Field(None, description="smallest value, for columns of times, labels and weights")
     max_value: str | None = Field(None, description="largest value, for columns of times, labels and weights")
@@ -194,7 +194,7 @@ class InteractionsManifest(Manifest):
     num_files_read: int
     columns: dict[str, ColumnStatistics] = Field(description="statistics by column of the log, over all files")
     num_removed_events_by_filter: dict[str, int] = Field(
-        description="events removed by filters, by reason such as window or duplicate"
+        description="events removed by each filter, such as outside_window or duplicates; bot_users counts users"
     )
     num_bad_rows_by_reason: dict[str, int] = Field(description="rows dropped by on_bad_rows: drop, by `<column>: <reason>`")
     parts: tuple[LogPart, ...]
@@ -213,7 +213,7 @@ class IngestedFeature(Frozen):
     kind: Literal["categorical", "list", "weighted_list", "numeric"]
     num_rows: int = Field(description="rows of the feature's embedding table, including row 0 (out of vocabulary)")
     num_values: int = Field(description="number of stored values, over all users, items or events")
-    num_out_of_vocabulary: int = Field(description="values stored as row 0: unseen, below min_count, null or NaN")
+    num_out_of_vocabulary: int = Field(description="values without a row of their own, which have row 0; in lists also nulls")
     num_missing: int = Field(
         description="users, items or events without the feature: not in the table, null, NaN, or an empty list"
     )
@@ -271,7 +271,9 @@ class FeaturesManifest(Manifest):
     stage: ClassVar[str] = "ingest_features"
     lineage: str = Field(description="lineage of the interactions stage, which determines the order of the arrays")
     features: dict[str, IngestedFeature]
-    tables: dict[str, FeatureTableStatistics] = Field(description="statistics of the input table, by side (user, item)")
+    tables: dict[str, FeatureTableStatistics] = Field(
+        description="statistics of the feature table of each owner kind (user, item)"
+    )
     sources: tuple[SourceFile, ...]
 
 

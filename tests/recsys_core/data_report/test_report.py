@@ -52,7 +52,7 @@ def test_the_nulls_of_a_context_column_are_counted_among_the_events(tmp_path: Pa
     assert {name: column.num_nulls for name, column in report.columns.items() if column.num_nulls} == {"device": 4}
     assert manifest.metrics["null_share"] == pytest.approx(4 / 6)
     assert manifest.breaches == (
-        "null values in the column that has the most: 66.67 %, but data_report.max_null_share requires at most 50 %",
+        "nulls in the column with the largest share of nulls: 66.67 %, but data_report.max_null_share requires at most 50 %",
     )
 
 

@@ -179,4 +179,4 @@ def iso_time(time_us: int) -> str:
 
 
 def _as_text(value: float, *, is_time: bool) -> str:
-    return iso_time(int(value)) if is_time else f"{value:g}"
+    return iso_time(int(value)) if is_time else f"{value + 0.0:g}"  # the sum turns -0.0, which only Spark may return, into 0.0

@@ -184,6 +184,12 @@ def test_values_too_large_for_the_stored_type_are_dropped(tmp_path: Path) -> Non
     assert manifest.num_bad_rows_by_reason == {"user_id: too large for int64": 1, "x: negative": 1}
 
 
+def test_a_smallest_weight_of_minus_zero_is_reported_as_0(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS, x=[-0.0, 1.0, 2.0, -0.0])
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, weight_column="x")
+    assert (manifest.columns["x"].min_value, manifest.columns["x"].max_value) == ("0", "2")
+
+
 def test_a_log_with_bad_rows_only_is_rejected_for_any_max_bad_share(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"user_id": pa.nulls(4, pa.int64())}))
     assert_rejects(

@@ -21,10 +21,8 @@ from recsys_core.manifests import SPLITS, ColumnStatistics, IngestedFile, LogPar
 from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_US
 
-FIX_CLOCK = (
-    "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows, "
-    "or raise interactions.max_future_days"
-)
+FIX_TIMES = "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows"
+FIX_FUTURE_TIMES = f"{FIX_TIMES}, or raise interactions.max_future_days"
 IN_FUTURE = "in the future"
 MAX_USUAL_ID_CHARACTERS = 1_000
 """Number of characters above which an id is reported as unusual."""

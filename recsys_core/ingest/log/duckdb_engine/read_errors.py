@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from recsys_core.errors import InputError, first_line, shown
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import LogFiles
-from recsys_core.ingest.log.log_statistics import FIX_CLOCK, latest_valid_time_us
+from recsys_core.ingest.log.log_statistics import FIX_FUTURE_TIMES, latest_valid_time_us
 from recsys_core.ingest.row_checks import values_at
 from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
 from recsys_core.parquet.guards import verify_pages
@@ -82,6 +82,7 @@ def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> Non
                 (time,) = values_at(source, [column], row)
                 raise InputError(
                     f"{source.name}: column {column!r}, row {row}: {shown(time)} is before 1970 or in "
-                    f"the future; such rows cannot be dropped, because no engine can read some of these times; {FIX_CLOCK}"
+                    "the future; such rows cannot be dropped, because no engine can read some of these times; "
+                    f"{FIX_FUTURE_TIMES}"
                 )
             batch_start += batch.num_rows

@@ -16,17 +16,20 @@ IDS = {"user_id": [1, 1, 1, 2, 2], "item_id": [5, 6, 7, 5, 6]}
 TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 ZONES = (None, "UTC", "Asia/Kolkata")
 TIMESTAMP_TYPES = [pa.timestamp(unit, zone) for unit in TICKS_PER_S for zone in ZONES]
-REMEDY = (
-    "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows, "
-    "or raise interactions.max_future_days"
-)
+REMEDY = "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows"
+FUTURE_REMEDY = f"{REMEDY}, or raise interactions.max_future_days"
+REMEDY_BY_REASON = {"before 1970": REMEDY, "in the future": FUTURE_REMEDY}
 FUTURE_S = 9_000_000_000
 """A time of the year 2255, in seconds since 1970."""
 
 
 def message_parts(path: str, reason: str) -> tuple[str, ...]:
     """Return the parts of the message about a log whose rows 1 and 3 have a bad time."""
-    return (f"{path}: column 't', row 1: ", f" is {reason} (2 of 5 rows); {REMEDY}, or set", "on_bad_rows to drop")
+    return (
+        f"{path}: column 't', row 1: ",
+        f" is {reason} (2 of 5 rows); {REMEDY_BY_REASON[reason]}, or set",
+        "on_bad_rows to drop",
+    )
 
 
 def bad_rows_of(tmp_path: Path, *times: int | None, time_type: pa.DataType, **settings: Any) -> dict[str, int]:
@@ -82,7 +85,7 @@ def test_the_message_shows_a_bad_time_as_it_is_in_the_file(
     tmp_path: Path, time_type: pa.DataType, value: int | None, shown_time: str
 ) -> None:
     path = write_parquet(tmp_path / "a.parquet", **IDS, t=pa.array([1, value, 2, value, 0], time_type))
-    remedy = "drop these rows" if value is None else REMEDY
+    remedy = next((text for reason, text in REMEDY_BY_REASON.items() if shown_time.endswith(reason)), "drop these rows")
     expected_parts = (f"{path}: column 't', row 1: {shown_time} (2 of 5 rows); {remedy}", ", or set interactions.on_bad_rows")
     assert_rejects(lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT), tmp_path, *expected_parts)
 
@@ -127,7 +130,7 @@ def test_a_time_that_does_not_fit_into_64_bits_of_microseconds_is_rejected(
     assert_rejects(
         lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT, on_bad_rows=on_bad_rows, max_bad_share=0.9), tmp_path,
         "a.parquet: column 't', row 1: 1969-12-31 23:59:59.999000 is before 1970 or in the future; ",
-        "no engine can read some of these times", REMEDY,
+        "no engine can read some of these times", FUTURE_REMEDY,
     )  # fmt: skip
 
 
@@ -150,7 +153,7 @@ def test_a_time_outside_the_nanosecond_range_of_another_file_is_rejected(tmp_pat
     ]
     assert_rejects(
         lambda folder: ingest(folder, *paths, split=LEAVE_LAST_OUT), tmp_path,
-        "a.parquet: column 't', row 3: 4", " is before 1970 or in the future; ", REMEDY,
+        "a.parquet: column 't', row 3: 4", " is before 1970 or in the future; ", FUTURE_REMEDY,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def hive_keys_sql(sources: Sequence[Source], keys: Sequence[str], *, indices: Se
 
 def _constant_sql(value: int | date | str) -> str:
     if isinstance(value, int):
-        return f"{value}::BIGINT"
+        return f"'{value}'::BIGINT"  # without quotes, -2**63 would be the negative of a number that is too large
     return f"DATE '{value.isoformat()}'" if isinstance(value, date) else quoted(value, quote="'")
 
 

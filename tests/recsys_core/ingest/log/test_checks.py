@@ -227,6 +227,14 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT), tmp_path, message)
 
 
+def test_the_smallest_64_bit_id_in_a_folder_name_is_read(tmp_path: Path) -> None:
+    for user in (-(2**63), 7):
+        write_parquet(tmp_path / "log" / f"user_id={user}" / "a.parquet", item_id=[5, 6, 7], t=[1, 2, 3])
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=LEAVE_LAST_OUT)
+    events: list[Event] = [(user, item, item - 4) for user in (-(2**63), 7) for item in (5, 6, 7)]
+    assert_stored_events(manifest, leave_last_out(events, min_events=3))
+
+
 @pytest.mark.both_engines
 def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> None:
     for column, value in (("user_id", [1, None, 1, 2]), ("x", [1.0, None, 1.0, 1.0])):

@@ -174,14 +174,14 @@ def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous
     if id_types != previous_id_types:
         return f"the id types are {id_types}, but were {previous_id_types} in the previous run"
     if previous.run_number >= config.vocabulary.rebuild_after_runs:
-        return f"{previous.run_number} runs have used the same vocabularies (interactions.vocabulary.rebuild_after_runs)"
-    for side, num_idle_ids, num_ids in (
-        ("users", previous.num_idle_users, previous.num_users),
-        ("items", previous.num_idle_items, previous.num_items),
+        return f"number of runs with the same vocabularies: {previous.run_number} (interactions.vocabulary.rebuild_after_runs)"
+    for side, num_idle_ids, num_ids, absence in (
+        ("users", previous.num_idle_users, previous.num_users, "no event"),
+        ("items", previous.num_idle_items, previous.num_items, "neither an event nor a vector"),
     ):
         if num_idle_ids > config.vocabulary.max_idle_share * num_ids:
             return (
-                f"{num_idle_ids:,} of {num_ids:,} {side} had no event in the previous run "
+                f"{num_idle_ids:,} of {num_ids:,} {side} had {absence} in the previous run "
                 "(interactions.vocabulary.max_idle_share)"
             )
     return None

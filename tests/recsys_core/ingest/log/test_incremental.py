@@ -116,7 +116,7 @@ def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_p
     ("settings", "reason"),
     [
         ({"vocabulary": {"rebuild": "always"}}, "rebuild is always"),
-        ({"vocabulary": {"rebuild_after_runs": 1}}, "1 runs have used the same vocabularies"),
+        ({"vocabulary": {"rebuild_after_runs": 1}}, "number of runs with the same vocabularies: 1 ("),
     ],
 )
 def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
@@ -142,6 +142,16 @@ def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
     assert third_manifest.rebuild_reason is not None
     assert "3 of 5 users had no event in the previous run" in third_manifest.rebuild_reason
     assert (third_manifest.num_users, third_manifest.num_idle_users) == (2, 0)
+
+
+def test_a_rebuild_is_due_when_most_items_have_neither_an_event_nor_a_vector(tmp_path: Path) -> None:
+    old_path = write_log(tmp_path / "old.parquet", [("ann", item, 1) for item in "pqrstu"])
+    new_path = write_log(tmp_path / "new.parquet", DAYS[0] + DAYS[1] + DAYS[2])
+    manifest = ingest(tmp_path / "run1", old_path, new_path, split=TIME_SPLIT)
+    for run in ("run2", "run3"):
+        manifest = ingest(tmp_path / run, new_path, split=TIME_SPLIT, previous=manifest)
+    assert manifest.rebuild_reason is not None
+    assert "6 of 9 items had neither an event nor a vector in the previous run" in manifest.rebuild_reason
 
 
 def test_with_another_label_column_all_files_are_read_again_and_ids_keep_their_rows(tmp_path: Path) -> None:

@@ -177,4 +177,4 @@ def iso_time(time_us: int) -> str:
 
 
 def _as_text(value: float, *, is_time: bool) -> str:
-    return iso_time(int(value)) if is_time else f"{value + 0.0:g}"  # the sum turns -0.0, which only Spark may return, into 0.0
+    return iso_time(int(value)) if is_time else f"{value + 0.0:g}"  # the sum turns -0.0 into 0.0

@@ -54,16 +54,19 @@ def _popularity_group(train_count_I: NDArray[Any]) -> NDArray[np.int8]:
     return np.where(train_count_I == 0, ITEM_GROUPS.index("cold"), third_I).astype(np.int8)
 
 
-def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median_length: float) -> Masks:
+def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median_length: float | None = None) -> Masks:
     """Return the slices by the number of items in the user's history.
 
     New users have no history. Light users have at most `median_length` items, heavy users have more.
 
-    >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]), median_length=3)
+    median_length: the default is the median over the users that have a history.
+
+    >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]))
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}
     {'new users': [0], 'light users': [1, 2, 3], 'heavy users': [4]}
     """
     is_new_U = history_length_U == 0
+    median_length = _median_length(history_length_U) if median_length is None else median_length
     is_heavy_T = history_length_U[user_T] > median_length
     return {"new users": is_new_U[user_T], "light users": ~is_new_U[user_T] & ~is_heavy_T, "heavy users": is_heavy_T}
 

@@ -1,7 +1,8 @@
 """Flows that repeat the nightly run: the backtest over the last days, and the spread of the metric between seeds.
 
-Each flow has its own workspace, with runs and an MLflow database, in a subfolder of the config's workspace. Complete stages
-of an interrupted flow are kept.
+Each flow has its own workspace, with runs and an MLflow database, in a subfolder of the config's workspace. If the same flow is
+repeated with the same settings and data, it continues in the same workspace, and complete stages are kept. With other settings
+or data, it has another workspace. Otherwise the run of a day could start from a champion that was trained on later events.
 """
 
 import json
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
+from typing import NamedTuple
 
 from prefect import flow
 
@@ -17,20 +19,22 @@ from flows.nightly import nightly_retrain
 from flows.prefect_runs import name_flow_run
 from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
-from recsys_core.config import Frozen
-from recsys_core.errors import InputError, StageError
+from recsys_core.config import Frozen, Settings
+from recsys_core.errors import InputError, NightjarError, StageError
 from recsys_core.evaluation.metrics import COMPARED_METRICS
-from recsys_core.manifests import EvaluationManifest, StageName, read_unchecked_manifest
+from recsys_core.manifests import Dataset, EvaluationManifest, StageName, fingerprint_of, read_unchecked_manifest
 from tasks.delivery.config import DeliveryConfig
 from tasks.progress.reporting import LOG
 from tasks.runs.context import StageContext
-from tasks.runs.run import Run
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace
 from tasks.stages.data_stages import ingest
 
 BACKTEST_NAME, GATE_NOISE_NAME = "backtest", "gate-noise"
 """Names of the commands, of their folders in the workspace, and of the files with the results, without the suffix."""
+IRRELEVANT_GROUPS = ("workspace", "refresh", "delivery", "serve", "schedule", "retention", "tuning")
+"""Settings that do not affect the results of the runs."""
 
 
 class BacktestRun(Frozen):
@@ -79,8 +83,15 @@ class GateNoise(Frozen):
         return 1 - NormalDist().cdf(margin / (2**0.5 * self.relative_sd)) if self.relative_sd else 0.0
 
 
+class Backtest(NamedTuple):
+    """The runs of a backtest, the oldest first, and its workspace with the runs, backtest.json and backtest.png."""
+
+    folder: Path
+    runs: list[BacktestRun]
+
+
 @flow(name="backtest")
-def backtest(config: PipelineConfig, num_days: int) -> list[BacktestRun]:
+def backtest(config: PipelineConfig, num_days: int) -> Backtest:
     """Run the pipeline once for each of the last days of the log, with the events up to the end of that day.
 
     Each run continues from the versions of the earlier runs, as in production. All runs read the current vectors and features.
@@ -91,36 +102,39 @@ def backtest(config: PipelineConfig, num_days: int) -> list[BacktestRun]:
     if config.interactions.timestamp_column is None:
         raise InputError("a backtest needs event times; set interactions.timestamp_column")
     name_flow_run(config.name, f"backtest of {num_days} days")
-    with _locked_workspace(config, BACKTEST_NAME) as folder:
-        interactions = ingest(StageContext(Run("data", workspace=folder)), config.input_config).interactions
-        assert interactions.last_time is not None
-        last_time = datetime.fromisoformat(interactions.last_time) + timedelta(seconds=1)
+    with _locked_workspace(config, BACKTEST_NAME, num_days) as (folder, dataset):
+        assert dataset.interactions.last_time is not None
+        last_time = datetime.fromisoformat(dataset.interactions.last_time) + timedelta(seconds=1)
+        # The workspaces of all backtests may share one MLflow server, so the model's name contains the name of the workspace.
         registry = config.registry.model_copy(
             update={
-                "model_name": f"{config.registry.model_name}-backtest",
-                "experiment": f"{config.registry.experiment}-backtest",
+                "model_name": f"{config.registry.model_name}-{folder.name}",
+                "experiment": f"{config.registry.experiment}-{BACKTEST_NAME}",
             }
         )
         runs: list[BacktestRun] = []
         for num_days_ago in reversed(range(num_days)):
             until = last_time - timedelta(days=num_days_ago)
-            log_filter = config.interactions.filter.model_copy(update={"until": until.astimezone(UTC).replace(tzinfo=None)})
-            interactions_until = config.interactions.model_copy(update={"filter": log_filter})
-            day_config = config.model_copy(update={"registry": registry, "interactions": interactions_until})
-            record, metrics = _repeat_run(day_config, f"{until:%Y%m%d-%H%M%S}-until", folder=folder)
-            runs.append(
-                BacktestRun(
-                    until=until,
-                    run_id=f"{until:%Y%m%d-%H%M%S}-until",
-                    state=record.state,
-                    message=record.message,
-                    version=record.figures.version,
-                    metrics=metrics,
-                )
-            )
+            runs.append(_run_until(until, config.model_copy(update={"registry": registry}), folder=folder))
             _write_json(folder / f"{BACKTEST_NAME}.json", [run.model_dump(mode="json") for run in runs])
             plot_backtest(runs, metric=config.registry.metric, path=folder / f"{BACKTEST_NAME}.png")
-    return runs
+    return Backtest(folder, runs)
+
+
+def _run_until(until: datetime, config: PipelineConfig, *, folder: Path) -> BacktestRun:
+    """Execute the run that reads the log up to the time `until`, in the workspace `folder`."""
+    log_filter = config.interactions.filter.model_copy(update={"until": until.astimezone(UTC).replace(tzinfo=None)})
+    interactions = config.interactions.model_copy(update={"filter": log_filter})
+    run_id = f"{until:%Y%m%d-%H%M%S}-until"
+    record, metrics = _repeat_run(config.model_copy(update={"interactions": interactions}), run_id, folder=folder)
+    return BacktestRun(
+        until=until,
+        run_id=run_id,
+        state=record.state,
+        message=record.message,
+        version=record.figures.version,
+        metrics=metrics,
+    )
 
 
 @flow(name="gate-noise")
@@ -135,7 +149,7 @@ def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
     metric_name, _, k = metric.partition("@")
     only_metric = {"metrics": (metric_name,), "ks": (int(k),), "baselines": (), "slices": ()}
     evaluation = config.evaluation.model_copy(update=only_metric)
-    with _locked_workspace(config, GATE_NOISE_NAME) as folder:
+    with _locked_workspace(config, GATE_NOISE_NAME) as (folder, _):
         for seed in range(config.training.seed, config.training.seed + num_seeds):
             training = config.training.model_copy(update={"seed": seed, "warm_start": None})
             registry = config.registry.model_copy(
@@ -154,13 +168,26 @@ def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
 
 
 @contextmanager
-def _locked_workspace(config: PipelineConfig, folder_name: str) -> Iterator[Path]:
-    """Lock and yield `<workspace>/<folder_name>`, the workspace of a flow.
+def _locked_workspace(config: PipelineConfig, flow_name: str, *flow_inputs: object) -> Iterator[tuple[Path, Dataset]]:
+    """Lock `<workspace>/<flow_name>` and ingest the data there; yield the workspace of the runs, and the data.
 
-    The lock is on the folder `data` in this workspace, so that only one process executes the flow.
+    The name of the workspace contains a hash of the data and of all settings that affect the runs. The lock is on the ingested
+    data, so that only one process executes the flow.
+
+    Args:
+        flow_inputs: inputs of the flow that affect its runs, in addition to the config.
     """
-    with Run("data", workspace=config.workspace.absolute(), parent_name=folder_name).lock():
-        yield config.workspace.absolute() / folder_name
+    data_run = Run("data", workspace=config.workspace.absolute(), parent_name=flow_name)
+    with data_run.lock():
+        dataset = ingest(StageContext(data_run), config.input_config)
+        settings = {
+            name: value.result_settings() if isinstance(value, Settings) else value
+            for name, value in config
+            if name not in IRRELEVANT_GROUPS
+        }
+        data = (dataset.interactions, dataset.embeddings, dataset.features, dataset.log_vectors)
+        fingerprint = fingerprint_of(flow_name, settings, *data, *flow_inputs)
+        yield data_run.folder.with_name(f"{flow_name}-{fingerprint[:12]}"), dataset
 
 
 def _repeat_run(
@@ -168,14 +195,21 @@ def _repeat_run(
 ) -> tuple[RunRecord, dict[str, float]]:
     """Execute the nightly run in the workspace `folder`; return its record, and the metrics of its stages.
 
-    The champion is not delivered, because the receivers have the champion of the workspace in the config.
+    The champion is not delivered, because the receivers have the champion of the workspace in the config. A run from which
+    retention has removed the large files has the same settings and data, so it is not executed again.
     """
-    LOG.info("run %s", run_id)
-    overrides = {"workspace": folder, "delivery": DeliveryConfig()}
-    nightly_retrain(config.model_copy(update=overrides), run_id=run_id, until=until, return_state=True)
     run = Workspace(folder).run(run_id)
+    if not (run.folder / REDUCED_FILE_NAME).exists():
+        LOG.info("run %s", run_id)
+        overrides = {"workspace": folder, "delivery": DeliveryConfig()}
+        start_time = datetime.now(UTC)
+        state = nightly_retrain(config.model_copy(update=overrides), run_id=run_id, until=until, return_state=True)
+        record = RunRecord.read(run)
+        if record is None or record.started < start_time:  # the run failed before it wrote its record
+            error = state.result(raise_on_failure=False)
+            raise error if isinstance(error, NightjarError) else StageError(f"run {run_id} did not start: {state.message}")
     record = RunRecord.read(run)
-    assert record is not None  # nightly_retrain writes it
+    assert record is not None  # checked above, or written before the run was reduced
     evaluation = read_unchecked_manifest(run.stage_folder(EvaluationManifest), EvaluationManifest)
     return record, ({} if evaluation is None else evaluation.metrics) | record.figures.metrics
 

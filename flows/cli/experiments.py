@@ -24,7 +24,7 @@ from tasks.tuning.config import TuningConfig, format_setting_value, label_of
 from tasks.tuning.suggestions import DataFacts, Suggestion, suggestions
 
 if TYPE_CHECKING:
-    from flows.repeated_runs import BacktestRun, GateNoise
+    from flows.repeated_runs import Backtest, GateNoise
     from flows.tuning import StudyResult
 
 
@@ -140,7 +140,7 @@ def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: 
     """Run the pipeline for each of the last days and print the metrics of each day."""
     loaded = options.read()
     command_words = ["backtest", "--days", str(num_days)]
-    runs = _run_flow(
+    result = _run_flow(
         "flows.repeated_runs:backtest",
         loaded,
         server,
@@ -148,7 +148,7 @@ def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: 
         folder_name="backtest",
         command_words=command_words,
     )
-    print_backtest(loaded.config, runs)
+    print_backtest(loaded.config, result)
 
 
 def gate_noise(options: ConfigOptions, server: PrefectServer | None, *, num_seeds: int) -> None:
@@ -296,9 +296,9 @@ def as_overrides(settings: Mapping[str, Any]) -> str:
     return " ".join(f"--set {shlex.quote(f'{setting}={label_of(value)}')}" for setting, value in settings.items())
 
 
-def print_backtest(config: PipelineConfig, runs: "list[BacktestRun]") -> None:
+def print_backtest(config: PipelineConfig, backtest: "Backtest") -> None:
     """Print a row per run, and the paths of the results."""
-    metric, folder = config.registry.metric, config.workspace / "backtest"
+    metric, folder = config.registry.metric, backtest.folder
     metric_prefixes = ("test", "baseline/popularity", "baseline/zero_shot", "baseline/closed_form", "served", "champion")
     rows = [
         [
@@ -307,7 +307,7 @@ def print_backtest(config: PipelineConfig, runs: "list[BacktestRun]") -> None:
             run.version or "-",
             *(format_metric(run.metrics.get(f"{prefix}/{metric}")) for prefix in metric_prefixes),
         ]
-        for run in runs
+        for run in backtest.runs
     ]
     column_titles = [
         "log until",

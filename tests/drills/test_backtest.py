@@ -19,12 +19,12 @@ def test_the_run_of_a_day_reads_the_log_up_to_this_day_and_a_second_backtest_rep
     config_path = write_config(tmp_path)
     command = [*NIGHTJAR, "backtest", str(config_path), "--days", "2"]
     workspace = load_config(config_path).workspace
-    backtest_folder = workspace / BACKTEST_NAME
     processes = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
     assert [process.returncode for process in processes] == [0, 0], processes[0].stderr
     assert processes[0].stdout == processes[1].stdout and "champion before" in processes[0].stdout
     assert "(kept)" not in processes[0].stderr and processes[1].stderr.count("(kept)") >= 14
 
+    (backtest_folder,) = (workspace / BACKTEST_NAME).glob(f"{BACKTEST_NAME}-*")
     runs = [BacktestRun.model_validate(run) for run in json.loads((backtest_folder / "backtest.json").read_text())]
     assert runs[1].until - runs[0].until == timedelta(days=1)
     manifests = [
@@ -46,7 +46,8 @@ def test_gate_noise_measures_the_spread_between_trainings_with_consecutive_seeds
     command = [*NIGHTJAR, "gate-noise", str(config_path), "--seeds", "2"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
-    noise = GateNoise.model_validate_json((load_config(config_path).workspace / "gate-noise" / "gate-noise.json").read_text())
+    (noise_path,) = (load_config(config_path).workspace / "gate-noise").glob("gate-noise-*/gate-noise.json")
+    noise = GateNoise.model_validate_json(noise_path.read_text())
     first_seed = load_config(config_path).training.seed
     assert [*noise.value_by_seed] == [first_seed, first_seed + 1]
     assert len(set(noise.value_by_seed.values())) == 2 and "standard deviation between seeds" in process.stdout

@@ -1,18 +1,26 @@
-"""Repeated runs: the configs of the runs that measure the noise of the gate, and the plot of a backtest."""
+"""Backtest and gate noise: the configs, workspaces and records of their runs, and the plot of a backtest."""
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from matplotlib.figure import Figure
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
 
 from flows import repeated_runs
-from flows.repeated_runs import BacktestRun, measure_gate_noise, plot_backtest
+from flows.repeated_runs import BacktestRun, backtest, measure_gate_noise, plot_backtest
 from flows.settings.config_file import dump_config, load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
+from recsys_core.errors import InputError
+from recsys_core.manifests import Dataset
 from tasks.delivery.config import DeliveryConfig
+from tasks.runs.context import RunOptions
+from tasks.runs.run import REDUCED_FILE_NAME, Run
+from tasks.runs.run_record import RunFigures, RunRecord
 
 
 def test_the_plot_of_a_backtest_has_a_panel_per_metric_and_lines_of_the_baselines(
@@ -44,23 +52,89 @@ def test_the_plot_of_a_backtest_has_a_panel_per_metric_and_lines_of_the_baseline
     assert [text.get_text() for text in panels[-1].get_xticklabels()] == ["01-01\nPromoted", "01-02\nPromoted"]
 
 
-def test_a_repeated_run_has_a_valid_config_that_delivers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "noise.yaml").write_text(
-        "interactions: {paths: log.parquet, timestamp_column: time}\n"
-        "features: {items: {paths: items.parquet, id_column: item_id, features: [{name: brand}]}}\n"
-        "evaluation: {slices: [{feature: item.brand}]}\n"
-        "registry: {guardrails: {features: [item.brand]}}\n"
-        "delivery: {recommendations: {folder: recs}, stores: [{kind: lancedb, folder: vectors}]}\n"
-    )
+CONFIG = """
+interactions: {paths: log.parquet, timestamp_column: time}
+features: {items: {paths: items.parquet, id_column: item_id, features: [{name: brand}]}}
+evaluation: {slices: [{feature: item.brand}]}
+registry: {guardrails: {features: [item.brand]}}
+delivery: {recommendations: {folder: recs}, stores: [{kind: lancedb, folder: vectors}]}
+"""
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    path = tmp_path / "nightly.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def executed_configs(monkeypatch: pytest.MonkeyPatch) -> list[PipelineConfig]:
+    """Replace the nightly run by a function that only writes a record; return the configs with which it is called."""
     configs: list[PipelineConfig] = []
-    record = Mock(figures=Mock(metrics={"test/recall@20": 0.1}))
-    monkeypatch.setattr(repeated_runs, "nightly_retrain", lambda config, **_: configs.append(config))
-    monkeypatch.setattr(repeated_runs.RunRecord, "read", lambda run: record)
+    interactions = Mock(last_time="2026-11-20T10:00:00+00:00")
+    monkeypatch.setattr(repeated_runs, "ingest", lambda context, config: Dataset(interactions, None, None, None))
 
-    noise = measure_gate_noise.fn(load_config(tmp_path / "noise.yaml"), 2)
+    def write_record(config: PipelineConfig, *, run_id: str, **_: Any) -> State[Any]:
+        configs.append(config)
+        run = Run(run_id, workspace=config.workspace)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        figures = RunFigures(metrics={"test/recall@20": config.training.epochs / 100})
+        now = datetime.now(UTC)
+        record = RunRecord(pipeline="nightly", options=RunOptions(), host="a", pid=1, started=now, ended=now, state="Promoted")
+        record.model_copy(update={"figures": figures}).write(run)
+        return Completed()
 
-    assert noise.mean == 0.1 and [config.training.seed for config in configs] == [7, 8]
-    for config in configs:
-        assert config.delivery == DeliveryConfig() and config.workspace == tmp_path / "workspace" / "gate-noise"
+    monkeypatch.setattr(repeated_runs, "nightly_retrain", write_record)
+    return configs
+
+
+def test_a_repeated_run_has_a_valid_config_that_delivers_nothing(
+    config_path: Path, executed_configs: list[PipelineConfig], tmp_path: Path
+) -> None:
+    noise = measure_gate_noise.fn(load_config(config_path), 2)
+
+    assert noise.mean == 0.1 and [config.training.seed for config in executed_configs] == [7, 8]
+    for config in executed_configs:
+        assert config.delivery == DeliveryConfig() and config.workspace.parent == tmp_path / "workspace" / "gate-noise"
         dump_config(config, tmp_path / "repeated.yaml")
         assert load_config(tmp_path / "repeated.yaml") == config
+
+
+def test_a_backtest_with_other_settings_or_days_does_not_continue_from_the_champion_of_an_earlier_backtest(
+    config_path: Path, executed_configs: list[PipelineConfig]
+) -> None:
+    for overrides, num_days in (([], 2), (["training.epochs=3"], 2), ([], 3)):
+        backtest.fn(load_config(config_path, overrides), num_days)
+    workspaces_and_models = [(config.workspace, config.registry.model_name) for config in executed_configs]
+    assert workspaces_and_models[0] == workspaces_and_models[1]
+    assert len({workspace for workspace, _ in workspaces_and_models}) == 3
+    assert len({model_name for _, model_name in workspaces_and_models}) == 3  # all workspaces may share one MLflow server
+
+
+def test_the_same_backtest_continues_in_its_workspace_after_a_change_that_does_not_affect_its_runs(
+    config_path: Path, executed_configs: list[PipelineConfig]
+) -> None:
+    first = backtest.fn(load_config(config_path), 2)
+    second = backtest.fn(load_config(config_path, ["schedule.cron=0 2 * * *", "training.max_attempts=7"]), 2)
+    assert first.folder == second.folder and [run.run_id for run in first.runs] == [run.run_id for run in second.runs]
+    assert [run.until.day for run in first.runs] == [19, 20]
+    assert (first.folder / "backtest.json").is_file() and (first.folder / "backtest.png").is_file()
+
+
+def test_a_run_without_its_large_files_is_not_executed_again(config_path: Path, executed_configs: list[PipelineConfig]) -> None:
+    first = backtest.fn(load_config(config_path), 2)
+    (first.folder / "runs" / first.runs[0].run_id / REDUCED_FILE_NAME).touch()
+    executed_configs.clear()
+    assert backtest.fn(load_config(config_path), 2).runs == first.runs
+    assert len(executed_configs) == 1
+
+
+def test_the_record_of_an_earlier_start_does_not_replace_the_error_of_a_run_that_cannot_start(
+    config_path: Path, executed_configs: list[PipelineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backtest.fn(load_config(config_path), 1)
+    failed_state = Failed(data=InputError("another process is working on the run"))
+    monkeypatch.setattr(repeated_runs, "nightly_retrain", lambda *_, **__: failed_state)
+    with pytest.raises(InputError, match="another process is working on the run"):
+        backtest.fn(load_config(config_path), 1)

@@ -149,10 +149,11 @@ def _server_password(workspace: Path) -> tuple[str, str | None]:
     if user_credentials := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return user_credentials, None
     password_path = workspace / PASSWORD_FILE_NAME
-    if not password_path.is_file():
+    credentials = password_path.read_text().strip() if password_path.is_file() else ""
+    if not credentials:  # a full disk leaves an empty file, with which every user of the host could use the servers
+        credentials = f"nightjar:{secrets.token_urlsafe(12)}"
         with os.fdopen(os.open(password_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as password_file:
-            password_file.write(f"nightjar:{secrets.token_urlsafe(12)}\n")
-    credentials = password_path.read_text().strip()
+            password_file.write(f"{credentials}\n")
     return credentials, credentials if sys.stdout.isatty() else f"in {password_path}"
 
 

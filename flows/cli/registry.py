@@ -220,7 +220,7 @@ def change_champion(
 
         flow: Any = {"promote": champion.promote, "rollback": champion.rollback, "refresh": refresh.refresh}[command]
         flow_parameters = {**loaded.flow_parameters, **parameters}
-        if "PREFECT_API_URL" in os.environ:
+        if os.environ.get("PREFECT_API_URL"):
             with prefect_client():  # raises InputError if the server does not answer
                 final_state = flow(**flow_parameters, return_state=True)
         else:

@@ -92,7 +92,7 @@ class PrefectServer(ServerProcess):
 @contextmanager
 def embedded_server() -> Iterator[PrefectServer | None]:
     """Yield a server that is stopped after the body; None if PREFECT_API_URL names a server of the user."""
-    if "PREFECT_API_URL" in os.environ:
+    if os.environ.get("PREFECT_API_URL"):
         yield None
         return
     require_home()

@@ -108,6 +108,12 @@ def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(home: Pa
             server.wait_until_ready()
 
 
+def test_an_empty_address_names_no_server_so_the_command_starts_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "")  # as from `PREFECT_API_URL: ${PREFECT_API_URL}` in a compose file
+    with embedded_server() as server:
+        assert server is not None
+
+
 @pytest.mark.drill
 def test_two_first_servers_of_one_workspace_both_start(home: Path) -> None:
     servers = [PrefectServer(), PrefectServer()]

@@ -1,6 +1,7 @@
 """Arguments and options that several commands share."""
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -63,6 +64,17 @@ class InputOptions:
     user_column: Annotated[str | None, typer.Option(help="column of the log with the users")] = None
     item_column: Annotated[str | None, typer.Option(help="column of the log with the items")] = None
     time_column: Annotated[str | None, typer.Option(help="column of the log with the times")] = None
+
+
+def command_line(command_name: str, loaded: "LoadedConfig", command_options: Sequence[str] = ()) -> str:
+    """Return the command line of a command on the same config, with its overrides, quoted for a shell.
+
+    >>> from flows.settings.config_file import LoadedConfig
+    >>> command_line("query", LoadedConfig(None, Path("my config.yaml"), ("workspace=b",)), ["-k", "10"])
+    "nightjar query 'my config.yaml' --set workspace=b -k 10"
+    """
+    override_options = [word for override in loaded.overrides for word in ("--set", override)]
+    return shlex.join(["nightjar", command_name, str(loaded.path), *override_options, *command_options])
 
 
 def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> Callable[..., None]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import output
-from flows.cli.arguments import ConfigOptions
+from flows.cli.arguments import ConfigOptions, command_line
 from flows.cli.run import prepare_input
-from flows.cli.session import FlowCommand, command_line, flow_session
+from flows.cli.session import FlowCommand, flow_session
 from flows.servers.prefect_server import PrefectServer
 from flows.settings.config_file import LoadedConfig, setting_value, settings_as_yaml
 from flows.settings.pipeline import PipelineConfig
@@ -84,12 +84,15 @@ def _print_changes(loaded: LoadedConfig, proposal: SuggestedConfig, *, written_p
     output.stdout.print("\n[bold]The changes[/], for your file")
     output.print_line(settings_as_yaml(loaded.config, proposal.changes))
     if written_path is not None:
-        command_arguments = str(written_path)
         output.print_line(f"wrote {written_path}")
+        loaded, changes_text = LoadedConfig(proposal.config, written_path), ""
     else:
-        command_arguments = f"{loaded.path} {as_overrides(proposal.changes)}"
+        changes_text = f" {as_overrides(proposal.changes)}"
     output.print_labelled(
-        {"run": f"nightjar run {command_arguments}", "tune": f"nightjar tune {command_arguments} --minutes 60"}
+        {
+            "run": command_line("run", loaded) + changes_text,
+            "tune": command_line("tune", loaded, ["--minutes", "60"]) + changes_text,
+        }
     )
 
 
@@ -133,7 +136,7 @@ def tune(
         summary = {"study": study.folder.name, "folder": str(study.folder), "metric": study.metric, "trials": trials}
         output.print_json(json.dumps(summary))
     else:
-        print_study(study, config_path=options.path)
+        print_study(study, loaded)
 
 
 def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: int) -> None:
@@ -255,7 +258,7 @@ def tunable_config(loaded: LoadedConfig, *, num_trials: int | None, minutes: flo
     return loaded.config.model_copy(update={"tuning": tuning.model_copy(update=changes)})
 
 
-def print_study(study: "StudyResult", *, config_path: Path) -> None:
+def print_study(study: "StudyResult", loaded: LoadedConfig) -> None:
     """Print the trials, the best first, and the best settings as YAML and as a command."""
     best_trial = study.best_trial
     assert best_trial is not None
@@ -281,8 +284,8 @@ def print_study(study: "StudyResult", *, config_path: Path) -> None:
         {
             "saved": str(study.best_file),
             "plot": str(study.history_file),
-            "run": f"nightjar run {config_path} {as_overrides(best_trial.settings)}",
-            "continue": f"nightjar tune {config_path} --trials {2 * len(study.trials)}",
+            "run": f"{command_line('run', loaded)} {as_overrides(best_trial.settings)}",
+            "continue": command_line("tune", loaded, ["--trials", str(2 * len(study.trials))]),
         }
     )
 

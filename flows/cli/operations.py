@@ -14,6 +14,7 @@ from flows.cli.arguments import (
     MlflowPort,
     Overrides,
     PrefectPort,
+    command_line,
     takes_config,
     takes_config_and_json,
 )
@@ -127,7 +128,7 @@ def deploy(
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
             "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
-            f"servers and schedule on this machine with: nightjar up {loaded.path}"
+            f"servers and schedule on this machine with: {command_line('up', loaded)}"
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer

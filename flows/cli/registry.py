@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 from flows.cli import output
+from flows.cli.arguments import command_line
 from flows.cli.session import one_sentence_errors
 from flows.interruption import interruptible
 from flows.push import push_version
@@ -140,7 +141,7 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
         output.print_json(json.dumps(versions))
         return
     if not versions:
-        output.print_line(f"no version of {model_name} yet; register one with: nightjar run {loaded.path}")
+        output.print_line(f"no version of {model_name} yet; register one with: {command_line('run', loaded)}")
         return
     metric_names = sorted({name for version in versions for name in version["metrics"] if name.startswith("served/")})
     rows = [
@@ -210,7 +211,7 @@ def change_champion(
     """
     start_s = time.perf_counter()
     with (
-        interruptible(lambda: f"look at the aliases with: nightjar releases {loaded.path}"),
+        interruptible(lambda: f"look at the aliases with: {command_line('releases', loaded)}"),
         one_sentence_errors(loaded.config.workspace),
         output.stage_lines(),
     ):
@@ -231,7 +232,7 @@ def change_champion(
         {
             "result": str(final_state.message),
             "duration": f"{time.perf_counter() - start_s:,.1f} s",
-            "versions": f"nightjar releases {loaded.path}",
+            "versions": command_line("releases", loaded),
         }
     )
 

@@ -2,13 +2,12 @@
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 from rich.text import Text
 
 from flows.cli import output
-from flows.cli.arguments import ConfigOptions
-from flows.cli.session import FlowCommand, PrefectServerError, command_line, flow_session
+from flows.cli.arguments import ConfigOptions, command_line
+from flows.cli.session import FlowCommand, PrefectServerError, flow_session
 from flows.runs.before_run import check_inputs, check_resume
 from flows.runs.results import RunResults
 from flows.servers.prefect_server import PrefectServer
@@ -55,7 +54,7 @@ def run_pipeline(
     if as_json:
         output.print_json(results.as_json())
     else:
-        print_results(results, config_path=loaded.path, command_text=command_text)
+        print_results(results, loaded, command_text=command_text)
 
 
 def prepare_input(loaded: LoadedConfig) -> None:
@@ -103,7 +102,7 @@ def _option_words(options: RunOptions) -> list[str]:
     return words + ["--promote", options.promote] * (options.promote != "by_gate") + ["--dry-run"] * options.dry_run
 
 
-def print_results(results: RunResults, *, config_path: Path, command_text: str) -> None:
+def print_results(results: RunResults, loaded: LoadedConfig, *, command_text: str) -> None:
     """Print a table of metrics, and the paths and commands for the run's results.
 
     Args:
@@ -135,8 +134,8 @@ def print_results(results: RunResults, *, config_path: Path, command_text: str) 
         if registration.alarm is not None:
             text_by_label["alarm"] = registration.alarm
         text_by_label["decision"] = str(results.run.folder / registration.pages["decision"])
-        text_by_label["query"] = f"nightjar query {config_path} --user ID -k 10"
-        text_by_label["browse"] = f"nightjar ui {config_path}"
+        text_by_label["query"] = command_line("query", loaded, ["--user", "ID", "-k", "10"])
+        text_by_label["browse"] = command_line("ui", loaded)
     else:
         text_by_label["resume"] = f"{command_text} --resume {results.run.run_id}"
     output.print_labelled(text_by_label)

@@ -1,8 +1,7 @@
 """The session in which a command runs a flow: lock, progress in the terminal, signals, Prefect, and errors in one sentence."""
 
 import os
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from flows.cli import output
 from flows.interruption import interruptible
 from flows.servers.prefect_server import PrefectServer, prefect_session
 from flows.servers.prefect_server import embedded_server as embedded_server
-from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import explain_disk_full
@@ -49,12 +47,6 @@ class FlowCommand:
         if self.resume_option and not self.run.config_file.is_file():
             return f"no stage had begun; start again with: {self.line}"
         return f"resume with: {self.line}{self.resume_option}"
-
-
-def command_line(command_name: str, loaded: LoadedConfig, command_options: Sequence[str] = ()) -> str:
-    """Return the command line, quoted for a shell."""
-    override_options = [word for override in loaded.overrides for word in ("--set", override)]
-    return shlex.join(["nightjar", command_name, str(loaded.path), *override_options, *command_options])
 
 
 @contextmanager

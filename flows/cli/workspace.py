@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import output
-from flows.cli.arguments import ConfigOptions, InputOptions
+from flows.cli.arguments import ConfigOptions, InputOptions, command_line
 from flows.settings.config_file import LoadedConfig
 from flows.settings.template import require_new_file, starter_config, to_commented_yaml
 from recsys_core.errors import InputError, printable
@@ -61,7 +61,7 @@ def validate(loaded: LoadedConfig) -> None:
     with output.log_lines():
         summary_by_input = check_inputs(loaded.config)
     output.print_labelled(summary_by_input)
-    output.print_line(f"{loaded.path}: OK. Run it with: nightjar run {loaded.path}")
+    output.print_line(f"{loaded.path}: OK. Run it with: {command_line('run', loaded)}")
 
 
 def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
@@ -109,7 +109,7 @@ def show_history(loaded: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
         print_history(runs, metric_name=metric_name)
         output.print_labelled({"page": str(workspace / "index.html")})
     else:
-        output.print_line(f"no run in {workspace} yet; start one with: nightjar run {loaded.path}")
+        output.print_line(f"no run in {workspace} yet; start one with: {command_line('run', loaded)}")
 
 
 def print_history(runs: "Sequence[PastRun]", *, metric_name: str) -> None:

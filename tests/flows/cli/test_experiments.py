@@ -11,12 +11,15 @@ import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from flows.cli.experiments import tunable_config
+from flows.cli.experiments import print_study, tunable_config
 from flows.cli.main import app
 from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml
+from flows.settings.template import starter_config
+from flows.tuning import StudyResult
 from recsys_core.errors import InputError
 from recsys_core.manifests import ExportManifest, InteractionsManifest
 from tasks.runs.run import REDUCED_FILE_NAME, Run
+from tasks.tuning.study import FinishedTrial
 from tests.flows.tuning_config import CONFIG
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.ingest.parquet_files import write_parquet
@@ -141,6 +144,27 @@ def test_a_suggestion_that_contradicts_the_file_is_left_out(config_path: Path) -
     assert suggested["left_out"].keys() == {"model.history.pooling"} and "model.history.pooling" not in suggested["changed"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and "left out, because it contradicts the file" in " ".join(result.output.split())
+
+
+def test_the_commands_that_suggest_prints_have_the_overrides(config_path: Path) -> None:
+    result = CliRunner().invoke(app, ["suggest", str(config_path), "--set", "name=two words"])
+    assert result.exit_code == 0, result.output
+    for command in ("run", "tune"):
+        assert f"nightjar {command} {config_path} --set 'name=two words' " in result.output
+
+
+def test_the_command_that_continues_a_study_has_the_overrides_of_the_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "best.yaml").write_text("loss: {kind: bce}\n")
+    trial = FinishedTrial(
+        number=0, settings={"loss.kind": "bce"}, ending="complete", value=0.1, seconds=1, reason="", epochs={1: 0.1}
+    )
+    loaded = LoadedConfig(starter_config(), Path("nightly.yaml"), ("model.embedding_dim=16",))
+    print_study(StudyResult(tmp_path, "ndcg@10", [trial]), loaded)
+    printed_lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "continue nightjar tune nightly.yaml --set model.embedding_dim=16 --trials 2" in printed_lines
+    assert "run nightjar run nightly.yaml --set model.embedding_dim=16 --set loss.kind=bce" in printed_lines
 
 
 def test_suggest_ends_with_exit_code_1_if_a_column_is_missing(config_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from flows.cli.run import print_results, warn_of_other_options
 from flows.runs.results import RunResults
+from flows.settings.config_file import LoadedConfig
+from flows.settings.template import starter_config
 from tasks.runs.context import Results, RunOptions
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord
@@ -28,7 +30,7 @@ def test_a_run_shows_the_weights_that_its_export_has_chosen(
     vectors = np.eye(4)
     export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": ([0, 1], vectors[:2])})
     results = RunResults(Run("r", workspace=tmp_path), Results([export.model_copy(update=export_fields)]))
-    print_results(results, config_path=tmp_path / "nightly.yaml", command_text="nightjar run")
+    print_results(results, LoadedConfig(starter_config(), tmp_path / "nightly.yaml"), command_text="nightjar run")
     assert (expected_text in capsys.readouterr().out) == bool(export_fields)
 
 

@@ -22,6 +22,8 @@ TIMED_ID_PATTERN = re.compile(r"\d{4}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])-([01]\
 
 RUNS_FOLDER_NAME = "runs"
 LOCK_NAME = ".lock"
+PROBE_WAIT_S = 0.5
+"""Time to wait for a lock, because another process holds the lock for a moment while it calls `Run.is_locked`."""
 CHAMPION_FILE_NAME = "champion.json"
 """File in a run's folder with the id of the run whose model a warm start continues to train."""
 REFIT_FOLDER_NAME = "refit"
@@ -83,7 +85,7 @@ class Run:
             )
         lock = FileLock(self.folder / LOCK_NAME)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=PROBE_WAIT_S)
         except Timeout:
             raise InputError(
                 f"{self.folder}: another process is working on run {self.run_id}; wait for it to end, or start a new run"
@@ -99,7 +101,7 @@ class Run:
         if not lock_file.is_file():
             return False
         try:
-            with FileLock(lock_file, timeout=0):
+            with FileLock(lock_file, timeout=PROBE_WAIT_S):
                 return False
         except Timeout:
             return True

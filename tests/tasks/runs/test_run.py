@@ -6,15 +6,19 @@ import os
 import re
 import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import STAGES
-from tasks.runs.run import Run, new_run_id
+from tasks.runs.run import LOCK_NAME, Run, new_run_id
 from tasks.runs.workspace import Workspace
 
 
@@ -64,6 +68,27 @@ def test_a_run_can_be_locked_again_only_after_its_lock_is_released(tmp_path: Pat
             pass
     with run.lock():
         pass
+
+
+@contextmanager
+def held_for_a_moment(run: Run) -> Iterator[None]:
+    """Hold the lock of the run while the body begins, as another process does in Run.is_locked."""
+    lock = FileLock(run.folder / LOCK_NAME, thread_local=False)
+    lock.acquire()
+    release_timer = threading.Timer(0.05, lock.release)
+    release_timer.start()
+    yield
+    release_timer.join()
+
+
+def test_a_process_that_only_reads_the_state_of_a_run_does_not_count_as_working_on_it(tmp_path: Path) -> None:
+    run = Run("r", workspace=tmp_path)
+    with run.lock():
+        pass
+    with held_for_a_moment(run):
+        assert not run.is_locked()
+    with held_for_a_moment(run), run.lock():
+        assert run.is_locked()
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,13 @@ def test_an_exception_is_recorded_without_its_passwords(run: Run, error: BaseExc
     assert not log_path.exists() or "s3cret" not in log_path.read_text()
 
 
+def test_the_traceback_of_an_error_about_a_path_that_is_not_unicode_is_written(run: Run) -> None:
+    path = os.fsdecode(b"caf\xe9.parquet")
+    with pytest.raises(ValueError, match="cannot read"), record_run(StageContext(run, pipeline="films")):
+        raise ValueError(f"cannot read {path}")
+    assert r"cannot read caf\udce9.parquet" in (run.folder / "error.log").read_text()
+
+
 def test_an_error_while_a_signal_is_handled_is_recorded_as_an_interruption(run: Run) -> None:
     with pytest.raises(ValueError, match="Task run is not set"), record_run(StageContext(run, pipeline="films")):
         try:

@@ -21,6 +21,9 @@ stderr = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty()
 """Progress, warnings and errors, on stderr."""
 stdout = Console(highlight=False, width=None if sys.stdout.isatty() else UNFOLDED_WIDTH)
 """The result of the command, on stdout."""
+_UNLIMITED_WIDTH = 1 << 20
+_MAX_SHORT_CELL, _MIN_TEXT_WIDTH = 40, 30
+"""Longest cell of a table that is never folded, and smallest width of a column with longer texts."""
 _STAGE_WIDTH, _DURATION_WIDTH, _MIN_SUMMARY_WIDTH, _MAX_SUMMARY_WIDTH = 19, 9, 20, 90
 """Widths of the columns of a stage line. The remaining width of the terminal is for the summary."""
 
@@ -135,15 +138,37 @@ def print_table(
 ) -> None:
     """Print a table without borders. Control characters are escaped.
 
+    If the table is wider than the terminal, only titles and long texts are folded. Ids and numbers are never cut, so the lines
+    may be longer than the terminal is wide. A table that does not go to a terminal is not folded.
+
     Args:
         left_columns: indices of the columns that are aligned left. All other columns are aligned right.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
+    text_rows = [[cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row] for row in rows]
     for index, title in enumerate(column_titles):
         table.add_column(title, justify="left" if index in left_columns else "right")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
-    stdout.print(table)
+    for text_row in text_rows:
+        table.add_row(*text_row)
+    full_width = table.__rich_measure__(stdout, stdout.options.update(width=_UNLIMITED_WIDTH)).maximum
+    if stdout.width >= UNFOLDED_WIDTH:
+        table.width = full_width
+    elif stdout.width < full_width:
+        table.width = max(stdout.width, _fix_short_columns(table, text_rows))
+    stdout.print(table, crop=False)
+
+
+def _fix_short_columns(table: Table, text_rows: Sequence[Sequence[Text]]) -> int:
+    """Fix the width of each column without long texts, so that only its title is folded; return the table's smallest width."""
+    table_width = 2 * (len(table.columns) - 1)  # two blanks between columns
+    for index, column in enumerate(table.columns):
+        cell_width = max((row[index].cell_len for row in text_rows), default=0)
+        if cell_width > _MAX_SHORT_CELL:
+            table_width += _MIN_TEXT_WIDTH
+        else:
+            column.width = max(cell_width, *map(len, str(column.header).split()))
+            table_width += column.width
+    return table_width
 
 
 def print_labelled(text_by_label: Mapping[str, str], *, status_by_label: Mapping[str, str] | None = None) -> None:

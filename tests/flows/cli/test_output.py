@@ -71,6 +71,30 @@ def test_the_metrics_fit_and_the_best_of_each_column_is_marked(console: Console)
     assert lines[-1].strip() == "cold: 312 items without an earlier event, for 45 users"
 
 
+HISTORY_TITLES = ["run (UTC)", "ended as", "version", "recall@20", "champion", "test users", "items", "duration", "reason"]
+HISTORY_ROW = ["20261026-021500-001a", "not promoted", "12", "0.1234", "0.1250", "1.23 k", "25.4 k", "44 min", "reason " * 20]
+
+
+def test_a_narrow_terminal_cuts_no_id_and_no_number(console: Console) -> None:
+    output.print_table(HISTORY_TITLES, [HISTORY_ROW])
+    words = " ".join(printed_lines(console)).split()
+    assert all(cell in " ".join(words) for cell in HISTORY_ROW[:-1]) and words.count("reason") == 21
+    assert not any("…" in word for word in words)
+
+
+def test_a_table_with_one_long_text_fits_into_a_narrow_terminal(console: Console) -> None:
+    output.print_table(["setting", "why"], [["model.temperature", "a word " * 30]], left_columns=(0, 1))
+    lines = printed_lines(console)
+    assert len(lines) > 3 and all(len(line) <= WIDTH for line in lines)
+
+
+def test_a_row_of_a_table_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+    monkeypatch.setattr(output, "stdout", Console(file=console.file, width=output.UNFOLDED_WIDTH))
+    output.print_table(HISTORY_TITLES, [HISTORY_ROW])
+    title_line, row_line = printed_lines(console)
+    assert title_line.split() == " ".join(HISTORY_TITLES).split() and row_line.split() == " ".join(HISTORY_ROW).split()
+
+
 def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,149 @@
+"""Settings that contradict each other are rejected with advice."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.settings.config_file import load_config
+from recsys_core.evaluation.config import FeatureSlice
+from tests.flows.settings.rejected_config import error_message
+
+UNORDERED = "interactions={paths: x, split: {kind: files, test_paths: y}}"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "index={pq_m: 7, compared_kinds: [ivf_pq]}",
+            "index: pq_m of the kind ivf_pq is 7, which does not divide the vector width 64",
+        ),
+        ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has no such table; it has"),
+        (
+            "interactions={paths: x, split: {kind: files, test_paths: y}}",
+            "model.history.last_item_feature is true, but interactions has nei",
+        ),
+        (
+            "model.history={length: 0, last_item_feature: false}",
+            "the query tower has no feature: set model.learn_user_embedding to true or",
+        ),
+        ("tables.user.dim=8", "tables.user: the model has no such table; it has ['item']; set model.learn_user_embedding"),
+        (
+            "tables.item.transfer=frozen",
+            "tables.item.transfer is frozen, but embeddings has no vectors of table 'item' (it has",
+        ),
+    ],
+)
+def test_contradicting_stages_are_rejected_with_advice(config_path: Path, override: str, expected: str) -> None:
+    error = error_message(config_path, override)
+    assert expected in error
+    assert "set " in error
+
+
+def test_a_model_of_user_embeddings_needs_stored_users(config_path: Path) -> None:
+    error = error_message(config_path, "package.users=none", "model.learn_user_embedding=true")
+    assert "package.users is none, but the model reads an embedding of each user" in error
+    assert load_config(config_path, ["package={users: none, quantization: none}"]).package.quantization == "fp32"
+
+
+def test_a_setting_of_an_unknown_table_lists_the_known_tables(config_path: Path) -> None:
+    for table in ("item.brand", "item_offset", "item_teacher"):
+        for group in ("tables", "sharding.tables"):
+            error = error_message(config_path, f"{group}={{{table}: {{}}}}")
+            assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in error
+
+
+def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(config_path: Path) -> None:
+    no_last = "model.history.last_item_feature=false"
+    assert not load_config(config_path, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.is_ordered
+    assert "model.history.include_target is for logs without order" in error_message(
+        config_path, "model.history.include_target=true"
+    )
+    error = error_message(config_path, UNORDERED, no_last, "model.history.pooling=recency")
+    assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in error
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("training.validation=null", "training.validation is null; set it, or set model.temperature to a number"),
+        ("loss.kind=cosine_contrastive", "loss.kind is cosine_contrastive, which has no temperature; set another kind"),
+    ],
+)
+def test_a_temperature_is_chosen_only_by_validation_and_for_a_loss_that_has_one(
+    config_path: Path, override: str, problem: str
+) -> None:
+    assert load_config(config_path, ["model.temperature=auto"]).model.temperature == "auto"
+    assert problem in error_message(config_path, "model.temperature=auto", override)
+
+
+def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:
+    error = error_message(config_path, "loss.explicit_negatives=4")
+    assert "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error and "set it to true" in error
+    error = error_message(config_path, "loss.kind=cosine_contrastive", "model.similarity=dot")
+    assert (
+        "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set model.similarity to cosine"
+        in error
+    )
+
+
+@pytest.mark.parametrize(
+    ("features", "text"),
+    [
+        ([], "item.brand is not a declared feature; declare it under features, or set one of the features that you declare"),
+        (["features={context: [{name: device}]}"], "or set one of context.device"),
+        (
+            ["features={items: {paths: p, id_column: id, features: [{name: brand, kind: numeric, standardise: true}]}}"],
+            "item.brand is standardised",
+        ),
+    ],
+)
+def test_a_slice_needs_a_declared_feature_with_values(features: list[str], text: str, config_path: Path) -> None:
+    assert text in error_message(config_path, "evaluation.slices=[{feature: item.brand}]", *features)
+
+
+@pytest.mark.parametrize(
+    ("features", "key", "text"),
+    [
+        ([], "user.country", "set one of those that you declare under features"),
+        (["features={context: [{name: device}, {name: hour, kind: numeric, buckets: 4}]}"], "context.hour", "context.device"),
+        (["features={context: [{name: device, hash_rows: 9}]}"], "context.device", "those that you declare"),
+        (["features={items: {paths: p, id_column: id, features: [{name: brand}]}}"], "item.brand", "those that you declare"),
+    ],
+)
+def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
+    features: list[str], key: str, text: str, config_path: Path
+) -> None:
+    error = error_message(config_path, f"package.popularity_by={key}", *features)
+    assert f"package.popularity_by: {key} is not a categorical user or context feature with a vocabulary" in error
+    assert text in error
+
+
+@pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
+def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, config_path: Path) -> None:
+    error = error_message(config_path, "package.item_vectors=none", f"index.served={kind}")
+    assert f"package.item_vectors is none, but an index of kind {kind} may not contain readable vectors; set it" in error
+    assert (
+        load_config(config_path, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"
+    )
+
+
+def test_a_guarded_feature_is_a_slice_of_the_evaluation(config_path: Path) -> None:
+    features = ["features={context: [{name: device}]}", "evaluation.slices=[{feature: context.device, min_users: 40}]"]
+    assert (
+        "registry.guardrails.features: item.brand is not a feature of evaluation.slices (its features: context.device); add "
+        "{feature: item.brand} to evaluation.slices"
+    ) in error_message(config_path, "registry.guardrails.features=[item.brand]", *features)
+    config = load_config(config_path, overrides=["registry.guardrails.features=[context.device]", *features])
+    assert config.guarded_slices == (FeatureSlice(feature="context.device", min_users=40),)
+    assert load_config(config_path, overrides=features).guarded_slices == ()
+
+
+def test_distillation_needs_pretrained_item_vectors(config_path: Path) -> None:
+    vectors = "embeddings={paths: a, vector_column: v}"
+    distils = "loss.distillation={weight: 0.5}"
+    assert load_config(config_path, [vectors, distils]).loss.distillation is not None
+    assert (
+        "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors"
+        in error_message(config_path, distils)
+    )

@@ -41,6 +41,11 @@ def _describe_problem(details: ErrorDetails, raw_settings: Mapping[str, Any]) ->
             tag_name = details["ctx"]["discriminator"].strip("'")
             tags = _tags_at(details["loc"], tag_name)
             return f"{key}: set {tag_name} to one of {', '.join(tags)}"
+        case "model_type":  # e.g. a group whose settings are all commented out
+            input_text = shown(details["input"])
+            return (
+                f"{key}: expected a group of settings, but it is {input_text}; write its settings below it, or delete the key"
+            )
         case "value_error":
             message = details["msg"].removeprefix("Value error, ")
             return f"{key}: {message}" if key else message

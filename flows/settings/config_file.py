@@ -160,9 +160,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read: {error}") from None
     raw_settings = yaml_loader.load(text, subject=str(path))
     if not isinstance(raw_settings, dict):
-        raise InputError(
-            f"{path}: holds {type(raw_settings).__name__}, expected a mapping with keys like interactions: and workspace:"
-        )
+        content = "no setting" if raw_settings is None else shown(raw_settings)
+        raise InputError(f"{path}: contains {content}, expected settings such as interactions: and workspace:")
     return raw_settings
 
 
@@ -171,7 +170,10 @@ def _apply_override(raw_settings: dict[str, Any], override: str) -> None:
     key, separator, value_yaml = override.partition("=")
     if not separator or not key:
         raise InputError(f"{shown_source}: expected a.b=value, e.g. --set training.batch_size=8192")
-    value = yaml_loader.load(value_yaml, subject=shown_source)
+    try:
+        value = yaml_loader.load(value_yaml, subject=shown_source)
+    except InputError as error:
+        raise InputError(f"{error}; put a text with special characters in quotes, e.g. --set 'name=\"*\"'") from None
     _put_setting(raw_settings, key.strip(), value, shown_source=shown_source)
 
 

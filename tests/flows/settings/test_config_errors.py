@@ -15,6 +15,7 @@ from tests.flows.settings.rejected_config import VALID_CONFIG, error_message
         ("training: {batchsize: 3}", "training.batchsize: unknown key; did you mean training.batch_size?"),
         ("batch_size: 3", "batch_size: unknown key; did you mean training.batch_size?"),
         ("registry: {gate: {kind: margin, confidence: 0.9}}", "another kind of registry.gate has this setting; remove it"),
+        ("training:", "training: expected a group of settings, but it is null; write its settings below it, or delete the key"),
         ("trainin: {epochs: 3}", "trainin: unknown key; did you mean training?"),
         (
             "sharding: {tables: {item: {sharding_type: [row_wise]}}}",

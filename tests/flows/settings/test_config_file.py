@@ -27,8 +27,8 @@ def test_a_missing_setting_has_its_default(config_path: Path) -> None:
     ("text", "expected"),
     [
         ("interactions: [", "cannot be read as YAML: line 1: expected the node content"),
-        ("- a list", "holds list, expected a mapping"),
-        ("", "holds NoneType, expected a mapping"),
+        ("- a list", "contains ['a list'], expected settings such as interactions:"),
+        ("", "contains no setting, expected settings such as interactions:"),
         ("name: a\nname: b\n" + VALID_CONFIG, 'line 2: found duplicate key "name"'),
         ("name: nightly", "interactions: is missing and has no default"),
         ("!!python/object/apply:os.system [ls]", "line 1: could not determine a constructor for the tag"),
@@ -74,6 +74,7 @@ def test_overrides_are_yaml_and_reach_any_depth(config_path: Path) -> None:
         ("training.batchsize=3", "training.batchsize: unknown key; did you mean training.batch_size?"),
         ("training", "expected a.b=value"),
         ("training.epochs=[", "--set training.epochs=[: cannot be read as YAML: line 1:"),
+        ("schedule.cron=*/5 * * * *", "; put a text with special characters in quotes, e.g. --set 'name=\"*\"'"),
         ("name.x=1", "name is the value 'demo', not a group of settings"),
     ],
 )

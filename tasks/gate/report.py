@@ -71,8 +71,9 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
     metrics = evaluation.metrics
     registration = RegistrationManifest.model_construct(**registration_fields)
     evidence = read_evidence(folder)
+    compared_versions = [entry.baseline.removeprefix("version ") for entry in evidence if entry.baseline.startswith("version ")]
     recommended_by_version = _read_recommended(
-        folder / "smoke_test", results[InteractionsManifest], version=registration.version
+        folder / "smoke_test", results[InteractionsManifest], versions=[registration.version, *compared_versions[:1]]
     )
     page = render_page(
         _TEMPLATE,
@@ -142,17 +143,17 @@ def format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:+.1f} %"
 
 
-def _read_recommended(folder: Path, interactions: InteractionsManifest, *, version: str) -> dict[str, RecommendedItems]:
-    """Read the recommended items of the new version and of the version that it is compared with, by name of the version."""
+def _read_recommended(
+    folder: Path, interactions: InteractionsManifest, *, versions: Sequence[str]
+) -> dict[str, RecommendedItems]:
+    """Read the recommended items of each version, by name of the version."""
     item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
-    path_by_version = {path.stem.removeprefix("answers-"): path for path in folder.glob("answers-*.parquet")}
-    shown_versions = [version, *sorted(path_by_version.keys() - {version}, key=int)[-1:]]
     recommended_by_version = {}
-    for shown_version in shown_versions:
-        table = pq.read_table(path_by_version[shown_version])
+    for version in versions:
+        table = pq.read_table(folder / f"answers-{version}.parquet")
         ids_L, scores = (table[name].combine_chunks().flatten() for name in ("item_ids", "scores"))
         item_rows = pc.fill_null(pc.index_in(ids_L, value_set=item_ids), -1)
-        recommended_by_version[f"version {shown_version}"] = RecommendedItems(
+        recommended_by_version[f"version {version}"] = RecommendedItems(
             scores.to_numpy(), item_rows.to_numpy().astype(np.int64)
         )
     return recommended_by_version

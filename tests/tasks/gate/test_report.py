@@ -15,8 +15,11 @@ from recsys_core import plots
 from recsys_core.comparison.decision import Evidence
 from recsys_core.comparison.rules import Comparison
 from recsys_core.manifests import RegistrationManifest
+from tasks.gate import report
 from tasks.gate.report import NUM_SAMPLE_USERS, _sample_users
 from tasks.gate.report_plots import RecommendedItems, draw_differences, draw_popularity, draw_scores, draw_trend
+from tasks.registry.mlflow_client import connect
+from tasks.registry.releases import REFIT_OF_TAG
 from tests.flows.run_folders import FIRST_START, past_run
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import context_of, register_version
@@ -50,6 +53,18 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
     }  # fmt: skip
     assert "recall@100 against exact search" in page  # the axis of the curve of the index
     assert "<script" not in page and not re.search(r'(src|href)="[^#]', page)
+
+
+def test_the_plots_show_the_version_that_the_comparisons_are_about(
+    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run_id in ("one", "refit"):
+        register_version(stages(), context_of(workspace, run_id))
+    connect(workspace).set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
+    plotted_versions: list[str] = []
+    monkeypatch.setattr(report, "draw_scores", plotted_versions.extend)
+    register_version(stages(), context_of(workspace, "three"))  # version 2 is champion, but version 1 is compared
+    assert plotted_versions == ["version 3", "version 1"]
 
 
 def test_a_version_has_the_same_colour_in_every_plot_and_the_test_events_are_grey() -> None:

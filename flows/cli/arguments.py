@@ -37,7 +37,8 @@ class ConfigOptions:
 
     def with_settings(self, settings: Mapping[str, object]) -> "ConfigOptions":
         """Return the options with an override for each setting that is not None."""
-        overrides = (f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None)
+        # JSON would escape a character such as an emoji as two surrogates, which YAML does not join.
+        overrides = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items() if value is not None)
         return replace(self, overrides=(*self.overrides, *overrides))
 
     def read(self) -> "LoadedConfig":

@@ -36,6 +36,8 @@ def doctor(
     folder: Annotated[Path, typer.Option(help="folder whose disk is checked if no file is given")] = Path(),
 ) -> None:
     """Check the hardware and the versions of the libraries; with a config file, the whole installation."""
+    if config_path is None and overrides:
+        raise InputError("--set replaces a setting of a config file, but no file is given; add FILE, e.g. nightly.yaml")
     options = None if config_path is None else ConfigOptions(config_path, tuple(overrides or ()))
     cli.workspace.doctor(options, folder=folder)
 

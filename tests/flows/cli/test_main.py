@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from flows.cli import main as cli
 from flows.cli import run
 from flows.settings.config_file import load_config
+from recsys_core.errors import InputError
 
 
 @pytest.fixture
@@ -156,6 +157,11 @@ def test_invalid_arguments_are_reported_in_one_message(
     assert nightjar(command, config_path, *options, monkeypatch=monkeypatch) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and words in printed.err and printed.err.startswith("error: ")
+
+
+def test_the_doctor_does_not_ignore_an_override_without_a_config_file() -> None:
+    result = CliRunner().invoke(cli.app, ["doctor", "--set", "workspace=/data"])
+    assert isinstance(result.exception, InputError) and "no file is given; add FILE" in str(result.exception)
 
 
 @pytest.mark.parametrize(

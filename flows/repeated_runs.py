@@ -25,6 +25,7 @@ from recsys_core.evaluation.metrics import COMPARED_METRICS
 from recsys_core.manifests import Dataset, EvaluationManifest, StageName, fingerprint_of, read_unchecked_manifest
 from tasks.delivery.config import DeliveryConfig
 from tasks.progress.reporting import LOG
+from tasks.registry.config import RegistryConfig
 from tasks.runs.context import StageContext
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord
@@ -105,13 +106,7 @@ def backtest(config: PipelineConfig, num_days: int) -> Backtest:
     with _locked_workspace(config, BACKTEST_NAME, num_days) as (folder, dataset):
         assert dataset.interactions.last_time is not None
         last_time = datetime.fromisoformat(dataset.interactions.last_time) + timedelta(seconds=1)
-        # The workspaces of all backtests may share one MLflow server, so the model's name contains the name of the workspace.
-        registry = config.registry.model_copy(
-            update={
-                "model_name": f"{config.registry.model_name}-{folder.name}",
-                "experiment": f"{config.registry.experiment}-{BACKTEST_NAME}",
-            }
-        )
+        registry = _own_registry(config.registry, folder)
         runs: list[BacktestRun] = []
         for num_days_ago in reversed(range(num_days)):
             until = last_time - timedelta(days=num_days_ago)
@@ -152,11 +147,8 @@ def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
     with _locked_workspace(config, GATE_NOISE_NAME) as (folder, _):
         for seed in range(config.training.seed, config.training.seed + num_seeds):
             training = config.training.model_copy(update={"seed": seed, "warm_start": None})
-            registry = config.registry.model_copy(
-                update={
-                    "guardrails": config.registry.guardrails.model_copy(update={"features": ()})
-                }  # guardrails on features need slices
-            )
+            guardrails = config.registry.guardrails.model_copy(update={"features": ()})  # which need slices
+            registry = _own_registry(config.registry, folder).model_copy(update={"guardrails": guardrails})
             seed_config = config.model_copy(update={"training": training, "evaluation": evaluation, "registry": registry})
             record, metrics = _repeat_run(seed_config, f"seed-{seed}", folder=folder, until="evaluate")
             if f"test/{metric}" not in metrics:
@@ -188,6 +180,15 @@ def _locked_workspace(config: PipelineConfig, flow_name: str, *flow_inputs: obje
         data = (dataset.interactions, dataset.embeddings, dataset.features, dataset.log_vectors)
         fingerprint = fingerprint_of(flow_name, settings, *data, *flow_inputs)
         yield data_run.folder.with_name(f"{flow_name}-{fingerprint[:12]}"), dataset
+
+
+def _own_registry(registry: RegistryConfig, folder: Path) -> RegistryConfig:
+    """Return the settings with the name of the workspace in the names of the model and of the experiment.
+
+    All workspaces may share one MLflow server, in which runs with the same id and experiment are one MLflow run.
+    """
+    names = {"model_name": f"{registry.model_name}-{folder.name}", "experiment": f"{registry.experiment}-{folder.name}"}
+    return registry.model_copy(update=names)
 
 
 def _repeat_run(

@@ -106,10 +106,11 @@ def test_a_backtest_with_other_settings_or_days_does_not_continue_from_the_champ
 ) -> None:
     for overrides, num_days in (([], 2), (["training.epochs=3"], 2), ([], 3)):
         backtest.fn(load_config(config_path, overrides), num_days)
-    workspaces_and_models = [(config.workspace, config.registry.model_name) for config in executed_configs]
-    assert workspaces_and_models[0] == workspaces_and_models[1]
-    assert len({workspace for workspace, _ in workspaces_and_models}) == 3
-    assert len({model_name for _, model_name in workspaces_and_models}) == 3  # all workspaces may share one MLflow server
+    assert len({config.workspace for config in executed_configs}) == 3
+    # All workspaces may share one MLflow server.
+    assert len({config.registry.model_name for config in executed_configs}) == 3
+    assert len({config.registry.experiment for config in executed_configs}) == 3
+    assert executed_configs[0].registry == executed_configs[1].registry
 
 
 def test_the_same_backtest_continues_in_its_workspace_after_a_change_that_does_not_affect_its_runs(

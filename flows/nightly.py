@@ -67,18 +67,23 @@ def nightly_retrain(
                 dump_config(config, run.config_file)
                 if context.until is None:
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
-                try:
-                    registration = retrain(config, context)
-                    notes = [] if registration is None else [*refit(config, context), *deliver(config)]
-                    state = end_state(registration, run=run, notes=notes)
-                except StoppedEarly as stop:
-                    state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
-                except DataRejectedError as error:
-                    state = Failed(name="DataRejected", message=str(error), data=error)
+                state = run_stages(config, context)
                 ending.set(cast(RunState, state.name), state.message or "")
                 return state
         finally:
             after_run(config, context)
+
+
+def run_stages(config: PipelineConfig, context: StageContext) -> State:
+    """Run the stages, the refit and the delivery; return the end state of the flow run."""
+    try:
+        registration = retrain(config, context)
+    except StoppedEarly as stop:
+        return Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
+    except DataRejectedError as error:
+        return Failed(name="DataRejected", message=str(error), data=error)
+    notes = [] if registration is None else [*refit(config, context), *deliver(config)]
+    return end_state(registration, run=context.run, notes=notes)
 
 
 def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManifest | None:

@@ -29,45 +29,16 @@ def version_evidence(
 ) -> list[Evidence]:
     """Compare the new version with another version: first on `registry.metric`, then on the guardrails.
 
-    A slice by a feature is always compared, because the config names the feature. Any other slice is compared only if it has a
-    user and `guardrails.slices` is set.
-
     Args:
         baseline: name of the other version.
         spent_drop: relative drop of the metric in earlier promotions. It is subtracted from the margin, so that many small
             drops together do not exceed the margin.
         min_users_by_slice: number of users that each slice by a feature needs; None means the number of the gate.
     """
-    metric, guardrails = config.metric, config.guardrails
     rule = config.gate.with_margin(max(0.0, config.gate.max_relative_drop - spent_drop))
-    guardrail_metrics = [name for name in guardrails.metrics if name != metric]
-    slice_names = [
-        name
-        for name, slice_metrics in new_metrics.user_metrics_by_slice.items()
-        if name in min_users_by_slice or (guardrails.slices and len(slice_metrics.user_row_U))
-    ]
-    guardrail_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
-    rule_by_slice = {name: guardrail_rule(min_users=min_users_by_slice.get(name)) for name in slice_names}
-    # num_guardrails is the number of comparisons that can reject the version by chance. A slice with too few users cannot.
-    large_slices = [
-        name for name in slice_names if len(new_metrics.user_metrics_by_slice[name].user_row_U) >= rule_by_slice[name].min_users
-    ]
-    compare_guardrail = partial(_compare, baseline=baseline, num_guardrails=max(1, len(guardrail_metrics) + len(large_slices)))
-    evidence = [_compare(metric, rule, new_metrics.user_metrics, other_metrics.user_metrics, baseline=baseline)]
-    evidence += [
-        compare_guardrail(name, guardrail_rule(), new_metrics.user_metrics, other_metrics.user_metrics)
-        for name in guardrail_metrics
-    ]
-    evidence += [
-        compare_guardrail(
-            metric,
-            rule_by_slice[name],
-            new_metrics.user_metrics_by_slice[name],
-            other_metrics.user_metrics_by_slice[name],
-            subject=f"{metric} of {name}",
-        )
-        for name in slice_names
-    ]
+    evidence = [_compare(config.metric, rule, new_metrics.user_metrics, other_metrics.user_metrics, baseline=baseline)]
+    evidence += _metric_guardrails(config, new_metrics, other_metrics, baseline=baseline, min_users_by_slice=min_users_by_slice)
+    guardrails = config.guardrails
     if guardrails.max_coverage_drop < 1:
         evidence.append(
             _compare_coverage(new_metrics, other_metrics, baseline=baseline, max_relative_drop=guardrails.max_coverage_drop)
@@ -79,6 +50,49 @@ def version_evidence(
     return evidence + [
         _compare_costs(cost_name, new_cost, other_cost, baseline=baseline, max_increase=guardrails.max_cost_increase)
         for cost_name, new_cost, other_cost in costs
+    ]
+
+
+def _metric_guardrails(
+    config: RegistryConfig,
+    new_metrics: ServedMetrics,
+    other_metrics: ServedMetrics,
+    *,
+    baseline: str,
+    min_users_by_slice: Mapping[str, int | None],
+) -> list[Evidence]:
+    """Compare the metrics of `registry.guardrails.metrics` over all users, and `registry.metric` over the users of each slice.
+
+    A slice by a feature is always compared, because the config names the feature. Any other slice is compared only if it has a
+    user and `guardrails.slices` is set.
+    """
+    metric, guardrails = config.metric, config.guardrails
+    rule_for = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
+    compared_metrics = [name for name in guardrails.metrics if name != metric]
+    rule_by_slice = {
+        name: rule_for(min_users=min_users_by_slice.get(name))
+        for name, slice_metrics in new_metrics.user_metrics_by_slice.items()
+        if name in min_users_by_slice or (guardrails.slices and len(slice_metrics.user_row_U))
+    }
+    # Only a slice with enough users can reject the version by chance.
+    large_slices = [
+        name
+        for name, rule in rule_by_slice.items()
+        if len(new_metrics.user_metrics_by_slice[name].user_row_U) >= rule.min_users
+    ]
+    compare = partial(_compare, baseline=baseline, num_guardrails=max(1, len(compared_metrics) + len(large_slices)))
+    metric_evidence = [
+        compare(name, rule_for(), new_metrics.user_metrics, other_metrics.user_metrics) for name in compared_metrics
+    ]
+    return metric_evidence + [
+        compare(
+            metric,
+            rule,
+            new_metrics.user_metrics_by_slice[name],
+            other_metrics.user_metrics_by_slice[name],
+            subject=f"{metric} of {name}",
+        )
+        for name, rule in rule_by_slice.items()
     ]
 
 

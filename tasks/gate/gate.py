@@ -136,7 +136,15 @@ def run_champion_gate(
     decision = _compare_and_promote(gate, new_metrics)
     assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
     registry.call(log_metrics, registry.client, version.run_id, as_metrics(decision.metrics))
-    registration_fields = {
+    registration_fields = _registration_fields(version, decision, options)
+    (folder / "registration.json").write_text(json.dumps(registration_fields, indent=2))
+    write_evidence(decision.evidence, folder)
+    return registration_fields
+
+
+def _registration_fields(version: ModelVersion, decision: Decision, options: RunOptions) -> dict[str, Any]:
+    """Return the fields of RegistrationManifest, by name."""
+    return {
         "model_name": version.name,
         "version": str(version.version),
         "alias": "champion" if decision.is_promoted else "challenger",
@@ -149,9 +157,6 @@ def run_champion_gate(
         "mlflow_run_id": version.run_id,
         "metrics": decision.metrics,
     }
-    (folder / "registration.json").write_text(json.dumps(registration_fields, indent=2))
-    write_evidence(decision.evidence, folder)
-    return registration_fields
 
 
 def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:

@@ -71,6 +71,6 @@ def small_margin_sentences(comparison: Comparison, *, config: RegistryConfig) ->
         return ()
     return (
         f"with these test users, only a margin of at least {100 * detectable_drop:.1f} % can be tested, but "
-        f"registry.gate.max_relative_drop is {100 * margin:g} %; with more test users, the gate refuses fewer "
+        f"registry.gate.max_relative_drop is {100 * margin:g} %; with more test users, the gate rejects fewer "
         "versions that are as good as the champion",
     )

@@ -158,9 +158,9 @@ def _suggestion(setting: str, value: Any, reason: str, *choices: Any, low: Any =
 def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
     """Yield the settings of a matrix factorisation with a softmax over the whole catalogue."""
     density = f"{_percent(facts.density)} of all pairs are in the log"
-    reason = f"{density} and it has no order, so an embedding per user says more than a mean of items"
+    reason = f"{density}, and the log has no order, so an embedding per user is better than a mean of items"
     yield _suggestion("model.learn_user_embedding", True, reason)
-    reason = "the embedding of the user takes the place of the history"
+    reason = "the model reads the embedding of the user instead of the history"
     yield _suggestion("model.history.last_item_feature", False, reason)
     yield _suggestion("model.history.length", 0, reason)
     yield _suggestion("model.query.layers", [], reason)
@@ -171,12 +171,12 @@ def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion(
         "model.temperature", 0.25 if facts.num_train_events < SMALL_LOG_EVENTS else 0.18, reason, low=0.1, high=0.4
     )
-    reason = "the negatives get more influence, which fits the temperature above"
+    reason = "an exponent above 1 gives the negatives more weight, which fits the temperature above"
     yield _suggestion("loss.negatives_exponent", 1.1, reason, low=1.0, high=1.3)
     reason = f"5 % of the users have more than {facts.history_p95:,.0f} events, and would dominate the loss"
     yield _suggestion("loss.user_exponent", -0.5, reason, -0.5, 0.0)
     if min(facts.num_users, facts.num_items) > MAX_ROWS_WITHOUT_BLOCK:
-        reason = "a decomposition of the log finds other items; its weight is chosen on the validation events"
+        reason = "a decomposition of the log finds further items; the validation chooses its weight"
         yield _suggestion("model.spectral_block", {"output_dim": 64}, reason)
     batch_size = _batch_size(facts, steps_per_epoch=FACTORISATION_STEPS_PER_EPOCH)
     yield _suggestion("training.batch_size", batch_size, _steps_reason(facts, batch_size))
@@ -227,7 +227,7 @@ def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
     if facts.is_dense:
         return
     if facts.describes_items:
-        reason = "on a sparse log, offsets let an item predict the items that follow it, which similar vectors do not"
+        reason = "on a sparse log, offsets learn which items follow an item, which its vector does not contain"
         yield _suggestion("model.history.learn_offsets", True, reason, False, True)
     reason = "several models in one are better on a sparse log; a training takes nearly three times as long"
     yield _suggestion("model.num_members", 3, reason)
@@ -238,10 +238,10 @@ def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
     reason = "the log has no order, so no item is the last"
     yield _suggestion("model.history.pooling", "mean", reason)
     yield _suggestion("model.history.last_item_feature", False, reason)
-    reason = "the log has no order; an embedding per user adds what the mean of the items does not say"
+    reason = "the log has no order; an embedding per user adds information to the mean of the items"
     yield _suggestion("model.learn_user_embedding", True, reason, False, True)
     yield _suggestion("model.query.layers", [], "the embedding and the mean are added, without a layer")
-    reason = "the embedding of a user starts near zero and takes small steps, so that the mean leads at first"
+    reason = "the embedding of a user starts near zero and changes slowly, so that the mean dominates at first"
     yield _suggestion("tables.user.init_std", 1e-4, reason)
     yield _suggestion("tables.user.optimizer.learning_rate", 0.02, reason)
     yield _suggestion("loss.mask_negatives", "seen", "an item of the history is not a negative", "positive", "seen")
@@ -255,11 +255,11 @@ def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
 
 def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:
     """Yield the settings of pretrained item vectors that stay fixed, with a learned offset for each item."""
-    reason = f"{facts.cold_share:.0%} of the held-out events are of items without a training event, and others have few events"
+    reason = f"{facts.cold_share:.0%} of the held-out events are of items without training events, and other items have few"
     yield _suggestion("tables.item.transfer", "residual", reason)
     reason = "offsets are removed at random, so that the towers also learn from the vectors alone"
     yield _suggestion("tables.item.id_dropout", 0.5 if facts.cold_share > MOSTLY_COLD_SHARE else 0.1, reason)
-    reason = "the vectors have about length 1, compared with which the steps of the offsets are small"
+    reason = "the vectors have a norm of about 1, and the steps of the offsets are small compared with it"
     yield _suggestion("tables.item.init_std", round(facts.vector_dim**-0.5, 3), reason)
     yield _suggestion("tables.item_offset.optimizer.learning_rate", 0.02, reason)
     is_validation_cold = facts.cold_validation_share > MOSTLY_COLD_SHARE

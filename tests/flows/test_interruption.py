@@ -84,7 +84,7 @@ import signal, sys, time, weakref
 from flows.interruption import Interrupted, end_process, interruptible
 from recsys_core.interrupts import raise_interrupts
 
-class Thing:
+class Finalized:
     pass
 
 class TerminationSignal(BaseException):
@@ -100,9 +100,9 @@ try:
     with interruptible(lambda: "resume with: it"):
         if "like Prefect" in sys.argv:
             signal.signal(signal.SIGTERM, terminate)
-        thing = Thing()
-        reference = weakref.ref(thing, finalize)
-        del thing
+        finalized = Finalized()
+        reference = weakref.ref(finalized, finalize)
+        del finalized
         time.sleep(float(sys.argv[1]))
         with raise_interrupts():
             print("the next stage has started")

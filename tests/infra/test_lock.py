@@ -1,4 +1,4 @@
-"""The committed lock files contain only versions and hashes, and satisfy pyproject.toml. Also install.sh, which reads them."""
+"""The committed lock files, which contain only versions and hashes, and install.sh, which installs them."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""A supervised server: a server that ends again and again is given up."""
+"""A supervised server that ends more often than it is started again."""
 
 import logging
 from pathlib import Path

@@ -61,8 +61,8 @@ def test_a_launcher_without_kind_or_image_is_rejected(config_path: Path) -> None
     assert "launcher: set kind to one of local, torchx" in error_message(config_path, "launcher.scheduler=slurm")
     assert "launcher: set kind to one of local, torchx" in error_message(config_path, "launcher={kind: slurm}")
     slurm = "launcher={kind: torchx, scheduler: slurm, args: {partition: gpu}}"
-    said = "launcher.kind is torchx, but sharding.cluster.device is auto and processes_per_node is empty"
-    assert said in error_message(config_path, slurm)
+    expected = "launcher.kind is torchx, but sharding.cluster.device is auto and processes_per_node is empty"
+    assert expected in error_message(config_path, slurm)
     config = load_config(config_path, [slurm, "sharding.cluster={device: cuda, num_nodes: 2, processes_per_node: 8}"])
     assert isinstance(config.launcher, TorchxLauncher) and config.launcher.args == {"partition": "gpu"}
     kubernetes = "launcher={kind: torchx, scheduler: kubernetes}"

@@ -83,8 +83,7 @@ def test_an_invalid_override_is_rejected_like_an_invalid_file(config_path: Path,
 
 
 def test_an_entry_of_a_list_is_reached_by_its_number(config_path: Path) -> None:
-    two = VALID_CONFIG + "embeddings: [{paths: a, vector_column: v}, {paths: b, vector_column: v}]\n"
-    config_path.write_text(two)
+    config_path.write_text(f"{VALID_CONFIG}embeddings: [{{paths: a, vector_column: v}}, {{paths: b, vector_column: v}}]\n")
     config = load_config(config_path, ["embeddings.1.pca_dim=8"])
     assert [entry.pca_dim for entry in config.embeddings] == [None, 8]
     expected = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name an entry by its index, from 0"
@@ -128,8 +127,7 @@ def test_vectors_from_the_log_are_another_source(config_path: Path) -> None:
 
 
 def test_embeddings_are_one_group_of_settings_or_a_list_of_groups(config_path: Path) -> None:
-    text_with_one = VALID_CONFIG + "embeddings: {paths: a.parquet, vector_column: v}\n"
-    config_path.write_text(text_with_one)
+    config_path.write_text(f"{VALID_CONFIG}embeddings: {{paths: a.parquet, vector_column: v}}\n")
     config = load_config(config_path, ["embeddings.paths=b.parquet", "embeddings.pca_dim=8"])
     assert [(entry.paths, entry.pca_dim) for entry in config.embeddings] == [((str(config_path.parent / "b.parquet"),), 8)]
     ids = "{paths: map.parquet, from_column: a, to_column: b}"

@@ -85,7 +85,7 @@ def test_a_version_is_also_compared_with_a_champion_that_is_promoted_during_its_
     assert predicted_uris.count("models:/m/2") == 1  # the answers of version 2 are used twice
 
 
-def test_a_version_that_loses_to_a_champion_that_is_withdrawn_meanwhile_is_compared_with_the_new_champion(
+def test_a_version_is_compared_again_if_its_champion_is_withdrawn_during_the_comparison(
     workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id, is_shuffled in (("one", True), ("two", False)):

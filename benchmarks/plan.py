@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.nightly import NIGHTJAR
 from benchmarks.quality import speed
 from benchmarks.quality.experiment import Settings, merge_settings
-from flows.cli.plan import ESTIMATE_FILE_NAME, ESTIMATE_TITLES, estimate_rows
+from flows.cli.commands.plan import ESTIMATE_FILE_NAME, ESTIMATE_TITLES, estimate_rows
 from flows.settings.template import write_demo
 from recsys_core.estimates.constants import CONSTANTS_PATH, Constant, ConstantsFile, packaged_constants
 from recsys_core.estimates.model_stages import FLOPS_PER_SCORE_VALUE

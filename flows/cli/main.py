@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flows import cli
-from flows.cli import operations, output
+from flows.cli import commands, operations, output
 from flows.cli.arguments import (
     DEFAULT_CONFIG_PATH,
     AsJson,
@@ -58,7 +57,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Run the whole pipeline on a generated dataset with topics, skewed popularity, drift and new items."""
-    run(cli.workspace.demo(workspace), overrides, as_json=as_json)
+    run(commands.workspace.demo(workspace), overrides, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar init --log ratings.parquet --items movies.parquet --vectors vectors.parquet")
@@ -69,14 +68,14 @@ def init(
     every_setting: Annotated[bool, typer.Option("--all", help="write every setting, not only the important settings")] = False,
 ) -> None:
     """Write a config with the important settings and their descriptions; guess the columns of the given files."""
-    cli.workspace.init(config_path, inputs=inputs, every_setting=every_setting)
+    commands.workspace.init(config_path, inputs=inputs, every_setting=every_setting)
 
 
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
 @takes_config
 def validate(options: ConfigOptions) -> None:
     """Check the config, and the files, columns and types of the input, without a run."""
-    cli.workspace.validate(options.read())
+    commands.workspace.validate(options.read())
 
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
@@ -100,8 +99,8 @@ def plan(
     device = None if gpus_per_node is None else "cuda"
     cluster = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "device": device}
     config = options.with_settings({f"sharding.cluster.{name}": value for name, value in cluster.items()}).prepare().config
-    sizes = cli.plan.PlannedSizes(users, items, events, cores)
-    cli.plan.plan_sharding(config, sizes=sizes, as_json=options.as_json)
+    sizes = commands.plan.PlannedSizes(users, items, events, cores)
+    commands.plan.plan_sharding(config, sizes=sizes, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
@@ -119,8 +118,8 @@ def run(
 ) -> None:
     """Run the pipeline: ingest, plan, train, export, evaluate, index, package, register."""
     run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
-    with cli.session.embedded_server() as server:  # the server starts while the config and the input are read
-        cli.run.run_pipeline(options, server, until=until, resume=resume, run_options=run_options, as_json=options.as_json)
+    with commands.session.embedded_server() as server:  # the server starts while the config and the input are read
+        commands.run.run_pipeline(options, server, until=until, resume=resume, run_options=run_options, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar suggest nightly.yaml --write suggested.yaml")
@@ -131,7 +130,7 @@ def suggest(
 ) -> None:
     """Print the settings that fit the data, each with its reason: model, loss, negatives, popularity, training."""
     loaded = options.prepare()  # sets environment variables that Prefect reads when it is imported
-    cli.experiments.suggest(loaded, written_path=write, as_json=options.as_json)
+    commands.experiments.suggest(loaded, written_path=write, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40 --minutes 60")
@@ -148,8 +147,8 @@ def tune(
 
     Without `tuning.ranges`, the settings that usually matter most are varied, such as model.temperature.
     """
-    with cli.session.embedded_server() as server:
-        cli.experiments.tune(options, server, num_trials=trials, minutes=minutes, as_json=options.as_json)
+    with commands.session.embedded_server() as server:
+        commands.experiments.tune(options, server, num_trials=trials, minutes=minutes, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar backtest --days 7")
@@ -159,8 +158,8 @@ def backtest(
     days: Annotated[int, typer.Option(min=1, max=366, help="number of past days, one run for each")] = 7,
 ) -> None:
     """Run the pipeline as it would have run on each of the last days. The same command resumes an interrupted backtest."""
-    with cli.session.embedded_server() as server:
-        cli.experiments.backtest(options, server, num_days=days)
+    with commands.session.embedded_server() as server:
+        commands.experiments.backtest(options, server, num_days=days)
 
 
 @app.command("gate-noise", epilog="Example: nightjar gate-noise --seeds 5")
@@ -170,8 +169,8 @@ def gate_noise(
     seeds: Annotated[int, typer.Option(min=2, max=100, help="number of trainings, each with another seed")] = 5,
 ) -> None:
     """Measure how much `registry.metric` depends on the training seed. The same command resumes an interrupted measurement."""
-    with cli.session.embedded_server() as server:
-        cli.experiments.gate_noise(options, server, num_seeds=seeds)
+    with commands.session.embedded_server() as server:
+        commands.experiments.gate_noise(options, server, num_seeds=seeds)
 
 
 @app.command("popularity-curve", epilog="Example: nightjar popularity-curve --weights=-0.2,-0.1,0,0.1")
@@ -189,7 +188,7 @@ def popularity_curve(
 
     Serve a weight with `model.popularity`.
     """
-    cli.experiments.popularity_curve(options.prepare(), run_id=run_id, weights=weights, as_json=options.as_json)
+    commands.experiments.popularity_curve(options.prepare(), run_id=run_id, weights=weights, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
@@ -208,7 +207,7 @@ def query(
 ) -> None:
     """Recommend items to a user or for a history, or show similar items, with the champion or with --model."""
     config = options.prepare().config
-    cli.registry.query(config, user=user, history=history, item=item, k=k, model_uri=model, as_json=options.as_json)
+    commands.registry.query(config, user=user, history=history, item=item, k=k, model_uri=model, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar recommend --users users.parquet -k 100 --out recommendations")
@@ -229,7 +228,7 @@ def recommend(
     settings = {"user_paths": user_paths, "k": k, "folder": out and str(out.absolute())}
     options = options.with_settings({f"delivery.recommendations.{name}": value for name, value in settings.items()})
     config = options.prepare().config
-    cli.registry.recommend(config, model_uri=model, as_json=options.as_json)
+    commands.registry.recommend(config, model_uri=model, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar serve nightly.yaml --port 8080 --workers 4")
@@ -243,10 +242,10 @@ def serve(
 ) -> None:
     """Serve the champion over HTTP, and follow the registry, until Ctrl-C or SIGTERM."""
     config = options.with_settings({"serve.host": host, "serve.port": port, "serve.workers": workers}).prepare().config
-    cli.registry.serve(config, alias=alias)
+    commands.registry.serve(config, alias=alias)
 
 
-app.registered_commands += operations.commands.registered_commands
+app.registered_commands += operations.app.registered_commands
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows import cli
+from flows.cli import commands
 from flows.cli.arguments import (
     ChangeReason,
     ConfigOptions,
@@ -20,11 +20,11 @@ from flows.cli.arguments import (
 )
 from recsys_core.errors import InputError
 
-commands = typer.Typer()
+app = typer.Typer()
 HELP_PANEL = "Operations"
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar doctor nightly.yaml")
+@app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar doctor nightly.yaml")
 def doctor(
     config_path: Annotated[
         Path | None,
@@ -39,18 +39,18 @@ def doctor(
     if config_path is None and overrides:
         raise InputError("--set replaces a setting of a config file, but no file is given; add FILE, e.g. nightly.yaml")
     options = None if config_path is None else ConfigOptions(config_path, tuple(overrides or ()))
-    cli.workspace.doctor(options, folder=folder)
+    commands.workspace.doctor(options, folder=folder)
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar releases")
+@app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar releases")
 @takes_config_and_json
 def releases(options: ConfigOptions) -> None:
     """List the registered versions with alias, metrics of the recommendations, and run."""
     loaded = options.prepare()
-    cli.registry.releases(loaded, as_json=options.as_json)
+    commands.registry.releases(loaded, as_json=options.as_json)
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar compare --version 8 --with 7")
+@app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar compare --version 8 --with 7")
 @takes_config_and_json
 def compare(
     options: ConfigOptions,
@@ -60,10 +60,10 @@ def compare(
     k: Annotated[int, typer.Option("-k", min=1, help="number of items per user")] = 20,
 ) -> None:
     """Compare two versions: metrics and overlap of recommendations, and items recommended to many more or many fewer users."""
-    cli.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=options.as_json)
+    commands.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=options.as_json)
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
+@app.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
 @takes_config
 def promote(
     options: ConfigOptions,
@@ -72,10 +72,10 @@ def promote(
 ) -> None:
     """Make a registered version the champion if it passes the smoke test."""
     loaded = options.prepare()
-    cli.registry.change_champion(loaded, "promote", {"version": version, "reason": reason})
+    commands.registry.change_champion(loaded, "promote", {"version": version, "reason": reason})
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
+@app.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
 @takes_config
 def rollback(
     options: ConfigOptions,
@@ -86,18 +86,18 @@ def rollback(
 ) -> None:
     """Give the alias champion back to a former champion."""
     loaded = options.prepare()
-    cli.registry.change_champion(loaded, "rollback", {"version": version or 0, "reason": reason})
+    commands.registry.change_champion(loaded, "rollback", {"version": version or 0, "reason": reason})
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar refresh nightly.yaml")
+@app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar refresh nightly.yaml")
 @takes_config
 def refresh(options: ConfigOptions) -> None:
     """Add new items to the champion and remove items that are gone, without a training."""
-    loaded = options.prepare()  # sets environment variables that MLflow reads when cli.registry imports it
-    cli.registry.change_champion(loaded, "refresh", {})
+    loaded = options.prepare()  # sets environment variables that MLflow reads when commands.registry imports it
+    commands.registry.change_champion(loaded, "refresh", {})
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar push nightly.yaml --version 7")
+@app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar push nightly.yaml --version 7")
 @takes_config
 def push(
     options: ConfigOptions,
@@ -105,10 +105,10 @@ def push(
 ) -> None:
     """Copy the items of a version into the vector stores of `delivery`, and switch the alias of each store to this version."""
     config = options.prepare().config
-    cli.registry.push(config, version=version)
+    commands.registry.push(config, version=version)
 
 
-@commands.command(
+@app.command(
     rich_help_panel=HELP_PANEL,
     epilog='Example: nightjar deploy --cron "15 2 * * *" --timezone Europe/Berlin --work-pool nightjar',
 )
@@ -134,10 +134,10 @@ def deploy(
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
-    cli.deploy.deploy_pipeline(loaded, work_pool_name=work_pool, with_automations=automations, dry_run=dry_run)
+    commands.deploy.deploy_pipeline(loaded, work_pool_name=work_pool, with_automations=automations, dry_run=dry_run)
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar clean nightly.yaml --dry-run")
+@app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar clean nightly.yaml --dry-run")
 @takes_config
 def clean(
     options: ConfigOptions,
@@ -145,20 +145,20 @@ def clean(
 ) -> None:
     """Remove files of old runs and old model versions that `retention` does not keep. Each run does the same at its end."""
     config = options.prepare().config
-    cli.registry.print_removals(cli.registry.clean_workspace(config, dry_run=dry_run), dry_run=dry_run)
+    commands.registry.print_removals(commands.registry.clean_workspace(config, dry_run=dry_run), dry_run=dry_run)
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar history --last 30")
+@app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar history --last 30")
 @takes_config_and_json
 def history(
     options: ConfigOptions,
     last: Annotated[int, typer.Option(min=1, help="number of runs to list")] = 20,
 ) -> None:
     """List the last runs: how each ended, metrics of the new version, data sizes, duration and disk space."""
-    cli.workspace.show_history(options.read(), num_runs=last, as_json=options.as_json)
+    commands.workspace.show_history(options.read(), num_runs=last, as_json=options.as_json)
 
 
-@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar ui --mlflow-port 5001")
+@app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar ui --mlflow-port 5001")
 @takes_config
 def ui(
     options: ConfigOptions,
@@ -167,10 +167,10 @@ def ui(
 ) -> None:
     """Serve the Prefect and MLflow UIs on this machine until Ctrl-C."""
     config = options.prepare().config
-    cli.ui.serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
+    commands.ui.serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
 
 
-@commands.command(
+@app.command(
     rich_help_panel=HELP_PANEL,
     epilog='Example: nightjar up --set "schedule.cron=15 2 * * *" --set schedule.timezone=Europe/Berlin',
 )
@@ -182,4 +182,4 @@ def up(
 ) -> None:
     """Run the pipeline on its schedule, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
     loaded = options.prepare()
-    cli.ui.up(loaded, prefect_port=prefect_port, mlflow_port=mlflow_port)
+    commands.ui.up(loaded, prefect_port=prefect_port, mlflow_port=mlflow_port)

@@ -46,7 +46,7 @@ def interrupted_flow():
 
 SESSION_SCRIPT = """
 from pathlib import Path
-from flows.cli.session import FlowCommand, flow_session
+from flows.cli.commands.session import FlowCommand, flow_session
 from flows.interruption import Interrupted, end_process
 from flows.servers.prefect_server import embedded_server
 from flows.settings.template import starter_config

@@ -85,7 +85,7 @@ def test_the_server_environment_is_a_part_of_the_cpu_environment_without_trainin
 def test_the_server_imports_only_packages_of_its_environment() -> None:
     program = (
         "import importlib.metadata, sys\n"
-        "import flows.cli.main, flows.cli.registry, tasks.serve.server, recsys_core.http_server.app\n"
+        "import flows.cli.main, flows.cli.commands.registry, tasks.serve.server, recsys_core.http_server.app\n"
         "imported = {name.partition('.')[0] for name in sys.modules}\n"
         "packages = importlib.metadata.packages_distributions()\n"
         "print(*{package for name in imported for package in packages.get(name, ())})\n"

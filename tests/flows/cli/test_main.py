@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import main as cli
-from flows.cli import run
+from flows.cli.commands import run
 from flows.settings.config_file import load_config
 from recsys_core.errors import InputError
 

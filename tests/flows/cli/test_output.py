@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli import output
-from flows.cli.run import print_metrics
+from flows.cli.commands.run import print_metrics
 from recsys_core.evaluation.report import metric_table
 from tasks.progress.reporting import LOG, show_bar
 

@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_C
 from prefect.states import Completed, Crashed, Pending, Running
 from ruamel.yaml import YAML
 
-from flows.cli.deploy import deploy_pipeline
+from flows.cli.commands.deploy import deploy_pipeline
 from flows.prefect_runs import (
     end_lost_runs,
     end_lost_runs_of_commands,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.cli import ui
+from flows.cli.commands import ui
 from flows.servers.server_process import ServerProcess
 from tasks.registry.mlflow_client import connect
 

@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
 from ruamel.yaml import YAML
 
-from flows.cli.registry import query
+from flows.cli.commands.registry import query
 from flows.query import recommend
 from flows.settings import yaml_loader
 from flows.settings.template import starter_config

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions, command_line
-from flows.cli.run import prepare_input
-from flows.cli.session import FlowCommand, flow_session
+from flows.cli.commands.run import prepare_input
+from flows.cli.commands.session import FlowCommand, flow_session
 from flows.servers.prefect_server import PrefectServer
 from flows.settings.config_file import LoadedConfig, setting_value, settings_as_yaml
 from flows.settings.pipeline import PipelineConfig

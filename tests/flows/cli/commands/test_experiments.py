@@ -11,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from flows.cli.experiments import print_study, tunable_config
+from flows.cli.commands.experiments import print_study, tunable_config
 from flows.cli.main import app
 from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml
 from flows.settings.template import starter_config

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import ui
+from flows.cli.commands import ui
 from flows.settings.template import starter_config
 from recsys_core.errors import InputError, StageError
 from tasks.registry.mlflow_client import connect

@@ -8,7 +8,7 @@ from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from rich.console import Console
 
 from flows.cli import output
-from flows.cli.registry import clean_workspace, print_removals
+from flows.cli.commands.registry import clean_workspace, print_removals
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import session
-from flows.cli.run import run_nightly
-from flows.cli.session import FlowCommand, one_sentence_errors
+from flows.cli.commands import session
+from flows.cli.commands.run import run_nightly
+from flows.cli.commands.session import FlowCommand, one_sentence_errors
 from flows.settings.config_file import LoadedConfig, dump_config
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions, command_line
-from flows.cli.session import FlowCommand, PrefectServerError, flow_session
+from flows.cli.commands.session import FlowCommand, PrefectServerError, flow_session
 from flows.runs.before_run import check_inputs, check_resume
 from flows.runs.results import RunResults
 from flows.servers.prefect_server import PrefectServer

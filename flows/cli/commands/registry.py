@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from flows.cli import output
 from flows.cli.arguments import command_line
-from flows.cli.session import one_sentence_errors
+from flows.cli.commands.session import one_sentence_errors
 from flows.interruption import interruptible
 from flows.push import push_version
 from flows.query import QueryAnswer, compare_versions, recommend_many

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.cli.run import print_results, warn_of_other_options
+from flows.cli.commands.run import print_results, warn_of_other_options
 from flows.runs.results import RunResults
 from flows.settings.config_file import LoadedConfig
 from flows.settings.template import starter_config

@@ -83,17 +83,9 @@ class Run:
                 f"{self.folder}: only the manifests and reports of run {self.run_id} are left, because it is older than the "
                 "runs that retention.keep_full_runs keeps; start a new run"
             )
-        lock = FileLock(self.folder / LOCK_NAME)
-        try:
-            lock.acquire(timeout=PROBE_WAIT_S)
-        except Timeout:
-            raise InputError(
-                f"{self.folder}: another process is working on run {self.run_id}; wait for it to end, or start a new run"
-            ) from None
-        try:
+        problem = f"{self.folder}: another process is working on run {self.run_id}; wait for it to end, or start a new run"
+        with exclusive_lock(self.folder / LOCK_NAME, problem=problem, wait_s=PROBE_WAIT_S):
             yield
-        finally:
-            lock.release()
 
     def is_locked(self) -> bool:
         """Return whether a process is working on the run. The lock of a dead process does not count: the kernel releases it."""
@@ -105,6 +97,24 @@ class Run:
                 return False
         except Timeout:
             return True
+
+
+@contextmanager
+def exclusive_lock(lock_file: Path, *, problem: str, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock on `lock_file`; raise InputError with the message `problem` if another process holds it.
+
+    Args:
+        wait_s: time to wait until the other process releases the lock.
+    """
+    lock = FileLock(lock_file)
+    try:
+        lock.acquire(timeout=wait_s)
+    except Timeout:
+        raise InputError(problem) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def new_run_id(*, after: str = "", at: datetime | None = None) -> str:

@@ -17,7 +17,7 @@ from recsys_core.sharding.plan_file import PlanFile, format_ranges
 from recsys_core.sharding.planner import write_plan
 from recsys_core.units import format_bytes, format_duration, format_milliseconds
 from tasks.runs.context import StageContext
-from tasks.runs.run import Run
+from tasks.runs.run import LOCK_NAME, Run, exclusive_lock
 from tasks.stages.data_stages import ingest
 
 MAX_RANK_LINES = 16
@@ -42,6 +42,22 @@ def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool)
     """
     check_sizes(sizes.num_users, sizes.num_items, sizes.num_events)
     run = Run("plan", workspace=config.workspace.absolute(), parent_name="")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    problem = f"{run.folder}: another `nightjar plan` is writing this folder; wait for it to end, or set another workspace"
+    with exclusive_lock(run.folder / LOCK_NAME, problem=problem):
+        plan, estimate, paths = _plan_and_estimate(config, run, sizes)
+    if as_json:
+        output.print_json(plan.model_dump_json())
+        return
+    print_plan(plan, paths=paths)
+    output.stdout.print()
+    print_estimate(estimate, path=run.folder / ESTIMATE_FILE_NAME)
+    if sizes.num_users is not None and config.features is not None:
+        print_folded("the plan and the estimate leave out the features, because their sizes are not known")
+
+
+def _plan_and_estimate(config: PipelineConfig, run: Run, sizes: PlannedSizes) -> tuple[PlanFile, RunEstimate, Sequence[Path]]:
+    """Write the plan and the estimate into the run's folder; return them, and the paths of the plan as JSON and as a page."""
     plan, data = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
     machines = Machines(
         engine=config.interactions.engine.kind,
@@ -52,18 +68,8 @@ def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool)
         memory_limit_bytes=TypeAdapter(ByteSize).validate_python(config.interactions.memory_limit),
     )
     estimate = estimate_run(workload_of(config, data, plan=plan, machines=machines))
-    run.folder.mkdir(parents=True, exist_ok=True)
-    paths = write_plan(plan, run.folder)
-    estimate_path = run.folder / ESTIMATE_FILE_NAME
-    estimate_path.write_text(estimate.model_dump_json(indent=2), encoding="utf-8")
-    if as_json:
-        output.print_json(plan.model_dump_json())
-        return
-    print_plan(plan, paths=paths)
-    output.stdout.print()
-    print_estimate(estimate, path=estimate_path)
-    if sizes.num_users is not None and config.features is not None:
-        print_folded("the plan and the estimate leave out the features, because their sizes are not known")
+    (run.folder / ESTIMATE_FILE_NAME).write_text(estimate.model_dump_json(indent=2), encoding="utf-8")
+    return plan, estimate, write_plan(plan, run.folder)
 
 
 def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFile, DataSizes]:

@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from flows.cli import output
 from flows.servers.prefect_server import PrefectServer
 from flows.servers.server_process import LOG, PASSWORD_VARIABLE, WORKSPACE_VARIABLE, ServerProcess
@@ -22,6 +20,7 @@ from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
+from tasks.runs.run import exclusive_lock
 from tasks.runs.workspace import UP_LOCK_NAME
 
 RUNS_STOP_TIMEOUT_S = 5.5
@@ -170,17 +169,9 @@ def _mlflow_environment(workspace: Path, *, password: str) -> dict[str, str]:
 @contextmanager
 def _up_lock(workspace: Path) -> Iterator[None]:
     """Hold the lock of `nightjar up` on the workspace; raise InputError if another process holds it."""
-    lock = FileLock(workspace / UP_LOCK_NAME)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise InputError(
-            f"{workspace}: another `nightjar up` runs this workspace; stop it first, or set another workspace"
-        ) from None
-    try:
+    problem = f"{workspace}: another `nightjar up` runs this workspace; stop it first, or set another workspace"
+    with exclusive_lock(workspace / UP_LOCK_NAME, problem=problem):
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from flows.cli.main import app
 from recsys_core.errors import InputError
 from recsys_core.estimates.run_estimate import RunEstimate
 from recsys_core.sharding.plan_file import PlanFile
+from tasks.runs.run import LOCK_NAME
 from tests.recsys_core.ingest.parquet_files import write_parquet
 
 CLUSTER_SETTINGS = {"ddr_gb": 500, "inter_host_gb_s": 25, "intra_host_gb_s": 300}
@@ -88,6 +90,16 @@ def test_sizes_are_planned_and_estimated_without_reading_data(config_path: Path)
     assert estimate.workload.training.table_bytes == 1_100_000_000 * (64 + 1) * 4
     words = ["2 hosts of 4 GPUs and 32 cores, and spark for the ingest", "64 cores", "at 1/500", "8 GPUs", "per GPU-hour"]
     assert [word for word in words if word not in result.output] == []
+
+
+def test_a_second_plan_in_a_workspace_is_an_input_error_while_the_first_plan_is_computed(config_path: Path) -> None:
+    folder = config_path.parent / "workspace" / "plan"
+    folder.mkdir(parents=True)
+    with FileLock(folder / LOCK_NAME):
+        result = CliRunner().invoke(app, ["plan", str(config_path)])
+    assert isinstance(result.exception, InputError)
+    assert f"{folder}: another `nightjar plan` is writing this folder; wait for it to end" in str(result.exception)
+    assert [path.name for path in folder.iterdir()] == [LOCK_NAME]
 
 
 def test_one_size_without_the_other_sizes_is_an_input_error(config_path: Path) -> None:

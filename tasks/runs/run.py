@@ -1,5 +1,6 @@
 """A run: its id, its folder with the stages, and the lock on the folder."""
 
+import fcntl
 import re
 import secrets
 from collections.abc import Iterator
@@ -97,6 +98,17 @@ class Run:
                 return False
         except Timeout:
             return True
+        except PermissionError:  # this user may only read the workspace, e.g. with `nightjar history`
+            return _is_locked_for_writing(lock_file)
+
+
+def _is_locked_for_writing(lock_file: Path) -> bool:
+    with lock_file.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextmanager

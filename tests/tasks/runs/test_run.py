@@ -91,6 +91,23 @@ def test_a_process_that_only_reads_the_state_of_a_run_does_not_count_as_working_
         assert run.is_locked()
 
 
+def test_a_user_who_may_only_read_the_workspace_sees_whether_a_run_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, open_file = Run("r", workspace=tmp_path), os.open
+
+    def open_as_reader(path: Path, flags: int, *arguments: Any) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", path)
+        return open_file(path, flags, *arguments)
+
+    with run.lock(), monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_as_reader)
+        assert run.is_locked()
+    monkeypatch.setattr(os, "open", open_as_reader)
+    assert not run.is_locked()
+
+
 @pytest.mark.parametrize(
     "run_id", ["", ".", "..", "../../x", "/etc", "a/b", "a\\b", "a.b", "a b", "a\n", "-a", "~", "ü", "a" * 101, "a\0", "%2e%2e"]
 )

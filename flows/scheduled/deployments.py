@@ -24,7 +24,7 @@ from flows.refresh import refresh
 from flows.scheduled.deployed import deployed_retrain
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError, shown, shown_names
+from recsys_core.errors import InputError, shown_names
 from tasks import ENVIRONMENT
 
 STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyLimitStrategy.ENQUEUE}
@@ -69,11 +69,7 @@ def deployments_of(
 def read_deployment(
     client: SyncPrefectClient, pipeline_name: str, *, flow_name: str = deployed_retrain.name
 ) -> DeploymentResponse | None:
-    """Return a deployment of a pipeline; None if it does not exist. Raise InputError if Prefect rejects the pipeline's name."""
-    if "/" in pipeline_name or "%" in pipeline_name:
-        raise InputError(
-            f"name: {shown(pipeline_name)} contains / or %, which the name of a Prefect deployment may not contain"
-        )
+    """Return a deployment of a pipeline; None if it does not exist."""
     try:
         return client.read_deployment_by_name(f"{flow_name}/{pipeline_name}")
     except ObjectNotFound:

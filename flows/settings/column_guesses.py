@@ -157,12 +157,13 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
 
 
 def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]:
-    """Return the settings for a label column with at least two values; an empty dictionary if there is no such column."""
+    """Return the settings for a label column with two different finite values; an empty dictionary without such a column."""
     number_columns = table.columns(lambda data_type: pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
     column = _named_column([column for column in number_columns if column not in used_columns], LABEL_WORDS)
     if column is None:
         return {}
-    smallest, largest = pc.min_max(table.values(column)).as_py().values()
+    values = pc.cast(table.values(column), pa.float64(), safe=False)
+    smallest, largest = pc.min_max(values.filter(pc.is_finite(values))).as_py().values()
     if smallest == largest:
         return {}
     table.column_or_placeholder("label_column", column, role="labels")

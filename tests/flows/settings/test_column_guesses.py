@@ -1,6 +1,7 @@
 """`nightjar init --log --items --vectors`: columns guessed from real parquet files."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -126,6 +127,24 @@ def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> 
         test=str(tmp_path),
     )
     assert config.interactions.timestamp_column == "ts" and config.model.history.last_item_feature
+
+
+@pytest.mark.parametrize(
+    ("ratings", "threshold"),
+    [
+        (np.full(NUM_EVENTS, np.nan), None),
+        (np.where(np.arange(NUM_EVENTS) % 2, np.inf, 3.0), None),
+        (np.where(np.arange(NUM_EVENTS) % 3, np.arange(NUM_EVENTS) % 5 + 1, np.nan), 3.0),
+        ((np.arange(NUM_EVENTS) % 5 + 1).astype(np.float16), 3.0),
+        (pa.nulls(NUM_EVENTS, pa.float64()), None),
+    ],
+    ids=["nan", "infinite", "some nan", "float16", "null"],
+)
+def test_the_label_threshold_is_the_middle_of_the_finite_labels(tmp_path: Path, ratings: Any, threshold: float | None) -> None:
+    columns = {"user": random_ids(200), "item": random_ids(50), "time": TIMES_S, "rating": ratings}
+    interactions, _ = guess_log(tmp_path, columns)
+    assert interactions.label_threshold == threshold
+    assert interactions.label_column == (None if threshold is None else "rating")
 
 
 def test_columns_from_options_are_not_guessed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Registered models whose files or tags were forged: their code is never executed."""
+"""Registered models that are not loaded: versions that do not exist, and forged files or tags, whose code is not executed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from recsys_core.errors import StageError
+from recsys_core.errors import InputError, StageError
 from tasks.gate.sample import prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, predict_in_subprocess
 from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_version
@@ -80,3 +80,8 @@ def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
         file.write(f"\n# {outside}\n")
     with pytest.raises(StageError, match=rf"has the sha256 \w+, which is not in {workspace / LOGGED_MODELS_FILE_NAME}"):
         load_version(workspace, model_name="m")
+
+
+def test_a_number_that_no_version_can_have_is_reported_as_a_missing_version(workspace: Path) -> None:
+    with pytest.raises(InputError, match="'m' has no version 99999999999999999999; list the versions"):
+        load_version(workspace, model_name="m", version="99999999999999999999")

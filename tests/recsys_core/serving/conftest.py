@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,9 @@ from recsys_core.models.score_terms import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
+from recsys_core.serving.description import description_sha256
 from recsys_core.serving.package import build_package
+from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
 from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
 
@@ -52,6 +55,24 @@ ITEM_FILES = {
     ),
 }
 """Titles and filter columns of the items, as the features stage stores them."""
+
+INDEX_KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan", "hnsw")
+
+FILTERS: list[tuple[dict[str, Any], list[int]]] = [
+    ({"genre": {"in": ["rock", "jazz"]}}, [row for row in ITEM_TABLE_ROWS if row % 3 == 0]),
+    (
+        {"genre": "pop", "price": {"ge": 10, "lt": 12.5}},
+        [row for row in ITEM_TABLE_ROWS if row % 3 == 1 and row % 50 in (10, 11, 12)],
+    ),
+    ({"stock": [2, 3]}, [row for row in ITEM_TABLE_ROWS if row % 7 in (2, 3)]),
+    ({"is_new": True, "stock": {"gt": 4, "le": 5}}, [row for row in ITEM_TABLE_ROWS if row % 2 == 0 and row % 7 == 5]),
+    (
+        {"since": {"since": "2026-10-01T02:00:00+02:00"}},
+        [row for row in ITEM_TABLE_ROWS if TIMES[row] >= datetime(2026, 10, 1)],
+    ),
+    ({"price": {"gt": 1000}}, []),
+]
+"""Filters, and the item rows that satisfy each of them."""
 
 
 def small_model_config(
@@ -283,3 +304,21 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
         return exported_model, package
 
     return build
+
+
+@pytest.fixture(scope="module")
+def flat_model(build_packaged_model: ModelBuilder) -> tuple[ExportedModel, PackageManifest]:
+    return build_packaged_model(index_kind="flat")
+
+
+@pytest.fixture(scope="module")
+def retriever(flat_model: tuple[ExportedModel, PackageManifest]) -> Retriever:
+    return load_retriever(flat_model[1])
+
+
+def load_retriever(package: PackageManifest) -> Retriever:
+    return Retriever.load(package.folder / "package", sha256=description_sha256(package))
+
+
+def seen_ids_of(exported_model: ExportedModel, user: int) -> set[str]:
+    return {ITEM_IDS[row] for row in exported_model.log[user]}

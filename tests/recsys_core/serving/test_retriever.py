@@ -1,12 +1,7 @@
 """Answers of a retriever, compared with a sort of the whole catalogue by the scores of the float model."""
 
 import math
-import shutil
-import subprocess
-import sys
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,40 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import PackageManifest
 from recsys_core.retrieval.compressed import PqFastScan
 from recsys_core.retrieval.index import build_index
 from recsys_core.retrieval.search import search_exhaustively
-from recsys_core.serving.description import description_sha256
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.refresh.small_pipeline import build_pipeline
 from tests.recsys_core.serving.conftest import (
-    CONTEXT_FEATURES,
+    FILTERS,
+    INDEX_KINDS,
     ITEM_FILES,
     ITEM_IDS,
-    ITEM_TABLE_ROWS,
     NUM_ITEMS,
     NUM_USERS,
-    TIMES,
-    USER_FEATURES,
     USER_IDS,
     ExportedModel,
     ModelBuilder,
+    load_retriever,
+    seen_ids_of,
 )
 
-INDEX_KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan", "hnsw")
 SHARDED_KINDS = ("flat", "ivf_sq8", "pq_fastscan", "hnsw")
 """Kinds that are tested with three shards too."""
-
-
-@pytest.fixture(scope="module")
-def flat_model(build_packaged_model: ModelBuilder) -> tuple[ExportedModel, PackageManifest]:
-    return build_packaged_model(index_kind="flat")
-
-
-@pytest.fixture(scope="module")
-def retriever(flat_model: tuple[ExportedModel, PackageManifest]) -> Retriever:
-    return load_retriever(flat_model[1])
 
 
 @pytest.fixture(scope="module", params=[*((kind, 1) for kind in INDEX_KINDS), *((kind, 3) for kind in SHARDED_KINDS)], ids=str)
@@ -55,14 +37,6 @@ def model_and_retriever(request: pytest.FixtureRequest, build_packaged_model: Mo
     kind, num_shards = request.param
     exported_model, package = build_packaged_model(index_kind=kind, num_index_shards=num_shards, quantization="int8")
     return exported_model, load_retriever(package)
-
-
-def load_retriever(package: PackageManifest) -> Retriever:
-    return Retriever.load(package.folder / "package", sha256=description_sha256(package))
-
-
-def _seen_ids(exported_model: ExportedModel, user: int) -> set[str]:
-    return {ITEM_IDS[row] for row in exported_model.log[user]}
 
 
 def test_known_users_get_the_exact_best_unseen_items(flat_model, retriever: Retriever) -> None:
@@ -74,15 +48,6 @@ def test_known_users_get_the_exact_best_unseen_items(flat_model, retriever: Retr
         assert ids[user].tolist() == exported_model.best_ids(query, seen=exported_model.log[user], k=10)
         rows = [ITEM_IDS.index(item) for item in ids[user]]
         np.testing.assert_allclose(scores[user], exported_model.item_vectors[rows] @ query, rtol=1e-4, atol=1e-5)
-
-
-def test_a_package_loads_without_the_compiler_of_torch(flat_model) -> None:
-    script = (
-        "import sys; from pathlib import Path; from recsys_core.serving.retriever import Retriever; "
-        f"Retriever.load(Path({str(flat_model[1].folder)!r})); print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert result.stdout.split() == ["True", "False"]
 
 
 def test_an_int8_model_recommends_nearly_the_items_of_the_float_model(
@@ -100,7 +65,7 @@ def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(
     for k in (1, 20, NUM_ITEMS, NUM_ITEMS + 50):
         recommendations = retriever.recommend(USER_IDS, k=k)
         for user, (item_ids, scores) in enumerate(zip(recommendations.item_ids, recommendations.scores, strict=True)):
-            seen_ids = _seen_ids(exported_model, user)
+            seen_ids = seen_ids_of(exported_model, user)
             assert len(item_ids) == len(scores) == len({*item_ids}) == min(k, NUM_ITEMS - len(seen_ids))
             assert {*item_ids} <= {*ITEM_IDS} - seen_ids
             assert (np.diff(scores) <= 0).all()
@@ -110,7 +75,7 @@ def test_a_user_who_has_seen_nearly_all_items_gets_the_unseen_ones(
     model_and_retriever: tuple[ExportedModel, Retriever],
 ) -> None:
     exported_model, retriever = model_and_retriever
-    assert {*retriever.recommend([USER_IDS[3]], k=5).item_ids[0]} == {*ITEM_IDS} - _seen_ids(exported_model, 3)
+    assert {*retriever.recommend([USER_IDS[3]], k=5).item_ids[0]} == {*ITEM_IDS} - seen_ids_of(exported_model, 3)
 
 
 def test_a_history_in_the_request_replaces_the_stored_one(flat_model, retriever: Retriever) -> None:
@@ -148,7 +113,7 @@ def test_an_unknown_user_without_a_known_item_gets_popular_items(flat_model, ret
     for item_ids, item_scores in zip(ids[:2], scores[:2], strict=True):
         assert item_ids.tolist() == [ITEM_IDS[row] for row in popular_rows]
         np.testing.assert_allclose(item_scores, count_I[popular_rows] / count_I.sum(), rtol=1e-6)
-    assert not _seen_ids(exported_model, 0) & {*ids[2]}
+    assert not seen_ids_of(exported_model, 0) & {*ids[2]}
     (all_ids,) = retriever.recommend([1], k=10**9).item_ids
     assert sorted(all_ids) == sorted(ITEM_IDS)
 
@@ -215,28 +180,6 @@ def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(b
     assert ITEM_IDS[8] not in ids[1] and len(ids[1]) == 6
 
 
-def test_features_of_known_users_are_read_from_the_package(build_packaged_model: ModelBuilder) -> None:
-    exported_model, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
-    retriever = load_retriever(package)
-    ids = retriever.recommend(USER_IDS, k=6).item_ids
-    for user, item_ids in enumerate(ids):
-        assert item_ids.tolist() == exported_model.best_ids(
-            exported_model.query_vector(user, exported_model.log[user]), seen=exported_model.log[user], k=6
-        )
-    rows = [11, 250, 31]
-    histories = [[ITEM_IDS[row] for row in rows]] * 2
-    known_user_ids, unknown_user_ids = retriever.recommend([USER_IDS[5], 1], k=6, histories=histories).item_ids
-    seen_rows = [*rows, *exported_model.log[5]]
-    assert known_user_ids.tolist() == exported_model.best_ids(exported_model.query_vector(5, rows), seen=seen_rows, k=6)
-    assert unknown_user_ids.tolist() == exported_model.best_ids(exported_model.query_vector(None, rows), seen=rows, k=6)
-    # With an empty history in the request, only the features of a known user are left.
-    (known_user_ids,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
-    assert known_user_ids.tolist() == exported_model.best_ids(
-        exported_model.query_vector(5, []), seen=exported_model.log[5], k=6
-    )
-    assert not any((package.folder / "package").glob("context.*.row.npy"))
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(-3, NUM_USERS - 1), max_size=9), st.integers(1, 40), st.data())
 def test_recommendations_do_not_depend_on_other_queries_of_the_batch(
@@ -264,163 +207,6 @@ def test_a_request_without_users_is_empty_and_invalid_arguments_are_rejected(ret
         retriever.recommend([1], k=0)
     with pytest.raises(InputError, match="1 histories for 2 users"):
         retriever.recommend([1, 2], k=1, histories=[[]])
-
-
-def test_a_package_loads_from_its_stage_folder_without_a_checksum(flat_model, retriever: Retriever) -> None:
-    loaded = Retriever.load(flat_model[1].folder)
-    assert loaded.recommend(USER_IDS[:1], k=5)[0] == retriever.recommend(USER_IDS[:1], k=5)[0]
-
-
-def test_a_package_that_was_copied_elsewhere_loads(flat_model, retriever: Retriever, tmp_path: Path) -> None:
-    shutil.copytree(flat_model[1].folder / "package", tmp_path / "elsewhere")
-    copied = Retriever.load(tmp_path / "elsewhere", sha256=description_sha256(flat_model[1]))
-    assert copied.recommend(USER_IDS[:1], k=5)[0] == retriever.recommend(USER_IDS[:1], k=5)[0]
-
-
-def test_features_of_a_request_are_encoded_as_in_the_ingest(build_packaged_model: ModelBuilder) -> None:
-    exported_model, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
-    retriever = load_retriever(package)
-    assert retriever.request_features.columns == [
-        *("user.single", "list", "weighted_list", "weights", "user.number", "context.single", "context.number")
-    ]
-    answers = retriever.recommend(
-        [USER_IDS[5], 1, USER_IDS[6], 1],
-        k=6,
-        features={
-            "context.single": ["context.single 3", "context.single 2", None, None],
-            "context.number": [0.5, None, None, None],
-            "weighted_list": [None, ["user.weighted_list 4", "unheard of"], None, None],
-            "weights": [None, [2.0, 1.0], None, None],
-            "user.single": [None, None, "user.single 2", None],
-        },
-    )
-    log = exported_model.log
-    queries = [
-        exported_model.query_vector(5, log[5], given_features={"context.single": ([3], None), "context.number": ([1], [0.5])}),
-        exported_model.query_vector(
-            None, [], given_features={"context.single": ([2], None), "user.weighted_list": ([4, 0], [2.0, 1.0])}
-        ),
-        exported_model.query_vector(6, log[6], given_features={"user.single": ([2], None)}),
-    ]
-    for answer, query, seen in zip(list(answers)[:3], queries, (log[5], [], log[6]), strict=True):
-        assert answer.item_ids == exported_model.best_ids(query, seen=seen, k=6)
-    assert answers.fallbacks == [None, "features", None, "popularity"]
-
-
-@pytest.mark.parametrize(
-    ("features", "message"),
-    [
-        ({"context.number": [math.nan]}, "context.number: nan is not a finite number"),
-        ({"context.number": ["3"]}, "context.number: '3' is not a finite number"),
-        ({"context.number": [True]}, "context.number: True is not a finite number"),
-        ({"context.single": [3]}, "context.single: value 3 is not a string"),
-        ({"list": ["a"]}, "list: 'a' is not a list"),
-        ({"weighted_list": [["a"]]}, "'weights' does not have one weight for each value of 'weighted_list'"),
-        ({"weighted_list": [["a"]], "weights": [[-1.0]]}, "'weights' has a weight that is negative or too large"),
-        ({"device": ["ios"]}, r"unknown column \['device'\]; the model has \['user_id', 'history', 'user.single'"),
-        ({"list": [None, None]}, "column 'list' has 2 values for 1 rows"),
-    ],
-)
-def test_an_error_about_an_invalid_feature_names_its_column(
-    build_packaged_model: ModelBuilder, features: dict[str, list[Any]], message: str
-) -> None:
-    _, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
-    with pytest.raises(InputError, match=message):
-        load_retriever(package).recommend([1], k=3, features=features)
-
-
-@pytest.fixture(scope="module", params=INDEX_KINDS)
-def model_and_filtering_retriever(
-    request: pytest.FixtureRequest, build_packaged_model: ModelBuilder
-) -> tuple[ExportedModel, Retriever]:
-    exported_model, package = build_packaged_model(index_kind=request.param, item_files=ITEM_FILES)
-    return exported_model, load_retriever(package)
-
-
-FILTERS: list[tuple[dict[str, Any], list[int]]] = [
-    ({"genre": {"in": ["rock", "jazz"]}}, [row for row in ITEM_TABLE_ROWS if row % 3 == 0]),
-    (
-        {"genre": "pop", "price": {"ge": 10, "lt": 12.5}},
-        [row for row in ITEM_TABLE_ROWS if row % 3 == 1 and row % 50 in (10, 11, 12)],
-    ),
-    ({"stock": [2, 3]}, [row for row in ITEM_TABLE_ROWS if row % 7 in (2, 3)]),
-    ({"is_new": True, "stock": {"gt": 4, "le": 5}}, [row for row in ITEM_TABLE_ROWS if row % 2 == 0 and row % 7 == 5]),
-    (
-        {"since": {"since": "2026-10-01T02:00:00+02:00"}},
-        [row for row in ITEM_TABLE_ROWS if TIMES[row] >= datetime(2026, 10, 1)],
-    ),
-    ({"price": {"gt": 1000}}, []),
-]
-"""Filters, and the item rows that satisfy each of them."""
-
-
-@pytest.mark.parametrize(("item_filter", "allowed_rows"), FILTERS)
-@pytest.mark.parametrize("max_exact_items", [0, 10_000])
-def test_a_filtered_answer_has_as_many_unseen_items_as_the_filter_allows(
-    model_and_filtering_retriever: tuple[ExportedModel, Retriever],
-    item_filter: dict[str, Any],
-    allowed_rows: list[int],
-    max_exact_items: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact_items)
-    exported_model, retriever = model_and_filtering_retriever
-    allowed_ids = {ITEM_IDS[row] for row in allowed_rows}
-    for k in (5, NUM_ITEMS):
-        answers = retriever.recommend([*USER_IDS, 1], k=k, filter=item_filter)
-        for user, answer in enumerate(answers):
-            expected_ids = allowed_ids - (_seen_ids(exported_model, user) if user < NUM_USERS else set())
-            assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(expected_ids))
-            assert {*answer.item_ids} <= expected_ids
-        assert answers[-1].fallback == "popularity"
-        if retriever.package.index_kind == "flat":
-            for user in range(NUM_USERS):
-                query = exported_model.query_vector(user, exported_model.log[user])
-                assert answers[user].item_ids == exported_model.best_ids(
-                    query, seen=exported_model.log[user], k=k, allowed=allowed_rows
-                )
-
-
-def test_a_remembered_filter_does_not_keep_the_exclusions_of_a_request(
-    model_and_filtering_retriever: tuple[ExportedModel, Retriever], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", 2)
-    _, retriever = model_and_filtering_retriever
-    item_filter = {"stock": [5]}
-    (whole_answer,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)
-    (shorter_answer,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter, exclude=whole_answer.item_ids[:5])
-    assert shorter_answer.item_ids == whole_answer.item_ids[5:]
-    assert retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)[0] == whole_answer
-
-
-def test_a_filter_may_compare_with_a_datetime(model_and_filtering_retriever: tuple[ExportedModel, Retriever]) -> None:
-    _, retriever = model_and_filtering_retriever
-    (answer,) = retriever.recommend([1], k=NUM_ITEMS, filter={"since": {"lt": TIMES[9]}})
-    assert {*answer.item_ids} == {*ITEM_IDS[:9]}
-
-
-@pytest.mark.parametrize(
-    ("item_filter", "message"),
-    [
-        ({"colour": "red"}, r"unknown column 'colour'; the model has \['genre', 'price', 'stock', 'is_new', 'since'\]"),
-        ({"price": {"between": [1, 2]}}, "column 'price' has the unknown operator 'between'; use in, ge, gt, le, lt, since"),
-        ({"price": {"ge": "10"}}, "'10' is no value of column 'price'; pass a finite number"),
-        ({"price": {"ge": math.nan}}, "nan is no value of column 'price'"),
-        ({"stock": {"in": 3}}, "'stock' in 3: pass a list of values"),
-        ({"stock": {"ge": 10**30}}, "is no value of column 'stock'"),
-        ({"genre": {"ge": "a"}}, "column 'genre' has no order"),
-        ({"genre": [1]}, "1 is no value of column 'genre'; pass a string"),
-        ({"is_new": [1]}, "1 is no value of column 'is_new'; pass true or false"),
-        ({"since": {"since": "yesterday"}}, "'yesterday' is no value of column 'since'; pass a time"),
-        ({"price": {"since": 3}}, "column 'price' has no times"),
-    ],
-)
-def test_an_error_about_an_invalid_filter_names_its_column(
-    build_packaged_model: ModelBuilder, item_filter: dict[str, Any], message: str
-) -> None:
-    retriever = load_retriever(build_packaged_model(item_files=ITEM_FILES)[1])
-    with pytest.raises(InputError, match=message):
-        retriever.recommend([1], k=3, filter=item_filter)
 
 
 def test_a_request_may_exclude_items_and_may_include_seen_items(
@@ -523,62 +309,8 @@ def test_similar_items_have_the_largest_inner_products(build_packaged_model: Mod
     assert {*answer.item_ids} == {ITEM_IDS[row] for row in allowed_rows} - {ITEM_IDS[7]}
 
 
-def test_titles_of_items_are_read_from_the_package(build_packaged_model: ModelBuilder) -> None:
-    items = load_retriever(build_packaged_model(item_files=ITEM_FILES)[1]).items
-    assert items.titles(np.array([4, 3, 0])) == ["title 4", None, "title 0"]
-
-
 def test_an_unknown_option_and_a_request_without_queries_are_rejected(retriever: Retriever) -> None:
     with pytest.raises(InputError, match="unknown option top; there are exclude_seen"):
         retriever.recommend([1], k=3, top=3)  # type: ignore[call-arg]
     with pytest.raises(InputError, match="there are no queries"):
         retriever.recommend(k=3)
-
-
-def test_a_package_without_users_answers_from_the_history_of_the_request(build_packaged_model: ModelBuilder) -> None:
-    exported_model, package = build_packaged_model(users="none", features=(*USER_FEATURES, *CONTEXT_FEATURES))
-    names = {path.name for path in (package.folder / "package").iterdir()}
-    assert not {"users.arrow", "users.sha256"} & names
-    retriever = Retriever.load(package.folder)
-    rows = [11, 250, 31]
-    history = [ITEM_IDS[row] for row in rows]
-    answers = retriever.recommend(
-        [USER_IDS[5], "any", None, USER_IDS[5]],
-        k=6,
-        histories=[history, history, None, history],
-        features={"user.single": [None, None, None, "user.single 2"]},
-    )
-    assert answers.fallbacks == [None, None, "popularity", None]
-    expected_ids = exported_model.best_ids(exported_model.query_vector(None, rows), seen=rows, k=6)
-    assert answers[0].item_ids == answers[1].item_ids == expected_ids
-    assert answers[3].item_ids == exported_model.best_ids(
-        exported_model.query_vector(None, rows, given_features={"user.single": ([2], None)}), seen=rows, k=6
-    )
-
-
-def test_the_description_of_a_package_has_its_settings_its_data_and_its_metrics(flat_model, retriever: Retriever) -> None:
-    exported_model, _ = flat_model
-    package = retriever.package
-    assert (package.dim, package.max_k, package.users, package.fallbacks) == (
-        16,
-        NUM_ITEMS,
-        "stored",
-        ("history", "popularity"),
-    )
-    assert (package.data.num_events, package.data.num_users) == (sum(map(len, exported_model.log)), NUM_USERS)
-    recall = package.metrics["recall@20"]
-    assert 0 < recall.value < 1 and recall.half_width is not None and recall.half_width > 0
-
-
-def test_a_package_loads_from_its_stage_folder_its_own_folder_and_a_model_folder_of_mlflow(flat_model, tmp_path: Path) -> None:
-    shutil.copytree(flat_model[1].folder / "package", tmp_path / "artifacts" / "package")
-    folders = (flat_model[1].folder, flat_model[1].folder / "package", str(tmp_path))
-    assert len({Retriever.load(folder).version for folder in folders}) == 1
-    assert Retriever.load(tmp_path, version="7").recommend([1], k=1)[0].version == "7"
-
-
-def test_the_space_id_depends_on_the_model_but_not_on_its_index_and_quantization(
-    build_packaged_model: ModelBuilder, retriever: Retriever
-) -> None:
-    assert load_retriever(build_packaged_model(index_kind="hnsw", quantization="int8")[1]).space_id == retriever.space_id
-    assert load_retriever(build_packaged_model(similarity="dot")[1]).space_id != retriever.space_id

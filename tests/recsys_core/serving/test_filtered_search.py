@@ -1,0 +1,100 @@
+"""Filters of a request: the answers of every index kind, and errors."""
+
+import math
+from typing import Any
+
+import pytest
+
+from recsys_core.errors import InputError
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.serving.conftest import (
+    FILTERS,
+    INDEX_KINDS,
+    ITEM_FILES,
+    ITEM_IDS,
+    NUM_ITEMS,
+    NUM_USERS,
+    TIMES,
+    USER_IDS,
+    ExportedModel,
+    ModelBuilder,
+    load_retriever,
+    seen_ids_of,
+)
+
+
+@pytest.fixture(scope="module", params=INDEX_KINDS)
+def model_and_filtering_retriever(
+    request: pytest.FixtureRequest, build_packaged_model: ModelBuilder
+) -> tuple[ExportedModel, Retriever]:
+    exported_model, package = build_packaged_model(index_kind=request.param, item_files=ITEM_FILES)
+    return exported_model, load_retriever(package)
+
+
+@pytest.mark.parametrize(("item_filter", "allowed_rows"), FILTERS)
+@pytest.mark.parametrize("max_exact_items", [0, 10_000])
+def test_a_filtered_answer_has_as_many_unseen_items_as_the_filter_allows(
+    model_and_filtering_retriever: tuple[ExportedModel, Retriever],
+    item_filter: dict[str, Any],
+    allowed_rows: list[int],
+    max_exact_items: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact_items)
+    exported_model, retriever = model_and_filtering_retriever
+    allowed_ids = {ITEM_IDS[row] for row in allowed_rows}
+    for k in (5, NUM_ITEMS):
+        answers = retriever.recommend([*USER_IDS, 1], k=k, filter=item_filter)
+        for user, answer in enumerate(answers):
+            expected_ids = allowed_ids - (seen_ids_of(exported_model, user) if user < NUM_USERS else set())
+            assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(expected_ids))
+            assert {*answer.item_ids} <= expected_ids
+        assert answers[-1].fallback == "popularity"
+        if retriever.package.index_kind == "flat":
+            for user in range(NUM_USERS):
+                query = exported_model.query_vector(user, exported_model.log[user])
+                assert answers[user].item_ids == exported_model.best_ids(
+                    query, seen=exported_model.log[user], k=k, allowed=allowed_rows
+                )
+
+
+def test_a_remembered_filter_does_not_keep_the_exclusions_of_a_request(
+    model_and_filtering_retriever: tuple[ExportedModel, Retriever], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", 2)
+    _, retriever = model_and_filtering_retriever
+    item_filter = {"stock": [5]}
+    (whole_answer,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)
+    (shorter_answer,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter, exclude=whole_answer.item_ids[:5])
+    assert shorter_answer.item_ids == whole_answer.item_ids[5:]
+    assert retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)[0] == whole_answer
+
+
+def test_a_filter_may_compare_with_a_datetime(model_and_filtering_retriever: tuple[ExportedModel, Retriever]) -> None:
+    _, retriever = model_and_filtering_retriever
+    (answer,) = retriever.recommend([1], k=NUM_ITEMS, filter={"since": {"lt": TIMES[9]}})
+    assert {*answer.item_ids} == {*ITEM_IDS[:9]}
+
+
+@pytest.mark.parametrize(
+    ("item_filter", "message"),
+    [
+        ({"colour": "red"}, r"unknown column 'colour'; the model has \['genre', 'price', 'stock', 'is_new', 'since'\]"),
+        ({"price": {"between": [1, 2]}}, "column 'price' has the unknown operator 'between'; use in, ge, gt, le, lt, since"),
+        ({"price": {"ge": "10"}}, "'10' is no value of column 'price'; pass a finite number"),
+        ({"price": {"ge": math.nan}}, "nan is no value of column 'price'"),
+        ({"stock": {"in": 3}}, "'stock' in 3: pass a list of values"),
+        ({"stock": {"ge": 10**30}}, "is no value of column 'stock'"),
+        ({"genre": {"ge": "a"}}, "column 'genre' has no order"),
+        ({"genre": [1]}, "1 is no value of column 'genre'; pass a string"),
+        ({"is_new": [1]}, "1 is no value of column 'is_new'; pass true or false"),
+        ({"since": {"since": "yesterday"}}, "'yesterday' is no value of column 'since'; pass a time"),
+        ({"price": {"since": 3}}, "column 'price' has no times"),
+    ],
+)
+def test_an_error_about_an_invalid_filter_names_its_column(
+    build_packaged_model: ModelBuilder, item_filter: dict[str, Any], message: str
+) -> None:
+    retriever = load_retriever(build_packaged_model(item_files=ITEM_FILES)[1])
+    with pytest.raises(InputError, match=message):
+        retriever.recommend([1], k=3, filter=item_filter)

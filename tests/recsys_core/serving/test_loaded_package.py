@@ -1,0 +1,96 @@
+"""Loading of a package: its folders, contents and description."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from recsys_core.serving.description import description_sha256
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.serving.conftest import (
+    CONTEXT_FEATURES,
+    ITEM_FILES,
+    ITEM_IDS,
+    NUM_ITEMS,
+    NUM_USERS,
+    USER_FEATURES,
+    USER_IDS,
+    ModelBuilder,
+    load_retriever,
+)
+
+
+def test_a_package_loads_without_the_compiler_of_torch(flat_model) -> None:
+    script = (
+        "import sys; from pathlib import Path; from recsys_core.serving.retriever import Retriever; "
+        f"Retriever.load(Path({str(flat_model[1].folder)!r})); print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert result.stdout.split() == ["True", "False"]
+
+
+def test_a_package_loads_from_its_stage_folder_without_a_checksum(flat_model, retriever: Retriever) -> None:
+    loaded = Retriever.load(flat_model[1].folder)
+    assert loaded.recommend(USER_IDS[:1], k=5)[0] == retriever.recommend(USER_IDS[:1], k=5)[0]
+
+
+def test_a_package_that_was_copied_elsewhere_loads(flat_model, retriever: Retriever, tmp_path: Path) -> None:
+    shutil.copytree(flat_model[1].folder / "package", tmp_path / "elsewhere")
+    copied = Retriever.load(tmp_path / "elsewhere", sha256=description_sha256(flat_model[1]))
+    assert copied.recommend(USER_IDS[:1], k=5)[0] == retriever.recommend(USER_IDS[:1], k=5)[0]
+
+
+def test_titles_of_items_are_read_from_the_package(build_packaged_model: ModelBuilder) -> None:
+    items = load_retriever(build_packaged_model(item_files=ITEM_FILES)[1]).items
+    assert items.titles(np.array([4, 3, 0])) == ["title 4", None, "title 0"]
+
+
+def test_a_package_without_users_answers_from_the_history_of_the_request(build_packaged_model: ModelBuilder) -> None:
+    exported_model, package = build_packaged_model(users="none", features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    names = {path.name for path in (package.folder / "package").iterdir()}
+    assert not {"users.arrow", "users.sha256"} & names
+    retriever = Retriever.load(package.folder)
+    rows = [11, 250, 31]
+    history = [ITEM_IDS[row] for row in rows]
+    answers = retriever.recommend(
+        [USER_IDS[5], "any", None, USER_IDS[5]],
+        k=6,
+        histories=[history, history, None, history],
+        features={"user.single": [None, None, None, "user.single 2"]},
+    )
+    assert answers.fallbacks == [None, None, "popularity", None]
+    expected_ids = exported_model.best_ids(exported_model.query_vector(None, rows), seen=rows, k=6)
+    assert answers[0].item_ids == answers[1].item_ids == expected_ids
+    assert answers[3].item_ids == exported_model.best_ids(
+        exported_model.query_vector(None, rows, given_features={"user.single": ([2], None)}), seen=rows, k=6
+    )
+
+
+def test_the_description_of_a_package_has_its_settings_its_data_and_its_metrics(flat_model, retriever: Retriever) -> None:
+    exported_model, _ = flat_model
+    package = retriever.package
+    assert (package.dim, package.max_k, package.users, package.fallbacks) == (
+        16,
+        NUM_ITEMS,
+        "stored",
+        ("history", "popularity"),
+    )
+    assert (package.data.num_events, package.data.num_users) == (sum(map(len, exported_model.log)), NUM_USERS)
+    recall = package.metrics["recall@20"]
+    assert 0 < recall.value < 1 and recall.half_width is not None and recall.half_width > 0
+
+
+def test_a_package_loads_from_its_stage_folder_its_own_folder_and_a_model_folder_of_mlflow(flat_model, tmp_path: Path) -> None:
+    shutil.copytree(flat_model[1].folder / "package", tmp_path / "artifacts" / "package")
+    folders = (flat_model[1].folder, flat_model[1].folder / "package", str(tmp_path))
+    assert len({Retriever.load(folder).version for folder in folders}) == 1
+    assert Retriever.load(tmp_path, version="7").recommend([1], k=1)[0].version == "7"
+
+
+def test_the_space_id_depends_on_the_model_but_not_on_its_index_and_quantization(
+    build_packaged_model: ModelBuilder, retriever: Retriever
+) -> None:
+    assert load_retriever(build_packaged_model(index_kind="hnsw", quantization="int8")[1]).space_id == retriever.space_id
+    assert load_retriever(build_packaged_model(similarity="dot")[1]).space_id != retriever.space_id

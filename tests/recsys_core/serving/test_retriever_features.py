@@ -1,0 +1,90 @@
+"""Features that a request has, and features of the users that a package has."""
+
+import math
+from typing import Any
+
+import pytest
+
+from recsys_core.errors import InputError
+from tests.recsys_core.serving.conftest import (
+    CONTEXT_FEATURES,
+    ITEM_IDS,
+    USER_FEATURES,
+    USER_IDS,
+    ModelBuilder,
+    load_retriever,
+)
+
+
+def test_features_of_known_users_are_read_from_the_package(build_packaged_model: ModelBuilder) -> None:
+    exported_model, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    retriever = load_retriever(package)
+    ids = retriever.recommend(USER_IDS, k=6).item_ids
+    for user, item_ids in enumerate(ids):
+        assert item_ids.tolist() == exported_model.best_ids(
+            exported_model.query_vector(user, exported_model.log[user]), seen=exported_model.log[user], k=6
+        )
+    rows = [11, 250, 31]
+    histories = [[ITEM_IDS[row] for row in rows]] * 2
+    known_user_ids, unknown_user_ids = retriever.recommend([USER_IDS[5], 1], k=6, histories=histories).item_ids
+    seen_rows = [*rows, *exported_model.log[5]]
+    assert known_user_ids.tolist() == exported_model.best_ids(exported_model.query_vector(5, rows), seen=seen_rows, k=6)
+    assert unknown_user_ids.tolist() == exported_model.best_ids(exported_model.query_vector(None, rows), seen=rows, k=6)
+    # With an empty history in the request, only the features of a known user are left.
+    (known_user_ids,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
+    assert known_user_ids.tolist() == exported_model.best_ids(
+        exported_model.query_vector(5, []), seen=exported_model.log[5], k=6
+    )
+    assert not any((package.folder / "package").glob("context.*.row.npy"))
+
+
+def test_features_of_a_request_are_encoded_as_in_the_ingest(build_packaged_model: ModelBuilder) -> None:
+    exported_model, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    retriever = load_retriever(package)
+    assert retriever.request_features.columns == [
+        *("user.single", "list", "weighted_list", "weights", "user.number", "context.single", "context.number")
+    ]
+    answers = retriever.recommend(
+        [USER_IDS[5], 1, USER_IDS[6], 1],
+        k=6,
+        features={
+            "context.single": ["context.single 3", "context.single 2", None, None],
+            "context.number": [0.5, None, None, None],
+            "weighted_list": [None, ["user.weighted_list 4", "unheard of"], None, None],
+            "weights": [None, [2.0, 1.0], None, None],
+            "user.single": [None, None, "user.single 2", None],
+        },
+    )
+    log = exported_model.log
+    queries = [
+        exported_model.query_vector(5, log[5], given_features={"context.single": ([3], None), "context.number": ([1], [0.5])}),
+        exported_model.query_vector(
+            None, [], given_features={"context.single": ([2], None), "user.weighted_list": ([4, 0], [2.0, 1.0])}
+        ),
+        exported_model.query_vector(6, log[6], given_features={"user.single": ([2], None)}),
+    ]
+    for answer, query, seen in zip(list(answers)[:3], queries, (log[5], [], log[6]), strict=True):
+        assert answer.item_ids == exported_model.best_ids(query, seen=seen, k=6)
+    assert answers.fallbacks == [None, "features", None, "popularity"]
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"context.number": [math.nan]}, "context.number: nan is not a finite number"),
+        ({"context.number": ["3"]}, "context.number: '3' is not a finite number"),
+        ({"context.number": [True]}, "context.number: True is not a finite number"),
+        ({"context.single": [3]}, "context.single: value 3 is not a string"),
+        ({"list": ["a"]}, "list: 'a' is not a list"),
+        ({"weighted_list": [["a"]]}, "'weights' does not have one weight for each value of 'weighted_list'"),
+        ({"weighted_list": [["a"]], "weights": [[-1.0]]}, "'weights' has a weight that is negative or too large"),
+        ({"device": ["ios"]}, r"unknown column \['device'\]; the model has \['user_id', 'history', 'user.single'"),
+        ({"list": [None, None]}, "column 'list' has 2 values for 1 rows"),
+    ],
+)
+def test_an_error_about_an_invalid_feature_names_its_column(
+    build_packaged_model: ModelBuilder, features: dict[str, list[Any]], message: str
+) -> None:
+    _, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    with pytest.raises(InputError, match=message):
+        load_retriever(package).recommend([1], k=3, features=features)

@@ -54,8 +54,8 @@ class SpectralVectorsConfig(LogVectorsSettings):
         0.5,
         ge=0,
         le=8,
-        description="power of the singular value by which each dimension of the vectors is multiplied. `0` weights all "
-        "dimensions equally; a higher power is a smoother filter",
+        description="power of the singular value by which each dimension of the vectors is multiplied. With `0`, all "
+        "dimensions have the same weight; the higher the power, the more weight the first dimensions have",
     )
 
 

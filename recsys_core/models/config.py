@@ -227,7 +227,7 @@ class PackageConfig(Settings):
         max_length=1_000,
         description="categorical feature of users or context, e.g. `user.country`. A request with a value of this feature, and "
         "nothing else that the model reads, gets the most popular items of the events with this value. Default: "
-        "the model recommends items from the query vector of the value",
+        "the model computes the recommendations from the value",
     )
     popularity_min_events: int = Field(
         100,

@@ -64,8 +64,8 @@ class SpectralBlockSettings(Settings):
         0.4,
         ge=0,
         le=2,
-        description="exponent of an item's number of events. The item's vector in a history is divided by the power with this "
-        "exponent, and its candidate vector is multiplied by it. A lower exponent recommends fewer popular items",
+        description="exponent e: an item's vector in a history is divided by (number of the item's events)^e, and its "
+        "candidate vector is multiplied by the same number. A lower exponent recommends fewer popular items",
     )
     history_length: int = Field(
         200,

@@ -30,9 +30,9 @@ class IndexConfig(Settings):
     )
     compared: tuple[AnyIndexKind, ...] = Field(
         (),
-        description="further indexes that are built and measured for comparison. Their kinds and settings are those of "
-        "`index.served`, without `auto`, which may choose these indexes too. `flat` is always built, because the recall of the "
-        "other kinds is measured against it",
+        description="further indexes that are built and measured for comparison, with the kinds and settings of `index.served` "
+        "except `auto`. If `index.served` is `auto`, it may choose one of these indexes. `flat` is always built, because the "
+        "recall of the other kinds is measured against it",
     )
     recall_target: float = Field(
         0.95,

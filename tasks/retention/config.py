@@ -36,8 +36,8 @@ class RetentionConfig(Settings):
         ge=1,
         le=MAX_RUNS,
         description="number of newest versions of the MLflow model that are kept. Older versions without an alias are "
-        "deleted with their files. The latest former champions, those of the latest other runs, and versions that a kept refit "
-        "repeats, are not deleted",
+        "deleted with their files. Some former champions (docs/operations.md lists them) and the versions that a kept refit "
+        "repeats are not deleted",
     )
     disk_budget_gb: Annotated[float | None, OPERATIONAL] = Field(
         None,

@@ -1,4 +1,4 @@
-"""Comparison of the two engines of the log ingest on a generated log with every filter: their stores and their times.
+"""Comparison of DuckDB and Spark, the engines of the log ingest: their event stores and times for a log with every filter.
 
     python -m benchmarks.engines          # writes benchmarks/engines.json
     python -m benchmarks.engines 1000000  # another number of events; prints the result

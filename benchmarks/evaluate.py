@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write evaluate.json and evaluate.md; with --only print one measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--queries", type=int, help="number of users; by default those of each case")
+    parser.add_argument("--queries", type=int, help="number of users; default: the number of each case")
     parser.add_argument("--case", choices=CASES, help="measure only one case")
     parser.add_argument("--only", choices=CONTESTANTS, help="run one contestant of --case once and print its measurement")
     options = parser.parse_args(arguments)

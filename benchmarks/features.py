@@ -5,7 +5,7 @@
 
 The catalogue has half as many items as the log has events. Every item and event has three features: a text with many values,
 an integer with few values, and a number that is divided into buckets. The processor time is measured because it depends less
-on other processes than the duration. It shows whether a cluster would help.
+on other processes than the duration. The result shows whether a cluster would help.
 """
 
 import json

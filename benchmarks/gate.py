@@ -19,7 +19,7 @@ from recsys_core.comparison.bootstrap import resample_means
 from recsys_core.comparison.rules import Outcome, PairedBootstrap
 
 RECALL, FLIP_RATE = 0.2, 0.045
-"""Recall of the champion, and share of the users who gain a hit with an equally good version. As many lose one."""
+"""Recall of the champion, and share of the users who gain a hit with an equally good version. The same share loses a hit."""
 NUM_RUNS, NUM_TIMED_USERS = 500, 100_000
 RULE = PairedBootstrap(num_resamples=2_000)
 DROPS, NUM_USERS = (0.0, 0.02, 0.05, 0.1), (1_000, 5_000, 20_000)
@@ -51,11 +51,11 @@ def outcome_rates(rule: PairedBootstrap, *, relative_drop: float, num_users: int
     return {outcome: outcomes.count(outcome) / num_runs for outcome in OUTCOMES}
 
 
-def bootstrap_seconds(num_users: int, *, has_equal_users: bool) -> float:
-    """Return the duration of 10,000 resamples of two metrics. has_equal_users: the values are hits, otherwise all differ."""
+def bootstrap_seconds(num_users: int, *, are_hits: bool) -> float:
+    """Return the duration of 10,000 resamples of two metrics. are_hits: the values are 0 or 1; otherwise all differ."""
     value_UM = np.random.default_rng(0).random((num_users, 2))
     start_s = time.perf_counter()
-    resample_means((value_UM < RECALL).astype(np.float64) if has_equal_users else value_UM, num_resamples=10_000)
+    resample_means((value_UM < RECALL).astype(np.float64) if are_hits else value_UM, num_resamples=10_000)
     return time.perf_counter() - start_s
 
 
@@ -68,8 +68,8 @@ def measure() -> dict[str, Any]:
         for num_users in NUM_USERS
     ]
     duration_s_by_kind = {
-        kind: bootstrap_seconds(NUM_TIMED_USERS, has_equal_users=has_equal_users)
-        for kind, has_equal_users in (("hits", True), ("distinct values", False))
+        kind: bootstrap_seconds(NUM_TIMED_USERS, are_hits=are_hits)
+        for kind, are_hits in (("hits", True), ("distinct values", False))
     }
     return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "num_runs": NUM_RUNS, "rates": rates, "bootstrap_s": duration_s_by_kind}
 

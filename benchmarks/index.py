@@ -172,7 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write index.json and index.md. With --build, build one index and print its measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=NUM_ITEMS)
-    parser.add_argument("--queries", type=int, default=NUM_QUERIES, help="number of queries that tune, and of those that test")
+    parser.add_argument(
+        "--queries", type=int, default=NUM_QUERIES, help="number of queries for the tuning; the test has as many"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--build", choices=(*KINDS, FIRST_INDEX), help="build one index in --folder")
     parser.add_argument("--folder", type=Path)

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write index_shards.json. With --build, build one index and print its measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=1_000_000)
-    parser.add_argument("--queries", type=int, default=500, help="number of queries that tune, and of those that test")
+    parser.add_argument("--queries", type=int, default=500, help="number of queries for the tuning; the test has as many")
     parser.add_argument("--build", choices=tuple(KINDS), help="build one index in --folder")
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--folder", type=Path)

@@ -95,7 +95,7 @@ def build(stages: Stages, precision: Precision, folder: Path) -> PackageManifest
 
 
 def recall(stages: Stages, package: PackageManifest) -> float:
-    """Return the share of a user's test items among the best K items for the history before them, averaged over the users."""
+    """Return the mean recall@K of the test users, each with the history before the test events."""
     store, retriever = EventStore.open(stages.dataset.interactions), Retriever.load(package.folder)
     user_row_U = store.users_with_targets("test")
     item_ids = retriever.item_ids.ids(np.arange(store.num_items))

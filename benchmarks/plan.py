@@ -3,8 +3,8 @@
     make bench-plan                            # writes plan.json, plan.md, the constants, and a table of docs/scale.md
     python -m benchmarks.plan --constants      # the same without new measurements, which take about ten minutes
 
-Most constants come from other benchmarks. This benchmark measures two runs, for file sizes and the time of the encoding, the
-data report of a larger log, and two trainings on random pairs, for the time of a training step.
+Most constants come from other benchmarks. This benchmark measures two runs, which give file sizes and the time of the encoding.
+It also measures the data report of a larger log, and two trainings on random pairs, which give the time of a training step.
 """
 
 import json
@@ -167,7 +167,10 @@ def _data_constants() -> dict[str, Constant]:
 
 
 def _training_constants(plan: Result, *, ingest: Result) -> dict[str, Constant]:
-    """Return a and f of the step time B a + 6 B C D f. The training `two_ids` measures a, and `history` measures f."""
+    """Return a and f of the step time B a + 6 B C D f, for B examples, C candidates and vectors of D numbers.
+
+    The training `two_ids` measures a, and `history` measures f.
+    """
     two_ids, history = (f"trainings.samples_per_s.{case}" for case in TRAINING_BY_CASE)
     example_s, history_s = (NUM_RANKS / plan.number(path) for path in (two_ids, history))
     operation_s = (history_s - example_s) / (FLOPS_PER_SCORE_VALUE * TRAINED_CANDIDATES * TRAINED_DIM)

@@ -7,6 +7,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from recsys_core.errors import InputError
 from recsys_core.sharding.config import ComputeKernel
+from recsys_core.sharding.constraints import check_constraints
 from recsys_core.sharding.torchrec_planner import RESERVED_SHARE, TorchrecPlanner
 from recsys_core.units import GIB
 
@@ -62,8 +63,10 @@ def _shard_and_total_bytes(layout: ShardingOption) -> tuple[int, int]:
 
 def _has_plan(planner: TorchrecPlanner) -> bool:
     try:
+        # Without this check, TorchRec raises RuntimeError if no sharding type supports the compute kernels.
+        check_constraints(planner.config, model=planner.model, device=planner.device)
         planner.best_layouts()
-    except PlannerError:
+    except (InputError, PlannerError):
         return False
     return True
 
@@ -106,8 +109,12 @@ def _changes(planner: TorchrecPlanner, *, total_bytes: int) -> Iterator[list[Cha
     """Yield lists of alternative config changes that may make a plan feasible, the cheapest change first in each list."""
     for table_name, constraint in planner.config.tables.items():
         if constraint.sharding_types is not None:
-            changed_planner = planner.with_constraint(table_name, sharding_types=None)
-            yield [(f"sharding.tables.{table_name}.sharding_types removed", changed_planner)]
+            free_types = planner.with_constraint(table_name, sharding_types=None)
+            alternatives = [(f"sharding.tables.{table_name}.sharding_types removed", free_types)]
+            if constraint.compute_kernels is not None:
+                free_layout = free_types.with_constraint(table_name, compute_kernels=None)
+                alternatives.append((f"sharding.tables.{table_name}.sharding_types and compute_kernels removed", free_layout))
+            yield alternatives
     for table_name, constraint in planner.config.tables.items():
         kernels = set(constraint.compute_kernels or CACHING_KERNELS)
         if planner.device == "cuda" and not kernels & {"fused_uvm", "fused_uvm_caching"}:

@@ -72,6 +72,17 @@ def test_the_error_names_a_constraint_that_prevents_a_plan():
     assert plan.tables["user"].compute_kernel in ("fused_uvm", "fused_uvm_caching")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_change_that_violates_another_constraint_is_not_suggested(device):
+    model = ModelSpec.sized(TwoTowerConfig(embedding_dim=128), num_users=1, num_items=10**7)
+    replicated = TableConstraint(sharding_types=("data_parallel",), compute_kernels=("dense",))
+    small_cluster = cluster(device=device, hbm_gb=4, ddr_gb=8)
+    message = message_of(ShardingConfig(cluster=small_cluster, tables={"item": replicated}), model)
+    assert "a plan exists with sharding.tables.item.sharding_types and compute_kernels removed" in message
+    assert message.count("sharding.tables") == 1
+    assert make_plan(ShardingConfig(cluster=small_cluster), model=model, batch_size=1024)
+
+
 def test_the_optimizer_state_has_to_fit_too():
     config = ShardingConfig(cluster=cluster(num_nodes=2, processes_per_node=8))
     assert make_plan(config, model=HUGE_MODEL, batch_size=1024)

@@ -143,7 +143,7 @@ def _rank_changes(planner: TorchrecPlanner, *, total_bytes: int) -> list[Change]
     """
     cluster, changes = planner.config.cluster, []
     usable_bytes = planner.usable_memory.hbm if planner.device == "cuda" else planner.usable_memory.ddr
-    num_needed_ranks = math.ceil(total_bytes / usable_bytes)
+    num_needed_ranks = math.ceil(total_bytes / max(1, usable_bytes))
     if planner.device == "cuda" and cluster.num_nodes == 1:
         for num_gpus in (2, 4, MAX_GPUS_PER_NODE):
             if num_gpus > planner.processes_per_node and 2 * num_gpus >= num_needed_ranks:

@@ -90,6 +90,13 @@ def test_the_optimizer_state_has_to_fit_too():
     assert "table user needs" in message or "table user is the largest" in message
 
 
+@pytest.mark.parametrize("sizes", [{"device": "cpu", "ddr_gb": 1e-9}, {"device": "cuda", "hbm_gb": 1e-9}])
+def test_a_memory_size_of_less_than_a_byte_is_reported(sizes):
+    model = ModelSpec.sized(TwoTowerConfig(embedding_dim=64), num_users=1, num_items=10**6)
+    message = message_of(ShardingConfig(cluster=cluster(**sizes)), model)
+    assert "table item needs" in message and "but 0 are usable" in message
+
+
 def test_too_little_main_memory_on_a_cpu_is_reported():
     model = ModelSpec.sized(TwoTowerConfig(embedding_dim=64), num_users=1, num_items=10**8)
     message = message_of(ShardingConfig(cluster=ClusterConfig(device="cpu", ddr_gb=8)), model)

@@ -157,8 +157,7 @@ def _clear_work_folder(work_folder: Path, *, fingerprint: str) -> None:
     job_path = work_folder / JOB_FILE
     if not job_path.is_file() or json.loads(job_path.read_bytes())["fingerprint"] != fingerprint:
         shutil.rmtree(work_folder, ignore_errors=True)
-    for earlier_folder in (work_folder / "logs", work_folder / "warm"):
-        shutil.rmtree(earlier_folder, ignore_errors=True)
+    shutil.rmtree(work_folder / "warm", ignore_errors=True)
     (work_folder / RESULT_FILE).unlink(missing_ok=True)
 
 
@@ -184,6 +183,7 @@ def run_attempts(job: TrainJob, *, setup: TrainingSetup, poll: Callable[[], None
 
     Raises LaunchError if the last attempt failed, and the InputError or StageError of any attempt.
     """
+    shutil.rmtree(job.work_folder / "logs", ignore_errors=True)  # a killed process leaves its logs
     num_failures = 0
     while True:
         checkpoint = latest_checkpoint(job.work_folder / CHECKPOINTS_FOLDER, fingerprint=job.fingerprint)

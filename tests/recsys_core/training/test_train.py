@@ -188,6 +188,24 @@ def test_a_resumed_training_does_not_repeat_the_complete_trials_of_the_temperatu
     assert temperatures[3:5] == list(temperature.CANDIDATE_TEMPERATURES[2:])
 
 
+def test_a_training_that_was_interrupted_in_a_trial_of_the_temperature_is_resumed(experiment, tmp_path, monkeypatch):
+    config = experiment.spec.config.model_copy(update={"temperature": "auto"})
+    experiment = experiment._replace(spec=experiment.spec.model_copy(update={"config": config}))
+    log_folders: list[Path] = []
+
+    def fail(job_path: Path, *, folder: Path, **_: object) -> None:
+        folder.mkdir(parents=True)  # as `launch` does
+        log_folders.append(folder)
+        raise KeyboardInterrupt if len(log_folders) == 1 else StageError("second launch")
+
+    monkeypatch.setattr(train_module, "launch", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run_train(experiment, tmp_path / "train")
+    with pytest.raises(StageError, match="second launch"):
+        run_train(experiment, tmp_path / "train")
+    assert log_folders == [tmp_path / "train.work" / "temperature" / "0.07" / "logs" / "attempt-1"] * 2
+
+
 def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, undisturbed_training):
     manifest, _ = undisturbed_training
     assert run_train(experiment, manifest.folder, on_progress=lambda progress: pytest.fail("trained again")) == manifest

@@ -176,7 +176,9 @@ class Checkpointer:
                 best=best,
             )
         self._heartbeat.end("checkpoint", start_time=start_time)
-        for old_folder in _committed_folders(self._folder)[: -self._keep_checkpoints]:
+        # A checkpoint of a later step is damaged, and must not displace this one.
+        folders = [folder for folder in _committed_folders(self._folder) if folder.name <= checkpoint_folder.name]
+        for old_folder in folders[: -self._keep_checkpoints]:
             if best is None or old_folder.name != checkpoint_name(best.step):
                 shutil.rmtree(old_folder)
 

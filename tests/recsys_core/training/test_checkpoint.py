@@ -232,6 +232,22 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     run_ranks(save_five_times, world_size=2, arguments=(tmp_path,))
 
 
+def save_before_a_damaged_checkpoint(rank: int, folder: Path) -> None:
+    training = start_training(rank, "row_wise", spec=spec_of())
+    saver = checkpointer(rank, folder, keep_checkpoints=1)
+    (folder / checkpoint_name(9)).mkdir(parents=True)
+    for step in (1, 2):
+        saver.save(training.model, training.optimizer, step=step, best=None)
+    saver.finish()
+    assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(2), checkpoint_name(9)]
+
+
+def test_a_new_checkpoint_is_kept_if_a_checkpoint_of_a_later_step_is_damaged(tmp_path):
+    run_ranks(save_before_a_damaged_checkpoint, world_size=1, arguments=(tmp_path,))
+    checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
+    assert checkpoint is not None and checkpoint.step == 2
+
+
 def save_next_to_a_link(rank: int, folder: Path, linked_folder: Path) -> None:
     training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=1)

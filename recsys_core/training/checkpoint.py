@@ -225,18 +225,29 @@ def _committed_folders(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest | None:
-    """Return the newest undamaged checkpoint with this fingerprint; log a warning for each damaged checkpoint.
+    """Return the newest undamaged checkpoint with this fingerprint, whose best checkpoint is undamaged too.
+
+    Without the best checkpoint, a resumed training could not return its result. Log a warning for each damaged checkpoint.
 
     Raises InputError if `folder` is a link.
     """
     require_no_link(folder)
+    manifest_by_name: dict[str, CheckpointManifest | None] = {}
+
+    def verified_manifest(name: str) -> CheckpointManifest | None:
+        if name not in manifest_by_name:
+            manifest_by_name[name] = load_manifest(folder / name, CheckpointManifest)
+            if manifest_by_name[name] is None:
+                logger.warning(
+                    "%s: a file is missing or differs from its checksum; falling back to the previous checkpoint", folder / name
+                )
+        return manifest_by_name[name]
+
     for checkpoint_folder in reversed(_committed_folders(folder)):
-        manifest = load_manifest(checkpoint_folder, CheckpointManifest)
-        if manifest is None:
-            logger.warning(
-                "%s: a file is missing or differs from its checksum; falling back to the previous checkpoint", checkpoint_folder
-            )
-        elif manifest.fingerprint == fingerprint:
+        manifest = verified_manifest(checkpoint_folder.name)
+        if manifest is None or manifest.fingerprint != fingerprint:
+            continue
+        if manifest.best is None or verified_manifest(checkpoint_name(manifest.best.step)) is not None:
             return manifest
     return None
 

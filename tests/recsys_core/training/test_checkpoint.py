@@ -208,6 +208,17 @@ def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_use
     assert checkpoint is not None and checkpoint.folder == newest_folder and checkpoint.best == BEST
 
 
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_checkpoint_is_not_resumed_from_if_the_best_checkpoint_is_lost(saved_folder, tmp_path, is_missing):
+    for step in (BEST.step, NUM_STEPS):
+        shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), tmp_path / checkpoint_name(step))
+    best_folder = tmp_path / checkpoint_name(BEST.step)
+    checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
+    assert checkpoint is not None and checkpoint.folder.name == checkpoint_name(NUM_STEPS)
+    shutil.rmtree(best_folder) if is_missing else (best_folder / ".metadata").write_bytes(b"")
+    assert latest_checkpoint(tmp_path, fingerprint="f") is None
+
+
 def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder, tmp_path):
     saved_checkpoint = saved_folder / "row_wise" / checkpoint_name(NUM_STEPS)
     shutil.copytree(saved_checkpoint, tmp_path / f"{checkpoint_name(NUM_STEPS)}.tmp-1")

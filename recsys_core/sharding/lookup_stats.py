@@ -34,25 +34,30 @@ class LookupStats(Frozen):
 
 
 def measure_lookups(
-    model: ModelSpec, *, batch_size: int, loss: LossConfig, store: EventStore, features: FeatureStore | None = None
+    model: ModelSpec,
+    *,
+    batch_size: int,
+    world_size: int,
+    loss: LossConfig,
+    store: EventStore,
+    features: FeatureStore | None = None,
 ) -> LookupStats:
     """Return the mean lookups over the batches of an epoch. batch_size: queries per rank and step.
 
     The calculation assumes that positives, negatives and history items are drawn independently, and that history items and
-    known negatives are as frequent as positives. With negatives `all`, a rank looks up all items that have a training event.
+    known negatives are as frequent as positives. With negatives `all`, a rank also looks up its share of the items that have a
+    training event.
     """
     num_train_events_U = store.train_count_U
-    probability_I = (
-        (store.train_count_I > 0).astype(np.float64)
-        if loss.negatives == "all"
-        else lookup_probability(
-            store.train_count_I,
-            num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, is_ordered=store.is_ordered))
-            + num_known_negatives(store, batch_size=batch_size, max_items=loss.explicit_negatives),
-            num_negatives=loss.num_negatives,
-            alpha=loss.negative_sampling_alpha,
-        )
+    probability_I = lookup_probability(
+        store.train_count_I,
+        num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, is_ordered=store.is_ordered))
+        + num_known_negatives(store, batch_size=batch_size, max_items=loss.explicit_negatives),
+        num_negatives=loss.num_sampled_negatives,
+        alpha=loss.negative_sampling_alpha,
     )
+    if loss.negatives == "all":
+        probability_I += (store.train_count_I > 0) * (1 - probability_I) / world_size
     num_items_per_batch = max(1.0, float(probability_I.sum()))
     feature_by_key = features.feature_by_key if features is not None else {}
     values_per_query: dict[str, float] = {}

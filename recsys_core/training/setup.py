@@ -13,7 +13,7 @@ from recsys_core.models.tables.table_config import TableOptimizerKind
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import LookupStats, measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.planner import make_plan, plan_sharding
+from recsys_core.sharding.planner import make_plan, plan_sharding, resolve_cluster
 from recsys_core.training.config import TrainingConfig
 
 FLOAT_BYTES = 4
@@ -66,8 +66,15 @@ class TrainingSetup:
 
     def _lookup_stats(self, dataset: Dataset) -> LookupStats:
         features = None if dataset.features is None else FeatureStore.open(dataset.features)
-        store, batch_size = EventStore.open(dataset.interactions), self.training.batch_size
-        return measure_lookups(self.model, batch_size=batch_size, loss=self.loss, store=store, features=features)
+        _, processes_per_node = resolve_cluster(self.sharding.cluster)
+        return measure_lookups(
+            self.model,
+            batch_size=self.training.batch_size,
+            world_size=self.sharding.cluster.num_nodes * processes_per_node,
+            loss=self.loss,
+            store=EventStore.open(dataset.interactions),
+            features=features,
+        )
 
 
 def export_bytes(spec: ModelSpec) -> int:

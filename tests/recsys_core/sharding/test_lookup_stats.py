@@ -10,6 +10,7 @@ from recsys_core.dataset.layout import EventArrays
 from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.history_config import MeanHistory
+from recsys_core.models.loss.catalogue import catalogue_share
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec
@@ -59,7 +60,7 @@ def test_expected_lookups_match_the_lookups_of_real_batches(
     )
     spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=ingested_features())
     loss = LossConfig(num_negatives=NUM_NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=max_known_negatives)
-    lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, loss=loss, store=store, features=features)
+    lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, world_size=1, loss=loss, store=store, features=features)
     loader = TrainLoader(
         ExampleSource(
             store,
@@ -88,7 +89,7 @@ def test_expected_lookups_match_the_lookups_of_real_batches(
 def test_the_hot_row_curve_is_the_share_of_events_of_the_most_frequent_rows() -> None:
     store = skewed_store(is_ordered=True)
     spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=NUM_USERS, num_items=NUM_ITEMS)
-    curve_by_table = measure_lookups(spec, batch_size=BATCH_SIZE, loss=LossConfig(), store=store).hot_row_curve
+    curve_by_table = measure_lookups(spec, batch_size=BATCH_SIZE, world_size=2, loss=LossConfig(), store=store).hot_row_curve
     assert set(curve_by_table) == {"item", "user"}
     assert curve_by_table["item"][-1] == curve_by_table["user"][-1] == 1.0
     assert curve_by_table["item"][9] > 0.1  # the share of the most frequent 10 % of the items
@@ -97,11 +98,22 @@ def test_the_hot_row_curve_is_the_share_of_events_of_the_most_frequent_rows() ->
     assert curve_by_table["user"][9] == pytest.approx(expected_share, abs=1e-6)
 
 
-def test_a_softmax_over_the_whole_catalogue_looks_up_every_item_that_has_an_event() -> None:
-    store = skewed_store(is_ordered=True)
-    spec = ModelSpec.sized(TwoTowerConfig(), num_users=NUM_USERS, num_items=NUM_ITEMS)
-    lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, loss=LossConfig(negatives="all"), store=store)
-    assert lookup_stats.values_per_query["item"] == pytest.approx(np.count_nonzero(store.train_count_I) / BATCH_SIZE, rel=1e-5)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_softmax_over_the_whole_catalogue_looks_up_the_share_of_the_rank_and_the_items_of_the_batch(world_size: int) -> None:
+    store, loss = skewed_store(is_ordered=True), LossConfig(negatives="all")
+    spec = ModelSpec.sized(TwoTowerConfig(history=MeanHistory(length=5)), num_users=NUM_USERS, num_items=NUM_ITEMS)
+    lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, world_size=world_size, loss=loss, store=store)
+    num_lookups = []
+    for rank in range(world_size):
+        loader = TrainLoader(
+            ExampleSource(store, Assembler(user_batch_key=None), max_history=5),
+            batch_size=BATCH_SIZE,
+            rank_share=RankShare(rank, world_size),
+            seed=3,
+            catalogue_row_N=catalogue_share(store.train_count_I, rank=rank, world_size=world_size),
+        )
+        num_lookups += [len(loader.batch(0, index).item_row_V) for index in range(len(loader) - 1)]
+    assert lookup_stats.values_per_query["item"] == pytest.approx(np.mean(num_lookups) / BATCH_SIZE, rel=0.03)
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])

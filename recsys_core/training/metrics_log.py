@@ -36,7 +36,7 @@ PROFILER_WARMUP_STEPS = 2
 class MetricsLog:
     """Writer of metrics.jsonl: means over the ranks and the steps since the previous line.
 
-    On a CPU every step is timed. On a GPU only sampled steps are timed, because timing waits for the device.
+    On a CPU every step is timed. On a GPU only the first step of each line is timed, because timing waits for the device.
 
     Args:
         num_completed_steps: lines of later steps are removed, because this attempt repeats these steps.
@@ -89,9 +89,9 @@ class MetricsLog:
         return num_floats * FLOAT32_BYTES
 
     @contextmanager
-    def time_step(self, *, is_sampled: bool) -> Iterator[None]:
-        """Time the block as one step. On a GPU the step is timed only if `is_sampled`."""
-        self._is_timing = is_sampled or not self._is_gpu
+    def time_step(self) -> Iterator[None]:
+        """Time the block as one step. On a GPU only the first step of a line is timed."""
+        self._is_timing = not self._is_gpu or self._num_timed_steps == 0
         start_time = self._now()
         yield
         if self._is_timing:

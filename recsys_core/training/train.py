@@ -89,7 +89,7 @@ def train(
     if stage.manifest is not None:
         shutil.rmtree(work_folder, ignore_errors=True)
         return stage.manifest
-    steps_per_epoch = interactions.num_train_events // (config.batch_size * plan.world_size)
+    steps_per_epoch = math.ceil(interactions.num_train_events // plan.world_size / config.batch_size)
     checkpoint_bytes = setup.checkpoint_bytes(work_folder=work_folder, steps_per_epoch=steps_per_epoch)
     with stage.writing(min_bytes=checkpoint_bytes) as output_folder:
         if full_training_reason is not None:

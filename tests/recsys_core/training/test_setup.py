@@ -13,7 +13,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
-from recsys_core.training.config import TrainingConfig
+from recsys_core.training.config import TrainingConfig, ValidationConfig
 from recsys_core.training.export.export import export_vectors
 from recsys_core.training.setup import TrainingSetup, export_bytes
 from recsys_core.training.train import train
@@ -53,6 +53,24 @@ def test_the_estimates_are_the_bytes_of_the_arrays_in_a_checkpoint_and_in_an_exp
     largest_bytes = max(num_bytes for name, num_bytes in array_bytes.items() if not name.startswith("state_"))
     # While an array is built, its parts are on the disk too.
     assert export_bytes(experiment.spec) == sum(array_bytes.values()) + largest_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps_per_epoch", "num_checkpoints"),
+    [
+        ({"validation": None}, 1000, 1),  # step 1000 is the last step
+        ({"validation": None}, 1001, 2),  # steps 1000 and 1001
+        ({"validation": None, "epochs": 3}, 1500, 3),  # an old checkpoint is removed after the third one is complete
+        ({"validation": ValidationConfig()}, 10, 1),
+        ({"validation": ValidationConfig(every_epochs=2), "epochs": 4}, 10, 2),  # both validations may be the best so far
+    ],
+)
+def test_the_checkpoint_of_the_last_step_is_part_of_the_estimate(
+    experiment, tmp_path, changes, steps_per_epoch, num_checkpoints
+):
+    one_step = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=1)
+    setup = TrainingSetup(experiment.spec, CONFIG.model_copy(update=changes))
+    assert setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=steps_per_epoch) == num_checkpoints * one_step
 
 
 def test_files_of_an_earlier_attempt_are_subtracted_from_the_estimate(experiment, tmp_path):

@@ -59,7 +59,10 @@ class TemperatureTrials(Frozen):
                 + "; set model.temperature to a number, such as 0.1, or hold out validation events"
             )
         path = job.work_folder / TRIALS_FILE
-        trials = cls.model_validate_json(path.read_bytes()) if path.is_file() else cls(temperature=config.start_temperature)
+        try:
+            trials = cls.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, ValueError):  # a power failure may cut off a file
+            trials = cls(temperature=config.start_temperature)
         for temperature in CANDIDATE_TEMPERATURES:
             if f"{temperature:g}" not in trials.metric_by_temperature:
                 trials = trials.with_trial(

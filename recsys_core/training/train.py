@@ -154,8 +154,11 @@ def _make_job(
 
 def _clear_work_folder(work_folder: Path, *, fingerprint: str) -> None:
     """Remove the files of earlier attempts; keep the checkpoints and metrics of a training with the same fingerprint."""
-    job_path = work_folder / JOB_FILE
-    if not job_path.is_file() or json.loads(job_path.read_bytes())["fingerprint"] != fingerprint:
+    try:
+        earlier_fingerprint = json.loads((work_folder / JOB_FILE).read_bytes())["fingerprint"]
+    except (FileNotFoundError, ValueError):  # a power failure may cut off a file
+        earlier_fingerprint = None
+    if earlier_fingerprint != fingerprint:
         shutil.rmtree(work_folder, ignore_errors=True)
     shutil.rmtree(work_folder / "warm", ignore_errors=True)
     (work_folder / RESULT_FILE).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig, ValidationConfig
 from recsys_core.training.job import RESULT_FILE, TrainJob, TrainResult
-from recsys_core.training.temperature import CANDIDATE_TEMPERATURES, TRIALS_FOLDER, TemperatureTrials
+from recsys_core.training.temperature import CANDIDATE_TEMPERATURES, TRIALS_FILE, TRIALS_FOLDER, TemperatureTrials
 from recsys_core.training.warm.starting_model import Champion
 
 RECALL_BY_TEMPERATURE = {0.07: 0.1, 0.1: 0.3, 0.15: 0.4, 0.2: 0.2}
@@ -77,6 +77,13 @@ def test_an_interrupted_choice_continues_with_the_first_incomplete_candidate(tmp
     trainings = FakeTrainings()
     assert run_trials(train_job(tmp_path / "work"), trainings) == run_trials(train_job(tmp_path / "other"), FakeTrainings())
     assert trainings.temperatures == [0.15, 0.2]
+
+
+def test_a_file_of_trials_that_a_power_failure_has_cut_off_is_ignored(tmp_path: Path) -> None:
+    job, trainings = train_job(tmp_path / "work"), FakeTrainings()
+    (job.work_folder / TRIALS_FILE).write_text('{"temperature": 0')
+    assert run_trials(job, trainings).temperature == 0.15
+    assert trainings.temperatures == list(CANDIDATE_TEMPERATURES)
 
 
 def test_a_temperature_from_the_config_or_from_the_champion_needs_no_trial(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import signal
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -31,7 +32,7 @@ from recsys_core.training import train as train_module
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.export.export import export_vectors
-from recsys_core.training.job import RESULT_FILE, Progress, TrainJob, TrainResult
+from recsys_core.training.job import JOB_FILE, RESULT_FILE, Progress, TrainJob, TrainResult
 from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
@@ -204,6 +205,16 @@ def test_a_training_that_was_interrupted_in_a_trial_of_the_temperature_is_resume
     with pytest.raises(StageError, match="second launch"):
         run_train(experiment, tmp_path / "train")
     assert log_folders == [tmp_path / "train.work" / "temperature" / "0.07" / "logs" / "attempt-1"] * 2
+
+
+def test_a_training_whose_job_file_a_power_failure_has_cut_off_starts_from_scratch(experiment, tmp_path, monkeypatch):
+    work_folder = tmp_path / "train.work"
+    (work_folder / "checkpoints").mkdir(parents=True)
+    (work_folder / JOB_FILE).write_bytes(b"")
+    monkeypatch.setattr(train_module, "launch", Mock(side_effect=StageError("launched")))
+    with pytest.raises(StageError, match="launched"):
+        run_train(experiment, tmp_path / "train")
+    assert not (work_folder / "checkpoints").exists()
 
 
 def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, undisturbed_training):

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 1.0
 MAX_SHOWN_DIFFERENCES = 5
 TRAINED_WEIGHTS = "trained"
-"""Key of the weights in a checkpoint whose entry `model` is their average."""
+"""Key of the weights in the checkpoint of a training that averages its weights. The key `model` then has the average."""
 
 
 class BestValidation(Frozen):
@@ -255,7 +255,7 @@ def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest |
 def _checkpoint_state(
     model: DistributedModelParallel, optimizer: CombinedOptimizer, *, average: WeightAverage | None
 ) -> dict[str, Any]:
-    """Return the entries of a checkpoint. With an average, `model` is the average, and TRAINED_WEIGHTS are the weights."""
+    """Return the entries of a checkpoint; see `TRAINED_WEIGHTS` for the entries with an average."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     return state if average is None else state | {"model": average.state, TRAINED_WEIGHTS: state["model"]}
 
@@ -265,8 +265,9 @@ def restore(
 ) -> None:
     """Collective. Load weights and optimizer state into this rank's shards.
 
-    If the training averages its weights, the model gets their average. With `average`, which a resumed training passes, the
-    average gets it, and the model gets the weights.
+    If the training averages its weights, the checkpoint has the weights and their average. A resumed training passes
+    `average`, into which the average is loaded; the weights are loaded into the model. Without `average`, the average is
+    loaded into the model.
 
     The number of ranks and the sharding may have changed since the checkpoint was saved.
 

@@ -21,9 +21,9 @@ from recsys_core.training.model.dense_parallel import local_part
 class WeightAverage:
     """Exponential average of the weights at the ends of the epochs, on this rank's part of the model.
 
-    After each epoch, the average moves towards the weights by 2 / (`num_epochs` + 1) of the difference. The mean age of the
-    averaged weights is then the same as in a mean over the last `num_epochs` epochs. In the first epochs, the average moves by
-    1 / epoch, so it is the mean over all epochs.
+    After each epoch, the average moves towards the weights by 2 / (`num_epochs` + 1) of the difference. The averaged weights
+    then have the same mean age as in a mean over the last `num_epochs` epochs. In the first epochs, the average moves by
+    1 / epoch of the difference, so it is the mean over all epochs so far.
 
     Attributes:
         state: the average, with the keys and the shards of the model's state dict.

@@ -167,7 +167,7 @@ class AccumulatorShard:
     values_RC: Tensor
 
     def table_contribution(self, *, is_rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
-        """Return (first row, first column, values). The caller adds `values` to the accumulators of the whole table there.
+        """Return (first row, first column, values). The caller adds `values` to the table's accumulators from this position on.
 
         With one accumulator per row, the shard's accumulator is a mean over the shard's columns, and the table's accumulator is
         the mean over all columns. `values` is then the shard's accumulator times the shard's share of the columns, so that the

@@ -106,8 +106,8 @@ def champion_rows(table_name: str, *, dataset: Dataset, champion: Champion) -> N
         return match_rows_by_value(
             _read_column(features, file_name, "value"), _read_column(champion_features, file_name, "value")
         )
-    # Without a vocabulary, the rows of the feature are hash values or buckets, with the same numbers in both models. The
-    # champion may have fewer buckets than this model, because equal quantiles become one bucket.
+    # Without a vocabulary, the rows of the feature are hash values or buckets, which have the same numbers in both models. One
+    # model may have fewer buckets than the other, because equal quantiles become one bucket.
     rows = np.arange(features.features[table_name].num_rows)
     return np.where(rows < champion_features.features[table_name].num_rows, rows, -1)
 

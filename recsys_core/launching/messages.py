@@ -80,7 +80,7 @@ class Host(Frozen):
 
 
 class RankReport(Frozen):
-    """Report that a rank has started. If the rank failed, a second report also has the fields from `exit_code` on.
+    """Report that a rank has started, or that it has failed. Only a report of a failure has the fields from `exit_code` on.
 
     Attributes:
         signal: name of the signal that ended the rank, such as SIGKILL.

@@ -146,7 +146,7 @@ def offered_sharding_types(
 
 
 def _is_default_type(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> bool:
-    """Return whether the table supports a sharding type, and the type differs from the simpler types on this cluster."""
+    """Return whether the table supports a sharding type whose layouts on this cluster differ from those of simpler types."""
     if table.is_unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
         return False
     if sharding_type == "table_wise":

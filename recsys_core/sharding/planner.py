@@ -108,7 +108,7 @@ def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
 def _whole_gb(num_bytes: float) -> float:
     """Convert bytes to GB of 2^30 bytes.
 
-    Values above 1 GB are rounded down, because a kernel update changes the available memory by some megabytes.
+    Values above 1 GB are rounded down, so that the plan stays the same if a kernel update changes the memory by some megabytes.
     """
     return float(num_bytes // GIB) or num_bytes / GIB
 

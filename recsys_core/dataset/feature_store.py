@@ -2,7 +2,7 @@
 
 Shapes: L values of all returned lists, N numbers.
 
-This module does not import torch, because processes without torch read model specs, which use it.
+This module does not import torch, because processes without torch read model specs, which use this module.
 """
 
 from collections.abc import Mapping

@@ -66,8 +66,8 @@ class KnownNegatives:
         """Return, for each training event, at most `max_items` of its user's known negatives in the training split.
 
         In an ordered log, they are the newest known negatives before or at the event. In an unordered log, they are drawn
-        without replacement: a user's known negatives are stored in random order, and are taken from a random index on,
-        continuing at the first one after the last one.
+        without replacement: a user's known negatives are stored in random order, and consecutive ones are taken from a random
+        index on. After the user's last known negative follows the first one.
 
         Args:
             event_B: index of each event in the log.

@@ -99,7 +99,10 @@ class ShardedEventIndices:
         self._shard_arrays, self._start_S, self._event_start_S = shard_arrays, shard_arrays.start_S, event_start_S
 
     def searchsorted(self, event_B: Int64Array, /, side: Literal["left", "right"] = "left") -> Int64Array:
-        """Return where to insert each event, like ndarray.searchsorted: an index within the entries of the event's shard."""
+        """Return the index at which each event would be inserted, like ndarray.searchsorted, but only into its own shard.
+
+        The index counts the entries of all shards.
+        """
         shard_B, index_B = np.searchsorted(self._event_start_S, event_B, side="right") - 1, np.empty(len(event_B), np.int64)
         for shard, positions in positions_by_shard(shard_B, num_shards=len(self._shard_arrays)):
             event_in_shard = event_B[positions] - self._event_start_S[shard]

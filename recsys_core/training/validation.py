@@ -84,6 +84,7 @@ class Validator:
             totals[0] += positions.num_users
             for metric_index, metric in enumerate(METRIC_BY_NAME.values(), 1):
                 totals[metric_index] += metric(positions, k=self.config.k).sum()
+            self._writer.touch_heartbeat()
         totals = totals.to(process.device)
         dist.all_reduce(totals)
         task.train()

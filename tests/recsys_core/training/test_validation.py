@@ -1,25 +1,28 @@
 """Validation during training, compared with the served recommendations."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
-from recsys_core.manifests import Dataset
+from recsys_core.evaluation.metrics import TargetPositions
+from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.training.config import ValidationConfig
+from recsys_core.training.export import encoding
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.validation import Validator, users_to_validate
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
-NUM_ITEMS = 40
+NUM_ITEMS, NUM_NEW_USERS = 40, 30
 
 
 def test_users_without_history_are_validated_with_the_popular_items_that_they_are_served(tmp_path: Path) -> None:
@@ -27,37 +30,65 @@ def test_users_without_history_are_validated_with_the_popular_items_that_they_ar
 
 
 def _validate_new_users(rank: int, folder: Path) -> None:
+    interactions = _log_with_new_users(folder)
+    for seed in range(3):
+        validator = _validator_of(interactions, rank, folder, seed=seed)
+        assert validator.measure() == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}
+
+
+def _log_with_new_users(folder: Path) -> InteractionsManifest:
     # 39 users have all items but one before the split. The new users have none, and then take item 0, the most popular item.
     items_of_old_users = [[item for item in range(NUM_ITEMS) if item != missing_item] for missing_item in range(1, NUM_ITEMS)]
-    num_old_users, num_new_users = len(items_of_old_users), 30
-    interactions = interactions_stage(
+    num_old_users = len(items_of_old_users)
+    return interactions_stage(
         folder / "interactions",
-        train=[*items_of_old_users, *[[]] * num_new_users],
-        validation=[*[[]] * num_old_users, *[[0]] * num_new_users],
-        test=[[]] * (num_old_users + num_new_users),
+        train=[*items_of_old_users, *[[]] * NUM_NEW_USERS],
+        validation=[*[[]] * num_old_users, *[[0]] * NUM_NEW_USERS],
+        test=[[]] * (num_old_users + NUM_NEW_USERS),
         num_items=NUM_ITEMS,
     )
+
+
+def _validator_of(interactions: InteractionsManifest, rank: int, folder: Path, *, seed: int) -> Validator:
+    """Return the validator of a model with random weights."""
     config = TwoTowerConfig(embedding_dim=8, history=MeanHistory(length=5), query=TowerConfig(layers=(8,)))
     spec = ModelSpec.of(config, dataset=Dataset(interactions))
     store, device = EventStore.open(interactions), torch.device("cpu")
-    for seed in range(3):
-        torch.manual_seed(seed)
-        head = RetrievalHead(
-            spec, loss=LossConfig(), item_count_I=store.train_count_I, popularity_rank={}, weight_decay={}, group=None
-        )
-        task = RetrievalTask(head, device=device)
-        task.embedding_tables.to_empty(device=device)
-        for parameter in task.embedding_tables.parameters():
-            torch.nn.init.normal_(parameter)
-        encoder = Encoder(task, store, Assembler(user_batch_key=spec.user_batch_key, features=None), cpu_process(rank))
-        validator = Validator(
-            ValidationConfig(k=1),
-            encoder=encoder,
-            interactions=interactions,
-            work_folder=folder,
-            heartbeat_path=folder / "heartbeat",
-        )
-        assert validator.measure() == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}
+    torch.manual_seed(seed)
+    head = RetrievalHead(
+        spec, loss=LossConfig(), item_count_I=store.train_count_I, popularity_rank={}, weight_decay={}, group=None
+    )
+    task = RetrievalTask(head, device=device)
+    task.embedding_tables.to_empty(device=device)
+    for parameter in task.embedding_tables.parameters():
+        torch.nn.init.normal_(parameter)
+    encoder = Encoder(task, store, Assembler(user_batch_key=spec.user_batch_key, features=None), cpu_process(rank))
+    return Validator(
+        ValidationConfig(k=1),
+        encoder=encoder,
+        interactions=interactions,
+        work_folder=folder,
+        heartbeat_path=folder / "heartbeat",
+    )
+
+
+def test_each_batch_of_validated_users_sends_a_heartbeat(tmp_path: Path) -> None:
+    run_ranks(_validate_in_batches, world_size=1, arguments=(tmp_path,))
+
+
+def _validate_in_batches(rank: int, folder: Path) -> None:
+    validator = _validator_of(_log_with_new_users(folder), rank, folder, seed=0)
+    heartbeat_path, rank_users, was_sent = folder / "heartbeat", validator._target_positions, []
+
+    def rank_users_and_check_heartbeat(*arguments: Any, **options: Any) -> TargetPositions:
+        was_sent.append(heartbeat_path.exists())
+        heartbeat_path.unlink(missing_ok=True)
+        return rank_users(*arguments, **options)
+
+    validator._target_positions = rank_users_and_check_heartbeat  # type: ignore[method-assign]
+    encoding.ENCODE_BATCH_ROWS = NUM_NEW_USERS // 3
+    validator.measure()
+    assert was_sent == [True] * 3 and heartbeat_path.exists()
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ class Trainer:
         epoch_index, first_batch_index = divmod(self.step, self.steps_per_epoch)  # both start from 0
         self.model.train()
         self.trained_share_by_table = self.head.set_epoch(epoch_index + 1)
-        start_time = self.heartbeat.begin("steps")
+        interval_start = self._begin_steps()
         batches = self.metrics_log.measured_batches(self.loader.epoch(epoch_index, start_batch=first_batch_index))
         for batch_index in range(first_batch_index, self.steps_per_epoch):
             self.learning_rates.set_step(self.step)
@@ -207,14 +207,28 @@ class Trainer:
             # A line is also written before each checkpoint, so that a resumed training writes the same lines.
             if is_log_due or is_save_due:
                 self._write_log_line(epoch_index + 1)
-                self.heartbeat.end("steps", start_time=start_time)
+                self._end_steps(interval_start)
                 if is_save_due:
                     self._save()
-                start_time = self.heartbeat.begin("steps")
+                interval_start = self._begin_steps()
         # The pipeline replaces the forward methods of the tables, but validation needs the original methods. Here the pipeline
         # can be detached, because it has no unfinished batch.
         self.pipeline.detach()
-        self.heartbeat.end("steps", start_time=start_time)
+        self._end_steps(interval_start)
+
+    def _begin_steps(self) -> tuple[int, float]:
+        """Send a heartbeat; return the step and the time at which the interval until the next heartbeat starts."""
+        return self.step, self.heartbeat.begin("steps")
+
+    def _end_steps(self, interval_start: tuple[int, float]) -> None:
+        """Record the duration of the interval, unless it has fewer steps than a later interval, such as after a resume.
+
+        The timeout is a multiple of the recorded duration, so it would be too short for the later interval.
+        """
+        start_step, start_time = interval_start
+        config = self.config
+        if self.step - start_step >= min(config.log_every_steps, config.checkpoint_every_steps, self.steps_per_epoch):
+            self.heartbeat.end("steps", start_time=start_time)
 
     def end_epoch(self) -> None:
         """Collective. Average the weights, validate if a validation is due, and write a log line.

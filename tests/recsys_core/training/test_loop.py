@@ -121,6 +121,16 @@ def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(da
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)
 
 
+def test_the_few_steps_before_the_first_line_of_a_resumed_run_do_not_shorten_the_heartbeat_timeout(dataset, tmp_path):
+    training = training_with(validation=None, log_every_steps=5, checkpoint_every_steps=4)  # lines after steps 4, 5, 8, 10, 12
+    experiment = make_experiment(dataset, tmp_path / "plan", training=training)
+    heartbeat_path = tmp_path / "work" / "heartbeat"
+    train_in_forks(experiment, tmp_path / "work", stop_after_step=9)
+    assert float(heartbeat_path.read_text()) == 60  # ten times the duration of steps 1 to 4, but at least 60 s
+    train_in_forks(experiment, tmp_path / "work", stop_after_step=11)  # resumes after step 4 or 8
+    assert float(heartbeat_path.read_text()) == 600
+
+
 def with_kernel(experiment: Experiment, kernel: str, folder: Path) -> Experiment:
     """Return the experiment with `kernel` for all tables. On a CPU, FBGEMM keeps the rows in main memory with every kernel."""
     plan = PlanFile.read(experiment.plan.path("plan.json"))

@@ -1,10 +1,11 @@
 """Answers to a batch of requests with few searches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 
 from recsys_core.serving.answers import Answer
 from recsys_core.serving.requests import Request, answer, answer_similar
@@ -30,7 +31,6 @@ class _Group:
         positions: position of each request in the batch.
     """
 
-    first_request: ParsedRequest
     parsed_requests: list[ParsedRequest] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
@@ -76,24 +76,25 @@ class ServedModel:
         return answer_similar(self._retriever, request) if is_similar else answer(self._retriever, request)
 
 
-def _groups(parsed_requests: Sequence[ParsedRequest]) -> Iterator[_Group]:
-    groups: list[_Group] = []
+def _groups(parsed_requests: Sequence[ParsedRequest]) -> Iterable[_Group]:
+    group_by_key: dict[object, _Group] = {}
     for position, parsed_request in enumerate(parsed_requests):
-        group = next((group for group in groups if _can_share_search(group.first_request, parsed_request)), None)
-        if group is None:
-            group = _Group(parsed_request)
-            groups.append(group)
+        group = group_by_key.setdefault(_group_key(parsed_request, position), _Group())
         group.parsed_requests.append(parsed_request)
         group.positions.append(position)
-    yield from groups
+    return group_by_key.values()
 
 
-def _can_share_search(parsed_request: ParsedRequest, other_request: ParsedRequest) -> bool:
-    return (parsed_request.is_similar, parsed_request.request.k, parsed_request.request.options) == (
-        other_request.is_similar,
-        other_request.request.k,
-        other_request.request.options,
-    )
+def _group_key(parsed_request: ParsedRequest, position: int) -> object:
+    """Return a value that is equal for requests that one search can answer.
+
+    The options are compared as JSON, because 1 equals True in Python, but is another value in a filter.
+    """
+    is_similar, request = parsed_request.is_similar, parsed_request.request
+    try:
+        return is_similar, request.k, orjson.dumps(request.options, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # e.g. a filter with too many levels, which is rejected when the request is answered
+        return position
 
 
 def _merge_requests(requests: Sequence[Request]) -> Request:

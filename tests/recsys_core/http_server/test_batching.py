@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
+import orjson
 import pytest
 
 from recsys_core.errors import InputError
@@ -113,3 +114,26 @@ def test_a_request_that_fails_does_not_fail_the_others_of_its_batch(retriever: R
     result, error = ServedModel(retriever).respond([query_of(USER_IDS[0]), unknown_column])
     assert isinstance(result, list) and result[0].error is None
     assert isinstance(error, InputError) and "colour" in str(error)
+
+
+def request_with_filter(item_filter: object) -> ParsedRequest:
+    body = {"rows": [{"user_id": USER_IDS[0]}], "params": {"k": 3, "filter": item_filter}}
+    return ParsedRequest(parse(body), is_similar=False)
+
+
+@pytest.mark.parametrize(("valid_value", "invalid_value", "column"), [(True, 1, "is_new"), (1, True, "stock")])
+def test_filters_by_one_and_by_true_do_not_share_a_search(
+    retriever: Retriever, valid_value: object, invalid_value: object, column: str
+) -> None:
+    requests = [request_with_filter({column: value}) for value in (valid_value, invalid_value)]
+    result, error = ServedModel(retriever).respond(requests)
+    assert isinstance(result, list) and len(result[0].item_ids) == 3
+    assert isinstance(error, InputError) and f"{column!r}" in str(error)
+
+
+def test_two_filters_with_too_many_levels_do_not_fail_the_other_requests_of_their_batch(retriever: Retriever) -> None:
+    deep_filters = [orjson.loads('{"genre": ' + "[" * 1_000 + "]" * 1_000 + "}") for _ in range(2)]
+    requests = [query_of(USER_IDS[0]), *map(request_with_filter, deep_filters)]
+    result, *errors = ServedModel(retriever).respond(requests)
+    assert isinstance(result, list) and len(result[0].item_ids) == 3
+    assert [type(error) for error in errors] == [InputError, InputError]

@@ -169,7 +169,7 @@ class ItemTable:
 def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
     """Return the operand of each operator. A list means {"in": list}, and a single value means {"in": [value]}."""
     if not isinstance(conditions, Mapping):
-        return {"in": conditions if isinstance(conditions, list | tuple) else [conditions]}
+        return {"in": conditions if isinstance(conditions, list | tuple | np.ndarray) else [conditions]}
     for operator in conditions:
         if operator not in _OPERATORS:
             raise InputError(
@@ -180,7 +180,7 @@ def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
 
 def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any) -> pa.ChunkedArray:
     if operator == "in":
-        if not isinstance(operand, list | tuple):
+        if not isinstance(operand, list | tuple | np.ndarray):
             raise InputError(f"filter: {column!r} in {shown(operand)}: pass a list of values")
         value_set = [_parse_operand(value, values.type, column) for value in operand]
         if pa.types.is_integer(values.type):
@@ -203,6 +203,7 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
 
 def _parse_operand(value: Any, data_type: pa.DataType, column: str) -> Any:
     """Return a value that can be compared with the column; raise InputError if it has another type."""
+    value = value.item() if isinstance(value, np.generic) else value
     if _is_number(data_type):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and math.isfinite(value) and abs(value) < 2**63:

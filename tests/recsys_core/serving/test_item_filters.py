@@ -3,10 +3,12 @@
 import math
 import operator
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +50,24 @@ def test_a_column_of_floats_is_compared_exactly_with_large_integers(tmp_path: Pa
     table = table_of(tmp_path, pa.array([1.0, 2.0, 1e300]))
     assert table.matching({"value": {"in": [2, 2**60 + 1]}}).tolist() == [False, True, False]
     assert table.matching({"value": {"lt": 2**60 + 1, "ge": 1.5}}).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "item_filter", "expected"),
+    [
+        (pa.array([1, 2, 3]), np.int64(2), [False, True, False]),
+        (pa.array([1, 2, 3]), np.array([3, 1], np.uint64), [True, False, True]),
+        (pa.array([1, 2, 3]), {"in": np.array([2])}, [False, True, False]),
+        (pa.array([1.5, 2.5]), {"ge": np.float32(2.5)}, [False, True]),
+        (pa.array([True, False]), {"in": [np.bool_(True)]}, [True, False]),
+        (pa.array(["a", "b"]), np.array(["b"]), [False, True]),
+        (pa.array([datetime(2026, 1, 1), datetime(2026, 1, 3)]), {"since": np.datetime64("2026-01-02")}, [False, True]),
+    ],
+)
+def test_a_filter_may_have_numbers_and_arrays_of_numpy(
+    tmp_path: Path, values: pa.Array, item_filter: object, expected: list[bool]
+) -> None:
+    assert table_of(tmp_path, values).matching({"value": item_filter}).tolist() == expected
 
 
 def test_a_filter_on_text_may_have_characters_that_cannot_be_printed(tmp_path: Path) -> None:

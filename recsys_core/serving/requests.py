@@ -42,10 +42,10 @@ def respond(retriever: "Retriever", request: Mapping[str, Any]) -> list[Answer]:
     Raises:
         InputError: the request is invalid, so no row can be answered.
     """
-    inputs = request.get("inputs")
-    if isinstance(inputs, Mapping) and ITEM_COLUMN in inputs:
-        return answer_similar(retriever, parse_similar(request))
-    return answer(retriever, parse(request))
+    parsed_request = parse(request)
+    if ITEM_COLUMN in parsed_request.columns:
+        return answer_similar(retriever, _require_only_item_ids(parsed_request))
+    return answer(retriever, parsed_request)
 
 
 class Request(NamedTuple):
@@ -79,12 +79,13 @@ def parse(request: Mapping[str, Any]) -> Request:
 
 def parse_similar(request: Mapping[str, Any]) -> Request:
     """Parse a request for similar items, with the column item_id and params. Raises InputError if the request is invalid."""
-    parsed_request = parse(request)
-    if parsed_request.columns.keys() != {ITEM_COLUMN}:
-        raise InputError(
-            f"inputs: a request for similar items has only the column item_id, not {sorted(parsed_request.columns)}"
-        )
-    return parsed_request
+    return _require_only_item_ids(parse(request))
+
+
+def _require_only_item_ids(request: Request) -> Request:
+    if request.columns.keys() != {ITEM_COLUMN}:
+        raise InputError(f"a request for similar items has only the column item_id, not {sorted(request.columns)}")
+    return request
 
 
 def _parse_columns(request: Mapping[str, Any]) -> tuple[dict[str, list[Any]], int]:

@@ -97,8 +97,21 @@ def test_similar_items_are_requested_by_the_column_item_id(retriever: Retriever)
     assert unknown.error == "item_id 'unheard of' is not in the catalogue"
     assert invalid.error == "item_id 7 is not a string, but the model was trained on string ids"
     assert [answer.error for answer in missing] == ["item_id is missing"] * 2
-    with pytest.raises(InputError, match="has only the column item_id"):
-        respond(retriever, {"inputs": {"item_id": [ITEM_IDS[5]], "user_id": [1]}})
+    rows = [{"item_id": item_id} for item_id in item_ids]
+    row_answers = respond(retriever, {"rows": rows, "params": {"k": 4, "filter": {"stock": [0, 1]}}})
+    assert row_answers == [known, unknown, invalid, *missing]
+
+
+@pytest.mark.parametrize(
+    "request_object",
+    [
+        {"inputs": {"item_id": [ITEM_IDS[5]], "user_id": [1]}},
+        {"rows": [{"item_id": ITEM_IDS[5]}, {"user_id": 1}]},
+    ],
+)
+def test_a_request_with_item_ids_and_another_column_is_rejected(retriever: Retriever, request_object: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"has only the column item_id, not \['item_id', 'user_id'\]"):
+        respond(retriever, request_object)
 
 
 @pytest.mark.parametrize(

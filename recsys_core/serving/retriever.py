@@ -128,7 +128,7 @@ class Retriever:
             row_indices = np.arange(num_queries)[batch_slice]
             queries = self.query_reader.read(
                 user_rows[batch_slice],
-                histories=histories and histories[batch_slice],
+                histories=None if histories is None else histories[batch_slice],
                 given_features={key: feature.take(row_indices) for key, feature in given_features.items()},
                 options=checked_options,
             )
@@ -210,12 +210,13 @@ class Retriever:
     def _cached_selection(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
         """Return the items that satisfy a filter. The last filters are cached, because requests often repeat one."""
         try:
-            filter_json = json.dumps(item_filter)
-        except RecursionError:
+            try:
+                filter_json = json.dumps(item_filter)
+            except (TypeError, ValueError):  # e.g. a datetime
+                return self._select(item_filter)
+            return self._select_json_with_cache(filter_json)
+        except RecursionError:  # json.dumps and json.loads allow different numbers of levels
             raise InputError("filter: has too many levels; write conditions by column") from None
-        except (TypeError, ValueError):  # e.g. a datetime
-            return self._select(item_filter)
-        return self._select_json_with_cache(filter_json)
 
     def _recommend_batch(
         self, queries: Queries, candidates: Candidates, *, k: int, options: SearchOptions, uses_popularity: bool = True

@@ -91,6 +91,14 @@ def test_an_invalid_request_gets_a_status_and_a_reason(
     assert response.json()["error"].startswith(expected) or (expected == "colour" and expected in response.json()["error"])
 
 
+def test_a_filter_is_rejected_whatever_its_number_of_levels(start_client: ClientStarter) -> None:
+    client = start_client()
+    for num_levels in range(940, 1_000):  # Python's JSON encoder accepts a few levels more than its decoder
+        body = '{"rows": [{}], "params": {"filter": {"price": ' + "[" * num_levels + "]" * num_levels + "}}}"
+        response = client.post("/recommend", content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code == 422 and response.json()["error"].startswith("filter: "), num_levels
+
+
 def test_an_invalid_row_does_not_affect_another_row(start_client: ClientStarter) -> None:
     invalid_prediction, prediction = recommend(start_client(), [{"user_id": "x"}, ROW], k=2)
     assert invalid_prediction["error"].startswith("user_id 'x' is not an integer") and invalid_prediction["item_ids"] == []

@@ -20,7 +20,7 @@ from recsys_core.dataset.feature_store import standardised
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, shown, shown_names
 from recsys_core.serving.description import QUERY_COLUMNS, QueryFeature, request_columns, vocabulary_name
-from recsys_core.serving.ids import IdMap
+from recsys_core.serving.ids import IdMap, is_list
 from recsys_core.units import FLOAT32_MAX
 
 
@@ -173,7 +173,7 @@ class RequestFeatures:
 
 
 def _checked_list(value: Any) -> list[Any]:
-    if not isinstance(value, list | tuple) and not (isinstance(value, np.ndarray) and value.ndim == 1):
+    if not is_list(value):
         raise InputError(f"{shown(value)} is not a list")
     return list(value)
 

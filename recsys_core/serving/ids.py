@@ -171,3 +171,8 @@ class IdMap:
 def is_missing(request_value: Any) -> bool:
     """Return whether a request value is null: None, NaN, pandas.NA or NaT."""
     return request_value is None or (pd.api.types.is_scalar(request_value) and bool(pd.isna(request_value)))
+
+
+def is_list(request_value: Any) -> bool:
+    """Return whether a request value is a list: a list, a tuple, or an array with one dimension."""
+    return isinstance(request_value, list | tuple) or (isinstance(request_value, np.ndarray) and request_value.ndim == 1)

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, shown
 from recsys_core.serving.answers import FALLBACKS
 from recsys_core.serving.contents import PackageContents
 from recsys_core.serving.given_features import GivenFeature
-from recsys_core.serving.ids import Id
+from recsys_core.serving.ids import Id, is_list
 from recsys_core.serving.items import Filter
 
 MAX_POPULARITY_WEIGHT = 1e4
@@ -159,6 +159,9 @@ class QueryReader:
         num_items = len(self._item_ids)
         if new_histories is None:
             return stored_history, stored_history.distinct(bound=num_items), np.zeros(len(user_row_B), np.int64)
+        for history in new_histories:
+            if history is not None and not is_list(history):
+                raise InputError(f"history {shown(history)} is of type {type(history).__name__}; pass a list of item ids")
         length_B = np.array([0 if history is None else len(history) for history in new_histories], np.int64)
         new_item_rows = self._item_ids.rows(
             [item_id for history in new_histories if history is not None for item_id in history]

@@ -13,7 +13,7 @@ import numpy as np
 from recsys_core.errors import InputError, shown
 from recsys_core.serving.answers import Answer, Recommendations
 from recsys_core.serving.description import ITEM_COLUMN, QUERY_COLUMNS
-from recsys_core.serving.ids import Id, is_missing
+from recsys_core.serving.ids import Id, is_list, is_missing
 
 if TYPE_CHECKING:
     from recsys_core.serving.queries import SearchOptions
@@ -214,7 +214,7 @@ def _parse_histories(retriever: "Retriever", request: Request) -> tuple[list[lis
     errors = {
         row: f"history is of type {type(history).__name__}; pass a list of item ids, or leave it out"
         for row, history in enumerate(histories)
-        if history is not None and not _is_list(history)
+        if history is not None and not is_list(history)
     }
     histories = [None if row in errors else history for row, history in enumerate(histories)]
     try:
@@ -226,10 +226,6 @@ def _parse_histories(retriever: "Retriever", request: Request) -> tuple[list[lis
             except InputError as error:
                 errors[row] = f"history: {error}"
     return histories, errors
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 
 def _id_errors(parse_ids: Any, values: Sequence[Any]) -> dict[int, str]:

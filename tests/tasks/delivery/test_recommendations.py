@@ -95,8 +95,10 @@ def test_progress_reaches_the_number_of_rows(
         ({"user_id": [USER_IDS[0], 2**62 + 1], "history": [None, [1]]}, "rows 0 to 1: "),
         ({"name": ["a"]}, r"has the columns \['name'\], but none that the model reads: \['user_id', 'history'"),
         ({"user_id": [1.5]}, "rows 0 to 0: user_id 1.5"),
+        ({"history": [None, "item-001"]}, "rows 0 to 1: history 'item-001' is of type str; pass a list of item ids"),
+        ({"history": [7]}, "rows 0 to 0: history 7 is of type int; pass a list of item ids"),
     ],
-    ids=["item ids of another type", "no known column", "fraction"],
+    ids=["item ids of another type", "no known column", "fraction", "text as history", "item as history"],
 )
 def test_an_invalid_file_keeps_the_earlier_recommendations(
     retriever: Retriever, tmp_path: Path, output_folder: Path, columns: dict[str, list[object]], message: str

@@ -70,7 +70,11 @@ def test_small_batches_and_small_files_give_the_same_rows(
     monkeypatch.setattr(recommendations, "PART_ROWS", 15)
     write_top_k(retriever, [], output_folder)
     assert [pq.read_metadata(path).num_rows for path in sorted(output_folder.glob("*.parquet"))] == [15, 15, 10]
-    assert read_rows(output_folder) == expected_rows
+    rows = read_rows(output_folder)
+    # The scores differ in their last bits, because a matrix product depends on the number of its rows.
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        assert row | {"scores": None} == expected_row | {"scores": None}
+        assert row["scores"] == pytest.approx(expected_row["scores"], rel=1e-5)
 
 
 def test_progress_reaches_the_number_of_rows(

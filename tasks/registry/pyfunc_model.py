@@ -55,9 +55,11 @@ class NightjarModel(PythonModel):
 
 
 def _values(column: pd.Series) -> list[Any]:
-    """Return the values of a column, with None for null. pandas stores null as NaN in a column of numbers, or as NA or NaT."""
-    is_missing = column.isna() if column.dtype != object else pd.Series(False, column.index)
-    return column.astype(object).mask(is_missing, None).tolist()
+    """Return the values of a column, with None for null, which pandas stores as NaN, NA or NaT.
+
+    A record without the column also has NaN, even in a column of lists.
+    """
+    return column.astype(object).mask(column.isna(), None).tolist()
 
 
 def _reject_unknown_params() -> None:

@@ -142,3 +142,16 @@ def test_the_mlflow_server_answers_every_request_with_status_200_or_400(
     with TestClient(scoring_server.init(model), raise_server_exceptions=False) as client:
         response = client.post("/invocations", content=content, headers={"content-type": "application/json"})
     assert response.status_code in (200, 400), response.text
+
+
+def test_a_record_without_a_list_is_answered_next_to_a_record_with_a_list(model: PyFuncModel) -> None:
+    records = [
+        {"user_id": USER_IDS[0]},
+        {"list": ["user.list 2"]},
+        {"weighted_list": ["user.weighted_list 2"], "weights": [2.0]},
+    ]
+    answers = model.predict(pd.DataFrame(records), params={"k": 3})
+    answers_alone = [model.predict(pd.DataFrame([record]), params={"k": 3})[0] for record in records]
+    assert [answer["error"] for answer in answers] == [None, None, None]
+    assert [answer["item_ids"] for answer in answers] == [answer["item_ids"] for answer in answers_alone]
+    assert [answer["fallback"] for answer in answers] == [None, "features", "features"]

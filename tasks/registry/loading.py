@@ -31,10 +31,10 @@ LOGGED_MODELS_FILE_NAME = "logged-models.sha256"
 
 A model contains code. MLflow's server can change versions and artifacts, but not this file.
 """
-_MAX_VERSION_NUMBER = 2**31 - 1
-"""Largest number of a version in MLflow's database. A larger number is an error of the database driver."""
 _UNHASHED_NAMES = ("registered_model_meta", "__pycache__")
 """Names that the sha256 ignores: a file that MLflow writes when it loads a version, and bytecode, which is removed first."""
+_MAX_VERSION_DIGITS = 9
+"""A number with more digits may be too large for the integers of MLflow's database, which then fails."""
 
 
 class LoadedVersion(NamedTuple):
@@ -73,10 +73,6 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         TrackingServerError: MLflow does not work.
     """
     client = connect(workspace)
-    if version.isdecimal() and int(version) > _MAX_VERSION_NUMBER:
-        raise InputError(
-            f"the registered model {model_name!r} has no version {version}; list the versions with `nightjar releases`"
-        )
     version_number = (
         version if version.isdecimal() else version_number_with_alias(workspace, model_name=model_name, alias=version)
     )
@@ -86,6 +82,11 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         raise InputError(
             f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
             f"{promotion}register a version with `nightjar run`"
+        )
+    if len(version_number) > _MAX_VERSION_DIGITS:
+        raise InputError(
+            f"the registered model {model_name!r} has no version {version_number[:50]}; list the versions with "
+            "`nightjar releases`"
         )
     failure_text = redacted(f"models:/{model_name}/{version_number}: cannot be loaded from {client.tracking_uri}")
     try:

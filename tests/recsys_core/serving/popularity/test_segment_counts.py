@@ -79,14 +79,23 @@ def test_items_are_ranked_by_their_events_before_the_test_for_each_value_with_en
     assert pq.read_table(path).to_pylist() == expected_segments
 
 
-def test_segments_of_a_feature_that_is_not_categorical_are_rejected(
+def test_segments_of_a_feature_without_a_vocabulary_are_rejected(
     stages: tuple[InteractionsManifest, FeaturesManifest], tmp_path: Path
 ) -> None:
     interactions, features = stages
+    single = features.features["user.single"]
+    hashed = single.model_copy(update={"hash_rows": 1_000})
+    features = features.model_copy(update={"features": features.features | {"user.hash": hashed, "item.single": single}})
     item_by_popularity_I = np.arange(NUM_ITEMS, dtype=np.int32)
     path = tmp_path / "segments.parquet"
-    for key, manifest in (("user.list", features), ("user.more", features), ("user.single", None)):
-        with pytest.raises(InputError, match=f"package.popularity_by: {key} is not a categorical user or context feature"):
+    for key, manifest, problem in (
+        ("user.list", features, "is of kind list, not categorical"),
+        ("user.more", features, "is not declared under features"),
+        ("user.single", None, "is not declared under features"),
+        ("user.hash", features, "has no vocabulary, because its values are hashed into 1,000 rows"),
+        ("item.single", features, "is a feature of items, not of users or context"),
+    ):
+        with pytest.raises(InputError, match=f"package.popularity_by: {key} {problem}"):
             write_segments(
                 path,
                 key,

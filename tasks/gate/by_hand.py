@@ -78,9 +78,11 @@ def promote_version(version_number: int, decision: ManualDecision) -> str:
     champion = registry.champion()
     if version_number_text(champion) == version_number_text(version):
         raise InputError(f"{model_name}: version {version_number} is already champion; nothing changes")
-    with _open_tester(registry, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
+    own_log = _log_of(version, decision)
+    with _open_tester(registry, decision, interactions=own_log) as tester:
         # The smoke test would reject the items that a refresh added, because they are not in the log of the run.
-        metrics = tester.measure(version) if PARENT_TAG in version.tags else tester.smoke_test(version)
+        is_refresh = PARENT_TAG in version.tags
+        metrics = tester.measure(version) if is_refresh else tester.smoke_test(version, is_own_log=own_log is not None)
         return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=False)
 
 
@@ -109,7 +111,7 @@ def roll_back(version_number: int | None, decision: ManualDecision) -> str:
             "`nightjar releases`, and make one of them the champion with `nightjar promote --version N`"
         )
     load_errors = []
-    with _open_tester(registry, decision, run_id=None) as tester:
+    with _open_tester(registry, decision, interactions=None) as tester:
         for version in candidates[:MAX_FORMER_CHAMPIONS]:
             try:
                 metrics = tester.measure(version)
@@ -124,13 +126,20 @@ def _version_numbers(versions: Sequence[ModelVersion]) -> str:
     return ", ".join(str(version.version) for version in versions[:10]) or "none"
 
 
+def _log_of(version: ModelVersion, decision: ManualDecision) -> InteractionsManifest | None:
+    """Return the log of the run that registered a version; None if the workspace no longer has the log."""
+    run_id = version.tags.get(RUN_ID_TAG)
+    if run_id is None:
+        return None
+    return load_manifest(Workspace(decision.workspace).run(run_id).stage_folder(InteractionsManifest), InteractionsManifest)
+
+
 @contextmanager
-def _open_tester(registry: Registry, decision: ManualDecision, *, run_id: str | None) -> Iterator[VersionTester]:
-    """Yield a tester with users from the log of run `run_id`, or of the newest run that has a log in the workspace."""
-    workspace, interactions = Workspace(decision.workspace), None
-    if run_id is not None:
-        folder = workspace.run(run_id).stage_folder(InteractionsManifest)
-        interactions = load_manifest(folder, InteractionsManifest)
+def _open_tester(
+    registry: Registry, decision: ManualDecision, *, interactions: InteractionsManifest | None
+) -> Iterator[VersionTester]:
+    """Yield a tester with users from a log; None selects the log of the newest run that has a log in the workspace."""
+    workspace = Workspace(decision.workspace)
     interactions = interactions or workspace.newest_manifest(InteractionsManifest)
     if interactions is None:
         raise InputError(

@@ -202,8 +202,11 @@ class Answers(NamedTuple):
     num_bytes: int
 
 
-def invalid_answers(answers: Answers, *, sample: ServedSample) -> list[str]:
-    """Return a text with the count of each problem: too few or too many items, unknown items, seen items, repeated items."""
+def invalid_answers(answers: Answers, *, sample: ServedSample, rejects_unknown_items: bool = True) -> list[str]:
+    """Return a text with the count of each problem: too few or too many items, unknown items, seen items, repeated items.
+
+    rejects_unknown_items: whether an item that is not in the catalogue is a problem.
+    """
     recommendations = _parse_answers(answers.item_ids, sample)
     expected_num_items_U = np.minimum(K, sample.num_items - sample.num_seen_U)
     is_known_L = recommendations.item_row_L >= 0
@@ -212,7 +215,7 @@ def invalid_answers(answers: Answers, *, sample: ServedSample) -> list[str]:
         f"users whose number of items is not min({K}, number of unseen items)": int(
             np.sum(recommendations.num_items_U != expected_num_items_U)
         ),
-        "items that are not in the catalogue": int(np.sum(~is_known_L)),
+        "items that are not in the catalogue": int(np.sum(~is_known_L)) if rejects_unknown_items else 0,
         "items that the user had before": int(np.isin(recommended_pairs, sample.seen_pair_L).sum()),
         "items that are recommended twice to one user": len(recommended_pairs) - len(np.unique(recommended_pairs)),
     }

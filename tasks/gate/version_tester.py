@@ -33,11 +33,16 @@ class VersionTester:
     process: ModelProcess
     metrics_by_version: dict[str, ServedMetrics] = field(default_factory=dict)
 
-    def smoke_test(self, version: ModelVersion) -> ServedMetrics:
-        """Return the metrics of a version; raise UnusableVersionError if its answers are invalid."""
+    def smoke_test(self, version: ModelVersion, *, is_own_log: bool = True) -> ServedMetrics:
+        """Return the metrics of a version; raise UnusableVersionError if its answers are invalid.
+
+        Args:
+            is_own_log: whether the sample is from the log with which the version was trained. If it is from another log, the
+                version may recommend items that this log does not have.
+        """
         try:
             answers = self._predict(version)
-            problems = invalid_answers(answers, sample=self.sample)
+            problems = invalid_answers(answers, sample=self.sample, rejects_unknown_items=is_own_log)
             if problems:
                 uri = f"models:/{version.name}/{version.version}"
                 raise UnusableVersionError(f"{uri}: the smoke test found {'; '.join(problems)}")

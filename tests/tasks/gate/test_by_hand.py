@@ -56,7 +56,7 @@ def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
 
 @pytest.fixture
 def three_versions(workspace: Path, stages: BuildStages, predicted_uris: list[str]) -> Path:
-    """A workspace with a former champion (version 1), a champion (2) and a challenger (3). One run has an ingested log."""
+    """A workspace with a former champion (version 1), a champion (2) and a challenger (3), and the logs of their two runs."""
     client = connect(workspace)
     register_version(stages(), context_of(workspace, "20260101"))
     for number in ("2", "3"):
@@ -65,8 +65,8 @@ def three_versions(workspace: Path, stages: BuildStages, predicted_uris: list[st
     client.set_registered_model_alias("m", "champion", "2")
     client.set_registered_model_alias("m", "challenger", "3")
     client.set_model_version_tag("m", "1", FORMER_CHAMPION_TAG, "1760000000")
-    interactions_folder = context_of(workspace, "20260101").folder(InteractionsManifest)
-    shutil.copytree(stages().dataset.interactions.folder, interactions_folder)
+    for run_id in ("20260101", "20260102"):
+        shutil.copytree(stages().dataset.interactions.folder, context_of(workspace, run_id).folder(InteractionsManifest))
     return workspace
 
 
@@ -159,7 +159,8 @@ def test_an_impossible_promotion_raises_one_message_and_changes_nothing(
             promote_version(3, decide())
     assert (version_by_alias(client), changes) == ({"champion": "1", "challenger": "3"}, [])
 
-    shutil.rmtree(three_versions / "runs" / "20260101" / "ingest_interactions")
+    for run_id in ("20260101", "20260102"):
+        shutil.rmtree(three_versions / "runs" / run_id / "ingest_interactions")
     with pytest.raises(InputError, match="no run has an ingested interaction log, but the smoke test needs users"):
         promote_version(2, decide())
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:s3cret@127.0.0.1:9")
@@ -167,3 +168,21 @@ def test_an_impossible_promotion_raises_one_message_and_changes_nothing(
     for change in (lambda: promote_version(2, decide()), lambda: roll_back(None, decide())):
         with pytest.raises(TrackingServerError, match=r"^MLflow at http://ada:\*\*\*@127.0.0.1:9 does not work"):
             change()
+
+
+def test_a_version_whose_log_is_removed_may_recommend_items_that_the_newest_log_does_not_have(
+    three_versions: Path, decide: Decide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_items_per_user = K
+
+    def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
+        return Answers(pa.array([[*range(-num_items_per_user, 0)]] * sample.num_users), 1.0, 1)
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
+    with pytest.raises(StageError, match="items that are not in the catalogue"):
+        promote_version(3, decide())
+    shutil.rmtree(three_versions / "runs" / "20260102" / "ingest_interactions")  # as retention does
+    assert promote_version(3, decide()).startswith("m version 3 is champion instead of version 2: recall@20 is 0.0000")
+    num_items_per_user = K - 1
+    with pytest.raises(StageError, match=r"users whose number of items is not min\(20, "):
+        promote_version(2, decide())

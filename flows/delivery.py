@@ -11,7 +11,7 @@ from prefect.states import Completed
 
 from flows.prefect_runs import ConfigPath, Overrides, fail_run_with_unknown_parameters, load_form_config, name_flow_run
 from flows.push import push_champion
-from flows.query import recommend_many
+from flows.query import recommend_many, recommendation_settings
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError, first_line
 from recsys_core.parent_process import die_with_parent
@@ -31,15 +31,17 @@ def deliver(config: PipelineConfig) -> list[str]:
 
 
 def _write_recommendations(config: PipelineConfig) -> str | None:
-    """Write the recommendations for many users, unless the champion has already written them; return the error, if any."""
+    """Write the recommendations for many users, unless the folder already has them; return the error, if any."""
     folder = config.delivery.recommendations.folder
     if folder is None:
         return None
-    from tasks.delivery.recommendations import version_in  # imports torch and FAISS
+    from tasks.delivery.recommendations import is_written  # imports torch and FAISS
 
     try:
-        champion = version_number_with_alias(config.workspace.absolute(), model_name=config.registry.model_name)
-        if champion is None or champion == version_in(folder):
+        model_name = config.registry.model_name
+        champion = version_number_with_alias(config.workspace.absolute(), model_name=model_name)
+        settings = recommendation_settings(config, model_name=model_name)
+        if champion is None or is_written(folder, version=champion, settings=settings):
             return None
         log = StageLog("recommend")
         summary = recommend_many(config, folder=folder)

@@ -104,16 +104,23 @@ def recommend_many(config: PipelineConfig, *, folder: Path, model_uri: str | Non
     settings = config.delivery.recommendations
     config.workspace.mkdir(parents=True, exist_ok=True)
     with FileLock(config.workspace / "recommend.lock"):
+        retriever, model_name, _ = _load(config, model_uri)
         return write_recommendations(
-            load_retriever(config, model_uri),
+            retriever,
             settings.user_paths,
             folder=folder,
             k=settings.k,
             options={"exclude_seen": settings.exclude_seen},
+            settings=recommendation_settings(config, model_name=model_name),
             on_progress=lambda num_done, num_rows: show_bar(
                 "recommend", num_done=num_done, num_total=num_rows, note=f"{num_done:,} of {num_rows:,} users"
             ),
         )
+
+
+def recommendation_settings(config: PipelineConfig, *, model_name: str) -> dict[str, Any]:
+    """Return the settings on which the recommendations for many users depend, as JSON values."""
+    return config.delivery.recommendations.model_dump(mode="json", exclude={"folder"}) | {"model_name": model_name}
 
 
 def compare_versions(

@@ -5,7 +5,7 @@ Shapes: B rows of a batch, L recommended items of a batch.
 
 import json
 import shutil
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,8 @@ class BatchSummary(NamedTuple):
     Attributes:
         columns: columns of the input that were read.
         num_rows_by_fallback: number of rows by fallback, see `answers.FALLBACKS`; the key for no fallback is "model".
+        settings: settings with which the recommendations were written.
+        num_bytes_by_file: size of each parquet file.
     """
 
     version: str
@@ -51,6 +53,8 @@ class BatchSummary(NamedTuple):
     num_rows: int
     columns: list[str]
     num_rows_by_fallback: dict[str, int]
+    settings: dict[str, Any]
+    num_bytes_by_file: dict[str, int]
 
     @property
     def text(self) -> str:
@@ -80,6 +84,7 @@ def write_recommendations(
     folder: Path,
     k: int,
     options: SearchOptions,
+    settings: Mapping[str, Any],
     on_progress: OnProgress = lambda num_done, num_rows: None,
 ) -> BatchSummary:
     """Write the recommendations for each row of parquet files, in the same order, to a folder of parquet files.
@@ -92,6 +97,7 @@ def write_recommendations(
         user_paths: paths or globs of parquet files with the column user_id, the column history (a list of item ids), or feature
             columns of the model. Other columns are not read. Without paths: all users of the model.
         k, options: see Retriever.recommend.
+        settings: all settings that change the recommendations, as JSON values; `is_written` compares them.
 
     Raises:
         InputError: a file, a column, a value or an option is invalid, the model has no users and `user_paths` is empty, or
@@ -121,17 +127,25 @@ def write_recommendations(
             num_rows=num_done,
             columns=columns,
             num_rows_by_fallback=dict(zip(fallback_names, num_rows_by_code.tolist(), strict=True)),
+            settings=dict(settings),
+            num_bytes_by_file=_num_bytes_by_file(new_folder),
         )
         (new_folder / SUMMARY_FILE_NAME).write_text(json.dumps(summary._asdict(), indent=2))
     return summary
 
 
-def version_in(folder: Path) -> str | None:
-    """Return the version that wrote the recommendations in a folder; None if there are none."""
+def is_written(folder: Path, *, version: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a folder has all recommendations of this version with these settings."""
     try:
-        return BatchSummary(**json.loads((folder / SUMMARY_FILE_NAME).read_bytes())).version
-    except (OSError, ValueError, TypeError):
-        return None
+        summary = BatchSummary(**json.loads((folder / SUMMARY_FILE_NAME).read_bytes()))
+    except (OSError, ValueError, TypeError):  # no file, or a file of an earlier nightjar
+        return False
+    is_complete = summary.num_bytes_by_file == _num_bytes_by_file(folder)
+    return is_complete and (summary.version, summary.settings) == (version, dict(settings))
+
+
+def _num_bytes_by_file(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.glob("*.parquet"))}
 
 
 @contextmanager

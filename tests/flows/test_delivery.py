@@ -22,18 +22,27 @@ def config_with_recommendations_in(folder: Path | None) -> PipelineConfig:
 
 
 @pytest.mark.parametrize(
-    ("champion_version", "delivered_version", "is_written"),
-    [(None, None, False), ("2", "2", False), ("2", "1", True), ("1", "2", True), ("2", None, True)],
-    ids=["no champion", "same version", "new champion", "rolled back", "first champion"],
+    ("champion_version", "delivered_version", "delivered_k", "is_written"),
+    [
+        (None, None, 100, False),
+        ("2", "2", 100, False),
+        ("2", "1", 100, True),
+        ("1", "2", 100, True),
+        ("2", None, 100, True),
+        ("2", "2", 50, True),
+    ],
+    ids=["no champion", "same version", "new champion", "rolled back", "first champion", "changed k"],
 )
 def test_recommendations_are_written_unless_the_folder_has_those_of_the_champion(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     champion_version: str | None,
     delivered_version: str | None,
+    delivered_k: int,
     is_written: bool,
 ) -> None:
-    summary = BatchSummary(version="", space_id="", k=1, num_rows=0, columns=[], num_rows_by_fallback={"popularity": 0})
+    settings = {"k": delivered_k, "user_paths": [], "exclude_seen": True, "model_name": "nightjar"}
+    summary = BatchSummary("", "", delivered_k, 0, [], {"popularity": 0}, settings, num_bytes_by_file={})
     if delivered_version is not None:
         content = json.dumps(summary._replace(version=delivered_version)._asdict())
         (tmp_path / SUMMARY_FILE_NAME).write_text(content)

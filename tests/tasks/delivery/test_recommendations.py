@@ -11,10 +11,11 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.serving.retriever import Retriever
 from tasks.delivery import recommendations
-from tasks.delivery.recommendations import BatchSummary, version_in, write_recommendations
+from tasks.delivery.recommendations import BatchSummary, is_written, write_recommendations
 from tests.recsys_core.serving.conftest import ITEM_IDS, USER_IDS, ModelBuilder
 
 K = 7
+SETTINGS = {"k": K, "user_paths": []}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,9 @@ def output_folder(tmp_path: Path) -> Path:
 
 def write_top_k(retriever: Retriever, user_files: list[str], output_folder: Path) -> BatchSummary:
     """Write K items per user of `user_files`, or per user of the package if the list is empty."""
-    return write_recommendations(retriever, user_files, folder=output_folder, k=K, options={"exclude_seen": True})
+    return write_recommendations(
+        retriever, user_files, folder=output_folder, k=K, options={"exclude_seen": True}, settings=SETTINGS
+    )
 
 
 def read_rows(output_folder: Path) -> list[dict[str, object]]:
@@ -88,6 +91,7 @@ def test_progress_reaches_the_number_of_rows(
         folder=output_folder,
         k=1,
         options={},
+        settings={},
         on_progress=lambda num_done, num_rows: calls.append((num_done, num_rows)),
     )
     assert calls == [(16, 40), (32, 40), (40, 40)]
@@ -157,7 +161,8 @@ def test_an_interrupted_rename_keeps_the_earlier_recommendations(
     monkeypatch.setattr(Path, "rename", fail_once)
     with pytest.raises(KeyboardInterrupt):
         write_top_k(retriever, [], output_folder)
-    assert len(read_rows(output_folder)) == len(USER_IDS) and version_in(output_folder) == retriever.version
+    assert len(read_rows(output_folder)) == len(USER_IDS)
+    assert is_written(output_folder, version=retriever.version, settings=SETTINGS)
     assert list(output_folder.parent.glob(".recs*")) == []
 
 
@@ -165,4 +170,28 @@ def test_a_model_without_users_needs_files_of_users(build_packaged_model: ModelB
     retriever = Retriever.load(build_packaged_model(users="none")[1].folder)
     with pytest.raises(InputError, match="stores no users"):
         write_top_k(retriever, [], output_folder)
-    assert not output_folder.exists() and version_in(output_folder) is None
+    assert not output_folder.exists()
+
+
+def test_recommendations_are_written_if_the_version_the_settings_and_all_files_are_as_expected(
+    retriever: Retriever, output_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_written_now(**changes: object) -> bool:
+        return is_written(output_folder, **{"version": retriever.version, "settings": SETTINGS} | changes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recommendations, "MAX_BATCH_ROWS", 16)
+    monkeypatch.setattr(recommendations, "PART_ROWS", 16)
+    assert not is_written_now()
+    write_top_k(retriever, [], output_folder)
+    assert is_written_now()
+    assert not is_written_now(version="8")
+    assert not is_written_now(settings=SETTINGS | {"k": 8})
+    (output_folder / "part-00001.parquet").unlink()
+    assert not is_written_now()
+    write_top_k(retriever, [], output_folder)
+    assert is_written_now()
+    summary_path = output_folder / "_recommendations.json"
+    summary = json.loads(summary_path.read_text())
+    del summary["settings"]  # as an earlier nightjar wrote the file
+    summary_path.write_text(json.dumps(summary))
+    assert not is_written_now()

@@ -16,6 +16,7 @@ class AliasChange:
         old_version: version that had the alias; None if there was none.
         new_version: version that has the alias; None if the alias was removed.
         reason: why the alias moved.
+        is_late: whether the process that moved the alias was killed before it could inform the publishers.
     """
 
     model_name: str
@@ -23,6 +24,7 @@ class AliasChange:
     old_version: str | None
     new_version: str | None
     reason: str
+    is_late: bool = False
 
 
 class Publisher(Protocol):
@@ -59,9 +61,9 @@ class PrefectEvents:
             "old_version": change.old_version,
             "new_version": change.new_version,
             "reason": change.reason,
-            "run_reason": self.run_reason,
+            "run_reason": "" if change.is_late else self.run_reason,  # another run may have moved the alias
             "pipeline": self.pipeline,
-            "run_id": self.run_id,
+            "run_id": None if change.is_late else self.run_id,
         }
         try:
             emit_event(event_name, resource=resource, payload=payload)

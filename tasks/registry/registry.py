@@ -4,6 +4,7 @@ Every call is retried while MLflow is temporarily unavailable. An alias is moved
 `Registry.move_challenger`.
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,13 @@ from mlflow.entities.model_registry import ModelVersion
 
 from tasks.delivery.publishers import AliasChange, Publisher
 from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
-from tasks.registry.releases import FORMER_CHAMPION_TAG, champion_of, former_champions, version_number_by_alias
+from tasks.registry.releases import (
+    FORMER_CHAMPION_TAG,
+    UNPUBLISHED_TAG,
+    champion_of,
+    former_champions,
+    version_number_by_alias,
+)
 
 READ_BACK_DELAY_S = 0.2
 """Pause before a moved alias is read back, so that the move of another process at the same time is noticed."""
@@ -88,20 +95,35 @@ class Registry:
         MLflow sets an alias unconditionally. The alias is therefore read before and after the move. If another process has
         overwritten the move, it counts as failed.
 
+        The publishers are informed of each move at least once: if the process is killed before, the next move informs them.
+
         Args:
             mark_as_former: tag the replaced champion, so that the gate can return to this version later.
         """
         expected_number, new_number = version_number_text(expected_champion), str(version.version)
-        if version_number_text(self.champion()) != expected_number:
+        champion = self.champion()
+        if version_number_text(champion) != expected_number:
             return False
-        if expected_champion is not None and mark_as_former and expected_number != new_number:
+        self._publish_late(champion)
+        if expected_number == new_number:
+            return True
+        if expected_champion is not None and mark_as_former:
             self._mark_as_former(expected_champion)
+        self.set_tag(version, UNPUBLISHED_TAG, json.dumps({"old_version": expected_number, "reason": reason}))
         self.call(self.client.set_registered_model_alias, self.model_name, "champion", new_number)
         time.sleep(READ_BACK_DELAY_S)
-        if self.aliases().get("champion") != new_number:
-            return False
-        self._publish("champion", expected_number, new_number, reason)
-        return True
+        is_moved = self.aliases().get("champion") == new_number
+        if is_moved:
+            self._publish(AliasChange(self.model_name, "champion", expected_number, new_number, reason))
+        self.call(self.client.delete_model_version_tag, self.model_name, new_number, UNPUBLISHED_TAG)
+        return is_moved
+
+    def _publish_late(self, champion: ModelVersion | None) -> None:
+        """Inform the publishers of the move of a process that was killed after it had made this version the champion."""
+        if champion is not None and UNPUBLISHED_TAG in champion.tags and self.publishers:
+            move = json.loads(champion.tags[UNPUBLISHED_TAG])
+            self._publish(AliasChange(self.model_name, "champion", **move, new_version=str(champion.version), is_late=True))
+            self.remove_tag(champion, UNPUBLISHED_TAG)
 
     def _mark_as_former(self, version: ModelVersion) -> None:
         """Tag a version with the current time, or with one second after the newest such tag if this is later."""
@@ -110,14 +132,15 @@ class Registry:
 
     def move_challenger(self, version: ModelVersion | None, *, reason: str) -> None:
         """Give the alias challenger to `version`; remove the alias if `version` is None."""
+        self._publish_late(self.champion())
         old_number, new_number = self.aliases().get("challenger"), version_number_text(version)
         if new_number is not None:
             self.call(self.client.set_registered_model_alias, self.model_name, "challenger", new_number)
         elif old_number is not None:
             self.call(self.client.delete_registered_model_alias, self.model_name, "challenger")
-        self._publish("challenger", old_number, new_number, reason)
-
-    def _publish(self, alias: str, old_number: str | None, new_number: str | None, reason: str) -> None:
         if old_number != new_number:
-            for publisher in self.publishers:
-                publisher.publish(AliasChange(self.model_name, alias, old_number, new_number, reason))
+            self._publish(AliasChange(self.model_name, "challenger", old_number, new_number, reason))
+
+    def _publish(self, change: AliasChange) -> None:
+        for publisher in self.publishers:
+            publisher.publish(change)

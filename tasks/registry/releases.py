@@ -42,6 +42,9 @@ REFRESH_TAG = "nightjar.refresh"
 """Numbers of items that a refresh added, removed and changed, as JSON."""
 DELTA_TAG = "nightjar.delta"
 """Address of the delta file of a refresh in MLflow."""
+UNPUBLISHED_TAG = "nightjar.unpublished"
+"""Tag of a version that is about to become champion, as JSON: the former champion, and the reason. The tag is removed when the
+publishers are informed. If the process is killed before, the next move of an alias informs them."""
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the gate tries to load if the champion does not load."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"

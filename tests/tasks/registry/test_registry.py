@@ -1,13 +1,14 @@
 """The aliases of a registered model on a real MLflow, also when two processes move `champion` at the same time."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tasks.delivery.publishers import AliasChange
 from tasks.registry import registry as registry_module
 from tasks.registry.registry import Registry, version_number_text
-from tasks.registry.releases import FORMER_CHAMPION_TAG
+from tasks.registry.releases import FORMER_CHAMPION_TAG, UNPUBLISHED_TAG
 
 
 class Recorder:
@@ -86,3 +87,36 @@ def test_each_move_or_removal_of_the_challenger_is_one_change(registry: Registry
         registry.move_challenger(version, reason="not better")
     assert changes(registry) == [("challenger", None, "2"), ("challenger", "2", "3"), ("challenger", "3", None)]
     assert registry.aliases() == {"champion": "1"}
+
+
+@pytest.mark.parametrize("next_move", ["resume", "next champion", "next challenger"])
+def test_the_next_move_publishes_a_move_whose_process_was_killed_before_it_could_publish(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, next_move: str
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(registry_module.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+        registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
+    assert (registry.aliases(), changes(registry)) == ({"champion": "2"}, [])
+    (recorder,) = registry.publishers
+    expected_changes = [AliasChange("m", "champion", "1", "2", "better", is_late=True)]
+    for _ in range(2):  # the second call publishes nothing
+        if next_move == "resume":
+            assert registry.move_champion(registry.version(2), expected_champion=registry.version(2), reason="better")
+        elif next_move == "next challenger":
+            registry.move_challenger(registry.version(3), reason="worse")
+        else:
+            registry.move_champion(registry.version(3), expected_champion=registry.version(2), reason="best")
+    if next_move != "resume":
+        alias, old_version, reason = (
+            ("champion", "2", "best") if next_move == "next champion" else ("challenger", None, "worse")
+        )
+        expected_changes.append(AliasChange("m", alias, old_version, "3", reason))
+    assert recorder.changes == expected_changes
+
+
+def test_a_completed_move_of_a_process_without_publishers_is_not_published_later(registry: Registry, workspace: Path) -> None:
+    silent_registry = Registry.connect(workspace, "m")
+    assert silent_registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
+    assert registry.move_champion(registry.version(3), expected_champion=registry.version(2), reason="best")
+    assert changes(registry) == [("champion", "2", "3")]
+    assert not any(UNPUBLISHED_TAG in registry.version(number).tags for number in range(1, 4))

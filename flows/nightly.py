@@ -111,7 +111,13 @@ def refit(config: PipelineConfig, context: StageContext) -> list[str]:
     try:
         return [
             stages.refit.refit(
-                context, setup, package_config=config.package, index_config=config.index, registry_config=config.registry
+                context,
+                setup,
+                package_config=config.package,
+                index_config=config.index,
+                registry_config=config.registry,
+                refresh_config=config.refresh,
+                inputs=config.input_config,
             )
         ]
     except Exception as error:  # any error of a library; the promoted version stays champion

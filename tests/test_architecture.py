@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "gate": {"runs", "registry", "delivery"},
         "retention": {"runs", "registry"},
         "tuning": {"runs", "progress", "registry"},
-        "stages": {"runs", "progress", "registry", "delivery", "gate"},
+        "stages": {"runs", "progress", "registry", "delivery", "gate", "refresh"},
         "refresh": {"progress", "registry"},
         "serve": {"registry"},
     },

@@ -71,20 +71,60 @@ def refresh_champion(
         StageError: the champion is damaged, or its package has another format.
         TrackingServerError: MLflow does not work.
     """
-    with FileLock(workspace / LOCK_NAME), _work_folder(workspace) as folder:  # a second refresh waits for the first one
-        parent = registry.champion()
-        if parent is None:
+    with _work_folder(workspace) as folder:
+        champion = registry.champion()
+        if champion is None:
             raise InputError(f"{registry.model_name} has no champion to refresh; train one with `nightjar run`")
-        log = StageLog("refresh")
-        refreshed = _refresh(config, inputs, registry, parent, workspace=workspace, folder=folder)
-        if refreshed is None:
-            log.finish_step(f"no item has changed since version {parent.version}")
-            return None
-        log.finish_step(str(refreshed.changes))
-        log = StageLog("register")
-        version, delta_uri = _register(refreshed, registry, parent, workspace=workspace, pipeline=pipeline)
-        problems = _assign_alias(refreshed, registry, parent, version, workspace=workspace)
-        log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
+        return _refresh_version(
+            config, inputs, registry, champion, champion=champion, workspace=workspace, pipeline=pipeline, folder=folder
+        )
+
+
+def refresh_successor(
+    config: RefreshConfig,
+    inputs: InputConfig,
+    registry: Registry,
+    successor: ModelVersion,
+    *,
+    champion: ModelVersion,
+    workspace: Path,
+    pipeline: str,
+) -> RefreshedVersion | None:
+    """Register a version with the items of today and the model of `successor`, which then replaces `champion`.
+
+    If `successor` has the items of today, register nothing and return None. The alias does not move then.
+
+    Raises:
+        InputError, StageError, TrackingServerError: as for `refresh_champion`.
+    """
+    with _work_folder(workspace) as folder:
+        return _refresh_version(
+            config, inputs, registry, successor, champion=champion, workspace=workspace, pipeline=pipeline, folder=folder
+        )
+
+
+def _refresh_version(
+    config: RefreshConfig,
+    inputs: InputConfig,
+    registry: Registry,
+    parent: ModelVersion,
+    *,
+    champion: ModelVersion,
+    workspace: Path,
+    pipeline: str,
+    folder: Path,
+) -> RefreshedVersion | None:
+    """Register a version with the items of today and the model of `parent`, and make it champion instead of `champion`."""
+    log = StageLog("refresh")
+    refreshed = _refresh(config, inputs, registry, parent, workspace=workspace, folder=folder)
+    if refreshed is None:
+        log.finish_step(f"no item has changed since version {parent.version}")
+        return None
+    log.finish_step(str(refreshed.changes))
+    log = StageLog("register")
+    version, delta_uri = _register(refreshed, registry, parent, workspace=workspace, pipeline=pipeline)
+    problems = _assign_alias(refreshed, registry, parent, version, champion=champion, workspace=workspace)
+    log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
     return RefreshedVersion(str(version.version), str(parent.version), str(refreshed.changes), problems, delta_uri)
 
 
@@ -101,12 +141,18 @@ def _refresh(
 
 
 def _assign_alias(
-    refreshed: Refreshed, registry: Registry, parent: ModelVersion, version: ModelVersion, *, workspace: Path
+    refreshed: Refreshed,
+    registry: Registry,
+    parent: ModelVersion,
+    version: ModelVersion,
+    *,
+    champion: ModelVersion,
+    workspace: Path,
 ) -> tuple[str, ...]:
     """Give the version the alias champion or challenger; return why it is not the champion."""
     problems = refreshed.problems or _problems_on_load(registry, version, workspace=workspace)
     reason = f"{_CARD_START}{parent.version}: {refreshed.changes}"
-    if not problems and not registry.move_champion(version, expected_champion=parent, reason=reason):
+    if not problems and not registry.move_champion(version, expected_champion=champion, reason=reason):
         problems = ("another version became champion during the refresh; repeat it",)
     reason = redacted("; ".join([reason, *(f"refused: {problem}" for problem in problems)]))
     registry.set_tag(version, REASONS_TAG, reason)
@@ -145,14 +191,18 @@ def _register(
 
 @contextmanager
 def _work_folder(workspace: Path) -> Iterator[Path]:
-    """Yield an empty folder, and remove it at the end. The folder of a killed refresh is removed at the start."""
+    """Yield an empty folder, and remove it at the end. The folder of a killed refresh is removed at the start.
+
+    A second refresh in the same workspace waits for the first one.
+    """
     folder = workspace / WORK_FOLDER_NAME
-    remove_own_folder(folder)
-    create_own_folder(folder)
-    try:
-        yield folder
-    finally:
+    with FileLock(workspace / LOCK_NAME):
         remove_own_folder(folder)
+        create_own_folder(folder)
+        try:
+            yield folder
+        finally:
+            remove_own_folder(folder)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.disk import write_text
 from recsys_core.errors import StageError
+from recsys_core.ingest import InputConfig
 from recsys_core.ingest.log.merged_splits import merge_splits
 from recsys_core.manifests import (
     EvaluationManifest,
@@ -29,6 +30,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.manifests.stage_folder import remove_own_folder
 from recsys_core.models.config import PackageConfig
+from recsys_core.refresh.config import RefreshConfig
 from recsys_core.retrieval import index as index_core
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving import package as package_core
@@ -42,9 +44,11 @@ from tasks.gate.sample import prepare_sample
 from tasks.gate.smoke_test import ModelProcess
 from tasks.gate.version_tester import VersionTester
 from tasks.progress.reporting import StageLog, show_bar, training_note
+from tasks.refresh.refreshed_version import refresh_successor
 from tasks.registry.config import RegistryConfig
+from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.registry.registry import Registry
-from tasks.registry.releases import REASONS_TAG, REFIT_OF_TAG, SPENT_DROP_TAG
+from tasks.registry.releases import PARENT_TAG, REASONS_TAG, REFIT_OF_TAG, SPENT_DROP_TAG
 from tasks.registry.versions import get_or_create_version
 from tasks.runs.context import Results, StageContext
 from tasks.runs.run import REFIT_FILE_NAME, REFIT_FOLDER_NAME, Run
@@ -58,13 +62,17 @@ def refit(
     package_config: PackageConfig,
     index_config: IndexConfig,
     registry_config: RegistryConfig,
+    refresh_config: RefreshConfig,
+    inputs: InputConfig,
 ) -> str:
     """Train, package and register the refit of the run's version, and make it champion; return the result in one sentence.
 
-    A resumed run continues its refit. If an error occurs, the run's version stays champion.
+    A resumed run continues its refit. If an error occurs, the run's version stays champion. If the champion is a refresh of
+    this version, the refit is refreshed too before it becomes champion.
 
     Raises:
-        StageError: the refit failed the smoke test, or another version has become champion in the meantime.
+        StageError: the refit failed the smoke test or a check of its refresh, or another version has become champion.
+        InputError: the refit cannot be refreshed.
     """
     log = StageLog("refit")
     registration = context.results[RegistrationManifest]
@@ -76,7 +84,7 @@ def refit(
         if not (run.folder / REFIT_FILE_NAME).exists():  # the run was interrupted after the refit had become champion
             _finish(run, version=champion)
         return f"version {champion.version}, its refit, is champion"
-    if champion is None or str(champion.version) != promoted_number:
+    if champion is None or not (str(champion.version) == promoted_number or _is_refresh_of_run(champion, run)):
         return f"version {promoted_number} is not champion any more, so it gets no refit"
     folder = run.folder / REFIT_FOLDER_NAME
     create_own_folder(folder)
@@ -96,13 +104,63 @@ def refit(
     registry.set_tag(version, REASONS_TAG, reason)
     registry.set_tag(version, SPENT_DROP_TAG, champion.tags.get(SPENT_DROP_TAG, "0"))
     _smoke_test(version, registry, context, max_users=registry_config.smoke_test_users)
-    if not registry.move_champion(version, expected_champion=champion, reason=reason):
-        raise StageError(
-            f"another version became champion before version {version.version}, the refit of version {promoted_number}"
+    new_champion = _replace_champion(
+        version, registry, context, promoted_number, refresh_config=refresh_config, inputs=inputs, reason=reason
+    )
+    _finish(run, version=new_champion)
+    log.finish_step(f"version {new_champion.version} is champion: {reason}")
+    return f"version {new_champion.version}, its refit, is champion"
+
+
+def _replace_champion(
+    version: ModelVersion,
+    registry: Registry,
+    context: StageContext,
+    promoted_number: str,
+    *,
+    refresh_config: RefreshConfig,
+    inputs: InputConfig,
+    reason: str,
+) -> ModelVersion:
+    """Make the refit `version`, or its refresh, the champion; return the new champion.
+
+    A refresh may have replaced the promoted version during the training. The refit does not have the items of this refresh, so
+    it is refreshed too.
+    """
+    champion = registry.champion()
+    if champion is not None and _is_refresh_of_run(champion, context.run):
+        refreshed = refresh_successor(
+            refresh_config,
+            inputs,
+            registry,
+            registry.version(version.version),  # with the tags that were set after the registration
+            champion=champion,
+            workspace=context.run.workspace,
+            pipeline=context.pipeline,
         )
-    _finish(run, version=version)
-    log.finish_step(f"version {version.version} is champion: {reason}")
-    return f"version {version.version}, its refit, is champion"
+        if refreshed is not None and refreshed.problems:
+            raise StageError(
+                f"version {refreshed.version}, the refit of version {promoted_number} with the items of today, does not become "
+                f"champion: {'; '.join(refreshed.problems)}"
+            )
+        if refreshed is not None:
+            return registry.version(refreshed.version)
+    elif champion is None or str(champion.version) != promoted_number:
+        raise _overtaken_error(version, promoted_number)
+    if not registry.move_champion(version, expected_champion=champion, reason=reason):
+        raise _overtaken_error(version, promoted_number)
+    return version
+
+
+def _overtaken_error(version: ModelVersion, promoted_number: str) -> StageError:
+    return StageError(
+        f"another version became champion before version {version.version}, the refit of version {promoted_number}"
+    )
+
+
+def _is_refresh_of_run(champion: ModelVersion, run: Run) -> bool:
+    """Return whether the champion is a refresh of the version that the run has promoted."""
+    return PARENT_TAG in champion.tags and champion.tags.get(RUN_ID_TAG) == run.run_id
 
 
 def _finish(run: Run, *, version: ModelVersion) -> None:

@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from recsys_core.errors import NightjarError, StageError, first_line, redacted
+from recsys_core.errors import NightjarError, StageError, TrackingServerError, first_line, redacted
 from recsys_core.http_server.release import Champion, Release
 from recsys_core.serving.description import verify_users
 from tasks.registry.loading import PACKAGE_SHA256_KEY, fetch_model
@@ -68,13 +68,15 @@ class RegistryChampion:
         """
         if self._champion is None or self._former_release is None:
             return None
-        self._refused_version = self._champion.release.version
-        self._refused_until_s = time.monotonic() + REFUSAL_S
+        self._refuse_for_a_while(self._champion.release.version)
         problem = f"version {self._refused_version} is not served: {problem}"
         LOG.error("%s; version %s is served again", problem, self._former_release.version)
         self._champion = self._champion.model_copy(update={"release": self._former_release, "problem": problem})
         self._former_release = None
         return self._champion
+
+    def _refuse_for_a_while(self, version_number: str | None) -> None:
+        self._refused_version, self._refused_until_s = version_number, time.monotonic() + REFUSAL_S
 
     def _champion_number(self) -> str | None:
         client = connect(self._workspace)
@@ -92,11 +94,8 @@ class RegistryChampion:
         if current_champion is not None and version_number == current_champion.release.version:
             self._refused_version = None
             return Champion(release=current_champion.release, registry_answered_at=now)
-        if (
-            current_champion is not None
-            and version_number == self._refused_version
-            and time.monotonic() < self._refused_until_s
-        ):
+        is_refused = version_number is not None and version_number == self._refused_version
+        if current_champion is not None and is_refused and time.monotonic() < self._refused_until_s:
             return Champion(release=current_champion.release, problem=current_champion.problem, registry_answered_at=now)
         try:
             release = self._release_of(version_number)
@@ -109,6 +108,8 @@ class RegistryChampion:
         except Exception as error:  # any error of MLflow, the artifact store or a damaged version
             if current_champion is None:
                 raise
+            if isinstance(error, StageError) and not isinstance(error, TrackingServerError):
+                self._refuse_for_a_while(version_number)  # each attempt downloads the damaged version
             problem = redacted(first_line(error))
             if problem != current_champion.problem:
                 LOG.error("%s; version %s is still served", problem, current_champion.release.version)

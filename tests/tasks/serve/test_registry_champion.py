@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from recsys_core.errors import StageError
+from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.serving.retriever import Retriever
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.serve import registry_champion
@@ -69,8 +70,11 @@ def test_after_a_refused_version_the_last_served_version_is_served_again(
         assert champion.poll().release.version == "3"  # the refused version is tried again
 
 
-def test_a_version_with_changed_users_is_not_served(
-    set_champion: Callable[[str], None], workspace: Path, tmp_path_factory: pytest.TempPathFactory
+def test_a_version_with_changed_users_is_not_served_and_not_downloaded_again_at_once(
+    set_champion: Callable[[str], None],
+    workspace: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     champion = champion_in(tmp_path_factory.mktemp("server"))
     set_champion("1")
@@ -83,6 +87,43 @@ def test_a_version_with_changed_users_is_not_served(
     answer = champion.poll()
     assert answer.release == served_release and answer.problem is not None
     assert "version 2 cannot be fetched" in answer.problem and "users.arrow: the file was changed" in answer.problem
+    with monkeypatch.context() as patch:
+        patch.setattr(registry_champion, "fetch_model", Mock(side_effect=AssertionError("a second download")))
+        next_answer = champion.poll()
+    assert (next_answer.release, next_answer.problem) == (answer.release, answer.problem)
+
+
+@pytest.mark.parametrize("error_type", [TrackingServerError, OSError])
+def test_a_download_that_fails_for_a_while_is_repeated_by_the_next_poll(
+    set_champion: Callable[[str], None],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    error_type: type[Exception],
+) -> None:
+    champion = champion_in(tmp_path_factory.mktemp("server"))
+    set_champion("1")
+    champion.poll()
+    set_champion("2")
+    with monkeypatch.context() as patch:
+        patch.setattr(registry_champion, "fetch_model", Mock(side_effect=error_type("no connection")))
+        answer = champion.poll()
+    assert answer.release.version == "1" and answer.problem is not None and "no connection" in answer.problem
+    assert champion.poll().release.version == "2"
+
+
+def test_a_removed_alias_is_a_problem_also_after_a_refusal(
+    set_champion: Callable[[str], None], workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    champion = champion_in(tmp_path_factory.mktemp("server"))
+    for version in ("1", "2"):
+        set_champion(version)
+        champion.poll()
+    champion.refuse("it does not load")
+    set_champion("1")
+    assert champion.poll().problem is None
+    connect(workspace).delete_registered_model_alias("m", "champion")
+    answer = champion.poll()
+    assert answer.release.version == "1" and answer.problem is not None and "no version with the alias" in answer.problem
 
 
 def test_a_failed_download_leaves_no_files(

@@ -159,9 +159,9 @@ class QueryReader:
         num_items = len(self._item_ids)
         if new_histories is None:
             return stored_history, stored_history.distinct(bound=num_items), np.zeros(len(user_row_B), np.int64)
-        for history in new_histories:
-            if history is not None and not is_list(history):
-                raise InputError(f"history {shown(history)} is of type {type(history).__name__}; pass a list of item ids")
+        for new_items in new_histories:
+            if new_items is not None and not is_list(new_items):
+                raise InputError(f"history {shown(new_items)} is of type {type(new_items).__name__}; pass a list of item ids")
         length_B = np.array([0 if history is None else len(history) for history in new_histories], np.int64)
         new_item_rows = self._item_ids.rows(
             [item_id for history in new_histories if history is not None for item_id in history]

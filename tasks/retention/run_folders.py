@@ -159,14 +159,19 @@ def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRem
     completed_removals, trash_folder = [], workspace / TRASH_FOLDER_NAME
     for removal in removals:
         folder = workspace / RUNS_FOLDER_NAME / removal.run_id
+        if not (folder / MARKER_NAME).is_file():  # another process has removed the run
+            continue
         try:
             with FileLock(folder / LOCK_NAME, timeout=0):
+                if not (folder / MARKER_NAME).is_file():
+                    shutil.rmtree(folder)  # another process has just removed the run, and FileLock created the folder again
+                    continue
                 if removal.action == "remove":
                     create_own_folder(trash_folder)
                     folder.rename(trash_folder / f"{folder.name}.{secrets.token_hex(4)}")
                 else:
                     _reduce_run(folder, kept_stages=removal.kept_stages)
-        except (Timeout, FileNotFoundError):  # another process works on the run, or has just removed it
+        except (Timeout, FileNotFoundError):  # another process works on the run
             continue
         completed_removals.append(removal)
     remove_own_folder(trash_folder)  # also removes folders that a killed process has moved there

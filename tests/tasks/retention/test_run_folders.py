@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from recsys_core.manifests import (
     load_manifest,
     read_unchecked_manifest,
 )
+from tasks.retention import run_folders
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import TRASH_FOLDER_NAME, find_removals, remove_files
 from tasks.runs.run import Run
@@ -151,6 +153,27 @@ def test_a_locked_run_stays_whole_and_a_reduced_run_cannot_be_resumed(tmp_path: 
         runs[1].lock(),
     ):
         pass
+
+
+@pytest.mark.parametrize("is_removed_during_the_lock", [False, True])
+def test_a_run_that_another_process_removes_meanwhile_is_not_created_again(
+    tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch, is_removed_during_the_lock: bool
+) -> None:
+    for index in range(6):
+        add_run(tmp_path, f"2026{index}")
+    removals = find_removals(tmp_path, CONFIG, aliased_run_ids=())
+    assert {removal.action for removal in removals} == {"remove", "reduce"}
+
+    def remove_runs(*_: object) -> None:
+        for removal in removals:
+            shutil.rmtree(tmp_path / "runs" / removal.run_id, ignore_errors=True)
+
+    if is_removed_during_the_lock:
+        monkeypatch.setattr(run_folders, "FileLock", lambda path, timeout: remove_runs() or FileLock(path, timeout=timeout))
+    else:
+        remove_runs()
+    assert remove_files(tmp_path, removals) == []
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["20264", "20265"]
 
 
 def test_folders_that_nightjar_did_not_create_are_not_removed(tmp_path: Path, add_run: AddRun) -> None:

@@ -1,1 +1,1 @@
-"""The packaged retriever: INT8 query tower and index."""
+"""The model package (query tower, index, items and users), and the retriever that answers requests with it."""

@@ -61,7 +61,7 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
     Raises StageError, which names the file, if a file is missing, superfluous or changed, or does not match package.json.
     """
     package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
-    # An error in another file has the path of that file. All remaining errors come from values in package.json.
+    # The readers of the other files name their file in each error, so any other error comes from a value in package.json.
     with _name_unreadable_file(folder / DESCRIPTION_NAME):
         _verify_files(folder, package)
         return open_contents(folder, package)

@@ -36,7 +36,7 @@ GOLDEN_NAME = "golden.json"
 CANDIDATE_NAME = "candidate.safetensors"
 """File with the candidate tower, which embeds items that are added after the training; see recsys_core.refresh."""
 SOURCES_NAME = "item_sources.npy"
-"""File with a number per item for the input tables that have the item: the sum of FROM_VECTORS and FROM_FEATURES."""
+"""File with one number per item: FROM_VECTORS if the vector files have it, plus FROM_FEATURES if the table of items has it."""
 FROM_VECTORS, FROM_FEATURES = 1, 2
 FORMAT_VERSION: Final = 7
 QUERY_COLUMNS = ("user_id", "history")

@@ -1,4 +1,4 @@
-"""Golden queries: requests whose expected answers every consumer of a package compares with its own answers before it serves.
+"""Golden queries: requests that a package stores with the expected answers. Loading the package repeats and compares them.
 
 They detect errors that checksums do not detect: a query tower and an index of different versions, ids in another order, or a
 version of a library that computes other scores.

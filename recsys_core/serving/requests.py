@@ -197,7 +197,10 @@ def _with_errors(recommendations: Recommendations, errors: Mapping[int, str], *,
 
 
 def _parse_user_ids(retriever: "Retriever", request: Request) -> tuple[list[Any] | None, dict[int, str]]:
-    """Return the user ids, with None for a missing id, and the errors by row. There are no ids if no query can have a user."""
+    """Return the user ids, with None for a missing id, and the errors by row.
+
+    The ids are None if the request has no user ids, or if the package stores no users.
+    """
     values = request.columns.get("user_id")
     if values is None or retriever.package.users == "none":
         return None, {}

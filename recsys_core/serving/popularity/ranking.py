@@ -95,7 +95,10 @@ class Popularity:
     def _best(
         self, segment: int, is_allowed_I: NDArray[np.bool_] | None, *, depth: int
     ) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
-        """Return the best `depth` allowed items of a segment. If it has fewer, items of all users follow with the share 0."""
+        """Return the best `depth` allowed items of a segment and their shares.
+
+        If the segment has fewer items, the most popular items of all users follow, with the share 0.
+        """
         row_I, share_I = _allowed(self.item_row_I, self.share_I, is_allowed_I)
         if segment == NO_SEGMENT or self.segments is None:
             return row_I[:depth], share_I[:depth]

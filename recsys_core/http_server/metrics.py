@@ -21,7 +21,7 @@ BATCH_ROWS = Histogram("nightjar_batch_rows", "Rows of the requests that share a
 PREDICTIONS = Counter("nightjar_predictions", "Predictions by version and origin of the items", ["version", "fallback"])
 VERSION = Gauge("nightjar_version", "Number of the version that is served", multiprocess_mode="livemin")
 SWAPS = Counter("nightjar_swaps", "Attempts to replace the served version, by result", ["result"])
-REGISTRY_UP = Gauge("nightjar_registry_up", "Whether the registry answered the last question", multiprocess_mode="livemin")
+REGISTRY_UP = Gauge("nightjar_registry_up", "Whether the registry answered the last request", multiprocess_mode="livemin")
 
 
 def as_text() -> bytes:

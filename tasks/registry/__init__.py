@@ -1,1 +1,1 @@
-"""MLflow: tracking, model registry, smoke test, champion gate and promotion."""
+"""MLflow: tracking of runs, and registered versions with their tags and aliases."""

@@ -1,1 +1,1 @@
-"""Delivery: notices of a new champion to other systems."""
+"""Delivery of a new champion to other systems: events, recommendations, and items in vector stores."""

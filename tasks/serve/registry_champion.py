@@ -99,7 +99,8 @@ class RegistryChampion:
             return Champion(release=current_champion.release, problem=current_champion.problem, registry_answered_at=now)
         try:
             release = self._release_of(version_number)
-            # While there is a former release, not all processes serve the current release yet, so it cannot become the former.
+            # If there is a former release, some process may not have loaded the current release, so a problem leads back to the
+            # former release.
             if current_champion is not None and self._former_release is None:
                 self._former_release = current_champion.release
             self._refused_version = None

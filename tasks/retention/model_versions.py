@@ -67,10 +67,13 @@ def find_aliased_run_ids(client: MlflowClient, workspace: Path, *, model_name: s
 def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[ModelVersion]:
     """Return the versions that nightjar registered and retention does not keep, the oldest first. Nothing is deleted.
 
-    Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, the latest former
-    champion of each of the latest other runs, and versions of which one of these is a refit, because the gate compares new
-    versions with them. It also keeps versions that another run may still be comparing with the champion, and versions whose
-    files are behind a link.
+    Retention keeps
+
+    - the newest `num_kept` versions, and versions with an alias,
+    - the latest former champions, and the latest former champion of each of the latest other runs,
+    - the version of which one of these versions is a refit, because the gate compares new versions with it,
+    - versions that another run may still be comparing with the champion,
+    - versions whose files are behind a link.
     """
     number_by_alias = version_number_by_alias(client, model_name)
     if number_by_alias is None:

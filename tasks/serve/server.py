@@ -183,7 +183,8 @@ def _follow_champion(
         if poll_future is None and problem is not None and (former_champion := champion.refuse(problem)) is not None:
             served = former_champion
             _write(served, release_path)
-        # A problem is handled after the poll. Until then, a dead worker is not restarted, because only its end may show the problem.
+        # A problem is handled after the poll. Until then, a dead worker is not restarted, because its state may be the only
+        # sign of the problem.
         if poll_future is None or problem is None:
             for worker in workers:
                 worker.restart_if_dead()

@@ -147,9 +147,10 @@ def _wait_until_ready(workers: list[_Worker], *, stop_event: threading.Event) ->
     while not stop_event.wait(CHECK_INTERVAL_S):
         states = [worker.state for worker in workers]
         for worker, state in zip(workers, states, strict=True):
-            if worker.process.poll() is not None:
-                problem = "it ended before it was ready; its last line says why" if state is None else state.problem
-                raise StageError(f"the champion cannot be served: {problem}")
+            if (exit_status := worker.process.poll()) is not None:
+                problem = None if state is None else state.problem
+                ended = f"a worker ended with status {exit_status} before all workers were ready; its last line has the reason"
+                raise StageError(f"the champion cannot be served: {problem or ended}")
         if all(state is not None and state.version is not None for state in states):
             return True
         if time.monotonic() > deadline_s:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,9 +18,11 @@ from mlflow import MlflowClient
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.http_server.config import ServeConfig
+from recsys_core.http_server.release import WorkerState
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
 from tasks.serve import registry_champion
+from tasks.serve import server as server_module
 from tasks.serve.server import serve
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import context_of, register_version
@@ -230,3 +233,11 @@ def test_open_requests_are_answered_before_a_worker_ends(
         os.kill(workers()[0].pid, signal.SIGTERM)
         post_thread.join()
     assert statuses == [200]
+
+
+@pytest.mark.parametrize("state", [None, WorkerState(pid=1, version="1")], ids=["loading", "ready"])
+def test_the_start_fails_if_a_worker_is_killed_before_all_workers_are_ready(state: WorkerState | None) -> None:
+    killed_worker: Any = SimpleNamespace(state=state, process=SimpleNamespace(poll=lambda: -signal.SIGKILL))
+    loading_worker: Any = SimpleNamespace(state=None, process=SimpleNamespace(poll=lambda: None))
+    with pytest.raises(StageError, match="the champion cannot be served: a worker ended with status -9 before all workers"):
+        server_module._wait_until_ready([loading_worker, killed_worker], stop_event=threading.Event())

@@ -11,7 +11,7 @@ from recsys_core.models.tables.table_config import ID_TABLES, ITEM_TABLES
 from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
 from recsys_core.sharding.lookup_stats import LookupStats, num_distinct_items
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.planner import make_plan
+from recsys_core.sharding.planner import make_plan, resolve_cluster
 
 BENCHMARK_EF_CONSTRUCTION = 64
 """`ef_construction` of the HNSW index in benchmarks/index.json. The build time is proportional to `ef_construction`."""
@@ -72,11 +72,13 @@ def plan_for_sizes(config: PipelineConfig, data: DataSizes) -> PlanFile:
     num_distinct = num_distinct_items(
         data.num_items,
         num_draws=batch_size * (1 + model.history_length),
-        num_negatives=config.loss.num_negatives,
+        num_negatives=config.loss.num_sampled_negatives,
         exponent=POPULARITY_EXPONENT,
     )
-    if config.loss.negatives == "all":
-        num_distinct = float(data.num_items)
+    if config.loss.negatives == "all":  # a rank also looks up its share of the items
+        _, processes_per_node = resolve_cluster(config.sharding.cluster)
+        num_ranks = config.sharding.cluster.num_nodes * processes_per_node
+        num_distinct += (data.num_items - num_distinct) / num_ranks
     values_per_query = {
         name: num_distinct / batch_size if table.side == "item" else 1.0 for name, table in model.tables.items()
     }

@@ -1,0 +1,24 @@
+"""Sharding plans for data that do not exist yet."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.settings.config_file import load_config
+from flows.settings.workload import data_of_sizes, plan_for_sizes
+
+NUM_ITEMS, BATCH_SIZE = 10_000, 100
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_with_all_negatives_a_rank_looks_up_its_share_of_the_catalogue(tmp_path: Path, num_ranks: int) -> None:
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(
+        "interactions: {paths: log.parquet, timestamp_column: t}\nloss: {negatives: all}\n"
+        "model: {learn_user_embedding: true, history: {length: 0, last_item_feature: false}}\n"
+        f"training: {{batch_size: {BATCH_SIZE}}}\nsharding: {{cluster: {{device: cpu, processes_per_node: {num_ranks}}}}}\n"
+    )
+    config = load_config(config_path)
+    plan = plan_for_sizes(config, data_of_sizes(config, num_users=1_000, num_items=NUM_ITEMS, num_events=100_000))
+    share = NUM_ITEMS / num_ranks
+    assert share <= plan.tables["item"].values_per_query * BATCH_SIZE <= share + BATCH_SIZE

@@ -164,7 +164,9 @@ def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRem
         try:
             with FileLock(folder / LOCK_NAME, timeout=0):
                 if not (folder / MARKER_NAME).is_file():
-                    shutil.rmtree(folder)  # another process has just removed the run, and FileLock created the folder again
+                    # Another process has just removed the run, and FileLock has created the folder again.
+                    (folder / LOCK_NAME).unlink()
+                    folder.rmdir()
                     continue
                 if removal.action == "remove":
                     create_own_folder(trash_folder)

@@ -160,7 +160,7 @@ def _overtaken_error(version: ModelVersion, promoted_number: str) -> StageError:
 
 def _is_refresh_of_run(champion: ModelVersion, run: Run) -> bool:
     """Return whether the champion is a refresh of the version that the run has promoted."""
-    return PARENT_TAG in champion.tags and champion.tags.get(RUN_ID_TAG) == run.run_id
+    return bool(PARENT_TAG in champion.tags and champion.tags.get(RUN_ID_TAG) == run.run_id)
 
 
 def _finish(run: Run, *, version: ModelVersion) -> None:

@@ -68,7 +68,7 @@ class _LanceDb:
     def finish(self, collection: str) -> None:
         table = self._database.open_table(collection)
         table.optimize()
-        if not self._settings.is_exact:
+        if not self._settings.is_exact and not table.list_indices():
             table.create_index("vector", config=self._lancedb.index.IvfFlat(distance_type="dot"))
 
     def count(self, collection: str) -> int:

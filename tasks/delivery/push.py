@@ -98,6 +98,9 @@ class _CollectionLoad:
         """
         if self.collection in self.store.collections():
             try:
+                self._require_all_items()
+                if not is_served:  # an interrupted push may have added all items, but built no index
+                    self.store.finish(self.collection)
                 return 0, self._measure_overlap()
             except StageError as error:
                 if is_served:
@@ -107,7 +110,9 @@ class _CollectionLoad:
                     ) from error
                 LOG.info("%s; the collection is loaded again", error)
                 self.store.drop(self.collection)
-        return self._add_items(), self._measure_overlap()
+        num_added = self._add_items()
+        self._require_all_items()
+        return num_added, self._measure_overlap()
 
     def _add_items(self) -> int:
         num_items, num_added = len(self.retriever.item_ids), 0
@@ -121,14 +126,21 @@ class _CollectionLoad:
         self.store.finish(self.collection)
         return num_added
 
-    def _measure_overlap(self) -> float:
-        """Return the overlap; raise StageError if the overlap is too small, or if the number of items is wrong."""
-        location = f"{self.settings.location}: the collection {self.collection}"
+    @property
+    def _location(self) -> str:
+        """Store and collection, for messages."""
+        return f"{self.settings.location}: the collection {self.collection}"
+
+    def _require_all_items(self) -> None:
+        """Raise StageError if the collection has another number of items than the version."""
         num_items, num_stored = len(self.retriever.item_ids), self.store.count(self.collection)
         if num_stored != num_items:
-            raise StageError(f"{location} has {num_stored:,} items, but the version has {num_items:,}")
+            raise StageError(f"{self._location} has {num_stored:,} items, but the version has {num_items:,}")
+
+    def _measure_overlap(self) -> float:
+        """Return the overlap; raise StageError if the overlap is too small."""
         query_BD = golden_vectors(self.retriever)
-        k = min(K, num_items)
+        k = min(K, len(self.retriever.item_ids))
         exact_score_BK = exact_top_scores(self.retriever, query_BD, k=k)
         num_correct = 0
         for query_index, item_ids in enumerate(self.store.search(self.collection, query_BD, k)):
@@ -138,7 +150,7 @@ class _CollectionLoad:
         min_overlap = 1.0 if self.settings.is_exact else self.settings.min_overlap
         if overlap < min_overlap and len(query_BD):
             raise StageError(
-                f"{location} returns {overlap:.1%} of the exact best {k} items for {len(query_BD)} golden queries, but "
+                f"{self._location} returns {overlap:.1%} of the exact best {k} items for {len(query_BD)} golden queries, but "
                 f"{min_overlap:.1%} are required"
             )
         return overlap
@@ -148,10 +160,7 @@ class _CollectionLoad:
         item_rows = self.retriever.item_ids.rows(item_ids)
         if (item_rows < 0).any():
             unknown_id = item_ids[int((item_rows < 0).argmax())]
-            raise StageError(
-                f"{self.settings.location}: the collection {self.collection} returns the item {shown(unknown_id)}, which is "
-                "not in the version"
-            )
+            raise StageError(f"{self._location} returns the item {shown(unknown_id)}, which is not in the version")
         score_K = self.retriever.item_vectors(np.unique(item_rows)) @ query_D
         return int((score_K >= lowest_score - SCORE_TOLERANCE * max(1.0, abs(lowest_score))).sum())
 

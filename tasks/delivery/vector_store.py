@@ -48,7 +48,7 @@ class VectorStore(Protocol):
         """Add items."""
 
     def finish(self, collection: str) -> None:
-        """Make all added items searchable, and build the index if there is one."""
+        """Make all added items searchable, and build the index if the store needs one and does not have it yet."""
 
     def count(self, collection: str) -> int:
         """Return the number of items."""

@@ -180,6 +180,22 @@ def test_a_collection_that_an_interrupted_push_left_incomplete_is_loaded_again(
     assert read_collections(settings)[0] == collection_name(retriever)
 
 
+def test_a_collection_that_an_interrupted_push_left_without_an_index_gets_the_index(
+    package: PackageManifest, tmp_path: Path
+) -> None:
+    import lancedb
+
+    retriever, settings = load_version(package, 1), store_config("lancedb", tmp_path, index="approximate", min_overlap=0.5)
+    with settings.connect() as store:
+        items = next(retriever.item_batches(NUM_ITEMS)).replace_schema_metadata()
+        store.create(collection_name(retriever), items.schema)
+        store.add(collection_name(retriever), items)
+    for _ in range(2):  # the second push keeps the index
+        assert push(retriever, settings, model_name="films").num_loaded == 0
+        (index,) = lancedb.connect(tmp_path / "lancedb").open_table(collection_name(retriever)).list_indices()
+        assert index.columns == ["vector"]
+
+
 def test_a_push_of_wrong_vectors_fails_at_the_golden_queries_and_keeps_the_alias(
     settings: AnyStore, package: PackageManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

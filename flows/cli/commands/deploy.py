@@ -35,7 +35,7 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
             outcome = "created" if current_deployment is None else "updated" if changes else "unchanged"
             text_by_label[deployment.full_name] = f"would be {outcome}" if dry_run else outcome
         if rows:
-            output.print_table(["deployment", "setting", "current", "new"], rows)
+            output.print_table(["deployment", "setting", "current", "new"], rows, left_columns=range(4))
         if not dry_run:
             deployment_id, *_ = [deployments.apply_deployment(deployment) for deployment in new_deployments]
             if with_automations:

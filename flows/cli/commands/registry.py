@@ -156,7 +156,8 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
         for version in versions
     ]
     metric_titles = [name.removeprefix("served/") for name in metric_names]
-    output.print_table(["version", "alias", "created (UTC)", *metric_titles, "run", "reason"], rows)
+    titles = ["version", "alias", "created (UTC)", *metric_titles, "run", "reason"]
+    output.print_table(titles, rows, left_columns=(0, len(titles) - 1))
 
 
 def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users: int, k: int, as_json: bool) -> None:
@@ -271,7 +272,7 @@ def print_removals(removals: Removals, *, dry_run: bool) -> None:
     if not run_rows and not version_rows:
         output.print_line("Nothing to remove.")
         return
-    output.print_table(["run", "to remove" if dry_run else "removed"], run_rows + version_rows)
+    output.print_table(["run", "to remove" if dry_run else "removed"], run_rows + version_rows, left_columns=(0, 1))
     summary = f"files of {len(run_rows)} runs and {len(version_rows)} model versions"
     if dry_run:
         output.print_line(f"{summary}; remove them with the same command without --dry-run")

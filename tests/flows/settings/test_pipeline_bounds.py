@@ -15,6 +15,7 @@ from flows.settings.config_errors import setting_keys
 from flows.settings.config_file import dump_config, load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
+from tests.flows.settings.rejected_config import error_message
 
 VALID_CONFIG = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
 
@@ -24,15 +25,6 @@ def config_path(tmp_path: Path) -> Path:
     path = tmp_path / "nightly.yaml"
     path.write_text(yaml_loader.dump(VALID_CONFIG))
     return path
-
-
-def error_message(config_path: Path, *overrides: str, text: str | None = None) -> str:
-    """Return the error of the config file, whose content is replaced by `text` if there is a text."""
-    if text is not None:
-        config_path.write_text(text)
-    with pytest.raises(InputError) as error_info:
-        load_config(config_path, overrides)
-    return str(error_info.value)
 
 
 def leaves(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -123,7 +123,8 @@ class TrainingConfig(Settings):
         ge=1,
         le=1_000_000,
         description="Smallest number of ranks with which the training may continue. After two failures in a row, the training "
-        "continues with fewer ranks. Default: never fewer ranks",
+        "continues with fewer ranks, so `max_attempts` must be at least 3. On a host with too few GPUs, one failure is "
+        "enough. Default: never fewer ranks",
     )
     start_timeout_s: Annotated[float, OPERATIONAL] = Field(
         180.0,

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.training.model.dense_parallel import local_part
+from recsys_core.training.model.sharded_model import fused_kernels
 
 
 class WeightAverage:
@@ -58,9 +58,8 @@ class WeightAverage:
             previous_weight = weight.clone()
             weight.copy_(average)
             average.copy_(previous_weight)
-        for module in self._model.modules():
-            if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
-                module.reset_cache_states()  # the rows in the cache are the previous weights
+        for kernel in fused_kernels(self._model):
+            kernel.reset_cache_states()  # the rows in the cache are the previous weights
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the average and the weight of each entry or shard. `state_dict` writes the rows in a cache to the weights."""

@@ -5,13 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 from recsys_core.training.checkpoint import checkpoint_name
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import CHECKPOINTS_FOLDER
 from recsys_core.training.model.averaging import WeightAverage
+from recsys_core.training.model.sharded_model import fused_kernels
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,
     export_in_forks,
@@ -19,6 +23,7 @@ from tests.recsys_core.training.forked_training import (
     make_experiment,
     train_in_forks,
 )
+from tests.recsys_core.training.small_model import sharded_model, small_spec
 
 
 def set_weights(model: nn.Module, value: float) -> None:
@@ -48,6 +53,27 @@ def test_the_model_has_the_average_in_the_block_and_its_weights_after_the_block_
         raise KeyError
     assert (model.weight == 5).all() and (model.bias == 5).all()
     assert (average.state["weight"] == 1).all()
+
+
+def assert_caches_are_emptied(rank: int) -> None:
+    spec = small_spec()
+    model, _ = sharded_model(
+        spec,
+        sharding_type_by_table=dict.fromkeys(spec.tables, "row_wise"),
+        training=TrainingConfig(),
+        loss=LossConfig(),
+        process=cpu_process(rank),
+    )
+    emptied_kernels: list[SplitTableBatchedEmbeddingBagsCodegen] = []
+    SplitTableBatchedEmbeddingBagsCodegen.reset_cache_states = lambda kernel: emptied_kernels.append(kernel)
+    kernels = list(fused_kernels(model))
+    with WeightAverage(model, num_epochs=2).in_model():
+        assert kernels and emptied_kernels == kernels
+    assert emptied_kernels == 2 * kernels
+
+
+def test_the_cache_of_every_table_is_emptied_when_the_weights_are_exchanged() -> None:
+    run_ranks(assert_caches_are_emptied, world_size=2)
 
 
 def test_a_training_exports_the_mean_of_the_weights_that_it_has_after_each_epoch_without_averaging(tmp_path):

@@ -80,7 +80,11 @@ class TrainingSetup:
 
 
 def export_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of the export's arrays. The largest array counts twice: while it is built, it is on disk twice."""
+    """Return the bytes of the exported tables, accumulators and item vectors.
+
+    The largest array counts twice: while it is built, it is on disk twice. Query vectors and rankings are not counted, because
+    their number depends on the split.
+    """
     block = spec.config.spectral_block
     dims = spec.config.history_dim, spec.config.output_dim, 0 if block is None else block.dim
     array_bytes = [spec.num_items * dim * FLOAT_BYTES for dim in dims]

@@ -155,18 +155,6 @@ def test_positives_users_and_histories_are_those_of_one_example(
             assert history == (ordered_history if is_ordered else unordered_history)
 
 
-@settings(max_examples=40, deadline=None)
-@given(log=logs, batch_size=st.integers(1, 9), num_negatives=st.integers(0, 9), is_ordered=st.booleans())
-def test_an_item_is_looked_up_once_however_often_it_occurs(
-    log: Log, batch_size: int, num_negatives: int, is_ordered: bool
-) -> None:
-    loader = loader_of(store_of(log, is_ordered=is_ordered), batch_size=batch_size, num_negatives=num_negatives)
-    for batch in loader.epoch(0):
-        distinct_items = set(candidates(batch)) | {item for history in histories(batch) for item in history}
-        assert sorted(batch.item_row_V.tolist()) == sorted(distinct_items)
-        assert batch.sparse[UNPOOLED]["item"].values().tolist() == batch.item_row_V.tolist()
-
-
 def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
     store = store_of(log_of_distinct_items([50]))
     batches = [

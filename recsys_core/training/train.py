@@ -204,8 +204,9 @@ def run_attempts(job: TrainJob, *, setup: TrainingSetup, poll: Callable[[], None
                 raise
             logger.warning("training attempt %d of %d failed: %s", job.attempt, job.training.max_attempts, error)
         num_failures += 1
-        if num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (setup.launcher.kind == "local" and _lacks_gpus(plan)):
-            smaller_job = _with_fewer_ranks(job, setup=setup, plan=plan)
+        max_ranks_per_host = _max_ranks_per_host(plan, launcher=setup.launcher)
+        if num_failures >= MAX_FAILURES_PER_WORLD_SIZE or max_ranks_per_host < plan.processes_per_node:
+            smaller_job = _with_fewer_ranks(job, setup=setup, plan=plan, max_ranks_per_host=max_ranks_per_host)
             if smaller_job is not None:
                 job, num_failures = smaller_job, 0
         job = job.model_copy(update={"attempt": job.attempt + 1})
@@ -227,11 +228,14 @@ def launch_job(
     )
 
 
-def _lacks_gpus(plan: PlanFile) -> bool:
-    return plan.device == "cuda" and plan.num_nodes == 1 and torch.cuda.device_count() < plan.processes_per_node
+def _max_ranks_per_host(plan: PlanFile, *, launcher: Launcher) -> int:
+    """Return the number of ranks per host in `plan`, or the number of GPUs if this host now has too few for the plan."""
+    if launcher.kind == "local" and plan.device == "cuda":
+        return min(plan.processes_per_node, torch.cuda.device_count())
+    return plan.processes_per_node
 
 
-def _with_fewer_ranks(job: TrainJob, *, setup: TrainingSetup, plan: PlanFile) -> TrainJob | None:
+def _with_fewer_ranks(job: TrainJob, *, setup: TrainingSetup, plan: PlanFile, max_ranks_per_host: int) -> TrainJob | None:
     """Return `job` with a plan for fewer ranks and the same number of examples per step; None if there is no such plan.
 
     The new world size divides the world size of the original plan and is at least training.min_processes. First the number of
@@ -240,7 +244,7 @@ def _with_fewer_ranks(job: TrainJob, *, setup: TrainingSetup, plan: PlanFile) ->
     num_planned_ranks = job.num_planned_ranks or plan.world_size
     min_ranks = job.training.min_processes or num_planned_ranks
     cluster_sizes = [(num_hosts, plan.processes_per_node) for num_hosts in range(plan.num_nodes - 1, 0, -1)]
-    cluster_sizes += [(1, num_ranks) for num_ranks in range(plan.processes_per_node - 1, 0, -1)]
+    cluster_sizes += [(1, num_ranks) for num_ranks in range(min(plan.processes_per_node - 1, max_ranks_per_host), 0, -1)]
     num_nodes, processes_per_node = next((size for size in cluster_sizes if num_planned_ranks % math.prod(size) == 0), (0, 0))
     world_size = num_nodes * processes_per_node
     if world_size < min_ranks:

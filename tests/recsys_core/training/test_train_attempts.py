@@ -1,0 +1,41 @@
+"""The number of ranks of an attempt after a failure. The launches are faked, because their ranks would need GPUs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recsys_core.errors import LaunchError
+from recsys_core.sharding.config import ClusterConfig, ShardingConfig
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training import train as train_module
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.job import TrainJob
+from recsys_core.training.setup import TrainingSetup
+from tests.recsys_core.training.forked_training import generate_dataset, make_experiment, train_job
+
+TRAINING = TrainingConfig(batch_size=64, max_attempts=3, min_processes=2)
+NUM_PLANNED_RANKS = 8
+
+
+@pytest.mark.parametrize(("num_gpus_left", "expected_world_sizes"), [(3, [8, 2]), (8, [8, 8, 4])])
+def test_fewer_ranks_are_a_divisor_of_the_planned_ranks_and_have_a_gpu_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus_left: int, expected_world_sizes: list[int]
+) -> None:
+    experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "cpu plan", training=TRAINING)
+    cluster = ClusterConfig(device="cuda", processes_per_node=NUM_PLANNED_RANKS)
+    setup = TrainingSetup(experiment.spec, TRAINING, experiment.loss, ShardingConfig(cluster=cluster))
+    plan = setup.plan(experiment.dataset, folder=tmp_path / "plan")
+    world_sizes: list[int] = []
+
+    def fail_until_the_last_launch(job: TrainJob, **_: object) -> None:
+        world_size = PlanFile.read(job.plan_path).world_size
+        assert job.training.batch_size * world_size == TRAINING.batch_size * NUM_PLANNED_RANKS
+        world_sizes.append(world_size)
+        if len(world_sizes) < len(expected_world_sizes):
+            raise LaunchError("a GPU has failed")
+
+    monkeypatch.setattr(train_module, "launch_job", fail_until_the_last_launch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus_left)
+    train_module.run_attempts(train_job(experiment._replace(plan=plan), tmp_path / "work"), setup=setup, poll=lambda: None)
+    assert world_sizes == expected_world_sizes

@@ -1,5 +1,6 @@
 """Heartbeats: a file that changes while the ranks work, and a thread that calls a function at a fixed interval."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+logger = logging.getLogger(__name__)
 MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S = 60.0, 600.0
 TIMEOUT_FACTOR = 10
 """Factor between the longest duration of an activity and its timeout."""
@@ -87,14 +89,19 @@ class HeartbeatWriter:
 def heartbeat(send_heartbeat: Callable[[], object], *, interval_s: float) -> Iterator[None]:
     """Call `send_heartbeat` now and every `interval_s` seconds in a daemon thread until the block ends.
 
-    A thread makes the calls, because the block may wait for a slow disk for longer than the timeout of the heartbeat.
+    A thread makes the calls, because the block may wait for a slow disk for longer than the timeout of the heartbeat. If a call
+    raises OSError, for example because the disk is full, a warning is logged and the next call is made after the interval.
     """
     stop_event = threading.Event()
 
     def send_until_stop() -> None:
-        send_heartbeat()
-        while not stop_event.wait(interval_s):
-            send_heartbeat()
+        is_stopped = False
+        while not is_stopped:
+            try:
+                send_heartbeat()
+            except OSError as error:
+                logger.warning("a heartbeat could not be sent and is repeated after %g s: %s", interval_s, error)
+            is_stopped = stop_event.wait(interval_s)
 
     thread = threading.Thread(target=send_until_stop, name="heartbeat", daemon=True)
     thread.start()

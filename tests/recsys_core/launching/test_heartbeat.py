@@ -1,8 +1,13 @@
 """Heartbeats of a training, and the timeout of each activity."""
 
+import errno
+import itertools
+import threading
 from pathlib import Path
 
-from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatFile, HeartbeatWriter
+import pytest
+
+from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatFile, HeartbeatWriter, heartbeat
 
 
 def test_the_timeout_of_an_activity_is_ten_times_its_longest_duration_and_at_least_a_minute(tmp_path: Path) -> None:
@@ -33,3 +38,17 @@ def test_a_setting_overrides_the_measured_timeout_and_a_touched_file_has_the_tim
 def test_only_rank_0_writes_the_heartbeat_file(tmp_path: Path) -> None:
     HeartbeatWriter(tmp_path / "heartbeat", is_main=False).begin("steps")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_heartbeats_continue_after_a_heartbeat_that_could_not_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    counter, has_recovered = itertools.count(), threading.Event()
+
+    def fail_at_first() -> None:
+        if next(counter) < 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        has_recovered.set()
+
+    with heartbeat(fail_at_first, interval_s=0.01):
+        assert has_recovered.wait(60)
+    message = "a heartbeat could not be sent and is repeated after 0.01 s: [Errno 28] No space left on device"
+    assert caplog.messages == [message] * 2

@@ -31,6 +31,8 @@ STORE_VARIABLE = "NIGHTJAR_STORE"
 STDERR_PREFIX = "nightjar agent:"
 """Prefix of a line on stderr by which an agent reports an error if it cannot write the error into the folder."""
 NUM_LAST_LINES = 12
+MAX_LAST_BYTES = 2**16
+"""Largest part of a log that is read for its last lines. A rank that prints in every step may write gigabytes."""
 POLL_S = 0.2
 Message = TypeVar("Message", bound=Frozen)
 
@@ -220,5 +222,8 @@ def running_versions() -> dict[str, str]:
 
 
 def last_lines(path: Path) -> str:
-    """Return the last NUM_LAST_LINES lines of a log."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:])
+    """Return the last NUM_LAST_LINES lines of a log, at most its last MAX_LAST_BYTES bytes."""
+    with path.open("rb") as log_file:
+        log_file.seek(max(0, path.stat().st_size - MAX_LAST_BYTES))
+        last_bytes = log_file.read()
+    return "\n".join(last_bytes.decode(errors="replace").splitlines()[-NUM_LAST_LINES:])

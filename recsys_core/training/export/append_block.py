@@ -72,7 +72,8 @@ def append_block(
     trained_columns = slice(trained_dim)
     trained_moments_TT = query_moments_CC[trained_columns, trained_columns]
     mean_score_variance = (trained_moments_TT * covariance(item_vector_IC[:, trained_columns])).sum() / max(1, num_queries)
-    score_std = float(np.sqrt(mean_score_variance)) if num_queries else 1.0
+    # If all item vectors are equal, rounding may make the variance negative.
+    score_std = float(np.sqrt(max(mean_score_variance, 0.0))) if num_queries else 1.0
     weight = best_weight(
         block.weights,
         lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * score_std),

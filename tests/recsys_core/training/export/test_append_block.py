@@ -233,3 +233,9 @@ def test_with_choices_sets_the_chosen_temperature_and_weight() -> None:
 def test_contradictory_settings_are_rejected(model: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec_of(4, model)
+
+
+def test_a_model_whose_item_vectors_are_all_equal_gets_finite_vectors(exported: Exported) -> None:
+    np.save(exported.folder / "item_vectors.npy", np.tile(100 * exported.item_vector_ID[:1], (NUM_ITEMS, 1)))
+    append_block(exported.spec(weights=[1.0]), store=exported.store, validation=VALIDATION, folder=exported.folder)
+    assert all(np.isfinite(exported.scores(split)).all() for split in SPLITS)

@@ -195,17 +195,16 @@ class Trainer:
             if self.profiler is not None:
                 self.profiler.step()
             self.step += 1
-            is_log_due = self.step % config.log_every_steps == 0
             is_save_due = self.step % config.checkpoint_every_steps == 0
-            if self.process.device.type == "cpu" or is_log_due:  # on a GPU, reading the loss waits for the device
+            is_epoch_complete = batch_index + 1 == self.steps_per_epoch
+            # A line is also written before each checkpoint, so that a resumed training writes the same lines.
+            is_line_due = is_save_due or is_epoch_complete or self.step % config.log_every_steps == 0
+            if self.process.device.type == "cpu" or is_line_due:  # on a GPU, reading the loss waits for the device
                 raise_if_not_finite(
                     loss, step=self.step, epoch=epoch_index + 1, model=self.model, spec=self.job.spec, rank=self.process.rank
                 )
             self.metrics_log.add_step(loss, num_samples=self.loader.num_batch_queries(batch_index) * self.process.world_size)
-            if batch_index + 1 == self.steps_per_epoch:
-                break
-            # A line is also written before each checkpoint, so that a resumed training writes the same lines.
-            if is_log_due or is_save_due:
+            if is_line_due and not is_epoch_complete:
                 self._write_log_line(epoch_index + 1)
                 self._end_steps(interval_start)
                 if is_save_due:

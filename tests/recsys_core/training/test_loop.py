@@ -1,12 +1,15 @@
 """Epochs, validation, early stopping and resuming from a checkpoint: two gloo ranks on an ingested log."""
 
+import dataclasses
 import gzip
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
@@ -15,8 +18,10 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
+from recsys_core.training import loop
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
-from recsys_core.training.job import CHECKPOINTS_FOLDER
+from recsys_core.training.job import CHECKPOINTS_FOLDER, RESULT_FILE, TrainJob
+from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.forked_training import (
     DIM,
     MODEL,
@@ -27,6 +32,7 @@ from tests.recsys_core.training.forked_training import (
     generate_dataset,
     make_experiment,
     train_in_forks,
+    train_job,
     without_timings,
     write_export,
 )
@@ -129,6 +135,32 @@ def test_the_few_steps_before_the_first_line_of_a_resumed_run_do_not_shorten_the
     assert float(heartbeat_path.read_text()) == 60  # ten times the duration of steps 1 to 4, but at least 60 s
     train_in_forks(experiment, tmp_path / "work", stop_after_step=11)  # resumes after step 4 or 8
     assert float(heartbeat_path.read_text()) == 600
+
+
+def train_and_record_checks(rank: int, job: TrainJob) -> None:
+    """Train, and write the steps after which the loss is checked on a GPU. Only the trainer takes the CPU for a GPU."""
+    checked_steps: list[int] = []
+    loop.raise_if_not_finite = lambda loss, *, step, **_: checked_steps.append(step)
+    initialise = loop.Trainer.__init__
+
+    def initialise_as_on_a_gpu(trainer: loop.Trainer, *arguments: Any, **options: Any) -> None:
+        initialise(trainer, *arguments, **options)
+        trainer.process = dataclasses.replace(trainer.process, device=torch.device("cuda"))
+
+    loop.Trainer.__init__ = initialise_as_on_a_gpu  # type: ignore[method-assign]
+    loop.run_training(job, process=cpu_process(rank))
+    (job.work_folder / f"checked-{rank}.json").write_text(json.dumps(checked_steps))
+
+
+def test_on_a_gpu_the_loss_is_checked_before_each_line_checkpoint_and_validation(dataset, tmp_path):
+    training = training_with(epochs=2, log_every_steps=5, checkpoint_every_steps=4)
+    job = train_job(make_experiment(dataset, tmp_path / "plan", training=training), tmp_path / "work")
+    run_ranks(train_and_record_checks, world_size=2, arguments=(job,))
+    num_steps = json.loads((tmp_path / "work" / RESULT_FILE).read_bytes())["num_steps"]
+    assert num_steps % 4 and num_steps % 5, "the last step of an epoch would be checked in any case"
+    due_steps = {*range(4, num_steps, 4), *range(5, num_steps, 5), num_steps // 2, num_steps}
+    for rank in range(2):
+        assert json.loads((tmp_path / "work" / f"checked-{rank}.json").read_text()) == sorted(due_steps)
 
 
 def with_kernel(experiment: Experiment, kernel: str, folder: Path) -> Experiment:

@@ -156,7 +156,12 @@ class Trainer:
             total_steps=self.total_steps,
             num_completed_steps=self.step,
         )
-        self.profiler = make_profiler(self.config.profile, folder=job.work_folder / PROFILE_FOLDER, process=process)
+        self.profiler = make_profiler(
+            self.config.profile,
+            num_steps=self.total_steps - self.step,
+            folder=job.work_folder / PROFILE_FOLDER,
+            process=process,
+        )
 
     @property
     def is_finished(self) -> bool:

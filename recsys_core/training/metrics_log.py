@@ -5,6 +5,7 @@ Rank 0 writes metrics.jsonl; the launching process reads it.
 Shapes: R rows and D columns of a shard.
 """
 
+import logging
 import math
 import os
 import time
@@ -29,6 +30,7 @@ from recsys_core.training.config import ProfileConfig
 from recsys_core.training.job import Progress
 from recsys_core.training.model.dense_parallel import local_part
 
+logger = logging.getLogger(__name__)
 FLOAT32_BYTES = 4
 PROFILER_WARMUP_STEPS = 2
 
@@ -191,13 +193,22 @@ class MetricsTail:
                 self._on_progress(progress)
 
 
-def make_profiler(config: ProfileConfig | None, *, folder: Path, process: Process) -> profile | None:
+def make_profiler(config: ProfileConfig | None, *, num_steps: int, folder: Path, process: Process) -> profile | None:
     """Return a profiler that writes rank-<r>.json.gz (chrome://tracing, Perfetto) to `folder`; None without a config.
 
-    The profiler is a context manager; call its step() after each training step.
+    The profiler is a context manager; call its step() after each training step. If `num_steps`, the largest number of steps of
+    this attempt, is too small for a recording, log a warning.
     """
     if config is None:
         return None
+    num_skipped_steps = config.after_steps + PROFILER_WARMUP_STEPS
+    if num_steps <= num_skipped_steps:
+        logger.warning(
+            "training.profile records no step: the recording starts after step %d, but at most %d steps are left; lower "
+            "training.profile.after_steps",
+            num_skipped_steps,
+            num_steps,
+        )
     folder.mkdir(parents=True, exist_ok=True)
     trace_path = folder / f"rank-{process.rank}.json.gz"
     return profile(

@@ -13,6 +13,7 @@ import torch
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.launching.rank import Process
 from recsys_core.models.history_config import SelfAttentionHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
@@ -21,6 +22,7 @@ from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training import loop
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
 from recsys_core.training.job import CHECKPOINTS_FOLDER, RESULT_FILE, TrainJob
+from recsys_core.training.metrics_log import make_profiler
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.forked_training import (
     DIM,
@@ -239,6 +241,22 @@ def test_the_metrics_contain_step_times_and_a_profile_is_written_if_configured(d
         event_names = {event["name"] for event in trace["traceEvents"]}
         assert any("backward" in name for name in event_names)
         assert any("all_to_all" in name or "alltoall" in name for name in event_names)
+
+
+@pytest.mark.parametrize(("num_steps", "is_too_small"), [(21, True), (23, False)])
+def test_a_training_with_too_few_steps_for_a_profile_logs_a_warning(tmp_path, caplog, num_steps, is_too_small):
+    profiler = make_profiler(
+        ProfileConfig(), num_steps=num_steps, folder=tmp_path, process=Process(rank=0, world_size=1, device=torch.device("cpu"))
+    )
+    assert profiler is not None
+    with profiler:
+        for _ in range(num_steps):
+            profiler.step()
+    assert (tmp_path / "rank-0.json.gz").exists() != is_too_small
+    message = "the recording starts after step 22, but at most 21 steps are left; lower training.profile.after_steps"
+    assert [record.getMessage() for record in caplog.records if message in record.getMessage()] == (
+        [f"training.profile records no step: {message}"] * is_too_small
+    )
 
 
 def test_the_metrics_contain_the_unfrozen_share_of_a_table_in_each_epoch(dataset, tmp_path):

@@ -36,7 +36,7 @@ from recsys_core.training.job import (
 )
 from recsys_core.training.metrics_log import MetricsLog, make_profiler, raise_if_not_finite
 from recsys_core.training.model.averaging import WeightAverage
-from recsys_core.training.model.optimizers import LearningRates, make_optimizer
+from recsys_core.training.model.optimizers import LearningRates, make_optimizer, set_completed_steps
 from recsys_core.training.model.sharded_model import initial_model
 from recsys_core.training.validation import Validator
 from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights
@@ -187,6 +187,7 @@ class Trainer:
         config = self.config
         epoch_index, first_batch_index = divmod(self.step, self.steps_per_epoch)  # both start from 0
         self.model.train()
+        set_completed_steps(self.model, num_steps=self.step)
         self.trained_share_by_table = self.head.set_epoch(epoch_index + 1)
         interval_start = self._begin_steps()
         batches = self.metrics_log.measured_batches(self.loader.epoch(epoch_index, start_batch=first_batch_index))

@@ -21,7 +21,7 @@ from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.models.tables.embedding_tables import local_shards
 from recsys_core.models.tables.table_config import DenseOptimizer, Schedule, TableOptimizer
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.model.sharded_model import EPS
+from recsys_core.training.model.sharded_model import EPS, fused_kernels
 
 DENSE_OPTIMIZER_BY_KIND = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 TABLE_OPTIMIZER_BY_KIND = {
@@ -142,6 +142,15 @@ class LearningRates:
         """Set the learning rates for `step` (0-based)."""
         for group, schedule in self._parameter_groups:
             group["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=self._total_steps)
+
+
+def set_completed_steps(model: DistributedModelParallel, *, num_steps: int) -> None:
+    """Set the number of completed steps in the tables' kernels. The fused Adam optimizers correct their bias by this number.
+
+    FBGEMM does not save the number in a checkpoint, and also counts the lookups of validations.
+    """
+    for kernel in fused_kernels(model):
+        kernel.iter_cpu.fill_(num_steps)
 
 
 def _leaf_optimizers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:

@@ -4,13 +4,14 @@ Shapes: I items, U users, D width of a row.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from numpy.typing import NDArray
 from torch import distributed as dist
 from torch import nn
@@ -135,6 +136,15 @@ def build_model(
             for shard in table_shards(tensor_by_name, table=table_name):
                 fill_random(shard, table=table_name, dim=table.dim, seed=config.seed, std=table.settings.init_std)
     return model
+
+
+def fused_kernels(model: nn.Module) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
+    """Yield FBGEMM's kernels of the sharded tables on this rank."""
+    # TorchRec stores the lookups of a sharded collection in a plain list, which model.modules() does not visit.
+    lookups = nn.ModuleList(lookup for module in model.modules() for lookup in getattr(module, "_lookups", ()))
+    for module in lookups.modules():
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+            yield module
 
 
 def weight_decay_by_table(spec: ModelSpec) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
@@ -23,6 +26,7 @@ from recsys_core.training import loop
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
 from recsys_core.training.job import CHECKPOINTS_FOLDER, RESULT_FILE, TrainJob
 from recsys_core.training.metrics_log import make_profiler
+from recsys_core.training.model.sharded_model import fused_kernels
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.forked_training import (
     DIM,
@@ -137,6 +141,28 @@ def test_the_few_steps_before_the_first_line_of_a_resumed_run_do_not_shorten_the
     assert float(heartbeat_path.read_text()) == 60  # ten times the duration of steps 1 to 4, but at least 60 s
     train_in_forks(experiment, tmp_path / "work", stop_after_step=11)  # resumes after step 4 or 8
     assert float(heartbeat_path.read_text()) == 600
+
+
+def train_and_check_iterations(rank: int, job: TrainJob, stop_after_step: int) -> None:
+    """Train until `stop_after_step`. After each step, assert that every sharded table has counted all steps so far."""
+
+    def check_iterations(loss: torch.Tensor, *, step: int, model: DistributedModelParallel, **_: Any) -> None:
+        counting_kernels = [kernel for kernel in fused_kernels(model) if kernel.optimizer != EmbOptimType.EXACT_SGD]
+        assert counting_kernels and {int(kernel.iter_cpu) for kernel in counting_kernels} == {step}
+        if step == stop_after_step:
+            os._exit(0)
+
+    loop.raise_if_not_finite = check_iterations
+    loop.run_training(job, process=cpu_process(rank))
+
+
+def test_tables_count_the_steps_of_a_resumed_training_without_the_lookups_of_validations(dataset, tmp_path):
+    """FBGEMM corrects the bias of Adam by the number of iterations, which it does not save."""
+    experiment = make_experiment(dataset, tmp_path / "plan", training=training_with(epochs=2))
+    for stop_after_step in (10, 1_000):
+        job = train_job(experiment, tmp_path / "work")
+        run_ranks(train_and_check_iterations, world_size=2, arguments=(job, stop_after_step))
+    assert job.resume_folder is not None and (tmp_path / "work" / RESULT_FILE).is_file()
 
 
 def train_and_record_checks(rank: int, job: TrainJob) -> None:

@@ -105,7 +105,6 @@ def workload_of(config: PipelineConfig, data: DataSizes, *, plan: PlanFile, mach
         lookups_ms=plan.step_ms,
         rank_bytes=max(getattr(rank, plan.lookup_memory_field) for rank in plan.ranks),
         table_bytes=table_bytes,
-        num_kept=config.training.keep_checkpoints + (config.training.validation is not None),
     )
     built_indexes = config.index.indexes_to_build(num_items=data.num_items, dim=config.model.output_dim)
     workload = Workload(
@@ -117,8 +116,11 @@ def workload_of(config: PipelineConfig, data: DataSizes, *, plan: PlanFile, mach
         has_linear_baselines=bool(config.evaluation.linear_baselines(data.num_items)),
         machines=machines,
     )
-    num_saves = max(1, num_steps(workload) // config.training.checkpoint_every_steps)
-    return workload.model_copy(update={"training": training.model_copy(update={"num_saves": num_saves})})
+    checkpoints = {
+        "num_saves": config.training.num_saves(num_steps=num_steps(workload)),
+        "num_kept": config.training.max_num_checkpoints(num_steps=num_steps(workload)),
+    }
+    return workload.model_copy(update={"training": training.model_copy(update=checkpoints)})
 
 
 def _num_candidates(config: PipelineConfig, data: DataSizes, *, num_ranks: int) -> int:

@@ -1,5 +1,6 @@
 """Settings of the training: loop, optimizers, validation, checkpoints, restarts."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -141,3 +142,18 @@ class TrainingConfig(Settings):
         "duration of `log_every_steps` steps, a validation or a checkpoint, but at least 60; 600 before the first "
         "measurement, with `profile`, and in the export",
     )
+
+    def num_saves(self, *, num_steps: int) -> int:
+        """Return the largest number of checkpoints that a training of `num_steps` steps writes.
+
+        The last step is always saved. Each validation before the last epoch may find the best checkpoint so far.
+        """
+        num_best = 0 if self.validation is None else (self.epochs - 1) // self.validation.every_epochs
+        return math.ceil(num_steps / self.checkpoint_every_steps) + num_best
+
+    def max_num_checkpoints(self, *, num_steps: int) -> int:
+        """Return the largest number of checkpoints that exist at the same time.
+
+        A new checkpoint is complete before an old one is removed, and the best checkpoint is kept in addition.
+        """
+        return min(self.keep_checkpoints + 1 + (self.validation is not None), self.num_saves(num_steps=num_steps))

@@ -1,6 +1,5 @@
 """The setup of a training: the model, all settings that plan, training and export share, and the disk space they need."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,13 +57,9 @@ class TrainingSetup:
         config = self.training
         num_weights = 2 if config.averaged_epochs > 1 else 1  # the weights and their average
         checkpoint_bytes = sum(num_weights * _weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
-        # A new checkpoint is complete before an old one is removed, and the best checkpoint is kept in addition.
-        max_num_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
-        # The last step is always saved. Each validation before the last epoch may find the best checkpoint so far.
-        num_best = 0 if config.validation is None else (config.epochs - 1) // config.validation.every_epochs
-        num_saves = math.ceil(config.epochs * steps_per_epoch / config.checkpoint_every_steps) + num_best
+        max_num_checkpoints = config.max_num_checkpoints(num_steps=config.epochs * steps_per_epoch)
         existing_bytes = sum(path.stat().st_size for path in work_folder.rglob("*") if path.is_file())
-        return max(0, min(max_num_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
+        return max(0, max_num_checkpoints * checkpoint_bytes - existing_bytes)
 
     def _lookup_stats(self, dataset: Dataset) -> LookupStats:
         features = None if dataset.features is None else FeatureStore.open(dataset.features)

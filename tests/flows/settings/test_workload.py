@@ -1,11 +1,12 @@
-"""Sharding plans for data that do not exist yet."""
+"""Sharding plans and sizes for data that do not exist yet."""
 
 from pathlib import Path
 
 import pytest
 
 from flows.settings.config_file import load_config
-from flows.settings.workload import data_of_sizes, plan_for_sizes
+from flows.settings.workload import data_of_sizes, plan_for_sizes, workload_of
+from recsys_core.estimates.workload import Machines
 
 NUM_ITEMS, BATCH_SIZE = 10_000, 100
 
@@ -22,3 +23,18 @@ def test_with_all_negatives_a_rank_looks_up_its_share_of_the_catalogue(tmp_path:
     plan = plan_for_sizes(config, data_of_sizes(config, num_users=1_000, num_items=NUM_ITEMS, num_events=100_000))
     share = NUM_ITEMS / num_ranks
     assert share <= plan.tables["item"].values_per_query * BATCH_SIZE <= share + BATCH_SIZE
+
+
+def test_the_disk_estimate_counts_the_checkpoint_that_is_written_before_an_old_one_is_removed(tmp_path: Path) -> None:
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(
+        "interactions: {paths: log.parquet, timestamp_column: t}\n"
+        "training: {batch_size: 100, epochs: 1, checkpoint_every_steps: 10, keep_checkpoints: 2, validation: {}}\n"
+        "sharding: {cluster: {device: cpu, processes_per_node: 1}}\n"
+    )
+    config = load_config(config_path)
+    for num_steps, expected_num_kept in ((5, 1), (30, 3), (1_000, 4)):
+        data = data_of_sizes(config, num_users=1_000, num_items=NUM_ITEMS, num_events=100 * num_steps)
+        machines = Machines(device="cpu", num_hosts=1, ranks_per_host=1, cores_per_host=2)
+        workload = workload_of(config, data, plan=plan_for_sizes(config, data), machines=machines)
+        assert workload.training.num_kept == expected_num_kept, num_steps

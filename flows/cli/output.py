@@ -1,6 +1,7 @@
 """Terminal output: a line per stage, a progress bar, tables, and texts with labels."""
 
 import logging
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,19 @@ from rich.text import Text
 
 from recsys_core.errors import printable
 
+
+def _open_closed_streams() -> None:
+    """Redirect stdin, stdout and stderr to the null device if the caller has closed them, as `nightjar run >&-` does.
+
+    Otherwise a file that the command opens would get the file descriptor of the stream.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # gets the smallest free descriptor
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+
+
+_open_closed_streams()
 UNFOLDED_WIDTH = 200
 """Width of output that does not go to a terminal. At this width, `fold` does not break lines."""
 stderr = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else UNFOLDED_WIDTH)

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -120,3 +122,15 @@ def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
     printed_text = capsys.readouterr().out
     assert "\x1b]0" not in printed_text and "\x07" not in printed_text and "\u202e" not in printed_text
     assert printed_text.count(r"a\x1b]0;title\x07") == 3 and printed_text.count("\nb") == 3
+
+
+@pytest.mark.parametrize("closed_streams", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_the_null_device_and_no_file_gets_their_descriptor(tmp_path: Path, closed_streams: str) -> None:
+    result_path = tmp_path / "result.txt"
+    code = (
+        "import sys; from flows.cli import output; output.print_line('text'); opened = open(sys.argv[1], 'w'); print('opened')"
+    )
+    code += "; print(opened.fileno(), sys.stdin.read(), file=opened)"
+    script = f'exec "$0" -c "$1" "$2" {closed_streams}'
+    subprocess.run(["bash", "-c", script, sys.executable, code, str(result_path)], check=True, input=b"", timeout=60)
+    assert int(result_path.read_text()) >= 3

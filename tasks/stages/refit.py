@@ -71,7 +71,7 @@ def refit(
     this version, the refit is refreshed too before it becomes champion.
 
     Raises:
-        StageError: the refit failed the smoke test or a check of its refresh, or another version has become champion.
+        StageError: the refit failed the smoke test or a check of its refresh.
         InputError: the refit cannot be refreshed.
     """
     log = StageLog("refit")
@@ -107,6 +107,8 @@ def refit(
     new_champion = _replace_champion(
         version, registry, context, promoted_number, refresh_config=refresh_config, inputs=inputs, reason=reason
     )
+    if new_champion is None:
+        return f"another version became champion before version {version.version}, the refit of version {promoted_number}"
     _finish(run, version=new_champion)
     log.finish_step(f"version {new_champion.version} is champion: {reason}")
     return f"version {new_champion.version}, its refit, is champion"
@@ -121,8 +123,8 @@ def _replace_champion(
     refresh_config: RefreshConfig,
     inputs: InputConfig,
     reason: str,
-) -> ModelVersion:
-    """Make the refit `version`, or its refresh, the champion; return the new champion.
+) -> ModelVersion | None:
+    """Make the refit `version`, or its refresh, the champion. Return the new champion, or None if another version is champion.
 
     A refresh may have replaced the promoted version during the training. The refit does not have the items of this refresh, so
     it is refreshed too.
@@ -146,16 +148,9 @@ def _replace_champion(
         if refreshed is not None:
             return registry.version(refreshed.version)
     elif champion is None or str(champion.version) != promoted_number:
-        raise _overtaken_error(version, promoted_number)
-    if not registry.move_champion(version, expected_champion=champion, reason=reason):
-        raise _overtaken_error(version, promoted_number)
-    return version
-
-
-def _overtaken_error(version: ModelVersion, promoted_number: str) -> StageError:
-    return StageError(
-        f"another version became champion before version {version.version}, the refit of version {promoted_number}"
-    )
+        return None
+    is_champion = registry.move_champion(version, expected_champion=champion, reason=reason)
+    return version if is_champion else None
 
 
 def _is_refresh_of_run(champion: ModelVersion, run: Run) -> bool:

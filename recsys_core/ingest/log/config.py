@@ -55,7 +55,8 @@ class LogFilter(Settings):
         None,
         gt=0,
         le=MAX_DAYS,
-        description="Length of the rolling window in days. Events older than the window are removed. Default: all events",
+        description="Length of the rolling window in days. The window ends at the newest event of the log, or at `until` if it "
+        "is earlier. Events older than the window are removed. Default: all events",
     )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",

@@ -15,10 +15,10 @@ class TimeSplit(Settings):
     )
     test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
         "auto",
-        description="Length of the test period in days. The period ends at the newest event, or at "
-        "`interactions.filter.until`. With `auto`, the length is the smallest number of whole days in which `test_users` "
-        "users (or all users, if there are fewer) have events. It is at most a fifth of the log's time span, but always at "
-        "least one day",
+        description="Length of the test period in days. The period ends at the newest event of the log, or at "
+        "`interactions.filter.until` if it is earlier. With `auto`, the length is the smallest number of whole days in which "
+        "`test_users` users (or all users, if there are fewer) have events. It is at most a fifth of the log's time span, "
+        "but always at least one day",
     )
     test_users: int = Field(
         5_000,

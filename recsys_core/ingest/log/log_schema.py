@@ -51,10 +51,10 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
     for source in all_sources:
         _check_column_names(source, config)
         _check_number_columns(source, config)
-    for column in config.columns:
-        _require_one_place(all_sources, column)
     for column in config.context_columns:
         require_same_types(all_sources, column, setting="interactions.context_columns")
+    for column in config.columns:
+        _require_one_place(all_sources, column)
     check_expansion(
         all_sources,
         columns=config.columns,

@@ -71,6 +71,11 @@ BAD_LOG_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]]
         {"item_column": "itemid"},
         ("no column 'itemid' (interactions.item_column); did you mean 'item_id'",),
     ),
+    "missing context column": (
+        {},
+        {"context_columns": ["startz"]},
+        ("no column 'startz' (interactions.context_columns); did you mean 'stars'",),
+    ),
     "column names that differ by case": (
         {"USER_ID": [9] * 4},
         {},

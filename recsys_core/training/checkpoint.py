@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -34,7 +35,15 @@ from recsys_core.errors import StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
 from recsys_core.launching.rank import Process
-from recsys_core.manifests import FileRecord, Manifest, commit_folder, load_manifest, record_files, require_no_link
+from recsys_core.manifests import (
+    FileRecord,
+    Manifest,
+    commit_folder,
+    load_manifest,
+    read_unchecked_manifest,
+    record_files,
+    require_no_link,
+)
 from recsys_core.training.model.averaging import WeightAverage
 from recsys_core.training.model.dense_parallel import local_part
 
@@ -178,8 +187,14 @@ class Checkpointer:
         self._heartbeat.end("checkpoint", start_time=start_time)
         # A checkpoint of a later step is damaged, and must not displace this one.
         folders = [folder for folder in _committed_folders(self._folder) if folder.name <= checkpoint_folder.name]
-        for old_folder in folders[: -self._keep_checkpoints]:
-            if best is None or old_folder.name != checkpoint_name(best.step):
+        num_old = max(0, len(folders) - self._keep_checkpoints)
+        # A training that resumes from the oldest kept checkpoint needs the best checkpoint of that time.
+        # The best checkpoints of the later ones are the same or are kept anyway.
+        oldest_manifest = read_unchecked_manifest(folders[num_old], CheckpointManifest)
+        bests = (best, None if oldest_manifest is None else oldest_manifest.best)
+        best_names = {checkpoint_name(kept_best.step) for kept_best in bests if kept_best is not None}
+        for old_folder in folders[:num_old]:
+            if old_folder.name not in best_names:
                 shutil.rmtree(old_folder)
 
     def _gather_records(self, staging_folder: Path) -> dict[str, FileRecord]:
@@ -232,16 +247,15 @@ def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest |
     Raises InputError if `folder` is a link.
     """
     require_no_link(folder)
-    manifest_by_name: dict[str, CheckpointManifest | None] = {}
 
+    @cache
     def verified_manifest(name: str) -> CheckpointManifest | None:
-        if name not in manifest_by_name:
-            manifest_by_name[name] = load_manifest(folder / name, CheckpointManifest)
-            if manifest_by_name[name] is None:
-                logger.warning(
-                    "%s: a file is missing or differs from its checksum; falling back to the previous checkpoint", folder / name
-                )
-        return manifest_by_name[name]
+        manifest = load_manifest(folder / name, CheckpointManifest)
+        if manifest is None:
+            logger.warning(
+                "%s: a file is missing or differs from its checksum; falling back to the previous checkpoint", folder / name
+            )
+        return manifest
 
     for checkpoint_folder in reversed(_committed_folders(folder)):
         manifest = verified_manifest(checkpoint_folder.name)

@@ -232,14 +232,15 @@ def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder
 def save_five_times(rank: int, folder: Path) -> None:
     training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=2)
-    for step in range(1, 6):
-        saver.save(training.model, training.optimizer, step=step, best=BEST if step > 1 else None)
+    for step, best_step in enumerate((None, 2, 2, 2, 5), 1):
+        best = None if best_step is None else BEST.model_copy(update={"step": best_step})
+        saver.save(training.model, training.optimizer, step=step, best=best)
     saver.finish()
     if rank == 0:
         assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(step) for step in (2, 4, 5)]
 
 
-def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
+def test_the_newest_checkpoints_and_the_best_checkpoint_of_each_of_them_are_kept(tmp_path):
     run_ranks(save_five_times, world_size=2, arguments=(tmp_path,))
 
 

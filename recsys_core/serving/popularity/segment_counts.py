@@ -45,9 +45,14 @@ def write_segments(
         min_events: smallest number of events of a segment.
 
     Raises:
-        InputError: the feature is not declared, or is not categorical with a vocabulary.
+        InputError: the feature is not a categorical feature of users or context with a vocabulary.
     """
-    features = _require_vocabulary(key, features)
+    feature = None if features is None or key.startswith("item.") else features.features.get(key)
+    if features is None or feature is None or feature.kind != "categorical" or feature.hash_rows is not None:
+        raise InputError(
+            f"package.popularity_by: {key} is not a categorical user or context feature with a vocabulary; declare it under "
+            "features, or remove popularity_by"
+        )
     value_row_L, item_row_L, count_L = _pair_counts(key, interactions, features)
     popularity_rank_I = np.empty(len(item_by_popularity_I), np.int64)
     popularity_rank_I[item_by_popularity_I] = np.arange(len(popularity_rank_I))
@@ -66,26 +71,6 @@ def write_segments(
         "shares": pa.ListArray.from_arrays(offset, pa.array(share_L)),
     }
     pq.write_table(pa.table(columns), path)
-
-
-def _require_vocabulary(key: str, features: FeaturesManifest | None) -> FeaturesManifest:
-    """Return the features; raise InputError unless `key` is a categorical feature of users or context with a vocabulary."""
-    feature = None if features is None else features.features.get(key)
-    problem = None
-    if feature is None:
-        problem = "is not declared under features"
-    elif key.startswith("item."):
-        problem = "is a feature of items, not of users or context"
-    elif feature.kind != "categorical":
-        problem = f"is of kind {feature.kind}, not categorical"
-    elif feature.hash_rows is not None:
-        problem = f"has no vocabulary, because its values are hashed into {feature.hash_rows:,} rows (hash_rows)"
-    if features is None or problem is not None:
-        raise InputError(
-            f"package.popularity_by: {key} {problem}; name a categorical feature of users or context that has a "
-            "vocabulary, or remove popularity_by"
-        )
-    return features
 
 
 def replace_items_of_segments(source_path: Path, target_path: Path, new_row_I: NDArray[np.int32]) -> None:

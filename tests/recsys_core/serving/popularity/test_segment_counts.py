@@ -88,14 +88,14 @@ def test_segments_of_a_feature_without_a_vocabulary_are_rejected(
     features = features.model_copy(update={"features": features.features | {"user.hash": hashed, "item.single": single}})
     item_by_popularity_I = np.arange(NUM_ITEMS, dtype=np.int32)
     path = tmp_path / "segments.parquet"
-    for key, manifest, problem in (
-        ("user.list", features, "is of kind list, not categorical"),
-        ("user.more", features, "is not declared under features"),
-        ("user.single", None, "is not declared under features"),
-        ("user.hash", features, "has no vocabulary, because its values are hashed into 1,000 rows"),
-        ("item.single", features, "is a feature of items, not of users or context"),
+    for key, manifest in (
+        ("user.list", features),
+        ("user.more", features),
+        ("user.single", None),
+        ("user.hash", features),
+        ("item.single", features),
     ):
-        with pytest.raises(InputError, match=f"package.popularity_by: {key} {problem}"):
+        with pytest.raises(InputError, match=f"package.popularity_by: {key} is not a categorical user or context feature"):
             write_segments(
                 path,
                 key,

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, StageError, shown, shown_names
+from recsys_core.serving.ids import is_list
 from recsys_core.serving.quantise import SPACE_ID_KEY
 
 ROW_GROUP_ROWS = 2_048
@@ -169,7 +170,7 @@ class ItemTable:
 def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
     """Return the operand of each operator. A list means {"in": list}, and a single value means {"in": [value]}."""
     if not isinstance(conditions, Mapping):
-        return {"in": conditions if isinstance(conditions, list | tuple | np.ndarray) else [conditions]}
+        return {"in": conditions if is_list(conditions) else [conditions]}
     for operator in conditions:
         if operator not in _OPERATORS:
             raise InputError(
@@ -180,7 +181,7 @@ def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
 
 def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any) -> pa.ChunkedArray:
     if operator == "in":
-        if not isinstance(operand, list | tuple | np.ndarray):
+        if not is_list(operand):
             raise InputError(f"filter: {column!r} in {shown(operand)}: pass a list of values")
         value_set = [_parse_operand(value, values.type, column) for value in operand]
         if pa.types.is_integer(values.type):

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recsys_core.errors import InputError
@@ -84,6 +85,7 @@ def test_a_filter_may_compare_with_a_datetime(model_and_filtering_retriever: tup
         ({"price": {"ge": "10"}}, "'10' is no value of column 'price'; pass a finite number"),
         ({"price": {"ge": math.nan}}, "nan is no value of column 'price'"),
         ({"stock": {"in": 3}}, "'stock' in 3: pass a list of values"),
+        ({"stock": {"in": np.array(3)}}, r"'stock' in array\(3\): pass a list of values"),
         ({"stock": {"ge": 10**30}}, "is no value of column 'stock'"),
         ({"genre": {"ge": "a"}}, "column 'genre' has no order"),
         ({"genre": [1]}, "1 is no value of column 'genre'; pass a string"),

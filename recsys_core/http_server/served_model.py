@@ -1,7 +1,6 @@
 """Answers to a batch of requests with few searches."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,18 +22,6 @@ Result = list[Answer] | Exception
 """The answers to the rows of a request, or the exception that prevented them: an InputError, or an exception from a bug."""
 
 
-@dataclass
-class _Group:
-    """Requests with the same options, which one search can answer.
-
-    Attributes:
-        positions: position of each request in the batch.
-    """
-
-    parsed_requests: list[ParsedRequest] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-
-
 class ServedModel:
     """A retriever that answers batches of requests."""
 
@@ -44,8 +31,12 @@ class ServedModel:
     def respond(self, parsed_requests: Sequence[ParsedRequest]) -> list[Result]:
         """Return the result of each request. Requests with the same options share a search."""
         results: list[Result] = [[] for _ in parsed_requests]
-        for group in _groups(parsed_requests):
-            for position, result in zip(group.positions, self._respond_together(group.parsed_requests), strict=True):
+        positions_by_key: dict[object, list[int]] = {}
+        for position, parsed_request in enumerate(parsed_requests):
+            positions_by_key.setdefault(_group_key(parsed_request, position), []).append(position)
+        for positions in positions_by_key.values():
+            group_results = self._respond_together([parsed_requests[position] for position in positions])
+            for position, result in zip(positions, group_results, strict=True):
                 results[position] = result
         return results
 
@@ -74,15 +65,6 @@ class ServedModel:
 
     def _answer(self, request: Request, *, is_similar: bool) -> list[Answer]:
         return answer_similar(self._retriever, request) if is_similar else answer(self._retriever, request)
-
-
-def _groups(parsed_requests: Sequence[ParsedRequest]) -> Iterable[_Group]:
-    group_by_key: dict[object, _Group] = {}
-    for position, parsed_request in enumerate(parsed_requests):
-        group = group_by_key.setdefault(_group_key(parsed_request, position), _Group())
-        group.parsed_requests.append(parsed_request)
-        group.positions.append(position)
-    return group_by_key.values()
 
 
 def _group_key(parsed_request: ParsedRequest, position: int) -> object:

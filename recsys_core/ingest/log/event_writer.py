@@ -65,13 +65,8 @@ class EventWriter:
         self.user_count_U3: Counts = np.zeros((len(users), len(SPLITS)), np.int64)
         self.item_count_I3: Counts = np.zeros((len(items), len(SPLITS)), np.int64)
         self._negative_count_U3: Counts = np.zeros((0, len(SPLITS)), np.int64)
-        self._num_context_nulls = [0] * len(config.context_columns)
+        self.num_nulls_by_context_column = dict.fromkeys(config.context_columns, 0)
         self._output_folder, self._users, self._items, self._config = output_folder, users, items, config
-
-    @property
-    def num_nulls_by_context_column(self) -> dict[str, int]:
-        """Number of events with a null in each context column."""
-        return dict(zip(self._config.context_columns, self._num_context_nulls, strict=True))
 
     @property
     def shards(self) -> tuple[EventShard, ...]:
@@ -185,8 +180,8 @@ class EventWriter:
         item_E, split_E = (batch.column(name).to_numpy() for name in ("item_row", "split"))
         key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
         _add_counts(self.item_count_I3.reshape(-1), key_E, keys=range(self.item_count_I3.size))
-        for index in range(len(self._num_context_nulls)):
-            self._num_context_nulls[index] += batch.column(f"context_{index}").null_count
+        for index, column in enumerate(self._config.context_columns):
+            self.num_nulls_by_context_column[column] += batch.column(f"context_{index}").null_count
 
     def _split_by_shard(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield each shard of the users in `batch`, with the rows of its users in their order."""

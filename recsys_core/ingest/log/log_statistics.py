@@ -137,20 +137,17 @@ def column_statistics(
         statistics[column] = ColumnStatistics(
             num_nulls=num_nulls, num_out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
         )
-    for column in num_nulls_by_context_column.keys() - _checked_columns(config):
-        update = {"num_nulls": num_nulls_by_context_column[column], "num_checked_values": num_events}
-        statistics[column] = statistics[column].model_copy(update=update)
+    # A null in one of the other columns makes a row bad, so these nulls are counted with the bad rows.
+    checked_columns = {config.user_column, config.item_column, *columns_by_role(config).values()}
+    for column, num_nulls in num_nulls_by_context_column.items():
+        if column not in checked_columns:
+            statistics[column] = ColumnStatistics(num_nulls=num_nulls, num_checked_values=num_events)
     for vocabulary, event_count_R in vocabularies:
         column = config.user_column if vocabulary.side == "user" else config.item_column
         ids = vocabulary.ids.filter(pa.array(event_count_R > 0))
         update = {"num_distinct": len(ids), "num_unusual_ids": _num_unusual_ids(ids)}
         statistics[column] = statistics[column].model_copy(update=update)
     return statistics
-
-
-def _checked_columns(config: InteractionsConfig) -> set[str]:
-    """Return the columns in which a null makes a row bad."""
-    return {config.user_column, config.item_column, *columns_by_role(config).values()}
 
 
 def current_files(parts: Sequence[LogPart], *, input_files: Collection[SourceFile]) -> list[IngestedFile]:

@@ -4,15 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
-from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.estimates import Accuracy, Columns, RankingMetrics, mean_estimate
+from recsys_core.evaluation.estimates import Accuracy, Columns, mean_estimate
 from recsys_core.evaluation.metrics import TargetPositions
-from recsys_core.evaluation.ranking.queries import Queries
-from recsys_core.evaluation.ranking.served import rank_by_order
 
 
 def test_the_interval_equals_the_interval_of_scipy() -> None:
@@ -51,17 +47,8 @@ def test_only_the_metrics_of_the_config_are_computed(tmp_path: Path) -> None:
         assert list(accuracy.estimates()) == expected_names
 
 
-def test_a_repeated_cut_off_does_not_change_the_metrics(tmp_path: Path) -> None:
-    pairs = JaggedArray.from_single_values(np.arange(2))
-    queries = Queries(torch.ones(2, 1), is_known_B=np.ones(2, bool), seen=JaggedArray.empty(2), targets=pairs)
-    ranking = rank_by_order(queries, order_I=np.arange(4), k=2)
-    estimates = []
-    for ks in ((2,), (2, 2)):
-        ranking_metrics = RankingMetrics(Columns(tmp_path), "test", config=EvaluationConfig(ks=ks))
-        ranking_metrics.add(ranking, ranking.target_positions(), known_negatives=pairs)
-        estimates.append(ranking_metrics.estimates())
-    assert estimates[0] == estimates[1]
-    assert estimates[0]["known_negatives@2"].value == 0.5
+def test_a_repeated_cut_off_is_measured_once() -> None:
+    assert EvaluationConfig(ks=(20, 10, 20)).ks == (20, 10)
 
 
 def test_a_column_has_the_values_of_all_chunks_and_loses_its_file_when_it_is_taken(tmp_path: Path) -> None:

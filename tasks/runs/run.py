@@ -24,7 +24,7 @@ TIMED_ID_PATTERN = re.compile(r"\d{4}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])-([01]\
 RUNS_FOLDER_NAME = "runs"
 LOCK_NAME = ".lock"
 PROBE_WAIT_S = 0.5
-"""Time to wait for a lock, because another process holds the lock for a moment while it calls `Run.is_locked`."""
+"""Time to wait for the lock of a run, because a process that calls `Run.is_locked` holds a shared lock for a moment."""
 CHAMPION_FILE_NAME = "champion.json"
 """File in a run's folder with the id of the run whose model a warm start continues to train."""
 REFIT_FOLDER_NAME = "refit"
@@ -90,25 +90,15 @@ class Run:
 
     def is_locked(self) -> bool:
         """Return whether a process is working on the run. The lock of a dead process does not count: the kernel releases it."""
-        lock_file = self.folder / LOCK_NAME
-        if not lock_file.is_file():
+        try:
+            # A shared lock needs no right to write, and several processes can hold it at the same time.
+            with (self.folder / LOCK_NAME).open("rb") as lock_file:
+                fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
             return False
-        try:
-            with FileLock(lock_file, timeout=PROBE_WAIT_S):
-                return False
-        except Timeout:
+        except OSError:  # the lock is held, or the file system has no locks, so that FileLock removes its file at the release
             return True
-        except PermissionError:  # this user may only read the workspace, e.g. with `nightjar history`
-            return _is_locked_for_writing(lock_file)
-
-
-def _is_locked_for_writing(lock_file: Path) -> bool:
-    with lock_file.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return False
 
 
 @contextmanager

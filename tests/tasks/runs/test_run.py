@@ -1,5 +1,6 @@
 """Ids and folders of runs, and the locks of a run and of a workspace."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -7,14 +8,11 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import STAGES
@@ -70,25 +68,18 @@ def test_a_run_can_be_locked_again_only_after_its_lock_is_released(tmp_path: Pat
         pass
 
 
-@contextmanager
-def held_for_a_moment(run: Run) -> Iterator[None]:
-    """Hold the lock of the run while the body begins, as another process does in Run.is_locked."""
-    lock = FileLock(run.folder / LOCK_NAME, thread_local=False)
-    lock.acquire()
-    release_timer = threading.Timer(0.05, lock.release)
-    release_timer.start()
-    yield
-    release_timer.join()
-
-
 def test_a_process_that_only_reads_the_state_of_a_run_does_not_count_as_working_on_it(tmp_path: Path) -> None:
     run = Run("r", workspace=tmp_path)
     with run.lock():
         pass
-    with held_for_a_moment(run):
+    with (run.folder / LOCK_NAME).open("rb") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_SH)  # as in Run.is_locked
         assert not run.is_locked()
-    with held_for_a_moment(run), run.lock():
-        assert run.is_locked()
+        release_timer = threading.Timer(0.05, fcntl.flock, (lock_file, fcntl.LOCK_UN))
+        release_timer.start()
+        with run.lock():
+            assert run.is_locked()
+        release_timer.join()
 
 
 def test_a_user_who_may_only_read_the_workspace_sees_whether_a_run_is_locked(

@@ -159,12 +159,12 @@ def print_table(
         left_columns: indices of the columns that are aligned left. All other columns are aligned right.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
-    text_rows = [[cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row] for row in rows]
     for index, title in enumerate(column_titles):
         table.add_column(title, justify="left" if index in left_columns else "right")
+    text_rows = [[cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row] for row in rows]
     for text_row in text_rows:
         table.add_row(*text_row)
-    full_width = table.__rich_measure__(stdout, stdout.options.update(width=_UNLIMITED_WIDTH)).maximum
+    full_width = stdout.measure(table, options=stdout.options.update(width=_UNLIMITED_WIDTH)).maximum
     if stdout.width >= UNFOLDED_WIDTH:
         table.width = full_width
     elif stdout.width < full_width:

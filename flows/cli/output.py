@@ -165,7 +165,7 @@ def print_table(
     for text_row in text_rows:
         table.add_row(*text_row)
     full_width = stdout.measure(table, options=stdout.options.update(width=_UNLIMITED_WIDTH)).maximum
-    if stdout.width >= UNFOLDED_WIDTH:
+    if stdout.width >= UNFOLDED_WIDTH and not stdout.is_terminal:
         table.width = full_width
     elif stdout.width < full_width:
         table.width = max(stdout.width, _fix_short_columns(table, text_rows))

@@ -90,6 +90,13 @@ def test_a_table_with_one_long_text_fits_into_a_narrow_terminal(console: Console
     assert len(lines) > 3 and all(len(line) <= WIDTH for line in lines)
 
 
+def test_a_table_with_one_long_text_fits_into_a_wide_terminal(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+    width = output.UNFOLDED_WIDTH + 40
+    monkeypatch.setattr(output, "stdout", Console(file=console.file, width=width, force_terminal=True, color_system=None))
+    output.print_table(HISTORY_TITLES, [[*HISTORY_ROW[:-1], "reason " * 60]])
+    assert all(len(line) <= width for line in printed_lines(console))
+
+
 def test_a_row_of_a_table_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     monkeypatch.setattr(output, "stdout", Console(file=console.file, width=output.UNFOLDED_WIDTH))
     output.print_table(HISTORY_TITLES, [HISTORY_ROW])

@@ -11,7 +11,7 @@ from mlflow.entities import RunStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
-from recsys_core.errors import InputError, NightjarError, redacted
+from recsys_core.errors import InputError, NightjarError, StageError, redacted
 from recsys_core.ingest import InputConfig
 from recsys_core.manifests import create_own_folder, remove_own_folder
 from recsys_core.refresh.config import RefreshConfig
@@ -60,71 +60,46 @@ class RefreshedVersion:
 
 
 def refresh_champion(
-    config: RefreshConfig, inputs: InputConfig, registry: Registry, *, workspace: Path, pipeline: str
+    config: RefreshConfig,
+    inputs: InputConfig,
+    registry: Registry,
+    *,
+    workspace: Path,
+    pipeline: str,
+    successor: ModelVersion | None = None,
 ) -> RefreshedVersion | None:
     """Register a version with the items of today and the model of the champion; it becomes champion if it passes the checks.
 
-    If no item has changed, register nothing and return None.
+    If no item has changed, register nothing, keep the alias, and return None.
+
+    Args:
+        successor: another version of the champion's run, such as a refit, which gives the model instead of the champion.
 
     Raises:
         InputError: there is no champion, the tables are invalid or do not fit its model, or too many items are missing.
-        StageError: the champion is damaged, or its package has another format.
+        StageError: the champion is damaged, its package has another format, or it is not of the run of `successor`.
         TrackingServerError: MLflow does not work.
     """
     with _work_folder(workspace) as folder:
         champion = registry.champion()
         if champion is None:
             raise InputError(f"{registry.model_name} has no champion to refresh; train one with `nightjar run`")
-        return _refresh_version(
-            config, inputs, registry, champion, champion=champion, workspace=workspace, pipeline=pipeline, folder=folder
-        )
-
-
-def refresh_successor(
-    config: RefreshConfig,
-    inputs: InputConfig,
-    registry: Registry,
-    successor: ModelVersion,
-    *,
-    champion: ModelVersion,
-    workspace: Path,
-    pipeline: str,
-) -> RefreshedVersion | None:
-    """Register a version with the items of today and the model of `successor`, which then replaces `champion`.
-
-    If `successor` has the items of today, register nothing and return None. The alias does not move then.
-
-    Raises:
-        InputError, StageError, TrackingServerError: as for `refresh_champion`.
-    """
-    with _work_folder(workspace) as folder:
-        return _refresh_version(
-            config, inputs, registry, successor, champion=champion, workspace=workspace, pipeline=pipeline, folder=folder
-        )
-
-
-def _refresh_version(
-    config: RefreshConfig,
-    inputs: InputConfig,
-    registry: Registry,
-    parent: ModelVersion,
-    *,
-    champion: ModelVersion,
-    workspace: Path,
-    pipeline: str,
-    folder: Path,
-) -> RefreshedVersion | None:
-    """Register a version with the items of today and the model of `parent`, and make it champion instead of `champion`."""
-    log = StageLog("refresh")
-    refreshed = _refresh(config, inputs, registry, parent, workspace=workspace, folder=folder)
-    if refreshed is None:
-        log.finish_step(f"no item has changed since version {parent.version}")
-        return None
-    log.finish_step(str(refreshed.changes))
-    log = StageLog("register")
-    version, delta_uri = _register(refreshed, registry, parent, workspace=workspace, pipeline=pipeline)
-    problems = _assign_alias(refreshed, registry, parent, version, champion=champion, workspace=workspace)
-    log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
+        parent = successor or champion
+        if parent.tags.get(RUN_ID_TAG) != champion.tags.get(RUN_ID_TAG):
+            raise StageError(
+                f"{registry.model_name}: version {champion.version} of another run became champion before version "
+                f"{parent.version} could replace it"
+            )
+        log = StageLog("refresh")
+        refreshed = _refresh(config, inputs, registry, parent, workspace=workspace, folder=folder)
+        if refreshed is None:
+            log.finish_step(f"no item has changed since version {parent.version}")
+            return None
+        log.finish_step(str(refreshed.changes))
+        log = StageLog("register")
+        version, delta_uri = _register(refreshed, registry, parent, workspace=workspace, pipeline=pipeline)
+        problems = _assign_alias(refreshed, registry, parent, version, champion=champion, workspace=workspace)
+        log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
     return RefreshedVersion(str(version.version), str(parent.version), str(refreshed.changes), problems, delta_uri)
 
 

@@ -44,7 +44,7 @@ from tasks.gate.sample import prepare_sample
 from tasks.gate.smoke_test import ModelProcess
 from tasks.gate.version_tester import VersionTester
 from tasks.progress.reporting import StageLog, show_bar, training_note
-from tasks.refresh.refreshed_version import refresh_successor
+from tasks.refresh.refreshed_version import refresh_champion
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.registry.registry import Registry
@@ -131,14 +131,13 @@ def _replace_champion(
     """
     champion = registry.champion()
     if champion is not None and _is_refresh_of_run(champion, context.run):
-        refreshed = refresh_successor(
+        refreshed = refresh_champion(
             refresh_config,
             inputs,
             registry,
-            registry.version(version.version),  # with the tags that were set after the registration
-            champion=champion,
             workspace=context.run.workspace,
             pipeline=context.pipeline,
+            successor=registry.version(version.version),  # with the tags that were set after the registration
         )
         if refreshed is not None and refreshed.problems:
             raise StageError(

@@ -15,6 +15,7 @@ from recsys_core.manifests import RegistrationManifest, TrainManifest, create_ow
 from recsys_core.models.config import PackageConfig
 from recsys_core.refresh.config import RefreshConfig
 from recsys_core.retrieval.config import IndexConfig
+from tasks.refresh.refreshed_version import RefreshedVersion, refresh_champion
 from tasks.registry.config import RegistryConfig
 from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
@@ -139,3 +140,22 @@ def test_a_refit_does_not_replace_the_version_of_another_run(
     assert sentence == "another version became champion before version 3, the refit of version 1"
     assert version_by_alias(client) == {"champion": "2"}
     assert run_refit(lambda: None) == "version 1 is not champion any more, so it gets no refit"
+
+
+@pytest.mark.usefixtures("empty_plots")
+def test_a_refit_that_waits_for_a_refresh_replaces_the_version_of_this_refresh(
+    parent: SmallPipeline,
+    client: MlflowClient,
+    workspace: Path,
+    run_refit: Callable[[Callable[[], object]], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refresh_after_another_refresh(*arguments: Any, **options: Any) -> RefreshedVersion | None:
+        set_items(parent, range(1003, 1312))
+        refresh(parent, workspace)
+        return refresh_champion(*arguments, **options)
+
+    monkeypatch.setattr(refit_module, "refresh_champion", refresh_after_another_refresh)
+    set_items(parent, range(1003, 1310))
+    refresh(parent, workspace)
+    assert run_refit(lambda: None) == "version 5, its refit, is champion" and version_by_alias(client) == {"champion": "5"}

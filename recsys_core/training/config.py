@@ -108,7 +108,10 @@ class TrainingConfig(Settings):
         description="Number of steps between two checkpoints. The best epoch and the last step are also saved",
     )
     keep_checkpoints: Annotated[int, OPERATIONAL] = Field(
-        2, ge=1, le=10_000, description="Number of newest checkpoints that are kept. The best checkpoint is also kept"
+        2,
+        ge=1,
+        le=10_000,
+        description="Number of newest checkpoints that are kept. For each of them, the best checkpoint so far is also kept",
     )
     profile: Annotated[ProfileConfig | None, OPERATIONAL] = Field(
         None, description="Record some steps with `torch.profiler`. Default: no recording"

@@ -69,7 +69,7 @@ def train(
     if setup.loss.negatives == "all":
         require_catalogue_fits(model, limit_gb=setup.loss.catalogue_gb, world_size=plan.world_size)
     interactions = dataset.interactions
-    start_champion, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
+    start_champion, scratch_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     champion_export = start_champion and start_champion.export
     fingerprint = fingerprint_of(
         "train",
@@ -92,8 +92,8 @@ def train(
     steps_per_epoch = math.ceil(interactions.num_train_events // plan.world_size / config.batch_size)
     checkpoint_bytes = setup.checkpoint_bytes(work_folder=work_folder, steps_per_epoch=steps_per_epoch)
     with stage.writing(min_bytes=checkpoint_bytes) as output_folder:
-        if full_training_reason is not None:
-            logger.info("full training: %s", full_training_reason)
+        if scratch_reason is not None:
+            logger.info("training from scratch: %s", scratch_reason)
         _clear_work_folder(work_folder, fingerprint=fingerprint)
         # The warm start is prepared before the work folder is created, so that a rejected champion leaves no folder behind.
         warm_start = None

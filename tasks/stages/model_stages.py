@@ -90,13 +90,15 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_text(champion_file, json.dumps({"run_id": run_id}))
     if run_id is None:
-        LOG.info("full training: %s had no champion when this run began", model_name)
+        LOG.info("training from scratch: %s had no champion when this run began", model_name)
         return None
     champion_run = Workspace(run.workspace).run(run_id)
     champion = Champion.in_run(run_id, champion_run.folder)
     if champion is None:
         LOG.info(
-            "full training: stages of run %s, which trained the champion, are missing in %s", run_id, champion_run.folder.parent
+            "training from scratch: stages of run %s, which trained the champion, are missing in %s",
+            run_id,
+            champion_run.folder.parent,
         )
     return champion
 

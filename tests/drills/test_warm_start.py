@@ -38,20 +38,21 @@ def run_pipeline(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
 
 
 @pytest.mark.drill
-def test_the_second_run_starts_from_the_model_of_the_first_unless_a_full_training_is_due(tmp_path: Path) -> None:
+def test_the_second_run_starts_from_the_model_of_the_first_unless_a_training_from_scratch_is_due(tmp_path: Path) -> None:
     generate(tmp_path / "data", num_users=200, num_items=120, num_events=4_000, num_days=10, dim=16, num_cold_items=10)
     (tmp_path / "nightly.yaml").write_text(CONFIG)
     first_manifest, stderr = run_pipeline(tmp_path)
     assert (first_manifest.warm_from, first_manifest.num_warm_starts) == (None, 0)
-    assert "full training: nightjar had no champion" in stderr
+    assert "training from scratch: nightjar had no champion" in stderr
 
     second_manifest, stderr = run_pipeline(tmp_path, "--until", "train")
     assert (second_manifest.warm_from, second_manifest.num_warm_starts) == (first_manifest.folder.parent.name, 1)
     assert f"warm start from run {second_manifest.warm_from}: table item: 120 of 120 rows from the champion, 0 new" in stderr
 
     run_id = second_manifest.folder.parent.name
-    manifest_of_full_training, stderr = run_pipeline(
+    manifest_from_scratch, stderr = run_pipeline(
         tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1"
     )
-    assert (manifest_of_full_training.warm_from, manifest_of_full_training.num_warm_starts) == (None, 0)
-    assert "full training: this is run 1 since the last full training (training.warm_start.full_retrain_every is 1)" in stderr
+    assert (manifest_from_scratch.warm_from, manifest_from_scratch.num_warm_starts) == (None, 0)
+    assert "training from scratch: this is run 1 since the last training from scratch" in stderr
+    assert "(training.warm_start.full_retrain_every is 1)" in stderr

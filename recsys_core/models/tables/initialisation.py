@@ -36,10 +36,10 @@ def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int, std: floa
         )
 
 
-def copy_pretrained(
+def copy_rows(
     shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], norm: float | None, num_copies: int = 1
 ) -> None:
-    """Overwrite the rows of `shard` that have a pretrained vector.
+    """Overwrite the rows of `shard` that have a vector, such as a pretrained vector or the champion's row.
 
     Args:
         vectors: memory-mapped, one vector per row; only the vectors of this shard's rows are read from the file.
@@ -64,7 +64,7 @@ def copy_pretrained(
 
 
 def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], norm: float | None) -> Tensor:
-    """Return the mean [D] of the pretrained vectors of a table, scaled as in `copy_pretrained`; zeros without vectors.
+    """Return the mean [D] of the pretrained vectors of a table, scaled as in `copy_rows`; zeros without vectors.
 
     Every rank computes the same mean.
     """

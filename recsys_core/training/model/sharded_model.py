@@ -26,7 +26,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import parameter_name, table_shards
 from recsys_core.models.tables.initialisation import (
-    copy_pretrained,
+    copy_rows,
     fill_missing,
     fill_random,
     mean_vector,
@@ -211,7 +211,7 @@ def fill_pretrained(
                 if table_settings.missing_vector_init != "random":
                     fill_missing(shard, vector_row=vector_row, value_D=mean_D)
                 if pretrained_vectors is not None:
-                    copy_pretrained(
+                    copy_rows(
                         shard, vectors=pretrained_vectors.vectors, vector_row=vector_row, norm=norm, num_copies=num_copies
                     )
 

@@ -1,5 +1,7 @@
 """Warm start: the decision for or against the champion, and its rows and layers, which each rank loads into its shards.
 
+*Vectors from the log* are item vectors that are computed from the training events (`embeddings: {source: log}`).
+
 Shapes: I items, V vectors from the log, R rows of the champion's table or of a shard, D width of a vector, C columns of the
 accumulators of a shard.
 """
@@ -19,7 +21,7 @@ from recsys_core.dataset.layout import memory_map
 from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import LocalShard, table_shards
-from recsys_core.models.tables.initialisation import copy_pretrained
+from recsys_core.models.tables.initialisation import copy_rows
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.config import WarmStartConfig
 from recsys_core.training.job import LOG_VECTORS_FILE, WarmStart
@@ -53,10 +55,10 @@ def choose_start(
     """
     if config is None or champion is None:
         return None, None
-    num_runs_since_full = champion.train.num_warm_starts + 1
-    if num_runs_since_full >= config.full_retrain_every:
+    num_runs_since_scratch = champion.train.num_warm_starts + 1
+    if num_runs_since_scratch >= config.full_retrain_every:
         return None, (
-            f"this is run {num_runs_since_full} since the last full training "
+            f"this is run {num_runs_since_scratch} since the last training from scratch "
             f"(training.warm_start.full_retrain_every is {config.full_retrain_every})"
         )
     num_leaked_events = count_leaked_events(interactions, champion=champion.interactions)
@@ -140,7 +142,7 @@ def load_champion_weights(model: DistributedModelParallel, *, warm_start: WarmSt
         for table_name, path in warm_start.row_path_by_table().items():
             champion_row, weights = memory_map(path), memory_map(warm_start.export_folder / f"table_{table_name}.npy")
             for shard in table_shards(tensor_by_name, table=table_name):
-                copy_pretrained(shard, vectors=weights, vector_row=champion_row, norm=None)
+                copy_rows(shard, vectors=weights, vector_row=champion_row, norm=None)
         for parameter_name, tensor in load_file(warm_start.prepared_folder / DENSE_FILE).items():
             copy_into(parameter_by_name[parameter_name], tensor)
 
@@ -157,14 +159,15 @@ def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, wa
         champion_row, accumulators = memory_map(path), memory_map(warm_start.export_folder / f"state_{table_name}.npy")
         for shard in accumulator_shards(optimizer, spec=spec, table=table_name):
             is_rowwise = shard.values_RC.shape[1] == 1
-            if is_rowwise:  # an accumulator per value becomes the row's mean
+            # The champion may have one accumulator per row (ndim 1) and this model one per value, or the reverse.
+            if is_rowwise:
                 champion_values = (accumulators if accumulators.ndim == 1 else accumulators.mean(axis=1))[:, None]
-            elif accumulators.ndim == 1:  # an accumulator per row is repeated for each value
+            elif accumulators.ndim == 1:
                 champion_values = np.broadcast_to(accumulators[:, None], (len(accumulators), spec.tables[table_name].dim))
             else:
                 champion_values = accumulators
             accumulator_shard = LocalShard(shard.first_row, 0 if is_rowwise else shard.first_column, shard.values_RC)
-            copy_pretrained(accumulator_shard, vectors=champion_values, vector_row=champion_row, norm=None)
+            copy_rows(accumulator_shard, vectors=champion_values, vector_row=champion_row, norm=None)
 
 
 def aligned_vectors(
@@ -179,8 +182,8 @@ def aligned_vectors(
     A decomposition of the log determines its vectors only up to a rotation, and each run has its own. Without the rotation,
     new items and frozen vectors would not fit the rows and layers that are carried over.
 
-    All vectors and rows have the same weight, because they are scaled to the norm 1 for the comparison. The result keeps the
-    norms of the vectors.
+    The rotation is fitted to vectors and rows of norm 1, so each item has the same influence on it. The result keeps the norms
+    of the vectors.
 
     Args:
         vector_row_I: row of each item's vector, -1 without a vector.
@@ -191,11 +194,9 @@ def aligned_vectors(
     [[0.0, 1.0], [-1.0, 0.0]]
     """
     is_common_I = (vector_row_I >= 0) & (champion_row_I >= 0)
-    common_ID, target_ID = (
-        _unit_rows(vector_VD[vector_row_I[is_common_I]]),
-        _unit_rows(champion_RD[champion_row_I[is_common_I]]),
-    )
-    left, _, right = np.linalg.svd(common_ID.T @ target_ID)
+    unit_vector_ID = _unit_rows(vector_VD[vector_row_I[is_common_I]])
+    unit_champion_ID = _unit_rows(champion_RD[champion_row_I[is_common_I]])
+    left, _, right = np.linalg.svd(unit_vector_ID.T @ unit_champion_ID)
     rotated_VD: NDArray[np.float32] = np.ascontiguousarray(vector_VD @ (left @ right), np.float32)
     return rotated_VD + 0.0  # no negative zeros
 

@@ -20,7 +20,7 @@ from recsys_core.models.history_config import AttentionHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, LocalShard, parameter_name
-from recsys_core.models.tables.initialisation import copy_pretrained, fill_missing, fill_random
+from recsys_core.models.tables.initialisation import copy_rows, fill_missing, fill_random
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer, random_norm
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
@@ -201,7 +201,7 @@ def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Retriev
             if name in pretrained_by_table:
                 norm = random_norm(table.settings.init_std, table.dim)
                 vectors, vector_row = pretrained_by_table[name].vectors, pretrained_by_table[name].vector_row
-                copy_pretrained(whole_table, vectors=vectors, vector_row=vector_row, norm=norm)
+                copy_rows(whole_table, vectors=vectors, vector_row=vector_row, norm=norm)
     return task, weight_by_table
 
 

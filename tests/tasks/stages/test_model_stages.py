@@ -52,7 +52,7 @@ def test_a_first_run_has_no_starting_champion_even_if_it_is_resumed_after_a_prom
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="nightjar"):
         assert starting_champion("shop", run=run) is None
-    assert "full training: shop had no champion when this run began" in caplog.messages
+    assert "training from scratch: shop had no champion when this run began" in caplog.messages
     set_champion("another")
     assert starting_champion("shop", run=run) is None
 
@@ -77,7 +77,7 @@ def test_a_run_does_not_start_from_a_champion_whose_stages_are_missing_and_logs_
     with caplog.at_level(logging.INFO, logger="nightjar"):
         assert starting_champion("shop", run=run) is None
     (log_line,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
-    assert log_line.startswith("full training: stages of run removed, which trained the champion, are missing in ")
+    assert log_line.startswith("training from scratch: stages of run removed, which trained the champion, are missing in ")
 
 
 def test_an_index_below_the_recall_target_is_a_warning_in_the_log_and_in_the_summary(

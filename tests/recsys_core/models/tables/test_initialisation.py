@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from recsys_core.models.tables import initialisation
 from recsys_core.models.tables.embedding_tables import LocalShard
 from recsys_core.models.tables.initialisation import (
-    copy_pretrained,
+    copy_rows,
     fill_missing,
     fill_random,
     mean_vector,
@@ -61,7 +61,7 @@ def test_a_shard_gets_the_vectors_of_its_rows_and_columns_and_keeps_rows_without
     vector_row = np.full(NUM_ROWS, -1)
     vector_row[[4, 10, 11]] = [8, 0, 3]
     shard = torch.full((12, 4), 7.0)  # rows 2 to 13 and columns 4 to 7 of the table
-    copy_pretrained(LocalShard(2, 4, shard), vectors=vectors, vector_row=vector_row, norm=None)
+    copy_rows(LocalShard(2, 4, shard), vectors=vectors, vector_row=vector_row, norm=None)
     torch.testing.assert_close(shard[[2, 8, 9]], torch.from_numpy(vectors[[8, 0, 3], 4:]))
     rows_without_vector = [row for row in range(12) if row not in (2, 8, 9)]
     assert (shard[rows_without_vector] == 7.0).all()
@@ -100,7 +100,7 @@ def test_the_standard_deviation_only_scales_the_values():
 def test_vectors_scaled_to_a_norm_keep_their_direction():
     vectors = (np.random.default_rng(0).normal(size=(3, DIM)) * 50).astype(np.float32)
     shard = torch.zeros(3, DIM)
-    copy_pretrained(LocalShard(0, 0, shard), vectors=vectors, vector_row=np.arange(3), norm=random_norm(STD, DIM))
+    copy_rows(LocalShard(0, 0, shard), vectors=vectors, vector_row=np.arange(3), norm=random_norm(STD, DIM))
     torch.testing.assert_close(shard.norm(dim=1), torch.full((3,), STD * math.sqrt(DIM)))
     torch.testing.assert_close(torch.cosine_similarity(shard, torch.from_numpy(vectors)), torch.ones(3))
 
@@ -108,7 +108,7 @@ def test_vectors_scaled_to_a_norm_keep_their_direction():
 def test_a_shard_of_some_columns_is_scaled_by_the_norm_of_the_whole_vector():
     vectors = np.array([[3.0, 0.0, 0.0, 4.0]], np.float32)
     shard = torch.zeros(1, 2)
-    copy_pretrained(LocalShard(0, 2, shard), vectors=vectors, vector_row=np.array([0]), norm=10.0)
+    copy_rows(LocalShard(0, 2, shard), vectors=vectors, vector_row=np.array([0]), norm=10.0)
     assert shard.tolist() == [[0.0, 8.0]]
 
 
@@ -120,7 +120,7 @@ def test_a_table_of_many_rows_is_filled_with_less_than_one_byte_of_memory_per_ro
     try:
         assert mean_vector(vectors, vector_row=vector_row, norm=None).tolist() == [1.0, 1.0]
         fill_missing(shard, vector_row=vector_row, value_D=None)
-        copy_pretrained(shard, vectors=vectors, vector_row=vector_row, norm=None)
+        copy_rows(shard, vectors=vectors, vector_row=vector_row, norm=None)
         fill_missing(LocalShard(0, 0, torch.empty(num_rows, 2)), vector_row=no_vectors(num_rows), value_D=None)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:

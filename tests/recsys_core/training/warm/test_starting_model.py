@@ -253,7 +253,7 @@ def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_e
             on_progress=lambda line: None,
             champion=champion,
         )
-    (message,) = [message for message in caplog.messages if message.startswith("full training: ")]
+    (message,) = [message for message in caplog.messages if message.startswith("training from scratch: ")]
     assert "the champion (run first) was trained on 30 of the 60 validation and test events of this run" in message
 
 
@@ -267,7 +267,7 @@ def test_every_nth_run_trains_from_scratch(
     assert (start, reason is None) == ((champion, True) if is_warm else (None, False))
     if reason is not None:
         setting = f"training.warm_start.full_retrain_every is {full_retrain_every}"
-        assert f"run 4 since the last full training ({setting})" in reason
+        assert f"run 4 since the last training from scratch ({setting})" in reason
 
 
 def test_without_the_setting_or_a_champion_the_training_starts_from_scratch_without_a_message(

@@ -85,7 +85,7 @@ def untrained_model(job: TrainJob, *, rank: int) -> tuple[DistributedModelParall
 def check_warm_start(rank: int, job: TrainJob, expected_folder: Path) -> None:
     """Compare the initial tables and accumulators with <table>.npy and state_<table>.npy in `expected_folder`.
 
-    A row of NaN means that the row starts as in a full training.
+    A row of NaN means that the row starts as in a training from scratch.
     """
     assert job.warm_start is not None
     model, optimizer = untrained_model(job, rank=rank)

@@ -1,4 +1,4 @@
-"""Rules that decide whether a new version replaces the champion, as config classes by `kind`.
+"""Rules that decide whether a new version replaces the champion. A rule is a config class, and its `kind` is a config value.
 
 A new rule is one class with the field `kind` and the method `compare`, and a member of `RuleConfig`.
 
@@ -35,9 +35,9 @@ class Comparison(Frozen):
             baseline has so few hits that there is no upper bound.
         absolute_interval: one-sided bounds of the absolute difference; None without bounds.
         num_better_users, num_worse_users: numbers of users whose value is higher, and lower, with the new version.
-        detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER; None if
-            unknown.
-        num_needed_users: number of users that would be enough for a decision; None if unknown.
+        detectable_drop: smallest margin for which these users are enough: an equally good version is accepted with the
+            probability POWER. None if unknown.
+        num_needed_users: number of users that are enough for the margin of the rule; None if unknown.
     """
 
     outcome: Outcome
@@ -149,13 +149,13 @@ class Margin(Settings):
 class PairedBootstrap(Settings):
     """The relative drop must be smaller than max_relative_drop with the given confidence (a test of non-inferiority).
 
-    A paired bootstrap resamples the users, who are the same for both versions. If there are fewer users than the margin needs,
-    the outcome is not_enough_data, unless the new version is significantly better or worse.
+    A paired bootstrap resamples the users, who are the same for both versions. A version that is not accepted is
+    rejected if it is significantly worse, or if the users are enough for the margin. Otherwise the outcome is not_enough_data.
     """
 
     kind: Literal["paired_bootstrap"] = Field("paired_bootstrap", description="compare with a paired bootstrap over the users")
     max_relative_drop: float = Field(
-        0.05, ge=MIN_MARGIN, lt=1, description="largest relative drop of the metric that a fresher model may have"
+        0.05, ge=MIN_MARGIN, lt=1, description="largest relative drop of the metric with which a new version is promoted"
     )
     confidence: float = Field(
         0.95, ge=0.5, le=0.9999, description="confidence with which the drop must be smaller than `max_relative_drop`"
@@ -198,16 +198,17 @@ class PairedBootstrap(Settings):
             np.stack([new_value_U, baseline_value_U], axis=1), num_resamples=self.num_resamples
         ).T
         margin = 0.0 if self.must_be_better else self.max_relative_drop
-        margin_bound = float(np.quantile(new_mean_R - (1 - margin) * baseline_mean_R, 1 - self.confidence))
+        # Lower bound of the difference between the new mean and the smallest mean that the margin allows.
+        low_excess = float(np.quantile(new_mean_R - (1 - margin) * baseline_mean_R, 1 - self.confidence))
         is_worse = float(np.quantile(new_mean_R - baseline_mean_R, 1 - (1 - self.confidence) / num_comparisons)) < 0
         z_score = NormalDist().inv_cdf(self.confidence) + NormalDist().inv_cdf(1 - (1 - POWER) / num_comparisons)
         standard_error = float(np.std(new_value_U - (1 - margin) * baseline_value_U, ddof=1)) / math.sqrt(num_users)
         detectable_drop = z_score * standard_error / baseline_mean if baseline_mean else math.inf
-        if margin_bound > 0 or (margin_bound == 0 and not self.must_be_better):
+        if low_excess > 0 or (low_excess == 0 and not self.must_be_better):
             outcome: Outcome = "accepted"
         else:
             outcome = "rejected" if is_worse or detectable_drop <= self.max_relative_drop else "not_enough_data"
-        interval, difference_text = None, "a hit"
+        interval, difference_text = None, f"{new_mean:+.4f}"
         if baseline_mean:
             ratio_R = new_mean_R / np.maximum(baseline_mean_R, np.finfo(np.float64).tiny) - 1
             low, high = np.quantile(ratio_R, [1 - self.confidence, self.confidence]).tolist()

@@ -58,6 +58,11 @@ def test_a_baseline_with_very_few_hits_gives_a_difference_without_an_upper_bound
     assert rule.for_guardrail(0.15).compare(new_U, baseline_U, baseline="version 3").interval is not None
 
 
+def test_a_baseline_without_a_hit_gives_an_absolute_difference() -> None:
+    comparison = PairedBootstrap(num_resamples=500).compare(np.tile([0.0, 0.1], 250), np.zeros(500), baseline="version 3")
+    assert comparison.reason == "0.0500, +0.0500 from the 0.0000 of version 3 (margin -5 %; users +250 / -0)"
+
+
 @every_rule
 def test_a_margin_is_wider_for_guardrails_and_absent_for_baselines(rule: Rule) -> None:
     baseline_U = np.tile([0.0, 0.2, 0.4], 1_000)

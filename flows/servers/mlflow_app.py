@@ -14,19 +14,19 @@ from mlflow.server import constants
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flows.servers.server_process import PASSWORD_VARIABLE, WORKSPACE_VARIABLE
+from flows.servers.server_process import CREDENTIALS_VARIABLE, WORKSPACE_VARIABLE
 from tasks.registry.mlflow_client import connect, tracking_uri
 
 
 class BasicAuthentication:
     """ASGI middleware that asks for a password (HTTP basic authentication) before every request except the health check."""
 
-    def __init__(self, app: ASGIApp, *, password: str) -> None:
+    def __init__(self, app: ASGIApp, *, credentials: str) -> None:
         self._app = app
-        self._expected_header = b"Basic " + base64.b64encode(password.encode())
+        self._expected_header = b"Basic " + base64.b64encode(credentials.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request with the password, the health check, and the start and stop of the application."""
+        """Pass on a request with the credentials, the health check, and the start and stop of the application."""
         header = dict(scope.get("headers", ())).get(b"authorization", b"")
         is_health_check = scope["type"] == "http" and scope["path"] == "/health"
         if scope["type"] == "lifespan" or is_health_check or secrets.compare_digest(header, self._expected_header):
@@ -48,4 +48,4 @@ def create_app() -> BasicAuthentication:
     os.environ[constants.ARTIFACTS_DESTINATION_ENV_VAR] = os.environ["MLFLOW_ARTIFACTS_DESTINATION"]
     os.environ[constants.SERVE_ARTIFACTS_ENV_VAR] = "true"
     app = import_module("mlflow.server.fastapi_app").app  # reads the variables at import
-    return BasicAuthentication(app, password=os.environ[PASSWORD_VARIABLE])
+    return BasicAuthentication(app, credentials=os.environ[CREDENTIALS_VARIABLE])

@@ -48,26 +48,26 @@ class PrefectServer(ServerProcess):
         """Address of the API."""
         return f"{self.url}/api"
 
-    def start_prefect(self, *, log_file: Path, password: str | None = None) -> None:
-        """Start to serve the database in PREFECT_HOME; set PREFECT_API_URL and the server's password for this process.
+    def start_prefect(self, *, log_file: Path, credentials: str | None = None) -> None:
+        """Start to serve the database in PREFECT_HOME; set PREFECT_API_URL and the server's credentials for this process.
 
         Call before Prefect is imported.
 
         Args:
             log_file: file for the output of the server.
-            password: password of the server, as user:password; None: a random password.
+            credentials: user:password of the server; None: a random password.
         """
         for folder in (log_file.parent, Path(os.environ.get("PREFECT_HOME", log_file.parent))):
             require_free_space(folder, MIN_FREE_BYTES, subject=f"the {self._name} with its database")
-        if password is None:
-            password = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
-        os.environ.update(PREFECT_API_URL=self.api_url, PREFECT_API_AUTH_STRING=password)
+        if credentials is None:
+            credentials = f"nightjar:{secrets.token_urlsafe(32)}"  # other users of this host can connect to the port
+        os.environ.update(PREFECT_API_URL=self.api_url, PREFECT_API_AUTH_STRING=credentials)
         # Empty for a server without UI. If the variable were not set, Prefect would derive a URL from PREFECT_API_URL.
         os.environ.setdefault("PREFECT_UI_URL", self.url if self._has_ui else "")
         server_environment = {
             **(INTERVAL_S_BY_VARIABLE if self._has_ui else {}),
             **os.environ,
-            "PREFECT_SERVER_API_AUTH_STRING": password,
+            "PREFECT_SERVER_API_AUTH_STRING": credentials,
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
             "PREFECT__SERVER_FINAL": "1",
         }
@@ -96,7 +96,7 @@ def embedded_server() -> Iterator[PrefectServer | None]:
         yield None
         return
     require_home()
-    user_password = os.environ.get("PREFECT_API_AUTH_STRING")
+    user_credentials = os.environ.get("PREFECT_API_AUTH_STRING")
     server = PrefectServer()
     try:
         yield server
@@ -104,8 +104,8 @@ def embedded_server() -> Iterator[PrefectServer | None]:
         server.stop()
         os.environ.pop("PREFECT_API_URL", None)
         os.environ.pop("PREFECT_API_AUTH_STRING", None)
-        if user_password is not None:
-            os.environ["PREFECT_API_AUTH_STRING"] = user_password
+        if user_credentials is not None:
+            os.environ["PREFECT_API_AUTH_STRING"] = user_credentials
 
 
 @contextmanager

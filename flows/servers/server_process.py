@@ -30,8 +30,8 @@ NUM_LOG_LINES = 5
 SOCKET_BACKLOG = 1024
 MIN_FREE_BYTES = 2**25
 """Required free disk space: a new database, the server's log and the first files of a run."""
-WORKSPACE_VARIABLE, PASSWORD_VARIABLE = "NIGHTJAR_WORKSPACE", "NIGHTJAR_MLFLOW_PASSWORD"
-"""Environment variables of the MLflow server's process: the path of the workspace, and the password, as user:password."""
+WORKSPACE_VARIABLE, CREDENTIALS_VARIABLE = "NIGHTJAR_WORKSPACE", "NIGHTJAR_MLFLOW_PASSWORD"
+"""Environment variables of the MLflow server's process: the path of the workspace, and the credentials, as user:password."""
 LOG = logging.getLogger("nightjar")
 
 

@@ -20,8 +20,8 @@ MIN_ITEMS_PER_CENTROID = 39
 MAX_VECTORS_PER_CENTROID = 256
 """FAISS trains k-means on at most this many vectors per centroid."""
 MIN_SAMPLED_CENTROIDS = 256
-"""The training sample is never smaller than the sample for this many centroids, because product quantization with 8 bits
-trains 256 centroids on the same sample."""
+"""The k-means sample has enough vectors for at least this many centroids, because product quantization with 8 bits trains 256
+centroids on the same sample."""
 DEFAULT_NPROBE = 16
 """Number of cells that a query searches in an index that was not tuned."""
 
@@ -73,7 +73,7 @@ class Ivf(IndexKind):
         yield [self.model_copy(update={"nprobe": nprobe}) for nprobe in nprobes]
 
     def num_training_vectors(self) -> int:
-        """Return the size of the k-means sample. With many cells, it is FAISS's minimum, because k-means takes long."""
+        """Return the size of the k-means sample. With many cells, it is FAISS's minimum per cell: k-means takes long."""
         return max(MAX_VECTORS_PER_CENTROID * MIN_SAMPLED_CENTROIDS, MIN_ITEMS_PER_CENTROID * self.num_cells)
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Exact search and HNSW as kinds of FAISS indexes, and AnyIndexKind, the union type of all kinds.
 
 A new kind is a subclass of IndexKind and a member of AnyIndexKind. No other module distinguishes the kinds, except that
-auto.py lists the candidates for a catalogue.
+auto.py lists the kinds that are tried for a catalogue.
 
 Shapes: B queries, D width, N rows returned by an index.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 MAX_SINGLE_THREAD_ITEMS = 100_000
 """Up to this number of items, one thread builds HNSW. Its links then do not depend on timing, so a rerun is identical."""
 MIN_EF_SEARCH = 8
-"""Smallest size of the candidate list. It is also the size without ef_search, unless more items are requested."""
+"""Smallest size of the candidate list. If ef_search is None, a search uses this size, or `depth` if it is larger."""
 MAX_EF_SEARCH = 100_000
-EF_SEARCH_PER_HALF_DEPTH = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Tested list sizes in units of depth / 2, so 2 means `depth` and 64 means 32 * `depth`."""
+EF_SEARCH_PER_DEPTH = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Tested sizes of the candidate list, divided by the number of requested items (`depth`)."""
 
 
 class Flat(IndexKind):
@@ -70,7 +70,7 @@ class Hnsw(IndexKind):
         >>> [[variant.ef_search for variant in series] for series in Hnsw().search_variants(100)]
         [[100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200]]
         """
-        sizes = (max(depth, MIN_EF_SEARCH) * factor // 2 for factor in EF_SEARCH_PER_HALF_DEPTH)
+        sizes = (int(max(depth, MIN_EF_SEARCH) * factor) for factor in EF_SEARCH_PER_DEPTH)
         distinct_sizes = dict.fromkeys(min(size, MAX_EF_SEARCH) for size in sizes)
         ef_searches = distinct_sizes if self.ef_search is None else [self.ef_search]
         yield [self.model_copy(update={"ef_search": ef_search}) for ef_search in ef_searches]

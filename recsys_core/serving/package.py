@@ -105,7 +105,7 @@ def build_package(
     Raises:
         StageError: the index has other vectors than the export.
     """
-    indexed_vectors, exported_vectors = (_describe_vectors(stage) for stage in (index, export))
+    indexed_vectors, exported_vectors = (_describe_vectors(manifest) for manifest in (index, export))
     if indexed_vectors != exported_vectors:
         raise StageError(
             f"{index.folder}: the index has {indexed_vectors}, but the export {export.folder} has {exported_vectors}; build "
@@ -231,8 +231,8 @@ def space_id_of(export: ExportManifest) -> str:
     return hashlib.sha256(f"{export.similarity}\n{content}".encode()).hexdigest()[:16]
 
 
-def _describe_vectors(stage: IndexManifest | ExportManifest) -> str:
-    return f"{stage.num_items:,} vectors of width {stage.dim} for {stage.similarity} similarity"
+def _describe_vectors(manifest: IndexManifest | ExportManifest) -> str:
+    return f"{manifest.num_items:,} vectors of width {manifest.dim} for {manifest.similarity} similarity"
 
 
 def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:

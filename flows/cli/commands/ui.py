@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flows.cli import output
 from flows.servers.prefect_server import PrefectServer
-from flows.servers.server_process import LOG, PASSWORD_VARIABLE, WORKSPACE_VARIABLE, ServerProcess
+from flows.servers.server_process import CREDENTIALS_VARIABLE, LOG, WORKSPACE_VARIABLE, ServerProcess
 from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
@@ -60,7 +60,7 @@ def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         stack.enter_context(_up_lock(config.workspace))
-        # The runs log to the database, but their links to MLflow need the address of the UI.
+        # The runs write metrics directly into MLflow's database, so only this variable has the address for links to MLflow.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", text_by_label["MLflow"])
         runs_process = stack.enter_context(_planned_runs(loaded, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
@@ -126,42 +126,44 @@ def _start_servers(
     servers = [server for server in (prefect_server, mlflow_server) if server is not None]
     if not servers:
         return text_by_label, None
-    credentials, shown_credentials = _server_password(config.workspace)
-    text_by_label |= {"password": shown_credentials} if shown_credentials else {}
+    credentials, credentials_text = _server_credentials(config.workspace)
+    text_by_label |= {"password": credentials_text} if credentials_text else {}
     if prefect_server is not None:
         set_flow_run_retention(num_days=config.retention.flow_run_days)
-        prefect_server.start_prefect(log_file=log_file, password=credentials)
+        prefect_server.start_prefect(log_file=log_file, credentials=credentials)
     if mlflow_server is not None:
-        mlflow_server.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace, password=credentials))
+        mlflow_server.start_serving(
+            log_file=log_file, environment=_mlflow_environment(config.workspace, credentials=credentials)
+        )
     for server in servers:
         server.wait_until_ready()
     return text_by_label | {"log": str(log_file)}, prefect_server
 
 
-def _server_password(workspace: Path) -> tuple[str, str | None]:
+def _server_credentials(workspace: Path) -> tuple[str, str | None]:
     """Return the credentials of both servers as `user:password`, and the text to print about them.
 
-    If PREFECT_SERVER_API_AUTH_STRING is set, it has the credentials, and the text is None. Otherwise the command creates a
-    password and saves it in a file that only the user can read, so a browser stays signed in after a restart. The password is
-    printed to a terminal only, because a service manager logs the output of a service.
+    If PREFECT_SERVER_API_AUTH_STRING is set, it contains the credentials, and the text is None. Otherwise the command creates a
+    password and saves it in a file that only the user can read, so a browser stays signed in after a restart. The text contains
+    the password only if stdout is a terminal, because a service manager logs the output of a service.
     """
     if user_credentials := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return user_credentials, None
     password_path = workspace / PASSWORD_FILE_NAME
     credentials = password_path.read_text().strip() if password_path.is_file() else ""
-    if not credentials:  # a full disk leaves an empty file, with which every user of the host could use the servers
+    if not credentials:  # a full disk leaves an empty file, and every user of the host could guess an empty password
         credentials = f"nightjar:{secrets.token_urlsafe(12)}"
         with os.fdopen(os.open(password_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as password_file:
             password_file.write(f"{credentials}\n")
     return credentials, credentials if sys.stdout.isatty() else f"in {password_path}"
 
 
-def _mlflow_environment(workspace: Path, *, password: str) -> dict[str, str]:
+def _mlflow_environment(workspace: Path, *, credentials: str) -> dict[str, str]:
     return {
         "MLFLOW_ARTIFACTS_DESTINATION": str(workspace / "mlartifacts"),
         **os.environ,
         WORKSPACE_VARIABLE: str(workspace),
-        PASSWORD_VARIABLE: password,
+        CREDENTIALS_VARIABLE: credentials,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # its workers would take about 1 GB
     }
 

@@ -25,7 +25,7 @@ from recsys_core.manifests import SPLITS, FeaturesManifest, InteractionsManifest
 
 MAX_SEGMENT_ITEMS = 1_000
 """An answer with more items continues with the most popular items of all users."""
-_CHUNK_EVENTS = 1 << 23
+_MAX_CHUNK_EVENTS = 1 << 23
 
 
 def write_segments(
@@ -58,15 +58,16 @@ def write_segments(
     popularity_rank_I[item_by_popularity_I] = np.arange(len(popularity_rank_I))
     order_L = np.lexsort((popularity_rank_I[item_row_L], -count_L, value_row_L))
     value_row_L, item_row_L, count_L = value_row_L[order_L], item_row_L[order_L], count_L[order_L]
-    segment_rows, start, num_pairs = np.unique(value_row_L, return_index=True, return_counts=True)
+    distinct_value_rows, start, num_pairs = np.unique(value_row_L, return_index=True, return_counts=True)
     num_events = np.add.reduceat(count_L, start) if len(start) else count_L
-    is_segment = (num_events >= min_events) & (segment_rows > 0)  # row 0 is shared by all values without a row of their own
-    num_items = np.minimum(num_pairs[is_segment], MAX_SEGMENT_ITEMS)
-    index_L = ragged_ranges(start[is_segment], num_items)
-    share_L = (count_L[index_L] / np.repeat(num_events[is_segment], num_items)).astype(np.float32)
-    offset = pa.array(np.concatenate([[0], np.cumsum(num_items)]).astype(np.int32))
+    # All values that have no row of their own share row 0, so row 0 is not a segment.
+    is_segment = (num_events >= min_events) & (distinct_value_rows > 0)
+    num_segment_items = np.minimum(num_pairs[is_segment], MAX_SEGMENT_ITEMS)
+    index_L = ragged_ranges(start[is_segment], num_segment_items)
+    share_L = (count_L[index_L] / np.repeat(num_events[is_segment], num_segment_items)).astype(np.float32)
+    offset = pa.array(np.concatenate([[0], np.cumsum(num_segment_items)]).astype(np.int32))
     columns = {
-        "value_row": segment_rows[is_segment].astype(np.int32),
+        "value_row": distinct_value_rows[is_segment].astype(np.int32),
         "item_rows": pa.ListArray.from_arrays(offset, pa.array(item_row_L[index_L].astype(np.int32))),
         "shares": pa.ListArray.from_arrays(offset, pa.array(share_L)),
     }
@@ -105,7 +106,7 @@ def _events(
 ) -> Iterator[tuple[Int64Array, Int64Array]]:
     """Yield the value rows and the item rows of the events before the test split, in chunks of users."""
     value_rows = memory_map(features.path(f"{key}.row.npy"))
-    for chunk in EventStore.open(interactions).user_chunks(max_events=_CHUNK_EVENTS):
+    for chunk in EventStore.open(interactions).user_chunks(max_events=_MAX_CHUNK_EVENTS):
         is_before_E = chunk.split_E < SPLITS.index("test")
         value_row_E = value_rows[chunk.events] if key.startswith("context.") else value_rows[chunk.user_row_U][chunk.user_E]
         yield value_row_E[is_before_E].astype(np.int64), chunk.item_E[is_before_E]

@@ -35,7 +35,7 @@ def test_every_page_except_the_health_check_requires_the_password_and_only_the_l
     connect(tmp_path)  # creates the database
     server = ServerProcess("flows.servers.mlflow_app", name="MLflow server", health_path="/health")
     try:
-        environment = ui._mlflow_environment(tmp_path, password="nightjar:s3cret")
+        environment = ui._mlflow_environment(tmp_path, credentials="nightjar:s3cret")
         server.start_serving(log_file=tmp_path / "ui.log", environment=environment)
         server.wait_until_ready()
         for page in PAGES:

@@ -74,13 +74,13 @@ def test_the_password_of_the_pages_is_kept_in_a_file_of_the_user_and_not_printed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
-    password, password_hint = ui._server_password(tmp_path)
+    password, password_hint = ui._server_credentials(tmp_path)
     password_path = tmp_path / "server-password"
     assert stat.S_IMODE(password_path.stat().st_mode) == 0o600
     assert (password, password_hint) == (password_path.read_text().strip(), f"in {password_path}")
-    assert ui._server_password(tmp_path)[0] == password
+    assert ui._server_credentials(tmp_path)[0] == password
     password_path.write_text("\n")  # the disk was full when the password was written
-    new_password = ui._server_password(tmp_path)[0]
+    new_password = ui._server_credentials(tmp_path)[0]
     assert new_password.startswith("nightjar:") and password_path.read_text().strip() == new_password
     monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "ada:s3cret")
-    assert ui._server_password(tmp_path) == ("ada:s3cret", None)
+    assert ui._server_credentials(tmp_path) == ("ada:s3cret", None)

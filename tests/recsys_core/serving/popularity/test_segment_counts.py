@@ -46,7 +46,7 @@ def test_items_are_ranked_by_their_events_before_the_test_for_each_value_with_en
     key: str,
     chunk_events: int,
 ) -> None:
-    monkeypatch.setattr(segment_counts, "_CHUNK_EVENTS", chunk_events)
+    monkeypatch.setattr(segment_counts, "_MAX_CHUNK_EVENTS", chunk_events)
     monkeypatch.setattr(segment_counts, "MAX_SEGMENT_ITEMS", 12)
     interactions, features = stages
     item_by_popularity_I = np.random.default_rng(0).permutation(NUM_ITEMS).astype(np.int32)  # the order of ties

@@ -88,7 +88,7 @@ def paused_flows(client: SyncPrefectClient, config: PipelineConfig) -> set[str]:
 
 
 def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[list[str]]:
-    """Return [setting, current value, new value] for each setting that differs; all settings without a current deployment."""
+    """Return [setting, current value, new value] for each setting that differs; a new deployment differs in all."""
     current_settings = {} if current_deployment is None else _deployment_settings(current_deployment)
     return [
         [setting, current_settings.get(setting, "-"), new_value]
@@ -115,7 +115,7 @@ def choose_work_pool(client: SyncPrefectClient, requested_name: str | None) -> s
         return name
     problem = "--work-pool is missing" if name is None else f"--work-pool {name}: the Prefect server has no such work pool"
     raise InputError(
-        f"{problem}; its work pools are {shown_names(existing_names) if existing_names else 'none'}; create one with: "
+        f"{problem}; the server's work pools are {shown_names(existing_names) if existing_names else 'none'}; create one with: "
         f"prefect work-pool create {name or 'nightjar'} --type process"
     )
 

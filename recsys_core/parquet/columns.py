@@ -58,7 +58,7 @@ def value_type(data_type: pa.DataType) -> pa.DataType:
     return data_type.value_type if pa.types.is_dictionary(data_type) else data_type
 
 
-def require_same_types(
+def require_same_type_in_files(
     sources: Sequence[Source],
     column: str,
     *,
@@ -131,11 +131,11 @@ def id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
         data_type = require_column(source, column, setting=setting)
         if not (pa.types.is_integer(value_type(data_type)) or is_text(value_type(data_type))):
             raise InputError(f"{source.name}: column {column!r} is {data_type}, but ids are integers or strings; cast it")
-    first_type = require_same_types(sources, column, setting=setting)
+    first_type = require_same_type_in_files(sources, column, setting=setting)
     return "int64" if pa.types.is_integer(value_type(first_type)) else "string"
 
 
-def require_one_type(data_type: str | None, *, subject: str, other_type: str | None, other_subject: str) -> None:
+def require_equal_types(data_type: str | None, *, subject: str, other_type: str | None, other_subject: str) -> None:
     """Raise InputError if two columns whose values are compared have different types.
 
     Args:

@@ -19,7 +19,7 @@ from recsys_core.ingest.features.later_items import LaterItems, LaterItemTable
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, IdType
 from recsys_core.models.candidate_model import CandidateModel
-from recsys_core.parquet.columns import require_one_type
+from recsys_core.parquet.columns import require_equal_types
 from recsys_core.serving.description import (
     CANDIDATE_NAME,
     FROM_FEATURES,
@@ -177,7 +177,7 @@ def _ingest_vectors(
             f"{path}: the vectors have {vector_table.dim} numbers, but the served model was trained with vectors of "
             f"{trained_dim}; write vectors of the same model, or {_FIX}"
         )
-    require_one_type(
+    require_equal_types(
         vector_table.id_type,
         subject=f"{path}: the item id",
         other_type=id_type,

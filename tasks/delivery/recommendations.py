@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import InputError, shown_names
-from recsys_core.parquet.columns import require_same_types
+from recsys_core.parquet.columns import require_same_type_in_files
 from recsys_core.parquet.local_copies import decode_ahead, local_files, read_batches
 from recsys_core.parquet.sources import open_sources
 from recsys_core.serving.answers import FALLBACKS, Recommendations
@@ -197,7 +197,7 @@ def _read_users(
             f"{shown_names(known_columns)}"
         )
     for name in columns:
-        require_same_types(sources, name, setting="users")
+        require_same_type_in_files(sources, name, setting="users")
 
     def read() -> Generator[_InputBatch]:
         with local_files(sources, columns=columns, scratch_folder=scratch_folder) as paths:

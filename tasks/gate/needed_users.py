@@ -13,12 +13,12 @@ from recsys_core.comparison.rules import Comparison
 from recsys_core.dataset.events import EventStore
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tasks.gate.sample import ServedSample
+from tasks.gate.sample import UserSample
 from tasks.registry.config import RegistryConfig
 
 
 def needed_users_sentences(
-    evidence: Sequence[Evidence], *, config: RegistryConfig, sample: ServedSample, interactions: InteractionsManifest
+    evidence: Sequence[Evidence], *, config: RegistryConfig, sample: UserSample, interactions: InteractionsManifest
 ) -> tuple[str, ...]:
     """Return a sentence with the number of users that is enough for a decision, and the number of days that have these users.
 

@@ -36,13 +36,14 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class ServedSample:
+class UserSample:
     """A sample of test users with their histories. A (user, item) pair is one integer: `user_index * num_items + item_row`.
 
     Attributes:
         histories_file: parquet file with one row per user: `user_id`, `history` (the ids of the items that the user had before
             the test period), and the columns of `context`.
-        context: context columns of each user's first test event. A column is there under both names that a request may use.
+        context: context columns of each user's first test event. A column has the key context.<column> and, unless
+            <column> has another meaning in a request, also the key <column>.
         user_row_U: row of each user, ascending.
         item_ids: ids of the catalogue by item row.
         history: item rows of each user before the test period, oldest first.
@@ -82,7 +83,7 @@ def prepare_sample(
     folder: Path,
     features: FeaturesManifest | None = None,
     feature_slices: Sequence[FeatureSlice] = (),
-) -> ServedSample:
+) -> UserSample:
     """Draw up to `max_users` users with test events, with a fixed seed, and write their histories to `folder`.
 
     Args:
@@ -121,7 +122,7 @@ def prepare_sample(
         user_T=new_targets.list_index_L,
         item_T=new_targets.values_L,
     )
-    return ServedSample(
+    return UserSample(
         histories_file=histories_file,
         context=context,
         user_row_U=user_row_U,
@@ -140,8 +141,8 @@ def _context(
 ) -> dict[str, pa.Array]:
     """Return the log columns that context features read, at the events `event_index_U`.
 
-    Each column is there under both names that a request may use. A version reads the name in its signature: <column>, or
-    context.<column> if <column> has another meaning in a request.
+    A column has the key context.<column> and, unless <column> has another meaning in a request, also the key <column>. The
+    signature of a version determines which of the two keys the version reads.
     """
     features_by_key = {} if features is None else features.features
     columns = {
@@ -159,7 +160,8 @@ def _context(
     for column in table.column_names:
         values = table[column].combine_chunks()
         if pa.types.is_floating(values.type):
-            values = pc.if_else(pc.is_nan(values), None, values)  # a missing value for the ingest, but not in a request
+            # The ingest reads NaN as a missing value, but a request with NaN is invalid.
+            values = pc.if_else(pc.is_nan(values), None, values)
         context[f"context.{column}"] = values
         if column not in (*QUERY_COLUMNS, ITEM_COLUMN):
             context[column] = values
@@ -202,7 +204,7 @@ class Answers(NamedTuple):
     num_bytes: int
 
 
-def invalid_answers(answers: Answers, *, sample: ServedSample, rejects_unknown_items: bool = True) -> list[str]:
+def answer_problems(answers: Answers, *, sample: UserSample, rejects_unknown_items: bool = True) -> list[str]:
     """Return a text with the count of each problem: too few or too many items, unknown items, seen items, repeated items.
 
     rejects_unknown_items: whether an item that is not in the catalogue is a problem.
@@ -222,7 +224,7 @@ def invalid_answers(answers: Answers, *, sample: ServedSample, rejects_unknown_i
     return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in count_by_problem.items() if count]
 
 
-def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
+def measure_answers(answers: Answers, *, sample: UserSample) -> ServedMetrics:
     """Return the metrics of the users with a target that is not in the user's history.
 
     The metrics are defined as in the exact evaluation. A target that is not recommended has the last position. A version of
@@ -270,7 +272,7 @@ class _Recommendations(NamedTuple):
     num_items_U: IntArray
 
 
-def _parse_answers(item_ids: pa.ListArray, sample: ServedSample) -> _Recommendations:
+def _parse_answers(item_ids: pa.ListArray, sample: UserSample) -> _Recommendations:
     num_items_U = pc.list_value_length(item_ids).to_numpy(zero_copy_only=False).astype(np.int64)
     item_rows = pc.fill_null(pc.index_in(item_ids.flatten(), value_set=sample.item_ids), -1)
     item_row_L = item_rows.to_numpy(zero_copy_only=False).astype(np.int64)

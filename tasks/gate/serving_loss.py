@@ -15,7 +15,7 @@ from recsys_core.evaluation.ranking.served import rank_as_served
 from recsys_core.manifests import EvaluationManifest, ExportManifest, IndexManifest, PackageManifest
 from recsys_core.retrieval.index import served_recall_by_user
 from recsys_core.serving.retriever import Retriever
-from tasks.gate.sample import ServedSample
+from tasks.gate.sample import UserSample
 from tasks.runs.context import StageContext
 
 TRAINED, PACKAGED = "exact_trained", "exact_packaged"
@@ -26,7 +26,7 @@ MAX_SCORES = 4_000_000_000
 """Largest number of scores (users times items) that the exact search computes. Users beyond this number are not ranked."""
 
 
-def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, UserMetrics]:
+def exact_metrics(context: StageContext, sample: UserSample) -> dict[str, UserMetrics]:
     """Return the metrics of TRAINED, PACKAGED and INDEX for users of the sample.
 
     The difference between TRAINED and PACKAGED is the cost of the quantization. The difference between PACKAGED and the served
@@ -53,7 +53,7 @@ def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, User
 
 
 def _packaged_metrics(
-    sample: ServedSample, *, retriever: Retriever, item_vector_ID: torch.Tensor, order_I: np.ndarray, num_users: int
+    sample: UserSample, *, retriever: Retriever, item_vector_ID: torch.Tensor, order_I: np.ndarray, num_users: int
 ) -> UserMetrics:
     """Return the metrics of an exact search with the query vectors of the package, for the first `num_users` users.
 

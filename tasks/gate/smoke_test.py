@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
 from recsys_core.errors import StageError, TrackingServerError, redacted
-from tasks.gate.sample import Answers, K, ServedSample
+from tasks.gate.sample import Answers, K, UserSample
 from tasks.registry.loading import fetch_model
 
 _TIMEOUT_S = 1_800.0
@@ -103,7 +103,7 @@ class ModelProcess:
 
 
 def predict_in_subprocess(
-    sample: ServedSample,
+    sample: UserSample,
     *,
     model_uri: str,
     client: MlflowClient,
@@ -141,7 +141,7 @@ def predict_in_subprocess(
     return Answers(*read_answers(output_file, sample=sample, model_uri=model_uri), num_bytes)
 
 
-def read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> tuple[pa.ListArray, float]:
+def read_answers(output_file: Path, *, sample: UserSample, model_uri: str) -> tuple[pa.ListArray, float]:
     """Return the item ids that a process recommended, and its CPU time in seconds (NaN if the file does not have the time).
 
     Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.evaluation.metrics import write_user_metrics
-from tasks.gate.sample import Answers, ServedMetrics, ServedSample, invalid_answers, measure_answers
+from tasks.gate.sample import Answers, ServedMetrics, UserSample, answer_problems, measure_answers
 from tasks.gate.smoke_test import (
     ModelProcess,
     NotFetchedError,
@@ -28,7 +28,7 @@ class VersionTester:
     """
 
     registry: Registry
-    sample: ServedSample
+    sample: UserSample
     workspace: Path
     process: ModelProcess
     metrics_by_version: dict[str, ServedMetrics] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class VersionTester:
         """
         try:
             answers = self._predict(version)
-            problems = invalid_answers(answers, sample=self.sample, rejects_unknown_items=is_own_log)
+            problems = answer_problems(answers, sample=self.sample, rejects_unknown_items=is_own_log)
             if problems:
                 uri = f"models:/{version.name}/{version.version}"
                 raise UnusableVersionError(f"{uri}: the smoke test found {'; '.join(problems)}")

@@ -27,7 +27,8 @@ class GuardrailsConfig(Settings):
         (),
         max_length=100,
         description="features of `evaluation.slices`, such as `item.brand`, on whose slices `registry.metric` is compared too. "
-        "A slice needs the `min_users` of its entry in `evaluation.slices`, or `registry.gate.min_users` if it is not set",
+        "A slice is compared if it has at least as many users as the `min_users` of its entry in `evaluation.slices`. By "
+        "default, this number is `registry.gate.min_users`",
     )
     max_relative_drop: float = Field(
         0.15,
@@ -53,8 +54,8 @@ class GuardrailsConfig(Settings):
         0.5,
         ge=0.001,
         lt=1,
-        description="largest share of the exact top items that the index may miss, on average over the test users. A "
-        "compressed index may miss many of them and still serve the right items, so this limit only finds a broken index",
+        description="largest share of the items found by an exact search that the index may miss, on average over the test "
+        "users. A compressed index often returns other items that are as good, so this limit finds only a broken index",
     )
     max_cost_increase: float = Field(
         1.0,

@@ -41,7 +41,7 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.package import build_package
 from recsys_core.training.job import Progress
 from tasks.gate import by_hand, version_tester
-from tasks.gate.sample import Answers, K, ServedSample
+from tasks.gate.sample import Answers, K, UserSample
 from tasks.gate.smoke_test import UnusableVersionError
 from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
@@ -65,7 +65,7 @@ def predicted_uris(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The model URIs of all predictions. They run in this process instead of a subprocess, which is faster."""
     uris: list[str] = []
 
-    def predict(sample: ServedSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> Answers:
+    def predict(sample: UserSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> Answers:
         uris.append(model_uri)
         mlflow.set_tracking_uri(client.tracking_uri)
         cases = pq.read_table(sample.histories_file).to_pydict()

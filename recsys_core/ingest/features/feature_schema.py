@@ -14,8 +14,8 @@ from recsys_core.parquet.columns import (
     is_list,
     is_text,
     require_column,
-    require_one_type,
-    require_same_types,
+    require_equal_types,
+    require_same_type_in_files,
     require_unambiguous_case,
     value_type,
 )
@@ -76,7 +76,7 @@ def open_feature_tables(
         setting = f"features.{owner_kind}s"
         sources = open_sources(table_config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
         table_id_type = id_type(sources, table_config.id_column, setting=f"{setting}.id_column")
-        require_one_type(
+        require_equal_types(
             table_id_type,
             subject=f"{sources[0].name}: column {table_config.id_column!r}",
             other_type=log_id_type,
@@ -91,7 +91,7 @@ def open_feature_tables(
             table_config.id_column,
             table_id_type,
             _title_column(table_config, sources, setting=setting),
-            _filter_columns(table_config, sources, setting=setting),
+            _filter_sql_types(table_config, sources, setting=setting),
         )
         _check_column_names(table)
         tables.append(table)
@@ -114,17 +114,17 @@ def _title_column(config: FeatureTableConfig, sources: Sequence[Source], *, sett
     return config.title_column
 
 
-def _filter_columns(config: FeatureTableConfig, sources: Sequence[Source], *, setting: str) -> dict[str, str]:
+def _filter_sql_types(config: FeatureTableConfig, sources: Sequence[Source], *, setting: str) -> dict[str, str]:
     """Return the SQL type of each filter column; raise InputError if a file does not have it, or has an unsuitable type."""
     sql_type_by_column = {}
     for column in config.filter_columns if isinstance(config, ItemTableConfig) else ():
         column_setting = f"{setting}.filter_columns"
-        require_same_types(sources, column, setting=column_setting)
+        require_same_type_in_files(sources, column, setting=column_setting)
         for source in sources:
             data_type = value_type(require_column(source, column, setting=column_setting))
             sql_type = next((sql_type for is_type, sql_type in _FILTER_SQL_TYPES if is_type(data_type)), None)
             if sql_type is None or pa.types.is_uint64(data_type):
-                fix = "filters need int64, floats, strings, booleans, dates or timestamps; cast it"
+                fix = "filters need integers up to int64, floats, strings, booleans, dates or timestamps; cast it"
                 raise _type_error(source, column, data_type, column_setting, fix)
             sql_type_by_column[column] = sql_type
     return sql_type_by_column
@@ -169,7 +169,7 @@ def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: M
                 f"embeddings: vectors are given for table {table_name!r}, but feature {feature.name!r} of {table.setting} is "
                 f"{encoding}: a row of its table does not belong to a single value; set {fix}, or remove the vectors"
             )
-        require_one_type(
+        require_equal_types(
             table.value_type_by_feature[feature.name],
             subject=f"{table.sources[0].name}: column {feature.source_column!r}",
             other_type=vector_id_type,
@@ -196,7 +196,7 @@ def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *
         column = feature.source_column
         stored_types = [_stored_type(source, feature, setting=f"{setting}, feature {feature.name!r}") for source in sources]
         for source, stored_type in zip(sources, stored_types, strict=True):
-            require_one_type(
+            require_equal_types(
                 stored_type,
                 subject=f"{source.name}: column {column!r}",
                 other_type=stored_types[0],

@@ -22,7 +22,7 @@ from recsys_core.ingest.log.log_statistics import (
     reject_unusable_log,
 )
 from recsys_core.manifests import SPLITS, EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
-from recsys_core.parquet.columns import require_one_type
+from recsys_core.parquet.columns import require_equal_types
 
 
 def ingest_interactions(
@@ -145,7 +145,7 @@ def _check_vector_id_types(config: InteractionsConfig, log: InteractionsInput, e
         ("user", config.user_column, log.user_id_type),
     ):
         if embeddings is not None and table in embeddings.tables:
-            require_one_type(
+            require_equal_types(
                 id_type,
                 subject=f"{log.sources[0].name}: column {column!r}",
                 other_type=embeddings.tables[table].id_type,

@@ -11,7 +11,7 @@ from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.manifests import SPLITS, IdType, SourceFile
-from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
+from recsys_core.parquet.columns import id_type, require_column, require_same_type_in_files, require_unambiguous_case
 from recsys_core.parquet.guards import check_expansion
 from recsys_core.parquet.sources import Source, check_distinct_files, open_sources, reject_copies
 
@@ -52,7 +52,7 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
         _check_column_names(source, config)
         _check_number_columns(source, config)
     for column in config.context_columns:
-        require_same_types(all_sources, column, setting="interactions.context_columns")
+        require_same_type_in_files(all_sources, column, setting="interactions.context_columns")
     for column in config.columns:
         _require_one_place(all_sources, column)
     check_expansion(
@@ -96,7 +96,7 @@ def _check_timestamps(sources: Sequence[Source], column: str) -> None:
         data_type = require_column(source, column, setting="interactions.timestamp_column")
         is_time = pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_integer(data_type)
         _require_type(is_time, source, column, data_type, "a timestamp, a date or an integer")
-    require_same_types(sources, column, setting="interactions.timestamp_column", family=_time_family)
+    require_same_type_in_files(sources, column, setting="interactions.timestamp_column", family=_time_family)
 
 
 def _time_family(data_type: pa.DataType) -> str:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from recsys_core.errors import InputError, shown_names
 from recsys_core.ingest.vectors.config import AnyEmbeddings, EmbeddingsConfig
 from recsys_core.manifests import IdType
-from recsys_core.parquet.columns import id_type, is_list, require_column, require_one_type
+from recsys_core.parquet.columns import id_type, is_list, require_column, require_equal_types
 from recsys_core.parquet.guards import check_expansion
 from recsys_core.parquet.sources import Source, open_sources
 
@@ -64,7 +64,7 @@ def open_embeddings(configs: Sequence[AnyEmbeddings], *, allowed_data_root: Path
     first_entry_by_table: dict[str, VectorFiles] = {}
     for entry in entries:
         first_entry = first_entry_by_table.setdefault(entry.config.table, entry)
-        require_one_type(
+        require_equal_types(
             entry.id_type,
             subject=f"the id of {entry.setting}",
             other_type=first_entry.id_type,
@@ -119,7 +119,7 @@ def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Pa
             config.id_map.paths, setting=f"{setting}.id_map.paths", allowed_data_root=allowed_data_root
         )
         from_column = config.id_map.from_column
-        require_one_type(
+        require_equal_types(
             _id_type(id_map_sources, from_column, setting=f"{setting}.id_map.from_column"),
             subject=f"{id_map_sources[0].name}: column {from_column!r}",
             other_type=source_id_type,

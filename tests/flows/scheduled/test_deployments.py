@@ -164,12 +164,10 @@ def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client
 def test_a_work_pool_that_does_not_exist_is_an_input_error_with_the_command_that_creates_it(
     tmp_path: Path, client: SyncPrefectClient, work_pool: str | None, problem: str
 ) -> None:
-    way_out = (
-        f"its work pools are ['{POOL}']; create one with: prefect work-pool create {work_pool or 'nightjar'} --type process"
-    )
+    command = f"prefect work-pool create {work_pool or 'nightjar'} --type process"
     with pytest.raises(InputError) as error_info:
         deploy(tmp_path, name="nowhere", work_pool=work_pool)
-    assert str(error_info.value) == f"{problem}; {way_out}"
+    assert str(error_info.value) == f"{problem}; the server's work pools are ['{POOL}']; create one with: {command}"
     assert deployments.read_deployment(client, "nowhere") is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from recsys_core.parquet.columns import id_type, require_column, require_same_types
+from recsys_core.parquet.columns import id_type, require_column, require_same_type_in_files
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
@@ -106,7 +106,7 @@ def test_columns_of_different_types_are_rejected_with_both_files_and_types(
     write_parquet(tmp_path / "a.parquet", y=[0], x=first_column)
     write_parquet(tmp_path / "b.parquet", y=[0], x=second_column)
     sources = open_sources([str(tmp_path)], setting="s")
-    require_same_types(sources, "y", setting="t")
+    require_same_type_in_files(sources, "y", setting="t")
     with raises_input_error(
         "b.parquet: column 'x' is ",
         str(second_column.type)[:4],
@@ -114,7 +114,7 @@ def test_columns_of_different_types_are_rejected_with_both_files_and_types(
         str(first_column.type)[:4],
         "a.parquet; write one type in all files",
     ):
-        require_same_types(sources, "x", setting="t")
+        require_same_type_in_files(sources, "x", setting="t")
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_the_widths_and_units_of_a_column_may_differ_between_files(
     write_parquet(tmp_path / "b.parquet", x=second_column)
     sources = open_sources([str(tmp_path)], setting="s")
     assert len({source.schema.field("x").type for source in sources}) == 2
-    require_same_types(sources, "x", setting="t")
+    require_same_type_in_files(sources, "x", setting="t")

@@ -13,7 +13,7 @@ from recsys_core.manifests import InteractionsManifest
 from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
 from tasks.gate.by_hand import ManualDecision, promote_version, roll_back
-from tasks.gate.sample import Answers, K, ServedSample
+from tasks.gate.sample import Answers, K, UserSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Registry
@@ -126,7 +126,7 @@ def test_a_promotion_gives_later_versions_the_whole_margin_and_a_rollback_the_ma
 def test_an_impossible_promotion_raises_one_message_and_changes_nothing(
     three_versions: Path, decide: Decide, changes: list[AliasChange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
+    def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
         return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
     client = connect(three_versions)
@@ -175,7 +175,7 @@ def test_a_version_whose_log_is_removed_may_recommend_items_that_the_newest_log_
 ) -> None:
     num_items_per_user = K
 
-    def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
+    def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
         return Answers(pa.array([[*range(-num_items_per_user, 0)]] * sample.num_users), 1.0, 1)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)

@@ -18,7 +18,7 @@ from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import COMPARED_METRICS, UserMetrics
 from recsys_core.manifests import IngestedFeature, RegistrationManifest
 from tasks.gate import gate, version_tester
-from tasks.gate.sample import Answers, ServedSample
+from tasks.gate.sample import Answers, UserSample
 from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subprocess
 from tasks.registry import mlflow_client
 from tasks.registry.loading import load_version, record_logged_model
@@ -72,7 +72,7 @@ def test_a_version_is_also_compared_with_a_champion_that_is_promoted_during_its_
     register_version(stages(shuffled=True), context_of(workspace, "one"))
     predict, better_stages = version_tester.predict_in_subprocess, [stages()]
 
-    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+    def promote_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         answers = predict(sample, model_uri=model_uri, **options)
         if model_uri == "models:/m/1" and better_stages:
             register_version(better_stages.pop(), context_of(workspace, "better"))
@@ -92,7 +92,7 @@ def test_a_version_is_compared_again_if_its_champion_is_withdrawn_during_the_com
         register_version(stages(shuffled=is_shuffled), context_of(workspace, run_id))
     client, predict = connect(workspace), version_tester.predict_in_subprocess
 
-    def roll_back_meanwhile(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+    def roll_back_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         if model_uri == "models:/m/2":
             client.set_registered_model_alias("m", "champion", "1")
         return predict(sample, model_uri=model_uri, **options)
@@ -109,7 +109,7 @@ def test_a_version_that_a_person_promotes_during_its_comparison_stays_champion(
     register_version(stages(), context_of(workspace, "one"))
     client, predict = connect(workspace), version_tester.predict_in_subprocess
 
-    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+    def promote_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         if model_uri == "models:/m/1":
             client.set_registered_model_alias("m", "champion", "2")
             client.set_model_version_tag("m", "2", MANUAL_CHANGE_TAG, "promoted by hand, replaces version 1: sale")
@@ -176,7 +176,7 @@ def test_a_champion_that_gives_no_answer_is_replaced_by_the_last_champion_that_a
     append_code(workspace, "3", "import os; NightjarModel.predict = lambda *_, **__: os._exit(0)")
     predict_here = version_tester.predict_in_subprocess
 
-    def predict(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+    def predict(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         is_broken = model_uri in ("models:/m/2", "models:/m/3")
         return (predict_in_subprocess if is_broken else predict_here)(sample, model_uri=model_uri, **options)
 
@@ -237,7 +237,7 @@ def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_wo
     register_version(stages(), context_of(workspace, "one"))
     predict, unreachable_uris = version_tester.predict_in_subprocess, {"models:/m/1"}
 
-    def fetch(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+    def fetch(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         if model_uri in unreachable_uris:
             if cause == "MLflow does not work":
                 unreachable_uris.add("models:/m/2")
@@ -295,7 +295,7 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the
     register_version(stages(), context_of(workspace, "one"))
     predict = version_tester.predict_in_subprocess
 
-    def rename_first_items(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
+    def rename_first_items(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         answers = predict(sample, model_uri=model_uri, **options)
         if model_uri == "models:/m/2":
             return answers

@@ -15,7 +15,7 @@ from recsys_core.errors import StageError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.manifests import IngestedFeature
 from tasks.gate import smoke_test
-from tasks.gate.sample import Answers, K, ServedSample, invalid_answers, measure_answers, prepare_sample
+from tasks.gate.sample import Answers, K, UserSample, answer_problems, measure_answers, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
 from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
 
@@ -23,7 +23,7 @@ NUM_ITEMS = 30
 
 
 @pytest.fixture
-def sample(tmp_path: Path) -> ServedSample:
+def sample(tmp_path: Path) -> UserSample:
     """A sample of three users. Item row r has the id 100 + r.
 
     The second user has no test event. The only test item of the third user is already in its history.
@@ -45,11 +45,11 @@ def answers(first_list: list[int], second_list: list[int]) -> Answers:
     return Answers(pa.array([first_list, second_list], type=pa.list_(pa.int64())), cpu_s=3.0, num_bytes=10)
 
 
-def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test(sample: ServedSample) -> None:
+def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test(sample: UserSample) -> None:
     assert pq.read_table(sample.histories_file).to_pydict() == {"user_id": [7, 9], "history": [[100, 101, 102], [103]]}
 
 
-def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: ServedSample) -> None:
+def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: UserSample) -> None:
     metrics = measure_answers(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).user_metrics.means(
         "served"
     )
@@ -58,12 +58,12 @@ def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_thei
     assert metrics == pytest.approx(expected)
 
 
-def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: ServedSample) -> None:
+def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: UserSample) -> None:
     metrics = measure_answers(answers([*range(110, 120), 105], []), sample=sample).user_metrics.means("served")
     assert (metrics["served/hit_rate@10"], metrics["served/recall@20"]) == (0.0, 0.5)
 
 
-def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample: ServedSample) -> None:
+def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample: UserSample) -> None:
     known_items = [*range(110, 120), 105]
     metrics = measure_answers(answers([-1, *known_items], []), sample=sample)
     assert (metrics.num_recommended, metrics.num_unknown) == (12, 1)
@@ -76,8 +76,8 @@ def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample
     )  # without 999, the target is at position 10
 
 
-def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
-    assert invalid_answers(answers(list(range(103, 123)), list(range(104, 124))), sample=sample) == []
+def test_valid_answers_have_no_problems(sample: UserSample) -> None:
+    assert answer_problems(answers(list(range(103, 123)), list(range(104, 124))), sample=sample) == []
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,8 @@ def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
         (list(range(104, 114)), "1 users whose number of items is not min(20, number of unseen items)"),
     ],
 )
-def test_each_problem_of_an_answer_is_reported_with_its_count(
-    sample: ServedSample, first_list: list[int], problem: str
-) -> None:
-    assert invalid_answers(answers(first_list, list(range(104, 104 + K))), sample=sample) == [f"{problem} (of 2 users)"]
+def test_each_problem_of_an_answer_is_reported_with_its_count(sample: UserSample, first_list: list[int], problem: str) -> None:
+    assert answer_problems(answers(first_list, list(range(104, 104 + K))), sample=sample) == [f"{problem} (of 2 users)"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +110,7 @@ def test_each_problem_of_an_answer_is_reported_with_its_count(
     ],
 )
 def test_a_version_without_one_list_of_ids_per_user_is_unusable(
-    sample: ServedSample, tmp_path: Path, table: pa.Table | None, problem: str
+    sample: UserSample, tmp_path: Path, table: pa.Table | None, problem: str
 ) -> None:
     if table is not None:
         pq.write_table(table, tmp_path / "answers.parquet")
@@ -120,7 +118,7 @@ def test_a_version_without_one_list_of_ids_per_user_is_unusable(
         read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")
 
 
-def test_a_version_that_writes_no_parquet_file_is_unusable(sample: ServedSample, tmp_path: Path) -> None:
+def test_a_version_that_writes_no_parquet_file_is_unusable(sample: UserSample, tmp_path: Path) -> None:
     (tmp_path / "answers.parquet").write_bytes(b"PAR1")
     with pytest.raises(UnusableVersionError, match="without a readable file of answers with the column item_ids"):
         read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")

@@ -9,7 +9,7 @@ import pytest
 from recsys_core.errors import StageError
 from recsys_core.manifests import RegistrationManifest, load_manifest
 from tasks.gate import version_tester
-from tasks.gate.sample import Answers, K, ServedSample
+from tasks.gate.sample import Answers, K, UserSample
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import current_person
 from tests.tasks.conftest import Stages
@@ -49,7 +49,7 @@ def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promo
     assert version_by_alias(client) == {"champion": "2"}
 
 
-def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
+def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
     return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
 

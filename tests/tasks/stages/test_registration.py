@@ -17,7 +17,7 @@ from recsys_core.manifests import RegistrationManifest
 from tasks.delivery import publishers
 from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
-from tasks.gate.sample import Answers, K, ServedSample, prepare_sample
+from tasks.gate.sample import Answers, K, UserSample, prepare_sample
 from tasks.gate.smoke_test import ModelProcess
 from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
@@ -183,7 +183,7 @@ def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, p
 def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_a_tag_with_the_reason(
     workspace: Path, stages: BuildStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
+    def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
         return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)

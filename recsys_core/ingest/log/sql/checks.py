@@ -30,7 +30,7 @@ INFINITY_SQL = "'Infinity'::DOUBLE"
 
 
 def column_by_alias(config: InteractionsConfig) -> dict[str, str]:
-    """Return the column of the log for each column of `raw`. With the fixed names of `raw`, later queries need no quotes."""
+    """Return the column of the log for each column of `raw`. Later queries use the fixed names of `raw`."""
     columns = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
     columns |= {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
     columns |= {f"context_{index}": column for index, column in enumerate(config.context_columns)}
@@ -174,12 +174,12 @@ def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
     return checks
 
 
-def smallest_label(label: float, data_type: pa.DataType) -> float:
-    """Return the smallest number that is at least `label` in a column of this type.
+def label_lower_bound(label: float, data_type: pa.DataType) -> float:
+    """Return the number with which the labels of a column of this type are compared, to find the labels below `label`.
 
-    In single precision, the label 0.7 is 0.699999988, which is not below the label 0.7 of a config.
+    float32 stores the label 0.7 as 0.699999988. A comparison with 0.7 would therefore report a stored 0.7 as too small.
 
-    >>> smallest_label(0.7, pa.float64()), round(smallest_label(0.7, pa.float32()), 9), smallest_label(3, pa.float32())
+    >>> label_lower_bound(0.7, pa.float64()), round(label_lower_bound(0.7, pa.float32()), 9), label_lower_bound(3, pa.float32())
     (0.7, 0.699999988, 3)
     """
     return min(label, float(np.float32(label))) if pa.types.is_float32(data_type) else label
@@ -189,9 +189,9 @@ def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[flo
     checks = _number_checks("label", column, data_type)
     if label_range is not None:
         min_label, max_label = label_range
-        # Both databases order NaN above all numbers, and NaN has a check of its own.
-        first_label, last_label = smallest_label(min_label, data_type), -smallest_label(-max_label, data_type)
-        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {first_label!r} OR label::DOUBLE > {last_label!r})"
+        # DuckDB and Spark order NaN above all numbers, and NaN has a check of its own.
+        low_label, high_label = label_lower_bound(min_label, data_type), -label_lower_bound(-max_label, data_type)
+        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {low_label!r} OR label::DOUBLE > {high_label!r})"
         checks.append(
             RowCheck(
                 column,

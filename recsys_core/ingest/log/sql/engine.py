@@ -20,7 +20,7 @@ from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles, Vocabulary
 from recsys_core.ingest.log.log_statistics import columns_by_role, reject_bad_log
 from recsys_core.ingest.log.split_config import FileSplit
-from recsys_core.ingest.log.sql.checks import first_bad_row_of_table, row_checks, scan_files, smallest_label
+from recsys_core.ingest.log.sql.checks import first_bad_row_of_table, label_lower_bound, row_checks, scan_files
 from recsys_core.ingest.log.sql.filters import extra_column_names, load_log
 from recsys_core.ingest.log.sql.known_negatives import count_and_select_negatives
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count
@@ -74,7 +74,7 @@ class SqlEngine:
         """Scan the files four times: for the checks, for the user ids, for the item ids, and for the part; see LogEngine."""
         config = self._config
         if config.label_column is not None and config.label_threshold is not None:
-            threshold = smallest_label(config.label_threshold, files.type_by_column[config.label_column])
+            threshold = label_lower_bound(config.label_threshold, files.type_by_column[config.label_column])
             self._positive_row_sql = f"label::DOUBLE >= {threshold!r}"
         with self._explain_read_errors(files):
             self._create_raw(files)

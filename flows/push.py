@@ -41,7 +41,7 @@ def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[
 
 
 def push_champion(config: PipelineConfig) -> str | None:
-    """Push the champion to each store of the config. Return why a store did not get the champion; None without an error.
+    """Push the champion to each store of the config. Return why a store did not get the champion; None if there is no error.
 
     A store that already has the champion is only checked. A failed push is repeated after the next run.
     """

@@ -55,7 +55,7 @@ class RunResults:
 
     @property
     def refit_version(self) -> str | None:
-        """Number of the version of the run's refit; None without a refit."""
+        """Number of the version of the run's refit; None if there is no refit."""
         refit_file = self.run.folder / REFIT_FILE_NAME
         return str(json.loads(refit_file.read_bytes())["version"]) if refit_file.is_file() else None
 

@@ -56,7 +56,7 @@ class PastRun:
         return self._metric(f"served/{metric_name}")
 
     def champion_metric(self, metric_name: str) -> float | None:
-        """Return a metric of the champion that the new version was compared with; None without a comparison."""
+        """Return a metric of the champion that the new version was compared with; None if there is no comparison."""
         return self._metric(f"champion/{metric_name}")
 
     def _metric(self, logged_name: str) -> float | None:
@@ -94,7 +94,7 @@ def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[P
 
 
 def newest_promoted_version(past_runs: Sequence[PastRun]) -> str | None:
-    """Return the version of the newest promotion in `past_runs`; None without a promotion.
+    """Return the version of the newest promotion in `past_runs`; None if there is no promotion.
 
     The champion may be another version, because a rollback is not in the history.
     """

@@ -85,7 +85,7 @@ def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:
 
 
 def union_tag(config_class: type[BaseModel]) -> str | None:
-    """Return the name of the setting with a single value, which selects this class in a union; None without such a setting.
+    """Return the name of the setting with a single value, which selects this class in a union; None if there is none.
 
     If several settings match, return the last, because the earlier settings select a nested union.
     """

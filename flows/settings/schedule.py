@@ -86,7 +86,7 @@ class ScheduleConfig(Settings):
         return {"nightly-retrain": self.cron, "refresh": self.refresh_cron}
 
     def next_start(self, after: datetime, *, flow_name: str = "nightly-retrain") -> datetime | None:
-        """Return the first planned start later than `after`, in the time zone of the schedule; None without a cron expression.
+        """Return the first planned start later than `after`, in the time zone of the schedule; None if no cron is set.
 
         >>> from datetime import UTC
         >>> schedule = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin")

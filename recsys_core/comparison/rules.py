@@ -31,9 +31,9 @@ class Comparison(Frozen):
         reason: both means and the condition of the rule, as a clause that follows "<metric> is".
         num_users: number of users that are compared.
         new_mean, baseline_mean: means over the users.
-        interval: one-sided bounds of the relative difference, at the confidence of the rule; None without bounds, or if the
-            baseline has so few hits that there is no upper bound.
-        absolute_interval: one-sided bounds of the absolute difference; None without bounds.
+        interval: one-sided bounds of the relative difference, at the confidence of the rule; None if there are no bounds, or
+            if the baseline has so few hits that there is no upper bound.
+        absolute_interval: one-sided bounds of the absolute difference; None if there are no bounds.
         num_better_users, num_worse_users: numbers of users whose value is higher, and lower, with the new version.
         detectable_drop: smallest margin for which these users are enough: an equally good version is accepted with the
             probability POWER. None if unknown.

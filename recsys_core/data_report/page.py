@@ -38,9 +38,9 @@ class DataReport(Frozen):
     rebuild_reason: str | None
     """Why the vocabulary was rebuilt; None if it was continued."""
     first_time: str | None
-    """Time of the first event; None without timestamps."""
+    """Time of the first event; None if there are no timestamps."""
     last_time: str | None
-    """Time of the last event; None without timestamps."""
+    """Time of the last event; None if there are no timestamps."""
     split: str
     """Kind of the split: time, leave_last_out or files."""
     num_files: int
@@ -119,7 +119,7 @@ def format_change(current: float | None, previous: float | None) -> str:
 
 
 def plot_days(days: Sequence[Day]) -> Markup | None:
-    """Plot the number of events over time, by part of the split; return None without timestamps.
+    """Plot the number of events over time, by part of the split; return None if there are no timestamps.
 
     If the log covers more than 120 days, each bar covers several days.
     """

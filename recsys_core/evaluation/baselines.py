@@ -91,7 +91,7 @@ class ZeroShot:
 
         Args:
             vectors_RD: pretrained vectors.
-            vector_row_I: row of each item in vectors_RD; -1 without a vector.
+            vector_row_I: row of each item in vectors_RD; -1 if it has no vector.
         """
         self._vectors_RD, self._vector_row_I = vectors_RD, vector_row_I
         self.dim = vectors_RD.shape[1] + 1

@@ -102,7 +102,7 @@ def list_distances(
 
     Args:
         vectors_RD: pretrained vectors.
-        vector_row_I: row of each item in vectors_RD; -1 without a vector.
+        vector_row_I: row of each item in vectors_RD; -1 if it has no vector.
 
     >>> vectors_RD = np.array([[1, 0], [0, 2], [3, 0]], np.float32)
     >>> [*list_distances(np.array([[0, 1], [0, 2], [1, -1]]), vectors_RD=vectors_RD, vector_row_I=np.arange(3))]

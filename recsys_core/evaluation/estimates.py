@@ -25,7 +25,7 @@ from recsys_core.manifests import SliceReport
 
 
 class Estimate(NamedTuple):
-    """A metric. half_width: half the width of its confidence interval; None without an interval.
+    """A metric. half_width: half the width of its confidence interval; None if there is no interval.
 
     Only means over at least two users have an interval.
     """
@@ -233,7 +233,7 @@ class ListMetrics:
     def __init__(
         self, columns: Columns, prefix: str, *, k: int, store: EventStore, vectors_RD: NDArray[np.float32] | None
     ) -> None:
-        """Start without lists. vectors_RD: pretrained vectors of the items; None without vectors."""
+        """Start without lists. vectors_RD: pretrained vectors of the items; None if there are no vectors."""
         self._columns, self._novelty_name, self._k = columns, f"{prefix}/novelty", k
         self._vectors_RD, self._vector_row_I = vectors_RD, store.vector_rows("item")
         self._train_count_I = store.train_count_I

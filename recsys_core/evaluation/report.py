@@ -51,7 +51,7 @@ class MetricTable(Frozen):
 
     @property
     def interval_note(self) -> str:
-        """Half widths of the model's intervals as a text, for a table without room for them; empty without intervals."""
+        """Half widths of the model's intervals as a text, for a table without room for them; empty if there are none."""
         half_widths = zip(self.columns, self.half_widths.get("model", ()), strict=False)
         interval_texts = [f"{column} ± {half_width:.4f}" for column, half_width in half_widths if half_width is not None]
         return f"model, confidence intervals: {', '.join(interval_texts)}" if interval_texts else ""

@@ -33,7 +33,7 @@ class VectorTable(Frozen):
     dim: int
     id_type: IdType
     explained_variance: float | None = Field(
-        None, description="share of the variance that the projection keeps; null without a projection"
+        None, description="share of the variance that the projection keeps; null if there is no projection"
     )
     num_dropped_by_fault: dict[str, int] = Field(
         default_factory=dict, description="rows dropped by on_bad_rows: drop, by problem"
@@ -155,7 +155,7 @@ class InteractionsManifest(Manifest):
             negative, or the end of the user's events in this split; only if the events are ordered.
 
     Vectors:
-        vector_row.npy: int64 [items], row in the embeddings' item.vectors.npy, -1 without a vector.
+        vector_row.npy: int64 [items], row in the embeddings' item.vectors.npy, -1 if it has no vector.
         user_vector_row.npy: int64 [users], row in user.vectors.npy; only if there are vectors of users.
     """
 
@@ -230,7 +230,7 @@ class IngestedFeature(Frozen):
     column: str | None = Field(None, description="column with the values")
     weight_column: str | None = Field(None, description="column with the weights of a weighted_list")
     value_type: IdType | None = Field(None, description="type of the values; null for numbers")
-    hash_rows: int | None = Field(None, description="rows onto which a hash maps the values; null without a hash")
+    hash_rows: int | None = Field(None, description="rows onto which a hash maps the values; null if there is no hash")
     max_values: int | None = Field(None, description="number of values of a list that are used; null for all")
     num_with_vector: int = Field(0, description="values of the vocabulary with a pretrained vector")
 
@@ -262,7 +262,7 @@ class FeaturesManifest(Manifest):
         <owner_kind>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has the
             value null and is the row of all values out of vocabulary. Numeric and hashed features do not have this file.
         <owner_kind>.<name>.vector_row.npy: int64, for each row of the embedding table, the row of its pretrained vector in
-            <owner_kind>.<name>.vectors.npy (embeddings stage), -1 without a vector. Only if there are vectors of the feature.
+            <owner_kind>.<name>.vectors.npy (embeddings stage), -1 if there is none. Only if the feature has vectors.
 
     item_titles.parquet has the columns `row` and `title` of the items with a title, if the config names their column.
     item_columns.parquet has the column `row` of each item in the table of items, and the filter columns that the config names.
@@ -282,7 +282,7 @@ class LogVectorsManifest(Manifest):
 
     Files:
         item.vectors.npy: float32 [vectors, dim].
-        item.vector_row.npy: int64 [items], row of each item's vector, -1 without a vector.
+        item.vector_row.npy: int64 [items], row of each item's vector, -1 if it has no vector.
     """
 
     stage: ClassVar[str] = "embed_log"
@@ -317,8 +317,8 @@ class Dataset:
 
     Attributes:
         interactions: vocabularies and the event store.
-        embeddings: pretrained vectors by table; None without pretrained vectors.
-        features: features of users, items and events; None without features.
+        embeddings: pretrained vectors by table; None if there are no pretrained vectors.
+        features: features of users, items and events; None if there are no features.
         log_vectors: item vectors computed from the training events; None if the config has no vectors with `source: log`.
     """
 

@@ -45,7 +45,7 @@ class TrainManifest(Manifest):
     samples_per_s: float
     num_attempts: int = Field(description="number of attempts, including failed attempts")
     best_epoch: int | None = Field(
-        description="epoch with the best validation metric, whose model the checkpoint holds; null without validation"
+        description="epoch with the best validation metric, whose model the checkpoint holds; null if there is no validation"
     )
     validation: dict[str, float] = Field(description="metrics of this model on the validation split, e.g. ndcg@10")
     temperature: float | None = Field(
@@ -224,7 +224,7 @@ class RegistrationManifest(Manifest):
     run_reason: str = Field("", description="why the run was started; empty for a scheduled run")
     alarm: str | None = Field(
         None,
-        description="error of a champion that did not load, and the version that replaces it; null without such an error",
+        description="error of a champion that did not load, and the version that replaces it; null if there was no such error",
     )
     mlflow_run_id: str
     metrics: dict[str, float]

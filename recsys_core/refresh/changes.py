@@ -84,7 +84,7 @@ class _CurrentItems:
     Attributes:
         vector_row_U: row of each item in the pretrained vectors; -1 for an item without a vector.
         item_table: features, titles and filter columns of these items; None if the config has no table of items.
-        has_row_U: whether each item has a row in this table; None without a table.
+        has_row_U: whether each item has a row in this table; None if there is no table.
     """
 
     ids: pa.Array

@@ -51,7 +51,7 @@ class IndexKind(Settings):
         """Return a FAISS index for inner products, without vectors and untrained. The settings are fitted."""
 
     def max_value(self) -> float | None:
-        """Return the largest absolute value that a vector in the index may have; None without a limit."""
+        """Return the largest absolute value that a vector in the index may have; None if there is no limit."""
         return None
 
     def num_training_vectors(self) -> int:

@@ -62,7 +62,7 @@ def measure_lookups(
     feature_by_key = features.feature_by_key if features is not None else {}
     values_per_query: dict[str, float] = {}
     for table_name, table in model.tables.items():
-        offset = feature_by_key[table_name].offset if table_name in feature_by_key else None  # None without lists
+        offset = feature_by_key[table_name].offset if table_name in feature_by_key else None  # None if there are no lists
         if table.side == "item":
             num_values = num_items_per_batch if offset is None else _weighted_total_length(offset, probability_I)
             values_per_query[table_name] = num_values / batch_size

@@ -43,7 +43,7 @@ class TablePlan(Frozen):
 
     Attributes:
         values_per_query: the lookups that the estimates assume, see LookupStats.
-        constraint: text of the configured constraint; None without a constraint.
+        constraint: text of the configured constraint; None if there is no constraint.
     """
 
     rows: int

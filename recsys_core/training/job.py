@@ -73,7 +73,7 @@ class TrainJob(JobSpec):
 
     Attributes:
         attempt: number of the attempt, from 1.
-        resume_folder: folder of the verified checkpoint from which the attempt resumes; None without a checkpoint.
+        resume_folder: folder of the verified checkpoint from which the attempt resumes; None if there is no checkpoint.
         num_planned_ranks: world size of the original plan, if this attempt has fewer ranks; otherwise None. The original world
             size still determines the batches and the length of an epoch.
         warm_start: the champion from which the training starts; None for a training from scratch.

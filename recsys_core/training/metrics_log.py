@@ -194,7 +194,7 @@ class MetricsTail:
 
 
 def make_profiler(config: ProfileConfig | None, *, num_steps: int, folder: Path, process: Process) -> profile | None:
-    """Return a profiler that writes rank-<r>.json.gz (chrome://tracing, Perfetto) to `folder`; None without a config.
+    """Return a profiler that writes rank-<r>.json.gz (chrome://tracing, Perfetto) to `folder`; None if `config` is None.
 
     The profiler is a context manager; call its step() after each training step. If `num_steps`, the largest number of steps of
     this attempt, is too small for a recording, log a warning.

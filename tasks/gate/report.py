@@ -160,7 +160,7 @@ def _read_recommended(
 
 
 def _title_by_id(dataset: Dataset) -> dict[Id, str]:
-    """Return the titles of the items; empty without a title column."""
+    """Return the titles of the items; empty if there is no title column."""
     if dataset.features is None or ITEM_TITLES_FILE not in dataset.features.files:
         return {}
     title_table = pq.read_table(dataset.features.path(ITEM_TITLES_FILE))

@@ -128,7 +128,7 @@ class StageContext:
         until: last stage to run; None: all stages.
         pipeline: name of the pipeline; empty outside a flow.
         flow_run_id: id of the Prefect flow run; None outside a flow.
-        flow_run_url: address of the flow run in the Prefect UI; None without a UI.
+        flow_run_url: address of the flow run in the Prefect UI; None if there is no UI.
         results: the manifests of the stages that are complete.
     """
 

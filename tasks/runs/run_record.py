@@ -55,7 +55,7 @@ class RunFigures(Frozen):
     stage_seconds: dict[str, float] = Field(default_factory=dict, description="duration of each completed stage")
     events: int | None = Field(None, description="events in all parts of the split")
     users: int | None = Field(None, description="users in the vocabulary")
-    validation_users: int | None = Field(None, description="users with a validation event; null without a validation part")
+    validation_users: int | None = Field(None, description="users with a validation event; null if there is no validation part")
     test_users: int | None = Field(None, description="users with a test event")
     items: int | None = Field(None, description="items in the catalogue")
     model_name: str | None = Field(None, description="registered model in MLflow; null before the stage register")

@@ -62,7 +62,7 @@ class RegistryChampion:
         self._former_release = None
 
     def refuse(self, problem: str) -> Champion | None:
-        """Return to the former version, because a process cannot serve the current one. Return None without a former version.
+        """Go back to the former version, because a process cannot serve the current one. Return it, or None if there is none.
 
         The refused version is tried again after REFUSAL_S, or at once if another version was the champion in the meantime.
         """

@@ -56,7 +56,7 @@ class FeatureColumn:
     """The feature in the previous run, whose vocabulary, boundaries or mean are reused; None to compute them again."""
     output_folder: Path
     vector_ids_path: Path | None = None
-    """Parquet file with the value of each pretrained vector; None without vectors."""
+    """Parquet file with the value of each pretrained vector; None if there are no vectors."""
 
     def value_sql(self) -> str:
         """Return SQL for the value; for a list feature, for the first `max_values` values."""

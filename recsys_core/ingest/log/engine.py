@@ -133,7 +133,7 @@ class LogEngine(Protocol):
         An id without an event has no row, unless it had one in the previous run or is an item with a pretrained vector.
 
         Args:
-            vector_ids_path: parquet file with the column `id`, one row per pretrained vector; None without vectors.
+            vector_ids_path: parquet file with the column `id`, one row per pretrained vector; None if there are no vectors.
         """
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:

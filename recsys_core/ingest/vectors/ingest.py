@@ -191,7 +191,7 @@ def _usable_vectors(read_entry: _ReadEntry, *, table_ids: TableIds, sample_step:
 
 
 def _fit_projection(read_entry: _ReadEntry, *, table_ids: TableIds) -> Projection | None:
-    """Fit the projection of an entry to a sample of its usable vectors. Return None without pca_dim."""
+    """Fit the projection of an entry to a sample of its usable vectors. Return None if pca_dim is None."""
     dim = read_entry.entry.config.pca_dim
     if dim is None:
         return None

@@ -64,7 +64,7 @@ def copy_rows(
 
 
 def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], norm: float | None) -> Tensor:
-    """Return the mean [D] of the pretrained vectors of a table, scaled as in `copy_rows`; zeros without vectors.
+    """Return the mean [D] of the pretrained vectors of a table, scaled as in `copy_rows`; zeros if there are no vectors.
 
     Every rank computes the same mean.
     """

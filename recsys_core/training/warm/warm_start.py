@@ -186,7 +186,7 @@ def aligned_vectors(
     of the vectors.
 
     Args:
-        vector_row_I: row of each item's vector, -1 without a vector.
+        vector_row_I: row of each item's vector, -1 if it has no vector.
         champion_row_I: row of each item in the champion's table, -1 for a new item.
 
     >>> rows, turned_RD = np.arange(2), np.array([[0, 1], [-1, 0]], np.float32)

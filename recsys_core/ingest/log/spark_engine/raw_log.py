@@ -33,9 +33,9 @@ class _FileGroup:
     schema: t.StructType
     """The columns of the config that are not hive keys."""
     time_type: pa.DataType | None
-    """Arrow type of the timestamp column; None without timestamps."""
+    """Arrow type of the timestamp column; None if there are no timestamps."""
     order_type: pa.DataType | None
-    """Arrow type of the order column, for the files of all groups; None without an order column."""
+    """Arrow type of the order column, for the files of all groups; None if there is no order column."""
 
 
 def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogFiles) -> pa.Schema:

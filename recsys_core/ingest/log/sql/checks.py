@@ -88,7 +88,7 @@ def scan_files(
 
     Args:
         roles: columns of `raw` whose smallest and largest values are returned: some of position, label and weight.
-        positive_row_sql: SQL that is true for the rows that reach the label threshold; None without a threshold. Only rows
+        positive_row_sql: SQL that is true for the rows that reach the label threshold; None if there is no threshold. Only rows
             that pass the checks and reach the threshold become events. The range of `position` covers only these rows.
     """
     # DuckDB evaluates count_if and CASE in less than half the time of aggregates with FILTER.

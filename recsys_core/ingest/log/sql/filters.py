@@ -91,7 +91,7 @@ def _create_events_view(
 
 
 def _time_window(log_filter: LogFilter, *, newest_us: int) -> tuple[int, str | None]:
-    """Return the end of the filter's time window, and the SQL condition of the window, or None without a window.
+    """Return the end of the filter's time window, and the SQL condition of the window, or None if there is no window.
 
     newest_us: time of the newest event of the log.
     """

@@ -2,7 +2,7 @@
 
 Codes and rows stay the same until the vocabularies are rebuilt. Each side (user, item) has two tables:
 
-- <side>_ids (id, code, previous_row): every id that was ever read; previous_row is null without a row in the previous run.
+- <side>_ids (id, code, previous_row): every id that was ever read; previous_row is null if the id had no row before.
 - <side>s (id, code, row, vector_row): the ids that have a row in this run.
 
 Shapes: R rows of a vocabulary.
@@ -81,7 +81,7 @@ def assign_rows(
 
     Args:
         may_have_idle_ids: whether some ids may have no event in `log`. A new id without an event gets no row.
-        vector_ids_path: parquet file with the column `id`, one row per pretrained vector; None without vectors.
+        vector_ids_path: parquet file with the column `id`, one row per pretrained vector; None if there are no vectors.
         add_vector_ids: whether an id that has a vector, but no event, also gets a row.
     """
     vector_rows_sql = ""

@@ -223,7 +223,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         ),
         line("data that the busiest GPU sends per step, MB", lambda size: f"{size['fp32']['sent'] / 1e6:,.1f}"),
         line("part that is sent to other hosts, MB", lambda size: f"{size['fp32']['between_hosts'] / 1e6:,.1f}"),
-        line("the same data with fp16 communication, MB", lambda size: f"{size['fp16']['sent'] / 1e6:,.1f}"),
+        line("data that the busiest GPU sends with fp16 communication, MB", lambda size: f"{size['fp16']['sent'] / 1e6:,.1f}"),
         line("time of the lookups (planner's estimate), ms", lambda size: f"{size['lookups_ms']:.2f}"),
         line("part of this time that is communication, ms", lambda size: f"{size['comms_ms']:.2f}"),
         line("time of the towers and scores, ms", lambda size: f"{size['towers_ms']:.2f}"),

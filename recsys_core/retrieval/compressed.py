@@ -59,7 +59,7 @@ class CompressedIvf(Ivf):
         """Return the number of bytes of a compressed vector. The settings must be the result of `fitted`."""
 
     def max_value(self) -> float | None:
-        """Return the largest value in half precision; None if `rescore` is None. FAISS replaces a larger value by infinity."""
+        """Return the largest value in half precision; None if `rescore` is 0. FAISS replaces a larger value by infinity."""
         return None if self.rescore == 0 else MAX_HALF_PRECISION_VALUE
 
     def compressed_search_parameters(self, depth: int, selector: Any = None) -> Any:

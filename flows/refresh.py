@@ -1,4 +1,4 @@
-"""Flow `refresh`: the champion's model with the items of today, as a new version, in minutes and without a training."""
+"""Flow `refresh`: the champion's model with the current items, as a new version, in minutes and without a training."""
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State

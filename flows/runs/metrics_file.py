@@ -49,8 +49,8 @@ def metrics_registry(config: PipelineConfig) -> CollectorRegistry:
     add_gauge("run_start_timestamp_seconds", "Start of the newest run.", record.started.timestamp())
     if record.ended is not None:
         add_gauge("run_end_timestamp_seconds", "End of the newest run.", record.ended.timestamp())
-    is_state: _ValueByLabels = {(state,): state == record.state for state in get_args(RunState)}
-    add_gauge("run_state", "1 for the state of the newest run, 0 for the other states.", is_state, labels=("state",))
+    is_current_by_state: _ValueByLabels = {(state,): state == record.state for state in get_args(RunState)}
+    add_gauge("run_state", "1 for the state of the newest run, 0 for the other states.", is_current_by_state, labels=("state",))
     seconds_by_stage: _ValueByLabels = {(stage,): duration_s for stage, duration_s in figures.stage_seconds.items()}
     add_gauge("stage_duration_seconds", "Duration of each stage of the newest run.", seconds_by_stage, labels=("stage",))
     metric_name = config.registry.metric

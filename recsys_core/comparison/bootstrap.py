@@ -13,7 +13,7 @@ from recsys_core.seeds import BOOTSTRAP_SEED
 NUM_BLOCKS = 64
 """Number of blocks of resamples. Each block has its own random stream, so the result does not depend on the threads."""
 MIN_USERS_PER_GROUP = 16
-"""Mean number of users per group from which it is faster to draw counts of groups than users."""
+"""If the groups have at least this many users on average, drawing counts of groups is faster than drawing users."""
 
 
 def resample_means(value_UM: Floats, *, num_resamples: int) -> Floats:

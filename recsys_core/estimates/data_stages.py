@@ -10,7 +10,7 @@ INT32_LIMIT = 2**31
 FLOAT_BYTES, TIME_BYTES, OFFSET_BYTES = 4, 8, 8
 ONE_HOST = "1 host"
 BENCHMARK_CORES = 2
-"""Number of cores with which the constants were measured."""
+"""The constants were measured on this many cores."""
 
 
 def store_bytes(data: DataSizes) -> int:

@@ -34,7 +34,7 @@ from recsys_core.evaluation.ranking.chunks import TILE_COLUMNS, ScoreTile
 from recsys_core.evaluation.ranking.queries import Queries
 
 MAX_EVENTS = 5_000_000
-"""Largest number of events from which a model is computed. Users are sampled if the log has more events."""
+"""A model is computed from at most this many events. If the log has more, users are sampled."""
 MAX_EXPONENT_SEARCH_EVENTS, MAX_EXPONENT_SEARCH_USERS = 1_000_000, 3_000
 """Largest numbers of training events and validation users for the choice of the item exponent. There are fewer events than
 MAX_EVENTS, because each tested exponent needs its own decomposition."""

@@ -1,4 +1,4 @@
-"""Rankings of the held-out users by vectors, for the model and zero-shot: read from the export, or computed in this process.
+"""Rankings for the held-out users by the vectors of the model or of zero-shot: read from the export, or computed here.
 
 The files of the export contain only the results that need the vectors: the top lists, and the positions of the targets. The
 targets and candidates themselves are read from the log.

@@ -29,7 +29,7 @@ RANKER_COLOURS = {
 }
 """Colours of the rankers in the recall plot, in the order in which tables list the rankers."""
 MAX_HORIZONTAL_LABELS = 3
-"""Number of rankers up to which the recall plot has horizontal values."""
+"""If there are more rankers, the labels of the values in the recall plot are vertical."""
 SHOWN_METRICS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20", "known_negatives@10")
 """Metrics that the tables show by default. If a cut-off was not measured, a table shows the closest one that was measured."""
 LOWER_IS_BETTER_PREFIX = "known_negatives@"

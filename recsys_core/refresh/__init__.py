@@ -1,1 +1,1 @@
-"""Refresh: a package with the items of today and the model of its parent package, without a training."""
+"""Refresh: a package with the current items and the model of its parent package, without a training."""

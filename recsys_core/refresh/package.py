@@ -1,4 +1,4 @@
-"""The refreshed package: the model and the vectors of its parent, with the items of today.
+"""The refreshed package: the model and the vectors of its parent, with the current items.
 
 Shapes: I items, V new items, L looked-up items, D width of a vector.
 """

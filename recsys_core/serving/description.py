@@ -130,7 +130,9 @@ class PackageDescription(Frozen):
     dim: int = Field(description="width of query and item vectors")
     max_k: int = Field(description="largest number of recommended items: a request for more gets all items")
     users: Literal["stored", "none"] = Field(description="whether the package has the histories and features of the users")
-    fallbacks: tuple[Fallback, ...] = Field(description="origins of recommendations for users that the model does not know")
+    fallbacks: tuple[Fallback, ...] = Field(
+        description="sources of recommendations for unknown users; the first source that the request has is used"
+    )
     features: dict[str, QueryFeature] = Field(description="features of users and context, by key")
     item_features: dict[str, IngestedFeature] = Field(
         description="encodings of the features that the candidate tower reads, by key"

@@ -22,7 +22,7 @@ from recsys_core.units import INT64_MAX
 Id = int | str
 INT64_RANGE = range(-INT64_MAX - 1, INT64_MAX + 1)
 EXACT_FLOAT64_INTEGERS = range(-(2**53) + 1, 2**53)
-_HALF_BITS = np.uint64(32)
+_HALF_HASH_BITS = np.uint64(32)
 """A bucket number is the upper half of a 64-bit hash, scaled to the number of buckets."""
 _HASH_FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 """Factors from SplitMix64."""
@@ -65,10 +65,10 @@ def _bucket_numbers(ids: pa.Array, *, num_buckets: int) -> NDArray[np.int64]:
     if values.dtype == np.int64:
         hash_N = values.view(np.uint64)
         for factor in _HASH_FACTORS:
-            hash_N = (hash_N ^ (hash_N >> _HALF_BITS)) * factor
+            hash_N = (hash_N ^ (hash_N >> _HALF_HASH_BITS)) * factor
     else:
         hash_N = pd.util.hash_array(values, categorize=False)
-    return (((hash_N >> _HALF_BITS) * np.uint64(num_buckets)) >> _HALF_BITS).astype(np.int64)
+    return (((hash_N >> _HALF_HASH_BITS) * np.uint64(num_buckets)) >> _HALF_HASH_BITS).astype(np.int64)
 
 
 class IdMap:

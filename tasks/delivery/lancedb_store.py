@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ALIASES_TABLE = "nightjar_aliases"
 _TABLES_PER_PAGE = 1_000
 _MAX_ALIASES_VERSION_AGE = timedelta(days=7)
-"""Age above which old versions of the table ALIASES_TABLE are deleted."""
+"""Versions of the table ALIASES_TABLE that are older are deleted."""
 
 
 class LanceDbSettings(StoreSettings):

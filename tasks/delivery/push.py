@@ -43,7 +43,9 @@ class PushResult:
     num_loaded: int
 
     def __str__(self) -> str:
-        items_text = f"{self.num_loaded:,} items loaded" if self.num_loaded else f"{self.num_items:,} items, which were there"
+        items_text = (
+            f"{self.num_loaded:,} items loaded" if self.num_loaded else f"{self.num_items:,} items, which the store already had"
+        )
         return f"{self.location}: alias {self.alias} names {self.collection} ({items_text}, overlap {self.overlap:.1%})"
 
 

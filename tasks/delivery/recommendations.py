@@ -31,7 +31,7 @@ MAX_BATCH_ROWS = 1 << 14
 MAX_BATCH_ITEMS = 1 << 22
 """Largest number of recommended items in memory."""
 PART_ROWS = 1 << 20
-"""Number of rows after which another output file begins."""
+"""When an output file has at least this many rows, the next file begins."""
 
 OnProgress = Callable[[int, int], None]
 """Function that is called with the number of answered rows and the number of all rows."""

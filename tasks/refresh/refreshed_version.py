@@ -1,4 +1,4 @@
-"""The refreshed champion: a new version with the items of today, its lineage, and the decision about the alias."""
+"""The refreshed champion: a new version with the current items, its lineage, and the decision about the alias."""
 
 import json
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def refresh_champion(
     pipeline: str,
     successor: ModelVersion | None = None,
 ) -> RefreshedVersion | None:
-    """Register a version with the items of today and the model of the champion; it becomes champion if it passes the checks.
+    """Register a version with the current items and the model of the champion; it becomes champion if it passes the checks.
 
     If no item has changed, register nothing, keep the alias, and return None.
 

@@ -31,7 +31,7 @@ from tasks.retention.run_folders import own_runs
 
 _LOGGED_MODEL_PATTERN = re.compile(r"models:/(m-[0-9a-f]+)")
 MAX_COMPARISON_MS = 1_000 * DAY_S
-"""Age above which retention assumes that no run is still comparing a version with the champion."""
+"""Retention assumes that no run is still comparing a version older than this with the champion."""
 
 
 def registered_run_ids_by_model(workspace: Path) -> dict[str, set[str]]:

@@ -141,7 +141,7 @@ def _replace_champion(
         )
         if refreshed is not None and refreshed.problems:
             raise StageError(
-                f"version {refreshed.version}, the refit of version {promoted_number} with the items of today, does not become "
+                f"version {refreshed.version}, the refit of version {promoted_number} with the current items, does not become "
                 f"champion: {'; '.join(refreshed.problems)}"
             )
         if refreshed is not None:

@@ -19,7 +19,7 @@ from recsys_core.manifests import Dataset
 from tasks.tuning.config import RangeConfig
 
 DENSE_LOG_SHARE = 0.01
-"""Share of all (user, item) pairs in the log from which the log counts as dense."""
+"""A log is dense if it contains at least this share of all (user, item) pairs."""
 STEPS_PER_EPOCH = 300
 """Number of steps per epoch that the suggested batch size aims at."""
 FACTORISATION_STEPS_PER_EPOCH = 80
@@ -27,21 +27,21 @@ FACTORISATION_STEPS_PER_EPOCH = 80
 MAX_HISTORY_LENGTH = 50
 """Largest suggested number of items in a history."""
 SMALL_LOG_EVENTS = 300_000
-"""Number of training events below which a matrix factorisation needs a higher temperature.
+"""With fewer training events, a matrix factorisation needs a higher temperature.
 
 In benchmarks/suggestions.json, 0.25 is better than 0.18 on dense logs of 65,000 to 192,000 training events. On ml1m, with
 717,000 training events, the best temperature is 0.18.
 """
 MAX_FACTORISATION_ITEMS = 20_000
-"""Number of items up to which a matrix factorisation, with a softmax over the whole catalogue, is suggested."""
+"""A matrix factorisation, with a softmax over the whole catalogue, is suggested for at most this many items."""
 MOSTLY_COLD_SHARE = 0.5
-"""Share of events of cold items above which the settings are chosen for cold items (suggestions.json, citeulike_t cold)."""
+"""If a larger share of the events is of cold items, the settings are for cold items (suggestions.json, citeulike_t cold)."""
 MAX_ROWS_WITHOUT_BLOCK = 200
-"""Number of users or items above which a spectral block, with 80 singular vectors, is suggested."""
+"""A spectral block, with 80 singular vectors, is suggested for more users and items than this."""
 MAX_DIM = 128
 """Largest suggested width of the item embeddings."""
 MIN_EVENTS_FOR_POPULARITY = 20
-"""Median number of training events of a user from which a learned popularity is suggested."""
+"""A learned popularity is suggested if the median user has at least this many training events."""
 SEARCHED_RANGES = {
     "training.table_optimizer.learning_rate": RangeConfig(low=0.01, high=0.3, log=True),
     "model.query.dropout": RangeConfig(low=0.0, high=0.5),

@@ -51,7 +51,7 @@ def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(
     (row,) = aliases.search().to_list()
     assert row["alias"] == "m" and row["collection"].startswith("m_v1_")
     second_result = CliRunner().invoke(app, ["push", str(config_path), "--version", "1"])
-    assert f"{NUM_ITEMS} items, which were there" in second_result.output
+    assert f"{NUM_ITEMS} items, which the store already had" in second_result.output
     assert push_champion(load_config(config_path)) is None
 
 

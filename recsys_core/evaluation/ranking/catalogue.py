@@ -42,7 +42,7 @@ def rank_catalogue(
     device: str = "cpu",
     on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
-    """Rank all unseen items by inner product for every query, also of unknown users. Equal scores are ordered by `tie_order`.
+    """Rank all unseen items by inner product for every query, including unknown users. Equal scores are ordered by `tie_order`.
 
     The targets of a user are candidates like any item. The queries are ranked in chunks by as many threads as torch uses.
 

@@ -39,7 +39,7 @@ GPU_CHUNK_SCORES = 1 << 26
 TILE_COLUMNS = 2_048
 """Number of columns whose scores are computed at once, so that the scores of a chunk stay in the cache of a core."""
 BOUND_COLUMNS = 1 << 14
-"""Number of columns from which a lower bound of the k-th best score is computed, if only the top lists are needed."""
+"""The scores of this many columns give a lower bound of the k-th best score, if only the top lists are needed."""
 BLOCK_COLUMNS = 1 << 16
 """Number of item vectors that are sent between ranks, or are in GPU memory, at once: 16 MiB with a width of 64."""
 

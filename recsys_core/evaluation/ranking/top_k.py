@@ -32,7 +32,7 @@ class _Candidates(NamedTuple):
 
 
 class TopLists:
-    """The k best columns of each query, from tiles in ascending order of their columns. Equal scores are in the same order.
+    """The k best columns of each query, from tiles in ascending order of their columns. Equal scores are ordered by column.
 
     The first columns give a lower bound of the k-th best score. If the columns are in random order, only few scores of later
     columns are above this bound.
@@ -147,7 +147,7 @@ def num_above_on_gpu(score_BC: Tensor, query_T: Tensor, column_T: Tensor, *, fir
     """
     column_C = torch.arange(first_column, first_column + score_BC.shape[1], device=score_BC.device)
     counts = []
-    for targets in chunk_slices(len(query_T), length=max(1, len(score_BC))):  # rows of as many targets as there are queries
+    for targets in chunk_slices(len(query_T), length=max(1, len(score_BC))):  # a slice needs as much memory as the scores
         row_BC, score_B1, column_B1 = score_BC[query_T[targets]], score_T[targets, None], column_T[targets, None]
         is_above_BC = (row_BC > score_B1) | ((row_BC == score_B1) & (column_C < column_B1))
         counts.append(is_above_BC.sum(dim=1))

@@ -25,7 +25,7 @@ FIX_TIMES = "check interactions.timestamp_unit; if it is right, fix the clock of
 FIX_FUTURE_TIMES = f"{FIX_TIMES}, or raise interactions.max_future_days"
 IN_FUTURE = "in the future"
 MAX_USUAL_ID_CHARACTERS = 1_000
-"""Number of characters above which an id is reported as unusual."""
+"""A longer id is reported as unusual."""
 UNUSUAL_CHARACTERS = r"[\p{Cc}\p{Cf}]"
 """Control characters, and format characters such as direction marks."""
 

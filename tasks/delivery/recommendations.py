@@ -4,6 +4,7 @@ Shapes: B rows of a batch, L recommended items of a batch.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -32,6 +33,8 @@ MAX_BATCH_ITEMS = 1 << 22
 """Largest number of recommended items in memory."""
 PART_ROWS = 1 << 20
 """When an output file has at least this many rows, the next file begins."""
+
+_PART_NAME = re.compile(r"part-[0-9]{5,}\.parquet")
 
 OnProgress = Callable[[int, int], None]
 """Function that is called with the number of answered rows and the number of all rows."""
@@ -71,10 +74,18 @@ class _InputBatch(NamedTuple):
     Attributes:
         columns: Arrow columns by name.
         location: file and row numbers, for messages.
+        user_id_type: type of the column user_id in the output, into which the ids of all files fit; None: as in the input.
     """
 
     columns: dict[str, pa.Array]
     location: str
+    user_id_type: pa.DataType | None = None
+
+    def output_columns(self) -> dict[str, pa.Array]:
+        """Return the column of the input that the output has too: user_id, if there is one."""
+        if (user_ids := self.columns.get("user_id")) is None:
+            return {}
+        return {"user_id": user_ids if self.user_id_type is None else user_ids.cast(self.user_id_type)}
 
 
 def write_recommendations(
@@ -115,7 +126,7 @@ def write_recommendations(
         with closing(batches), _PartWriter(new_folder) as writer:
             for batch in batches:
                 recommendations = _recommend(retriever, batch, k=k, options=options)
-                writer.write(_as_table(recommendations, user_id_column=batch.columns.get("user_id")))
+                writer.write(_as_table(recommendations, input_columns=batch.output_columns()))
                 num_rows_by_code += np.bincount(recommendations.fallback_code_B, minlength=len(FALLBACKS))
                 num_done += len(recommendations)
                 on_progress(num_done, num_rows)
@@ -180,6 +191,13 @@ def _require_replaceable(folder: Path) -> None:
     is_replaceable = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if folder.is_symlink() or not (is_replaceable or (folder / SUMMARY_FILE_NAME).is_file()):
         raise InputError(f"{folder}: exists, and is not a folder of recommendations; choose another folder")
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    other_names = [name for name in names if name != SUMMARY_FILE_NAME and not _PART_NAME.fullmatch(name)]
+    if other_names:
+        raise InputError(
+            f"{folder}: has other files than recommendations, such as {other_names[0]!r}, which would be deleted; move them to "
+            "another folder"
+        )
 
 
 def _read_users(
@@ -198,6 +216,7 @@ def _read_users(
         )
     for name in columns:
         require_same_type_in_files(sources, name, setting="users")
+    user_id_type = _common_type([source.schema.field("user_id").type for source in sources]) if "user_id" in columns else None
 
     def read() -> Generator[_InputBatch]:
         with local_files(sources, columns=columns, scratch_folder=scratch_folder) as paths:
@@ -206,10 +225,20 @@ def _read_users(
                 for batch in decode_ahead(read_batches(source, path, columns=columns, batch_rows=batch_rows)):
                     last_row = first_row + batch.num_rows - 1
                     batch_columns = {name: batch.column(name) for name in columns}
-                    yield _InputBatch(batch_columns, f"{source.name}, rows {first_row:,} to {last_row:,}")
+                    location = f"{source.name}, rows {first_row:,} to {last_row:,}"
+                    yield _InputBatch(batch_columns, location, user_id_type)
                     first_row = last_row + 1
 
     return columns, sum(source.record.num_rows for source in sources), read()
+
+
+def _common_type(types: Sequence[pa.DataType]) -> pa.DataType | None:
+    """Return a type into which numbers of several widths fit; None if there is only one type, or if the ids are text."""
+    if len(set(types)) == 1:
+        return None
+    if pa.types.is_integer(types[0]):
+        return pa.int64()  # the retriever rejects larger ids
+    return pa.float64() if pa.types.is_floating(types[0]) else None
 
 
 def _batch_rows(k: int) -> int:
@@ -235,10 +264,10 @@ def _recommend(retriever: Retriever, batch: _InputBatch, *, k: int, options: Sea
         raise InputError(f"{batch.location}: {error}") from None
 
 
-def _as_table(recommendations: Recommendations, *, user_id_column: pa.Array | None) -> pa.Table:
+def _as_table(recommendations: Recommendations, *, input_columns: Mapping[str, pa.Array]) -> pa.Table:
     offset = pa.array(recommendations.offset, pa.int32())  # a batch has fewer than 2**31 items
-    columns = {} if user_id_column is None else {"user_id": user_id_column}
-    columns |= {
+    columns = {
+        **input_columns,
         "item_ids": pa.ListArray.from_arrays(offset, _id_column(recommendations.item_id_L)),
         "scores": pa.ListArray.from_arrays(offset, pa.array(recommendations.score_L)),
         "fallback": _fallback_column(recommendations.fallback_code_B),

@@ -98,6 +98,32 @@ def test_progress_reaches_the_number_of_rows(
 
 
 @pytest.mark.parametrize(
+    ("narrow_ids", "wide_ids", "output_type"),
+    [
+        (pa.array([USER_IDS[4]], pa.int32()), pa.array([2**40]), pa.int64()),
+        (pa.array([None], pa.int8()), pa.array([USER_IDS[4]], pa.uint64()), pa.int64()),
+        (pa.array([None], pa.float32()), pa.array([2.0**24 + 1]), pa.float64()),
+    ],
+    ids=["int32 and int64", "int8 and uint64", "float32 and float64"],
+)
+def test_files_with_user_ids_of_several_widths_get_all_ids_unchanged(
+    retriever: Retriever,
+    tmp_path: Path,
+    output_folder: Path,
+    narrow_ids: pa.Array,
+    wide_ids: pa.Array,
+    output_type: pa.DataType,
+) -> None:
+    paths = [tmp_path / "users-0.parquet", tmp_path / "users-1.parquet"]
+    for path, user_ids in zip(paths, (narrow_ids, wide_ids), strict=True):
+        pq.write_table(pa.table({"user_id": user_ids}), path)
+    write_top_k(retriever, [str(path) for path in paths], output_folder)
+    (part_path,) = output_folder.glob("*.parquet")
+    assert pq.read_schema(part_path).field("user_id").type == output_type
+    assert [row["user_id"] for row in read_rows(output_folder)] == [*narrow_ids.to_pylist(), *wide_ids.to_pylist()]
+
+
+@pytest.mark.parametrize(
     ("columns", "message"),
     [
         ({"user_id": [USER_IDS[0], 2**62 + 1], "history": [None, [1]]}, "rows 0 to 1: "),
@@ -127,6 +153,14 @@ def test_a_folder_with_other_files_is_not_replaced(retriever: Retriever, output_
     with pytest.raises(InputError, match="is not a folder of recommendations"):
         write_top_k(retriever, [], output_folder)
     assert (output_folder / "thesis.txt").is_file()
+
+
+def test_recommendations_next_to_other_files_are_not_replaced(retriever: Retriever, output_folder: Path) -> None:
+    write_top_k(retriever, [], output_folder)
+    (output_folder / "notes.txt").write_text("three years of work")
+    with pytest.raises(InputError, match=r"recs: has other files than recommendations, such as 'notes\.txt'"):
+        write_top_k(retriever, [], output_folder)
+    assert (output_folder / "notes.txt").is_file()
 
 
 def test_the_recommendations_that_a_killed_process_has_moved_are_restored(

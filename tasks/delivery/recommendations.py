@@ -208,7 +208,7 @@ def _read_users(
         return ["user_id"], len(retriever.user_ids), _known_users(retriever, batch_rows=batch_rows)
     sources = open_sources(user_paths, setting="users")
     known_columns = [*QUERY_COLUMNS, *retriever.request_features.columns]
-    columns = [name for name in known_columns if name in sources[0].schema.names]
+    columns = [name for name in known_columns if any(name in source.schema.names for source in sources)]
     if not columns:
         raise InputError(
             f"{sources[0].name}: has the columns {shown_names(sources[0].schema.names)}, but none that the model reads: "

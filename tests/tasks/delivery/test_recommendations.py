@@ -123,6 +123,18 @@ def test_files_with_user_ids_of_several_widths_get_all_ids_unchanged(
     assert [row["user_id"] for row in read_rows(output_folder)] == [*narrow_ids.to_pylist(), *wide_ids.to_pylist()]
 
 
+@pytest.mark.parametrize("with_history", [0, 1])
+def test_a_column_that_only_some_files_have_is_an_error(
+    retriever: Retriever, tmp_path: Path, output_folder: Path, with_history: int
+) -> None:
+    paths = [tmp_path / "users-0.parquet", tmp_path / "users-1.parquet"]
+    for index, path in enumerate(paths):
+        history = {"history": [ITEM_IDS[:3]]} if index == with_history else {}
+        pq.write_table(pa.table({"user_id": [USER_IDS[index]]} | history), path)
+    with pytest.raises(InputError, match=rf"users-{1 - with_history}\.parquet: .*'history'"):
+        write_top_k(retriever, [str(path) for path in paths], output_folder)
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

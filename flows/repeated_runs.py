@@ -196,8 +196,8 @@ def _repeat_run(
 ) -> tuple[RunRecord, dict[str, float]]:
     """Execute the nightly run in the workspace `folder`; return its record, and the metrics of its stages.
 
-    The champion is not delivered, because the receivers have the champion of the workspace in the config. A run from which
-    retention has removed the large files has the same settings and data, so it is not executed again.
+    The champion is not delivered, because the receivers have the champion of the workspace in the config. If retention has
+    removed the large files of a run, the run is not executed again, because it had the same settings and data.
     """
     run = Workspace(folder).run(run_id)
     if not (run.folder / REDUCED_FILE_NAME).exists():

@@ -30,7 +30,7 @@ def log_matrix(store: EventStore, *, before: EvaluationSplit, max_events: int, m
     """Return the matrix [U, I] of the events before the split `before`, for all users or for a sample with a fixed seed.
 
     Args:
-        max_events: number of events before the split above which the users are sampled.
+        max_events: if there are more events before the split, the users are sampled.
         max_history: number of newest events of each user that are read; None for all events.
     """
     user_U = np.arange(store.num_users)

@@ -18,7 +18,7 @@ from recsys_core.seeds import CLOSED_FORM_SEED
 
 GIGABYTE = 1_000_000_000
 MIN_RELATIVE_NORM = 1e-4
-"""Norm of a vector, relative to the mean norm, below which the vector is only rounding noise."""
+"""A vector with a smaller norm, relative to the mean norm, is only rounding noise."""
 
 
 def embed_log(config: LogVectorsConfig, *, interactions: InteractionsManifest, folder: Path) -> LogVectorsManifest:

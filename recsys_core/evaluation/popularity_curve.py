@@ -28,7 +28,7 @@ from recsys_core.models.spec import ModelSpec
 DEFAULT_MULTIPLES = (-0.5, -0.25, -0.1, 0.0, 0.1, 0.25, 0.5)
 """The default weights, as multiples of the weight with which the popularity term varies as much as the scores of a user."""
 MAX_SAMPLED_QUERIES = 256
-"""Number of queries from which the variation of the scores is estimated."""
+"""The variation of the scores is estimated from at most this many queries."""
 
 
 class CurvePoint(Frozen):

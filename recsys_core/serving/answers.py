@@ -1,4 +1,4 @@
-"""Answers of the Retriever: recommended items with their scores, their origin, and optionally the vectors behind the scores.
+"""Answers of the Retriever: recommended items with their scores, their origin, and optionally the vectors of queries and items.
 
 Shapes: B queries, L recommended items of all queries, D width of the vectors.
 """

@@ -27,7 +27,7 @@ from recsys_core.training.job import Progress
 from tasks.progress.reporting import LOG, show_bar, training_note
 from tasks.runs.context import StageContext
 
-_NUM_RETRIES = 4
+_MAX_RETRIES = 4
 """Largest number of retries of a request. The pauses before them are 2, 4, 8 and 16 s, in which a server can restart."""
 _PROGRESS_INTERVAL_S = 5.0
 _PROGRESS_PAUSE_S = 30.0
@@ -74,7 +74,7 @@ def _send(
     artifact_name: str,
     create: Callable[[str], object],
     *,
-    num_retries: int = _NUM_RETRIES,
+    num_retries: int = _MAX_RETRIES,
     level: int = logging.WARNING,
 ) -> UUID | None:
     """Send an artifact with `create`. Return its id; None if the artifact was not sent.
@@ -122,7 +122,7 @@ class TrainingProgress:
     def finish(self, summary: str) -> str:
         """Set the artifact, if it exists, to 100 % and the text `summary`, also after early stopping. Return `summary`."""
         if self._artifact_id is not None:
-            self._update(100.0, summary, num_retries=_NUM_RETRIES)
+            self._update(100.0, summary, num_retries=_MAX_RETRIES)
         return summary
 
     def _update(self, percent: float, description: str, *, num_retries: int) -> bool:

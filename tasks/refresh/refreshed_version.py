@@ -46,7 +46,7 @@ class RefreshedVersion:
     """Result of a refresh that changed items.
 
     Attributes:
-        version, parent: numbers of the refreshed version, and of the champion from which it has its model.
+        version, parent: numbers of the refreshed version, and of the champion whose model it has.
         changes_text: the changes, in one sentence.
         problems: why the version is not the champion; empty if it is.
         delta_uri: address of the delta file in MLflow.

@@ -11,7 +11,7 @@ from recsys_core.errors import InputError
 from recsys_core.serving.ids import Id
 from recsys_core.serving.retriever import Retriever
 
-NUM_MOVERS = 10
+MAX_MOVERS = 10
 """Largest number of items in `VersionComparison.movers`."""
 SAMPLE_SEED = 0
 
@@ -105,7 +105,7 @@ def _movers(
             num_users_before=num_users_before.get(item_id, 0),
             num_users_after=num_users_after.get(item_id, 0),
         )
-        for item_id in moved_ids[:NUM_MOVERS]
+        for item_id in moved_ids[:MAX_MOVERS]
     )
 
 

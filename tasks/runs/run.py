@@ -32,7 +32,7 @@ REFIT_FOLDER_NAME = "refit"
 REFIT_FILE_NAME = "refit.json"
 """File in a run's folder with the version number of its refit."""
 REDUCED_FILE_NAME = "reduced.json"
-"""File that marks a run's folder from which retention has removed the large files. The run cannot be resumed."""
+"""File in the folder of a run whose large files retention has removed. The run cannot be resumed."""
 
 
 @dataclass(frozen=True)

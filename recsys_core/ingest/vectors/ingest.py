@@ -20,7 +20,7 @@ from recsys_core.dataset.layout import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.ingest.vectors.config import AnyEmbeddings
 from recsys_core.ingest.vectors.ids import MEMORY_LIMIT, TableIds
-from recsys_core.ingest.vectors.projection import SAMPLE_ROWS, Projection, with_unit_norm
+from recsys_core.ingest.vectors.projection import MAX_SAMPLE_ROWS, Projection, with_unit_norm
 from recsys_core.ingest.vectors.reader import BATCH_BYTES, MIN_BATCH_ROWS, read_vectors
 from recsys_core.ingest.vectors.row_faults import Fault, num_rows_by_fault, reject_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim, open_embeddings, require_one_dim
@@ -202,4 +202,6 @@ def _fit_projection(read_entry: _ReadEntry, *, table_ids: TableIds) -> Projectio
             f"{read_entry.entry.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; "
             f"provide more than {dim} vectors, or lower pca_dim"
         )
-    return Projection.fit(_usable_vectors(read_entry, table_ids=table_ids, sample_step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)
+    return Projection.fit(
+        _usable_vectors(read_entry, table_ids=table_ids, sample_step=-(-num_vectors // MAX_SAMPLE_ROWS)), dim=dim
+    )

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-SAMPLE_ROWS = 131_072
+MAX_SAMPLE_ROWS = 131_072
 """Largest number of vectors to which a projection is fitted, which is enough for a few thousand dimensions.
 
 With more vectors, only the third digit of the explained variance changes.

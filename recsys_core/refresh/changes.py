@@ -35,7 +35,7 @@ _FIX = "train a new model with `nightjar run`"
 
 @dataclass(frozen=True)
 class Changes:
-    """Differences between a package and the input tables of today.
+    """Differences between a package and the current input tables.
 
     Attributes:
         kept_row_I: rows in the package of the items that stay, ascending. They are the first items of the new package.

@@ -48,7 +48,7 @@ def step_seconds(workload: Workload, rates: Rates) -> float:
         compute_s = training.lookups_ms / 1000 + operations * rates("gpu_operation_s")
         return max(compute_s, rates("loaded_example_s", times=training.batch_size))
     num_items = workload.data.num_items
-    # The result is the constant, because size x times is 1. The size records the extrapolation from the benchmark's catalogue.
+    # The time of an example is constant: `times` cancels the size. The size only records how far the estimate extrapolates.
     example_s = rates("trained_example_s", num_items, times=1 / num_items)
     return training.batch_size * example_s + operations * rates("cpu_operation_s")
 
@@ -82,7 +82,7 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
     """
     rates, data, machines = Rates(constants), workload.data, workload.machines
     num_pairs = data.num_held_out_users * data.num_items
-    constant_name = "ranked_target_value_s" if workload.ranks_all_targets else "ranked_value_s"
+    constant_name = "ranked_target_value_s" if workload.needs_all_positions else "ranked_value_s"
     if machines.device == "cuda":
         constant_name = "gpu_ranked_value_s"
     vector_dim = data.vector_dim if data.num_vectors else 0

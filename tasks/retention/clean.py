@@ -52,7 +52,7 @@ def clean(workspace: Path, config: RetentionConfig, *, model_name: str, dry_run:
     else:
         retry = partial(call_with_retries, uri=client.tracking_uri)
         aliased_run_ids = retry(partial(find_aliased_run_ids, client, workspace, model_name=model_name))
-        versions = retry(partial(find_old_versions, client, model_name, num_kept=config.keep_versions))
+        versions = retry(partial(find_old_versions, client, model_name, num_newest=config.keep_versions))
     run_removals = find_removals(workspace, config, aliased_run_ids=aliased_run_ids)
     if dry_run:
         return Removals(run_removals, versions)

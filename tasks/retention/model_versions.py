@@ -64,12 +64,12 @@ def find_aliased_run_ids(client: MlflowClient, workspace: Path, *, model_name: s
     return aliased_run_ids
 
 
-def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[ModelVersion]:
+def find_old_versions(client: MlflowClient, model_name: str, *, num_newest: int) -> list[ModelVersion]:
     """Return the versions that nightjar registered and retention does not keep, the oldest first. Nothing is deleted.
 
     Retention keeps
 
-    - the newest `num_kept` versions, and versions with an alias,
+    - the newest `num_newest` versions, and versions with an alias,
     - the latest former champions, and the latest former champion of each of the latest other runs,
     - the version of which one of these versions is a refit, because the gate compares new versions with it,
     - versions that another run may still be comparing with the champion,
@@ -86,7 +86,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     former_version_by_run_id.pop(run_id_by_number.get(number_by_alias.get("champion", "")), None)
     other_former_versions = sorted(former_version_by_run_id.values(), key=former_versions.index)
     kept_versions = [
-        *versions[-num_kept:], *former_versions[:MAX_FORMER_CHAMPIONS], *other_former_versions[:MAX_FORMER_CHAMPIONS]
+        *versions[-num_newest:], *former_versions[:MAX_FORMER_CHAMPIONS], *other_former_versions[:MAX_FORMER_CHAMPIONS]
     ]  # fmt: skip
     kept_numbers = {str(version.version) for version in kept_versions} | set(number_by_alias.values())
     refits = [version for version in versions if REFIT_OF_TAG in version.tags and str(version.version) in kept_numbers]

@@ -56,14 +56,14 @@ def test_only_old_versions_that_are_not_used_are_deleted_with_their_files(client
         client.set_model_version_tag("m", str(number), FORMER_CHAMPION_TAG, str(number))
     client.delete_model_version_tag("m", "8", REASONS_TAG)  # a version in the gate has no reasons yet
     client.set_registered_model_alias("m", "shadow", "1")
-    removals = find_old_versions(client, "m", num_kept=2)
+    removals = find_old_versions(client, "m", num_newest=2)
     assert [str(version.version) for version in removals] == ["3", "4", "9"]
     client.set_registered_model_alias("m", "shadow", "4")  # as if moved by a person after the search
     assert [str(version.version) for version in delete_versions(client, removals)] == ["3", "9"]
     assert version_numbers(client) == {1, 2, 4, 5, 6, 7, 8, 10, 11}
     assert {number for number, folder in folder_by_number.items() if not folder.exists()} == {3, 9}
     assert client.get_model_version_by_alias("m", "champion").version == 2
-    assert [str(version.version) for version in find_old_versions(client, "m", num_kept=2)] == ["1"]
+    assert [str(version.version) for version in find_old_versions(client, "m", num_newest=2)] == ["1"]
 
 
 def test_the_version_that_a_kept_refit_repeats_is_kept_after_many_refreshes(client: MlflowClient) -> None:
@@ -72,7 +72,7 @@ def test_the_version_that_a_kept_refit_repeats_is_kept_after_many_refreshes(clie
         add_version(client, "1", tags={REFIT_OF_TAG: "1"})
         client.set_model_version_tag("m", str(number - 1), FORMER_CHAMPION_TAG, str(number))
     client.set_registered_model_alias("m", "champion", "7")
-    assert [str(version.version) for version in find_old_versions(client, "m", num_kept=1)] == ["2", "3"]
+    assert [str(version.version) for version in find_old_versions(client, "m", num_newest=1)] == ["2", "3"]
 
 
 def test_the_former_champions_of_other_runs_are_kept_after_many_refreshes(client: MlflowClient) -> None:
@@ -83,7 +83,7 @@ def test_the_former_champions_of_other_runs_are_kept_after_many_refreshes(client
         client.set_model_version_tag("m", str(number), FORMER_CHAMPION_TAG, str(number))
     add_version(client, "4")
     client.set_registered_model_alias("m", "champion", "21")
-    removed_numbers = {int(version.version) for version in find_old_versions(client, "m", num_kept=1)}
+    removed_numbers = {int(version.version) for version in find_old_versions(client, "m", num_newest=1)}
     assert {*range(1, 22)} - removed_numbers == {5, 10, 15, 18, 19, 20, 21}
 
 
@@ -91,11 +91,11 @@ def test_the_former_champions_of_other_runs_are_kept_after_many_refreshes(client
 def test_a_version_whose_files_are_behind_a_link_is_kept(client: MlflowClient, tmp_path: Path, linked_level: int) -> None:
     artifact_folder = add_version(client, "1")
     add_version(client, "2")
-    removals = find_old_versions(client, "m", num_kept=1)
+    removals = find_old_versions(client, "m", num_newest=1)
     linked_folder, archive = (artifact_folder, *artifact_folder.parents)[linked_level], tmp_path / "archive"
     linked_folder.rename(archive)
     linked_folder.symlink_to(archive)
-    assert find_old_versions(client, "m", num_kept=1) == []
+    assert find_old_versions(client, "m", num_newest=1) == []
     assert delete_versions(client, removals) == []  # planned before the folder became a link
     assert len([*archive.rglob("values.npy")]) == 1
     assert version_numbers(client) == {1, 2}
@@ -104,10 +104,10 @@ def test_a_version_whose_files_are_behind_a_link_is_kept(client: MlflowClient, t
 def test_a_version_whose_deletion_was_interrupted_is_deleted_by_the_next_clean(client: MlflowClient) -> None:
     folder = add_version(client, "1")
     add_version(client, "2")
-    (removal,) = find_old_versions(client, "m", num_kept=1)
+    (removal,) = find_old_versions(client, "m", num_newest=1)
     (folder / "values.npy").unlink()
     client.delete_logged_model(folder.parent.name)
-    assert find_old_versions(client, "m", num_kept=1)[0].version in (1, "1")
+    assert find_old_versions(client, "m", num_newest=1)[0].version in (1, "1")
     assert delete_versions(client, [removal]) == delete_versions(client, [removal]) == [removal]
     assert version_numbers(client) == {2}
 
@@ -118,10 +118,10 @@ def test_a_version_that_has_been_in_the_gate_for_a_day_is_deleted(
     for run_id in ("1", "2"):
         add_version(client, run_id)
     client.delete_model_version_tag("m", "1", REASONS_TAG)
-    assert find_old_versions(client, "m", num_kept=1) == []
+    assert find_old_versions(client, "m", num_newest=1) == []
     next_day_s = time.time() + 86_401
     monkeypatch.setattr(time, "time", lambda: next_day_s)
-    assert [str(version.version) for version in find_old_versions(client, "m", num_kept=1)] == ["1"]
+    assert [str(version.version) for version in find_old_versions(client, "m", num_newest=1)] == ["1"]
 
 
 def test_the_aliased_runs_include_all_runs_with_a_version_that_is_in_no_registry(

@@ -59,7 +59,7 @@ class FeatureSlice(Settings):
         None,
         ge=1,
         le=MAX_COUNT,
-        description="number of users that a slice needs to have metrics. Default: `min_slice_users`",
+        description="smallest number of users for which a slice has metrics. Default: `min_slice_users`",
     )
 
 
@@ -122,8 +122,7 @@ class EvaluationConfig(Settings):
         30,
         ge=1,
         le=MAX_COUNT,
-        description="number of users that a slice needs to have metrics. A smaller slice has the text `not enough data` "
-        "instead",
+        description="smallest number of users for which a slice has metrics. Smaller slices are listed as `not enough data`",
     )
 
     @field_validator("ks")
@@ -141,7 +140,7 @@ class EvaluationConfig(Settings):
         return slices
 
     def linear_baselines(self, num_items: int | None = None) -> tuple[BaselineName, ...]:
-        """Return the baselines with a linear model of the log, without those that `num_items` items are too many for.
+        """Return the baselines with a linear model of the log; none if `num_items` is more than `closed_form.max_items`.
 
         >>> EvaluationConfig().linear_baselines(), EvaluationConfig().linear_baselines(num_items=200_000)
         (('cooccurrence', 'closed_form'), ())

@@ -46,7 +46,7 @@ class IndexConfig(Settings):
     shards: Annotated[int, Field(ge=1, le=1_024)] | Literal["auto"] = Field(
         1,
         description="number of shards of each index. One shard at a time is built in memory, and a search merges the results "
-        "of all shards. With `auto`, an index has the smallest number of shards of about 4 GiB or less",
+        "of all shards. With `auto`, an index is divided into as few shards of at most about 4 GiB as possible",
     )
 
     @property

@@ -54,8 +54,8 @@ class GuardrailsConfig(Settings):
         0.5,
         ge=0.001,
         lt=1,
-        description="largest share of the items found by an exact search that the index may miss, on average over the test "
-        "users. A compressed index often returns other items that are as good, so this limit finds only a broken index",
+        description="largest share of the exact best items that the index may miss, on average over the test users. A "
+        "compressed index often returns other items that are as good, so this limit finds only a broken index",
     )
     max_cost_increase: float = Field(
         1.0,

@@ -36,8 +36,8 @@ class RetentionConfig(Settings):
         ge=1,
         le=MAX_RUNS,
         description="number of newest versions of the MLflow model that are kept. Older versions without an alias are "
-        "deleted with their files. Some former champions (docs/operations.md lists them) and the versions that a kept refit "
-        "repeats are not deleted",
+        "deleted with their files. Some former champions (docs/operations.md lists them) are not deleted, and neither is a "
+        "version whose refit is kept",
     )
     disk_budget_gb: Annotated[float | None, OPERATIONAL] = Field(
         None,

@@ -112,7 +112,7 @@ def workload_of(config: PipelineConfig, data: DataSizes, *, plan: PlanFile, mach
         training=training,
         indexes=tuple(_index_sizes(index, config, data) for index in built_indexes),
         package_bytes_per_item=_package_bytes_per_item(config),
-        needs_all_positions="auc" in config.evaluation.metrics,
+        ranks_all_targets="auc" in config.evaluation.metrics,
         has_linear_baselines=bool(config.evaluation.linear_baselines(data.num_items)),
         machines=machines,
     )

@@ -82,7 +82,7 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
     """
     rates, data, machines = Rates(constants), workload.data, workload.machines
     num_pairs = data.num_held_out_users * data.num_items
-    constant_name = "ranked_target_value_s" if workload.needs_all_positions else "ranked_value_s"
+    constant_name = "ranked_target_value_s" if workload.ranks_all_targets else "ranked_value_s"
     if machines.device == "cuda":
         constant_name = "gpu_ranked_value_s"
     vector_dim = data.vector_dim if data.num_vectors else 0

@@ -78,6 +78,6 @@ class Workload(Frozen):
     training: TrainingSizes
     indexes: tuple[IndexSizes, ...]
     package_bytes_per_item: float = Field(ge=0, description="bytes of an item's vectors and table rows in the package")
-    needs_all_positions: bool = Field(True, description="whether the evaluation needs the position of every target")
+    ranks_all_targets: bool = Field(True, description="whether the evaluation needs the position of every target")
     has_linear_baselines: bool = Field(True, description="whether `closed_form` or `cooccurrence` ranks all items")
     machines: Machines = Machines()

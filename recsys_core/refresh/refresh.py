@@ -45,7 +45,7 @@ class Refreshed:
 
 
 def refresh(config: RefreshConfig, inputs: InputConfig, *, parent_folder: Path, sha256: str, folder: Path) -> Refreshed | None:
-    """Write a package with the current items's input tables to `folder`; return None if no item has changed.
+    """Write a package with the items of the current input tables to `folder`; return None if no item has changed.
 
     Args:
         parent_folder: package whose model embeds the new items.

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 
 
 def interrupt_run(
@@ -33,7 +33,7 @@ def interrupt_run(
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not has_begun():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "the stage did not begin"
@@ -41,7 +41,7 @@ def interrupt_run(
     descendants = psutil.Process(process.pid).children(recursive=True)
     signal_time_s = time.monotonic()
     os.killpg(process.pid, stop_signal)
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     seconds = time.monotonic() - signal_time_s
     _, alive = psutil.wait_procs(descendants, timeout=10)
     assert not alive, [survivor.cmdline() for survivor in alive]

@@ -16,7 +16,7 @@ from urllib3.util import Retry
 
 from tests.drills.production_servers import PREFECT_LOGIN, SERVICES, Servers
 
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 GONE_WITHIN_S = 10.0
 POOL = "nightjar"
 
@@ -41,7 +41,7 @@ class PrefectPage:
 
     def wait_for_pool(self) -> None:
         """Wait until the worker has created its work pool."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while POOL not in [pool["name"] for pool in self.request("POST", "/work_pools/filter", {})]:
             assert time.monotonic() < deadline, "the worker does not start"
             time.sleep(0.3)
@@ -69,16 +69,16 @@ class PrefectPage:
     def wait_for_planned_run(self) -> str:
         """Wait until the scheduler has created the deployment's next flow run; return its id."""
         query = {"deployments": {"name": {"any_": [self._pipeline]}}, "sort": "EXPECTED_START_TIME_ASC", "limit": 1}
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not (runs := self.request("POST", "/flow_runs/filter", query)):
             assert time.monotonic() < deadline, "the schedule creates no flow run"
             time.sleep(0.3)
         assert "auto-scheduled" in runs[0]["tags"], runs[0]
         return str(runs[0]["id"])
 
-    def wait_for(self, flow_run_id: str, *states: str, patience_s: float = PATIENCE_S) -> str:
+    def wait_for(self, flow_run_id: str, *states: str, timeout_s: float = TIMEOUT_S) -> str:
         """Wait until the flow run is in one of the states; return its state. Another final state is an error."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while (state := self.flow_run(flow_run_id)["state"])["name"] not in states:
             assert state["type"] not in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"), state
             assert time.monotonic() < deadline, state

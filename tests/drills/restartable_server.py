@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-PATIENCE_S = 400.0
+TIMEOUT_S = 400.0
 
 
 def clean_environment() -> dict[str, str]:
@@ -51,7 +51,7 @@ class RestartableServer:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True, cwd=self._log_file.parent
             )
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 urllib.request.urlopen(self._health_url, timeout=5).close()

@@ -13,7 +13,7 @@ import psutil
 
 from tests.drills.restartable_server import clean_environment
 
-PATIENCE_S = 900.0
+TIMEOUT_S = 900.0
 
 
 class StartedRun:
@@ -43,10 +43,10 @@ class StartedRun:
 
     def wait_until(self, condition: Callable[[Path], bool], *, description: str) -> None:
         """Wait until `condition(run folder)` is true. `description` names the condition in errors."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not (any(self._runs_folder.glob("*")) and condition(self.folder)):
             assert self.process.poll() is None, f"the run ended before: {description}\n{self.stderr}"
-            assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {description}\n{self.stderr}"
+            assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {description}\n{self.stderr}"
             time.sleep(0.01)
         self._descendants.update(self.children())
 
@@ -56,7 +56,7 @@ class StartedRun:
 
     def wait(self) -> tuple[int, str]:
         """Wait for the end of the command; return its exit code and stderr. No process of the run may be left."""
-        exit_code = self.process.wait(timeout=PATIENCE_S)
+        exit_code = self.process.wait(timeout=TIMEOUT_S)
         _, alive = psutil.wait_procs(self._descendants, timeout=10)
         assert not alive, [process.cmdline() for process in alive]
         return exit_code, self.stderr

@@ -29,7 +29,7 @@ from recsys_core.errors import InputError
 from tasks.delivery.publishers import AliasChange, PrefectEvents
 
 pytestmark = pytest.mark.drill
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 CONFIG = starter_config().model_copy(update={"name": "films"})
 
 
@@ -106,9 +106,9 @@ def is_reachable(url: str) -> bool:
 
 
 def wait_until(description: str, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {description}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {description}"
         time.sleep(0.2)
 
 

@@ -21,7 +21,7 @@ from tests.drills.test_kill_and_resume import write_config
 pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
 RUN_ID = "20260101-000000-cace"
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 MAX_END_S = 10.0
 MAX_POLL_S = 5.0  # until Prefect's runner, which polls every second, sees that the run is cancelled
 SERVE_SCRIPT = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
@@ -32,10 +32,10 @@ TORCHX_OVERRIDES = [
 ]
 
 
-def wait_until(description: str, condition, *, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_until(description: str, condition, *, timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {description}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
         time.sleep(0.1)
 
 
@@ -52,7 +52,7 @@ def start_run(parameters: dict) -> str:
 
     async def create_run() -> str:
         async with get_client() as client:
-            for _ in range(int(PATIENCE_S)):
+            for _ in range(int(TIMEOUT_S)):
                 deployments = await client.read_deployments()
                 if deployments:
                     break
@@ -126,7 +126,7 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
             # Prefect ends the process of the flow run itself, which takes longer.
             _, alive = psutil.wait_procs(run_processes, timeout=60)
             assert not alive, [survivor.cmdline() for survivor in alive]
-            wait_until("the run is cancelled", lambda: state_name_of(flow_run_id) == "Cancelled", patience_s=30)
+            wait_until("the run is cancelled", lambda: state_name_of(flow_run_id) == "Cancelled", timeout_s=30)
         finally:
             serving_process.terminate()
             serving_process.wait(30)

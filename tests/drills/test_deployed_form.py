@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 SERVE_SCRIPT = """
 import sys
 from flows.scheduled.deployed import deployed_retrain
@@ -44,7 +44,7 @@ class Form:
         run = self.client.create_flow_run_from_deployment(
             deployment.id, parameters={"pipeline": str(self.config_path), **parameters}
         )
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while run.state is None or not run.state.is_final():
             assert time.monotonic() < deadline, run.state
             time.sleep(0.5)
@@ -83,7 +83,7 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
             from prefect.client.orchestration import get_client  # reads the address of the server when it is imported
 
             with get_client(sync_client=True) as client:
-                deadline = time.monotonic() + PATIENCE_S
+                deadline = time.monotonic() + TIMEOUT_S
                 while not client.read_deployments():
                     assert serving_process.poll() is None and time.monotonic() < deadline, (folder / "serve.log").read_text()
                     time.sleep(0.5)

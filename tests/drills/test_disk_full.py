@@ -16,11 +16,11 @@ from flows.settings import yaml_loader
 from recsys_core.disk import used_bytes
 from recsys_core.manifests import STAGES, Manifest, StageName, read_unchecked_manifest
 from tests.drills.interrupted_run import ROOT
-from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, start_run_folder, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, create_run_folder, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
 DISK_MIB = 96
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 BOOKKEEPING_BYTES = 2**15
 """Disk space for the locks, the config and the record of a run."""
 MIN_STARTED_STAGE_BYTES = 2**17
@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_comp
 ) -> None:
     config_path = write_short_config(tmp_path)
     for workspace in (tmp_path / "workspace", disk / "workspace"):
-        start_run_folder(config_path, workspace=workspace)
+        create_run_folder(config_path, workspace=workspace)
     process = subprocess.run(
         [sys.executable, "-c", RUN_STAGES_SCRIPT, str(config_path), str(disk)],
         cwd=ROOT,
@@ -155,28 +155,28 @@ def test_a_disk_that_is_full_under_the_server_databases_ends_the_run_with_one_me
     config_path = write_short_config(tmp_path)
     workspace_option = f"--set=workspace={disk}/workspace"
     filler = fill(disk, bytes_left=2**20)
-    _, error = (failed_run := start_nightjar(config_path, workspace_option)).communicate(timeout=PATIENCE_S)
+    _, error = (failed_run := start_nightjar(config_path, workspace_option)).communicate(timeout=TIMEOUT_S)
     assert failed_run.returncode == 2, error
     assert f"{disk}/workspace: the embedded Prefect server with its database takes at least 0.031 GiB" in error
     assert not list(disk.glob("workspace/runs/*"))
     filler.unlink()
 
-    run = start_run_folder(config_path, workspace=disk / "workspace")
+    run = create_run_folder(config_path, workspace=disk / "workspace")
     interrupted_run = start_nightjar(config_path, workspace_option, "--resume", RUN_ID)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not any((run / "train.work" / "checkpoints").glob("step-*[0-9]")):
         assert interrupted_run.poll() is None, interrupted_run.communicate()[1]
         assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.01)
     filler = fill(disk, bytes_left=0)
-    _, error = interrupted_run.communicate(timeout=PATIENCE_S)
+    _, error = interrupted_run.communicate(timeout=TIMEOUT_S)
     assert interrupted_run.returncode == 2, error
     assert "GiB free; free some space" in error and "Traceback" not in error, error
     assert not (run / "train").exists()
     filler.unlink()
 
     output, error = (resumed_run := start_nightjar(config_path, workspace_option, "--resume", RUN_ID, "--json")).communicate(
-        timeout=PATIENCE_S
+        timeout=TIMEOUT_S
     )
     assert resumed_run.returncode == 0, error
     assert json.loads(output.splitlines()[-1])["model"]["alias"] == "champion"

@@ -9,9 +9,9 @@ from recsys_core.manifests import STAGES
 from tests.drills.interrupted_run import interrupt_run, state_types
 from tests.drills.test_kill_and_resume import (
     RUN_ID,
+    create_run_folder,
     is_stage_in_progress,
     run_pipeline,
-    start_run_folder,
     write_config_of_every_stage,
 )
 
@@ -25,7 +25,7 @@ def test_a_signal_in_any_stage_ends_the_run_in_time_and_prints_the_command_that_
     tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
     config_path = write_config_of_every_stage(tmp_path)
-    run_folder = start_run_folder(config_path)
+    run_folder = create_run_folder(config_path)
     for stage in STAGES:
 
         def has_begun(stage: str = stage) -> bool:

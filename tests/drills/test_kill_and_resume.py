@@ -25,7 +25,7 @@ from recsys_core.manifests import MARKER_NAME, STAGES
 pytestmark = pytest.mark.drill
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
 RUN_ID = "20260101-000000-d41d"
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 ITEM_VECTOR_FILE = {"paths": "data/item_embeddings.parquet", "vector_column": "embedding"}
 USER_VECTOR_FILE = {
     "table": "user",
@@ -89,7 +89,7 @@ def kill_in(stage: str, config_path: Path, run_folder: Path) -> list[psutil.Proc
     """Start or resume the run and kill it with SIGKILL in `stage`; return the processes that it had started."""
     command = [*NIGHTJAR, "run", str(config_path), "--resume", RUN_ID]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not is_stage_in_progress(stage, run_folder):
             assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < deadline, f"{stage} did not begin"
@@ -99,7 +99,7 @@ def kill_in(stage: str, config_path: Path, run_folder: Path) -> list[psutil.Proc
     return children
 
 
-def start_run_folder(config_path: Path, *, workspace: Path | None = None) -> Path:
+def create_run_folder(config_path: Path, *, workspace: Path | None = None) -> Path:
     """Create the run folder that --resume needs, as `nightjar run` leaves it if it stops before the first stage."""
     config = load_config(config_path, () if workspace is None else (f"workspace={workspace}",))
     run_folder = config.workspace / "runs" / RUN_ID
@@ -112,7 +112,7 @@ def start_run_folder(config_path: Path, *, workspace: Path | None = None) -> Pat
 def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_run(tmp_path):
     undisturbed = run_pipeline(write_config_of_every_stage(tmp_path / "undisturbed"))
     config_path = write_config_of_every_stage(tmp_path / "killed")
-    run_folder = start_run_folder(config_path)
+    run_folder = create_run_folder(config_path)
     for stage in STAGES:
         children = kill_in(stage, config_path, run_folder)
         _, alive = psutil.wait_procs(children, timeout=10)

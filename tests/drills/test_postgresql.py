@@ -16,7 +16,7 @@ from tests.drills.production_servers import production_servers
 from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(not is_installed(), reason="PostgreSQL is not installed")]
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 
 
 def test_a_run_registers_a_version_although_postgresql_restarts_during_the_training(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_run_registers_a_version_although_postgresql_restarts_during_the_train
         with subprocess.Popen(
             command, env=dict(servers.environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + TIMEOUT_S
             while not any(
                 is_stage_in_progress("train", run_folder) for run_folder in (user_folder / "workspace" / "runs").glob("*")
             ):
@@ -37,7 +37,7 @@ def test_a_run_registers_a_version_although_postgresql_restarts_during_the_train
                 assert time.monotonic() < deadline, "the training did not begin"
                 time.sleep(0.01)
             postgresql.restart()
-            stdout, stderr = process.communicate(timeout=PATIENCE_S)
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, stderr
         assert json.loads(stdout.splitlines()[-1])["model"]["version"] == "1"
 

@@ -21,7 +21,7 @@ from tests.drills import postgresql_server as postgresql_module
 from tests.drills import s3_server as s3_module
 from tests.drills.chromium import log_in_to_prefect, take_picture
 from tests.drills.postgresql_server import PostgresqlServer, postgresql_server
-from tests.drills.process_worker import GONE_WITHIN_S, PATIENCE_S, PrefectPage, Worker, worker_of
+from tests.drills.process_worker import GONE_WITHIN_S, TIMEOUT_S, PrefectPage, Worker, worker_of
 from tests.drills.production_servers import PREFECT_LOGIN, Servers, production_servers
 from tests.drills.s3_server import S3Server, s3_server
 from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config
@@ -46,9 +46,9 @@ def nightjar(*arguments: str, servers: Servers) -> str:
 
 
 def wait_until(condition: Callable[[], bool], *, description: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {description}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s: {description}"
         time.sleep(0.02)
 
 
@@ -70,7 +70,7 @@ def cancel_in_training(page: PrefectPage, worker: Worker, runs: Path, *, reason:
     _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
     seconds = time.monotonic() - cancel_time_s
     assert not alive, [process.cmdline() for process in alive]
-    page.wait_for(flow_run, "Cancelled", patience_s=30)
+    page.wait_for(flow_run, "Cancelled", timeout_s=30)
     return flow_run, run, seconds
 
 

@@ -22,7 +22,7 @@ from tests.drills.test_kill_and_resume import NIGHTJAR, write_config
 
 pytestmark = pytest.mark.drill
 DRILL_S = 60.0
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 NUM_CLIENTS, NUM_ROWS, K = 8, 3, 10
 MODEL_NAME = "nightjar"
 
@@ -37,7 +37,7 @@ class Client(threading.Thread):
 
     def __init__(self, port: int, user_ids: list[Any], expected_by_version: dict[str, dict[Any, list[Any]]]) -> None:
         super().__init__(daemon=True)
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
         self._user_ids, self._expected_by_version = user_ids, expected_by_version
         self.stop_event = threading.Event()
         self.problems: list[str] = []
@@ -87,11 +87,11 @@ def running_server(config_path: Path, log_path: Path) -> Iterator[int]:
         yield int(address[1])
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0, log_path.read_text()
+        assert process.wait(TIMEOUT_S) == 0, log_path.read_text()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -99,7 +99,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def served_version(port: int) -> str:
     """Return the version that one of the processes serves."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     connection.request("GET", "/readyz")
     version = str(json.loads(connection.getresponse().read())["version"])
     connection.close()
@@ -145,7 +145,7 @@ def test_no_request_fails_during_promotions_and_each_response_has_the_items_of_o
         for client in clients:
             client.stop_event.set()
         for client in clients:
-            client.join(PATIENCE_S)
+            client.join(TIMEOUT_S)
     num_responses_by_version = sum((client.num_responses_by_version for client in clients), Counter[str]())
     record_property("figures", f"{num_responses_by_version.total():,} requests, {len(changes)} changes of the champion")
     assert [problem for client in clients for problem in client.problems] == []

@@ -27,7 +27,7 @@ from tests.drills.test_kill_and_resume import write_config
 pytestmark = pytest.mark.drill
 DATABASE_TIMEOUT_S = 30.0
 SERVICE_UNAVAILABLE = 503
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 GONE_WITHIN_S = 10.0
 LEAD_TIME = timedelta(minutes=3)
 
@@ -90,7 +90,7 @@ class Up:
 
     def wait_for(self, *states: str) -> None:
         """Wait until the newest run is in one of the states."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while (self.states() or [""])[-1] not in states:
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline, f"{self.states()}: {(self.workspace / 'up.log').read_text()}"
@@ -153,7 +153,7 @@ def test_a_signal_in_the_training_leaves_no_process_and_the_next_planned_run_sta
     runs_folder = tmp_path / "workspace" / "runs"
     with running(config_path, "training.epochs=10000", "training.validation=null") as up:
         up.start_run()
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not any(runs_folder.glob("*/train.work/metrics.jsonl")):
             assert time.monotonic() < deadline, (up.workspace / "up.log").read_text()
             time.sleep(0.5)

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from recsys_core.manifests import STAGES
-from tests.drills.process_worker import GONE_WITHIN_S, PATIENCE_S, PrefectPage, worker_of
+from tests.drills.process_worker import GONE_WITHIN_S, TIMEOUT_S, PrefectPage, worker_of
 from tests.drills.production_servers import USER_PASSWORD, Servers, production_servers
 from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_of_every_stage
 
@@ -57,14 +57,14 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
                 subprocess.run(deploy, env=dict(servers.environment), check=True, capture_output=True)
                 flow_run_id = page.start_run()
             page.wait_for(flow_run_id, "Running")  # a stage that had begun before the last signal has a folder already
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + TIMEOUT_S
             while not has_begun(stage):
                 assert time.monotonic() < deadline, f"{stage}: {page.flow_run(flow_run_id)['state']}; {log_file.read_text()}"
                 time.sleep(0.002)
             signal_time_s = time.monotonic()
             seconds, alive = worker.end(number)
         assert not alive, f"{stage}: {alive}"
-        page.wait_for(flow_run_id, "Crashed", patience_s=GONE_WITHIN_S)
+        page.wait_for(flow_run_id, "Crashed", timeout_s=GONE_WITHIN_S)
         end_durations_s.append(seconds)
         crash_durations_s.append(time.monotonic() - signal_time_s)
         (run,) = runs.iterdir()

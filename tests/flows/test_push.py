@@ -16,8 +16,8 @@ from flows.settings.config_file import load_config
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.mlflow_client import connect
-from tests.tasks.conftest import NUM_ITEMS, Stages, empty_plots, predicted_uris, stages, workspace  # noqa: F401  fixtures
-from tests.tasks.registration import context_of, register_version
+from tests.tasks.conftest import NUM_ITEMS, Stages, build_stages, empty_plots, in_process_predictions, workspace  # noqa: F401
+from tests.tasks.registration import prepare_run, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -30,8 +30,12 @@ STORE_SETTING = "delivery: {stores: [{kind: lancedb, folder: vectors}]}"
 
 
 @pytest.fixture
-def registration(workspace: Path, stages: Callable[..., Stages], predicted_uris: list[str]) -> RegistrationManifest:  # noqa: F811
-    return register_version(stages(), context_of(workspace, "one"))
+def registration(
+    workspace: Path,  # noqa: F811
+    build_stages: Callable[..., Stages],  # noqa: F811
+    in_process_predictions: list[str],  # noqa: F811
+) -> RegistrationManifest:
+    return register_version(build_stages(), prepare_run(workspace, "one"))
 
 
 @pytest.fixture
@@ -58,10 +62,10 @@ def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(
 def test_a_manual_promotion_pushes_the_version_and_reports_a_store_that_fails(
     config_path: Path,
     registration: RegistrationManifest,
-    stages: Callable[..., Stages],  # noqa: F811
+    build_stages: Callable[..., Stages],  # noqa: F811
 ) -> None:
     users_folder = config_path.parent / "runs" / "20260102-000000-abcd" / "ingest_interactions"
-    shutil.copytree(stages().dataset.interactions.folder, users_folder)  # the smoke test reads users from here
+    shutil.copytree(build_stages().dataset.interactions.folder, users_folder)  # the smoke test reads users from here
     client = connect(config_path.parent)
     for is_store_broken in (False, True):
         client.delete_registered_model_alias("m", "champion")
@@ -82,7 +86,7 @@ def test_a_store_that_fails_changes_the_message_but_not_the_state_of_a_run(
     alarm = push_champion(load_config(config_path))
     assert alarm is not None and alarm.startswith(f"version 1 was not pushed: lancedb {config_path.parent / 'vectors'}: ")
     assert "Remove the cause, and repeat the push with `nightjar push`" in alarm
-    state = end_state(registration, run=context_of(config_path.parent, "one").run, notes=[alarm])
+    state = end_state(registration, run=prepare_run(config_path.parent, "one").run, notes=[alarm])
     assert state.name == "Promoted" and state.message is not None
     assert state.message.startswith("m version 1 is champion: ") and state.message.endswith(alarm)
     result = CliRunner().invoke(app, ["push", str(config_path)])

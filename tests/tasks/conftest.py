@@ -44,7 +44,7 @@ from tasks.gate import by_hand, version_tester
 from tasks.gate.sample import Answers, K, UserSample
 from tasks.gate.smoke_test import UnusableVersionError
 from tasks.stages import registration
-from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage, write_interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 NUM_ITEMS, NUM_USERS, DIM, NUM_CLUSTERS = 120, 30, 8, 4
@@ -61,8 +61,8 @@ def workspace(tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def predicted_uris(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The model URIs of all predictions. They run in this process instead of a subprocess, which is faster."""
+def in_process_predictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Load and call models in this process instead of a new process, which is faster. The value lists the URI of each call."""
     uris: list[str] = []
 
     def predict(sample: UserSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> Answers:
@@ -105,8 +105,8 @@ class Stages(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
-    """A function that builds the stages. With shuffled=True, each item has the vector of another item: a bad model."""
+def build_stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
+    """A function that returns the stages of a good model, or with shuffled=True of a bad model: items have swapped vectors."""
     stages_by_shuffled: dict[bool, Stages] = {}
 
     def build(*, shuffled: bool = False) -> Stages:
@@ -124,7 +124,7 @@ def _build(folder: Path, *, shuffled: bool) -> Stages:
     item_rows_by_user = [
         random.permutation(np.flatnonzero(cluster_I == user % NUM_CLUSTERS)).tolist() for user in range(NUM_USERS)
     ]
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         folder / "interactions",
         train=[rows[:6] for rows in item_rows_by_user],
         validation=[[] for _ in item_rows_by_user],
@@ -139,7 +139,7 @@ def _build(folder: Path, *, shuffled: bool) -> Stages:
     spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS)
     unit_vector_ID = item_vector_ID / np.linalg.norm(item_vector_ID, axis=1, keepdims=True)
     query_UD = np.stack([unit_vector_ID[rows[1:6]].mean(axis=0) for rows in item_rows_by_user])
-    export = export_stage(
+    export = write_export_stage(
         folder / "export",
         item_vectors=unit_vector_ID,
         queries={"test": (range(NUM_USERS), query_UD)},

@@ -16,8 +16,8 @@ from tasks.stages.registration import register
 from tests.tasks.conftest import Stages
 
 
-def context_of(workspace: Path, run_id: str, **options: Any) -> StageContext:
-    """Return the context of a run whose folder has the files that the registration logs."""
+def prepare_run(workspace: Path, run_id: str, **options: Any) -> StageContext:
+    """Write the run folder with the files that the registration logs, unless it exists. Return the context of the run."""
     run = Workspace(workspace).run(run_id)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.config_file.write_text("name: tests\n")

@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 from recsys_core.closed_form.linear_models import ease_vectors, ease_weights, log_matrix, singular_vectors
 from recsys_core.dataset.events import EventStore
 from tests.recsys_core.closed_form.random_log import ITEM_WITHOUT_EVENT, NUM_ITEMS, dense_matrix
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 from tests.recsys_core.ingest.parquet_files import raises_input_error
 
 
@@ -67,7 +67,9 @@ def test_singular_vectors_equal_a_decomposition_of_the_dense_normalised_matrix(
 def test_users_of_a_large_log_are_sampled_and_their_histories_cut(tmp_path: Path) -> None:
     train = [[0, 1, 2]] * 20
     store = EventStore.open(
-        interactions_stage(tmp_path / "interactions", train=train, validation=[[]] * 20, test=[[3] * 20] * 20, num_items=4)
+        write_interactions_stage(
+            tmp_path / "interactions", train=train, validation=[[]] * 20, test=[[3] * 20] * 20, num_items=4
+        )
     )
     assert log_matrix(store, before="test", max_events=30).toarray().tolist() == [[1, 1, 1, 0]] * 10
     assert log_matrix(store, before="test", max_events=30, max_history=1).toarray().tolist() == [[0, 0, 1, 0]] * 10

@@ -14,7 +14,7 @@ from recsys_core.closed_form.log_vectors import embed_log
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError
 from recsys_core.manifests import LogVectorsManifest
-from tests.recsys_core.evaluation.stage_folders import Events, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import Events, write_interactions_stage
 
 NUM_USERS, NUM_ITEMS, COLD_ITEM = 40, 20, 13
 
@@ -36,7 +36,7 @@ def embed_training_log(
 ) -> LogVectorsManifest:
     """Embed the items of a log. By default, the held-out events of each user have the cold item."""
     held_out: Events = [[COLD_ITEM]] * len(train)
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         folder / "interactions", train=train, validation=validation or held_out, test=test or held_out, num_items=NUM_ITEMS
     )
     return embed_log(config, interactions=interactions, folder=folder / "log_vectors")
@@ -151,7 +151,7 @@ def test_a_changed_training_event_changes_the_vectors(tmp_path: Path) -> None:
 
 
 def test_a_completed_stage_is_reused_until_a_setting_of_its_vectors_changes(tmp_path: Path) -> None:
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "interactions",
         train=training_events(),
         validation=[[]] * NUM_USERS,

@@ -30,7 +30,7 @@ Events = Sequence[Sequence[int]]
 """Item rows of the events of each user."""
 
 
-def interactions_stage(
+def write_interactions_stage(
     folder: Path,
     *,
     train: Events,
@@ -99,7 +99,7 @@ def interactions_stage(
     return commit_stage(folder, InteractionsManifest, fingerprint="interactions", build=write_files)
 
 
-def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
+def write_embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
     """Write an embeddings stage in which item id i has row i of `vectors`."""
 
     def write_files(output_folder: Path) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
     return commit_stage(folder, EmbeddingsManifest, fingerprint="embeddings", build=write_files)
 
 
-def features_stage(
+def write_features_stage(
     folder: Path,
     store: FeatureStore,
     *,
@@ -132,7 +132,7 @@ def features_stage(
     return commit_stage(folder, FeaturesManifest, fingerprint="features", build=write_files)
 
 
-def export_stage(
+def write_export_stage(
     folder: Path,
     *,
     item_vectors: np.ndarray,
@@ -141,7 +141,7 @@ def export_stage(
     tables: Mapping[str, np.ndarray] | None = None,
     history_items: np.ndarray | None = None,
     dense: Mapping[str, torch.Tensor] | None = None,
-    block_store: EventStore | None = None,
+    spectral_block_store: EventStore | None = None,
 ) -> ExportManifest:
     """Write an export stage.
 
@@ -151,7 +151,7 @@ def export_stage(
         tables: weights of the embedding tables by name.
         history_items: vectors that represent the items in histories; None for the item vectors.
         dense: parameters of the towers by name.
-        block_store: events from which the spectral block is computed and appended; None for a model without it.
+        spectral_block_store: events from which the spectral block is computed and appended; None for a model without it.
     """
     num_users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
     model = spec or ModelSpec.sized(TwoTowerConfig(), num_users=num_users, num_items=len(item_vectors))
@@ -169,11 +169,11 @@ def export_stage(
         (output_folder / "model.json").write_text(model.model_dump_json())
         if spec is not None:
             save_file(dict(dense or {}), output_folder / "dense.safetensors")
-        if block_store is not None:
-            append_block(model, store=block_store, validation=None, folder=output_folder)
+        if spectral_block_store is not None:
+            append_block(model, store=spectral_block_store, validation=None, folder=output_folder)
         return {
             "num_items": len(item_vectors),
-            "dim": item_vectors.shape[1] if block_store is None else model.config.output_dim,
+            "dim": item_vectors.shape[1] if spectral_block_store is None else model.config.output_dim,
             "similarity": "dot" if spec is None else spec.config.similarity,
             "num_queries": {split: len(users) for split, (users, _) in queries.items()},
         }

@@ -18,7 +18,7 @@ from recsys_core.evaluation.ranking.catalogue import rank_by_scores
 from recsys_core.evaluation.ranking.chunks import ScoreTile
 from recsys_core.evaluation.ranking.queries import Queries
 from tests.recsys_core.closed_form.random_log import NUM_ITEMS, dense_matrix
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 
 ML1M = Path(__file__).resolve().parents[4] / "shared" / "data" / "ml1m"
 
@@ -87,7 +87,7 @@ def test_a_block_of_neighbours_has_at_most_the_pairs_of_the_limit_and_of_one_ite
 def test_rankings_follow_the_scores_and_without_a_history_the_popularity(model: str, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     train = [random.integers(0, 12, random.integers(0, 9)).tolist() for _ in range(30)]
-    manifest = interactions_stage(
+    manifest = write_interactions_stage(
         tmp_path / "interactions",
         train=train,
         validation=[[]] * 30,
@@ -123,7 +123,7 @@ def test_the_item_exponent_with_the_best_ndcg_on_validation_is_used(tmp_path: Pa
     random, exponents = np.random.default_rng(3), (0.0, 0.5, 1.0)
     probability_I = np.arange(1, 31) / np.arange(1, 31).sum()
     items_of_users = [random.choice(30, 9, replace=False, p=probability_I).tolist() for _ in range(80)]
-    manifest = interactions_stage(
+    manifest = write_interactions_stage(
         tmp_path / "interactions",
         train=[items[:6] for items in items_of_users],
         validation=[items[6:8] for items in items_of_users],
@@ -159,7 +159,7 @@ def test_the_item_exponent_with_the_best_ndcg_on_validation_is_used(tmp_path: Pa
 @pytest.mark.filterwarnings("error")
 def test_the_first_item_exponent_is_used_if_all_validation_targets_were_seen(tmp_path: Path) -> None:
     train = [[0, 1, 2], [0, 2], [1, 3], [0, 3]]
-    manifest = interactions_stage(
+    manifest = write_interactions_stage(
         tmp_path / "interactions", train=train, validation=[[items[0]] for items in train], test=[[3]] * 4, num_items=4
     )
     store = EventStore.open(manifest)

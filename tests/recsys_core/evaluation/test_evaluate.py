@@ -20,7 +20,7 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from tests.recsys_core.evaluation.stage_folders import embeddings_stage, export_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_embeddings_stage, write_export_stage, write_interactions_stage
 
 BEAUTY = Path(__file__).resolve().parents[4] / "shared" / "data" / "beauty"
 
@@ -46,13 +46,13 @@ def _evaluate(
     users = [user for user, rows in enumerate(test) if rows]
     return evaluate(
         config,
-        export=export_stage(
+        export=write_export_stage(
             folder / "export",
             item_vectors=ITEM_VECTORS,
             queries={"test": (users, QUERY_VECTORS[users]), "validation": ([0, 1, 3], QUERY_VECTORS[[0, 1, 3]])},
         ),
         dataset=Dataset(
-            interactions_stage(
+            write_interactions_stage(
                 folder / "interactions",
                 train=TRAIN,
                 validation=validation,
@@ -61,7 +61,7 @@ def _evaluate(
                 vector_row=[0, 1, 2, 3, -1, -1],
                 arrays=arrays,
             ),
-            embeddings_stage(folder / "embeddings", np.eye(4)) if has_embeddings else None,
+            write_embeddings_stage(folder / "embeddings", np.eye(4)) if has_embeddings else None,
         ),
         folder=folder / "evaluation",
         on_progress=on_progress,
@@ -148,11 +148,11 @@ def test_unknown_users_are_ranked_by_popularity_as_they_are_served(reads_users: 
     spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=reads_users), num_users=2, num_items=4)
     manifest = evaluate(
         EvaluationConfig(ks=(1, 3), min_slice_users=1),
-        export=export_stage(
+        export=write_export_stage(
             tmp_path / "export", item_vectors=np.eye(4), queries={"test": ([0, 1], np.eye(4)[[3, 3]])}, spec=spec
         ),
         dataset=Dataset(
-            interactions_stage(
+            write_interactions_stage(
                 tmp_path / "interactions", train=[[0, 0, 1], []], validation=[[2], []], test=[[3], [3]], num_items=4
             )
         ),
@@ -230,13 +230,13 @@ def random_stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExportManif
         for num_items, max_length in ((50, 40), (60, 3), (60, 4))
     )
     users = {split: np.flatnonzero([*map(len, rows)]) for split, rows in (("validation", validation), ("test", test))}
-    export = export_stage(
+    export = write_export_stage(
         folder / "export",
         item_vectors=random.normal(size=(60, 5)),
         queries={split: (rows, random.normal(size=(len(rows), 5))) for split, rows in users.items()},
     )
     negatives_by_split_of_users = [random.choice(60, length).tolist() for length in random.integers(0, 3, 900)]
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         folder / "interactions",
         train=train,
         validation=validation,
@@ -248,7 +248,7 @@ def random_stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExportManif
             "negative_item": np.concatenate(negatives_by_split_of_users).astype(np.int32),
         },
     )
-    return export, Dataset(interactions, embeddings_stage(folder / "embeddings", random.normal(size=(40, 4))))
+    return export, Dataset(interactions, write_embeddings_stage(folder / "embeddings", random.normal(size=(40, 4))))
 
 
 @pytest.mark.parametrize("exclude_seen", [True, False])
@@ -302,7 +302,7 @@ def test_popularity_on_beauty_has_the_published_metrics(tmp_path: Path) -> None:
     log = pq.read_table(BEAUTY / "interactions.parquet").sort_by([("user_id", "ascending"), ("position", "ascending")])
     ids, item = np.unique(log["item_id"].to_numpy(), return_inverse=True)
     items_of_users = np.split(item, np.flatnonzero(np.diff(log["user_id"].to_numpy())) + 1)
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "interactions",
         train=[rows[:-2] for rows in items_of_users],
         validation=[rows[-2:-1] for rows in items_of_users],
@@ -312,7 +312,7 @@ def test_popularity_on_beauty_has_the_published_metrics(tmp_path: Path) -> None:
     )
     users = np.arange(len(items_of_users))
     vectors = normalize(torch.randn((len(ids), 4), generator=torch.Generator().manual_seed(0)), dim=1).numpy()
-    export = export_stage(
+    export = write_export_stage(
         tmp_path / "export",
         item_vectors=vectors,
         queries={"test": (users, vectors[users % len(ids)])},

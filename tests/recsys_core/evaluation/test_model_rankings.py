@@ -10,7 +10,7 @@ from recsys_core.evaluation.model_rankings import StoredRanking, ranking_file
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.manifests import ExportManifest
 from tests.recsys_core.evaluation.ranking.sorted_scores import queries_of
-from tests.recsys_core.evaluation.stage_folders import export_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage
 
 QUERY_VECTORS, ITEM_VECTORS = np.random.default_rng(0).normal(size=(4, 3)), np.random.default_rng(1).normal(size=(9, 3))
 QUERIES_OF_LOG = queries_of(QUERY_VECTORS, seen=[[1], [], [2, 3], [4]], targets=[[0, 1], [5], [6, 7], []])
@@ -19,7 +19,7 @@ QUERIES_OF_LOG = queries_of(QUERY_VECTORS, seen=[[1], [], [2, 3], [4]], targets=
 @pytest.fixture
 def export(tmp_path: Path) -> ExportManifest:
     """Write an export with a ranking of its test queries."""
-    manifest = export_stage(tmp_path / "export", item_vectors=ITEM_VECTORS, queries={"test": (range(4), QUERY_VECTORS)})
+    manifest = write_export_stage(tmp_path / "export", item_vectors=ITEM_VECTORS, queries={"test": (range(4), QUERY_VECTORS)})
     ranking = rank_catalogue(QUERIES_OF_LOG, item_vector_ID=QUERIES_OF_LOG.query_BD.new_tensor(ITEM_VECTORS), k=3)
     names = [ranking_file("test", content) for content in ("top", "positions", "cold_positions")]
     for name, array in zip(names, (ranking.top_BK, ranking.position_T, ranking.position_T), strict=True):

@@ -14,7 +14,7 @@ from recsys_core.manifests import Dataset, ExportManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.score_terms import item_popularity
 from recsys_core.models.spec import ModelSpec
-from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage, write_interactions_stage
 
 NUM_USERS, NUM_ITEMS, DIM = 40, 60, 8
 RANDOM = np.random.default_rng(5)
@@ -28,7 +28,7 @@ CONFIG = EvaluationConfig(ks=(20, 5))
 
 
 def write_interactions(folder: Path, **splits: Any) -> InteractionsManifest:
-    return interactions_stage(
+    return write_interactions_stage(
         folder / "interactions", **({"train": TRAIN, "validation": VALIDATION, "test": TEST, "num_items": NUM_ITEMS} | splits)
     )
 
@@ -50,7 +50,7 @@ def write_export(
     if weight is not None:
         item_vectors = np.column_stack([item_vectors, POPULARITY])
         query_vectors = np.column_stack([query_vectors, np.full(NUM_USERS, weight)])
-    return export_stage(
+    return write_export_stage(
         folder / f"export {weight}",
         item_vectors=item_vectors,
         queries={split: (range(NUM_USERS), query_vectors) for split in splits},

@@ -14,7 +14,7 @@ from recsys_core.evaluation.config import EvaluationConfig, FeatureSlice
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.slices import feature_slices
 from recsys_core.manifests import Dataset, EvaluationManifest, FeaturesManifest, IngestedFeature
-from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage, write_features_stage, write_interactions_stage
 
 INGESTED_BY_FEATURE = {
     name: IngestedFeature(
@@ -54,7 +54,7 @@ def features(tmp_path: Path) -> FeaturesManifest:
             "context.hash": feature([1, 1, 2, 1, 2, 2, 2, 1]),
         }
     )
-    manifest = features_stage(tmp_path / "features", store, ingested_by_feature=INGESTED_BY_FEATURE)
+    manifest = write_features_stage(tmp_path / "features", store, ingested_by_feature=INGESTED_BY_FEATURE)
     for name in ("item.brand", "item.tags"):
         pq.write_table(pa.table({"value": [None, "red", "blue"]}), manifest.folder / f"{name}.vocabulary.parquet")
     files = {
@@ -113,13 +113,13 @@ def test_a_slice_is_rejected_if_no_feature_is_declared() -> None:
 
 
 def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest) -> EvaluationManifest:
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         folder / "interactions", train=[[0, 1], [0], [3]], validation=[[], [], []], test=[[2], [1, 3], [0]], num_items=4
     )
     query_vectors = np.array([[0, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 1.0]])
     return evaluate(
         config,
-        export=export_stage(folder / "export", item_vectors=np.eye(4), queries={"test": ([0, 1, 2], query_vectors)}),
+        export=write_export_stage(folder / "export", item_vectors=np.eye(4), queries={"test": ([0, 1, 2], query_vectors)}),
         dataset=Dataset(interactions, None, features),
         folder=folder / "evaluation",
     )

@@ -34,7 +34,7 @@ from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.package import build_package
-from tests.recsys_core.evaluation.stage_folders import export_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage
 
 ITEMS, EVENT_ITEMS, NUM_USERS, VECTOR_DIM = range(1000, 1300), range(1000, 1240), 60, 12
 """Ids of all items, and of the items that may have events. The other items are in the catalogue because of their vectors."""
@@ -224,7 +224,7 @@ def _write_export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
         )
         batch = query_batch(store, users, "test", assembler=assembler, max_history=spec.history_length)
         query_BD = task.encode_queries(batch).numpy()
-    return export_stage(
+    return write_export_stage(
         folder,
         item_vectors=vector_ID,
         queries={"validation": ([], query_BD[:0]), "test": (users.tolist(), query_BD)},
@@ -232,5 +232,5 @@ def _write_export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
         tables={name: _table_weight(task, name).detach().numpy() for name in spec.tables},
         history_items=history_ID,
         dense=task.head.state_dict(),
-        block_store=None if spec.config.spectral_block is None else store,
+        spectral_block_store=None if spec.config.spectral_block is None else store,
     )

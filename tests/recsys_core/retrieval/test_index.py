@@ -19,7 +19,7 @@ from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
 from recsys_core.retrieval.plot import index_table, plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_exhaustively
-from tests.recsys_core.evaluation.stage_folders import export_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage
 
 CONFIG = IndexConfig(
     served=Hnsw(ef_search=16),
@@ -35,7 +35,7 @@ def _write_export(folder: Path, *, num_items: int = 800, dim: int = 16, num_quer
     vectors = centre[random.integers(12, size=num_items)] + 0.3 * random.normal(size=(num_items, dim))
     vectors *= random.uniform(0.3, 3, (num_items, 1))
     query_vectors = centre[random.integers(12, size=num_queries)] + 0.3 * random.normal(size=(num_queries, dim))
-    return export_stage(folder, item_vectors=vectors, queries={"test": (range(num_queries), query_vectors)})
+    return write_export_stage(folder, item_vectors=vectors, queries={"test": (range(num_queries), query_vectors)})
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_the_fastest_search_that_reaches_the_target_on_validation_is_used_and_me
     random = np.random.default_rng(0)
     vectors, test, validation = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50, 60))
     queries = {"test": (range(50), test), "validation": (range(60), validation)}
-    export = export_stage(tmp_path / "export", item_vectors=vectors, queries=queries)
+    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries=queries)
     config = IndexConfig(served=kind, recall_target=0.7, recall_k=20)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report, item_vector_ID = manifest.reports[kind.kind], np.load(export.path("item_vectors.npy"))
@@ -180,7 +180,7 @@ def test_only_the_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Pat
 def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> None:
     num_items = 2_000  # rows are numbered by falling popularity
     query = np.ones((3, 8), np.float32)
-    export = export_stage(tmp_path / "export", item_vectors=np.ones((num_items, 8)), queries={"test": (range(3), query)})
+    export = write_export_stage(tmp_path / "export", item_vectors=np.ones((num_items, 8)), queries={"test": (range(3), query)})
     manifest = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
     for kind in CONFIG.configured_indexes:
         index = _load_kind(manifest, kind)
@@ -227,7 +227,7 @@ def test_if_no_index_within_the_memory_reaches_the_target_the_best_one_is_served
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
     random = np.random.default_rng(0)
     vectors, test = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50))
-    export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(50), test)})
+    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(50), test)})
     config = IndexConfig(served=Auto(max_bytes=200_000), recall_target=0.99)  # the vectors take 384,000 bytes
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report = manifest.reports["opq_pq"]
@@ -256,7 +256,7 @@ def large_export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     queries = vectors[rng.integers(NUM_MANY_ITEMS, size=(2, 60))] + 0.1 * rng.normal(size=(2, 60, 8))
     by_split = {split: (range(60), query) for split, query in zip(("test", "validation"), queries, strict=True)}
-    return export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=by_split)
+    return write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=by_split)
 
 
 def test_auto_tries_all_kinds_for_a_large_catalogue_and_serves_another_one_if_the_best_is_too_large(
@@ -319,7 +319,7 @@ def test_a_vector_that_is_not_finite_stops_the_stage(name: str, tmp_path: Path) 
     vectors[17, 3] = np.nan if name == "item_vectors.npy" else 1
     query = np.ones((20, 8))
     query[17, 5] = np.inf if name == "query_vectors_test.npy" else 1
-    export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(20), query)})
+    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(20), query)})
     with pytest.raises(StageError, match=rf"{name}: the vector in row 17 is not finite: training diverged"):
         build_indexes(IndexConfig(), export=export, folder=tmp_path / "index")
     assert {path.name for path in tmp_path.iterdir()} == {"export"}
@@ -330,7 +330,7 @@ def test_a_value_that_overflows_half_precision_stops_only_indexes_that_rescore(v
     vectors = np.random.default_rng(0).normal(size=(400, 8))
     vectors[17, 3] = value
     vectors[18, 0] = 65_504.0
-    export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(20), vectors[:20])})
+    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(20), vectors[:20])})
     for kind in (PqFastScan(), IvfSq8(rescore=4)):
         problem = rf"row 17 has the value {value:,.0f} in column 3, but the kind {kind.kind} with rescore .* up to 65,504; set"
         with pytest.raises(InputError, match=problem):

@@ -18,7 +18,7 @@ from recsys_core.retrieval.index import build_index, build_indexes
 from recsys_core.retrieval.ivf import MIN_ITEMS_PER_CENTROID
 from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
 from recsys_core.retrieval.search import Selection, decoded_vectors, load_index, search, search_exhaustively, stored_vectors
-from tests.recsys_core.evaluation.stage_folders import export_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage
 
 KINDS = tuple(kind_class() for kind_class in get_args(get_args(AnyIndexKind)[0]))
 NUM_ITEMS, DIM = 3_000, 32
@@ -199,7 +199,7 @@ def test_a_vector_width_that_a_kind_does_not_support_is_reported_by_the_config_a
     problem = IndexConfig(served=kind).problem(33)
     assert problem == kind.problem(33)
     if problem is not None:
-        export = export_stage(
+        export = write_export_stage(
             tmp_path / "export", item_vectors=np.ones((2, 33)), queries={"test": (range(1), np.ones((1, 33)))}
         )
         with pytest.raises(InputError, match=f"index: {problem}"):

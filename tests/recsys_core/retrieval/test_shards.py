@@ -26,7 +26,7 @@ from recsys_core.retrieval.search import (
     stored_vectors,
 )
 from recsys_core.retrieval.shards import index_paths, merge, rows_by_shard, shards_of
-from tests.recsys_core.evaluation.stage_folders import export_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage
 
 NUM_ITEMS, DIM, DEPTH, RECALL_TARGET = 3_001, 16, 20, 0.9
 KINDS: tuple[AnyIndexKind, ...] = (
@@ -71,7 +71,7 @@ def vectors() -> np.ndarray:
 def export(vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
     queries = vectors[:120] + 0.1 * np.random.default_rng(1).normal(size=(120, DIM))
     by_split = {"test": (range(60), queries[:60]), "validation": (range(60), queries[60:])}
-    return export_stage(tmp_path_factory.mktemp("export") / "export", item_vectors=vectors, queries=by_split)
+    return write_export_stage(tmp_path_factory.mktemp("export") / "export", item_vectors=vectors, queries=by_split)
 
 
 @pytest.fixture(scope="module")

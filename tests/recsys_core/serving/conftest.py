@@ -23,7 +23,7 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.description import description_sha256
 from recsys_core.serving.package import build_package
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage, write_features_stage, write_interactions_stage
 from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
 
 NUM_ITEMS, NUM_USERS, DIM = 300, 40, 16
@@ -241,7 +241,7 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
     ) -> tuple[ExportedModel, PackageManifest]:
         folder = tmp_path_factory.mktemp("stages")
         exported_model = ExportedModel(small_model_config(**model), features=features)  # type: ignore[arg-type]
-        interactions = interactions_stage(
+        interactions = write_interactions_stage(
             folder / "interactions",
             train=exported_model.train,
             validation=[[] for _ in exported_model.train],
@@ -250,7 +250,7 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
             item_ids=ITEM_IDS,
             user_ids=USER_IDS,
         )
-        export = export_stage(
+        export = write_export_stage(
             folder / "export",
             item_vectors=exported_model.item_vectors,
             queries={
@@ -289,7 +289,7 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
             ),
             dataset=Dataset(
                 interactions,
-                features=features_stage(
+                features=write_features_stage(
                     folder / "features",
                     exported_model.features,
                     ingested_by_feature=exported_model.ingested_by_feature,

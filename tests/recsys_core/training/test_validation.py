@@ -20,7 +20,7 @@ from recsys_core.training.export import encoding
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.validation import Validator, users_to_validate
 from tests.gloo import cpu_process, run_ranks
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 
 NUM_ITEMS, NUM_NEW_USERS = 40, 30
 
@@ -40,7 +40,7 @@ def _log_with_new_users(folder: Path) -> InteractionsManifest:
     # 39 users have all items but one before the split. The new users have none, and then take item 0, the most popular item.
     items_of_old_users = [[item for item in range(NUM_ITEMS) if item != missing_item] for missing_item in range(1, NUM_ITEMS)]
     num_old_users = len(items_of_old_users)
-    return interactions_stage(
+    return write_interactions_stage(
         folder / "interactions",
         train=[*items_of_old_users, *[[]] * NUM_NEW_USERS],
         validation=[*[[]] * num_old_users, *[[0]] * NUM_NEW_USERS],
@@ -97,5 +97,5 @@ def _validate_in_batches(rank: int, folder: Path) -> None:
 def test_users_who_had_seen_all_their_validation_items_are_not_validated(
     tmp_path: Path, validation: list[list[int]], validated_users: list[int]
 ) -> None:
-    stage = interactions_stage(tmp_path / "stage", train=[[0], [1, 2]], validation=validation, test=[[], []], num_items=3)
+    stage = write_interactions_stage(tmp_path / "stage", train=[[0], [1, 2]], validation=validation, test=[[], []], num_items=3)
     assert users_to_validate(ValidationConfig(), store=EventStore.open(stage), cold_items=None).tolist() == validated_users

@@ -20,7 +20,7 @@ from tasks.registry.registry import Registry
 from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, SPENT_DROP_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit, package_folder
-from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
+from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -55,10 +55,10 @@ def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
 
 
 @pytest.fixture
-def three_versions(workspace: Path, stages: BuildStages, predicted_uris: list[str]) -> Path:
+def three_versions(workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]) -> Path:
     """A workspace with a former champion (version 1), a champion (2) and a challenger (3), and the logs of their two runs."""
     client = connect(workspace)
-    register_version(stages(), context_of(workspace, "20260101"))
+    register_version(build_stages(), prepare_run(workspace, "20260101"))
     for number in ("2", "3"):
         copy = shutil.copytree(package_folder(workspace, "1"), workspace / f"version-{number}")
         client.create_model_version("m", f"file://{copy}", tags={RUN_ID_TAG: "20260102"})
@@ -66,7 +66,7 @@ def three_versions(workspace: Path, stages: BuildStages, predicted_uris: list[st
     client.set_registered_model_alias("m", "challenger", "3")
     client.set_model_version_tag("m", "1", FORMER_CHAMPION_TAG, "1760000000")
     for run_id in ("20260101", "20260102"):
-        shutil.copytree(stages().dataset.interactions.folder, context_of(workspace, run_id).folder(InteractionsManifest))
+        shutil.copytree(build_stages().dataset.interactions.folder, prepare_run(workspace, run_id).folder(InteractionsManifest))
     return workspace
 
 

@@ -25,9 +25,9 @@ from tasks.registry.loading import load_version, record_logged_model
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import CHALLENGERS_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, REFIT_OF_TAG
 from tasks.stages import registration
-from tests.recsys_core.evaluation.stage_folders import features_stage
+from tests.recsys_core.evaluation.stage_folders import write_features_stage
 from tests.tasks.conftest import NUM_ITEMS, NUM_USERS, Stages
-from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
+from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -67,29 +67,29 @@ def append_code(workspace: Path, version: str, code: str) -> None:
 
 
 def test_a_version_is_also_compared_with_a_champion_that_is_promoted_during_its_comparison(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(stages(shuffled=True), context_of(workspace, "one"))
-    predict, better_stages = version_tester.predict_in_subprocess, [stages()]
+    register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
+    predict, better_stages = version_tester.predict_in_subprocess, [build_stages()]
 
     def promote_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         answers = predict(sample, model_uri=model_uri, **options)
         if model_uri == "models:/m/1" and better_stages:
-            register_version(better_stages.pop(), context_of(workspace, "better"))
+            register_version(better_stages.pop(), prepare_run(workspace, "better"))
         return answers
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
-    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "worse"))
+    worse_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "worse"))
     assert version_by_alias(connect(workspace)) == {"champion": "3", "challenger": "2"}
     assert (worse_registration.alias, worse_registration.reasons[0].endswith("of version 3")) == ("challenger", True)
-    assert predicted_uris.count("models:/m/2") == 1  # the answers of version 2 are used twice
+    assert in_process_predictions.count("models:/m/2") == 1  # the answers of version 2 are used twice
 
 
 def test_a_version_is_compared_again_if_its_champion_is_withdrawn_during_the_comparison(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id, is_shuffled in (("one", True), ("two", False)):
-        register_version(stages(shuffled=is_shuffled), context_of(workspace, run_id))
+        register_version(build_stages(shuffled=is_shuffled), prepare_run(workspace, run_id))
     client, predict = connect(workspace), version_tester.predict_in_subprocess
 
     def roll_back_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -98,15 +98,15 @@ def test_a_version_is_compared_again_if_its_champion_is_withdrawn_during_the_com
         return predict(sample, model_uri=model_uri, **options)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", roll_back_meanwhile)
-    new_registration = register_version(stages(shuffled=True), context_of(workspace, "three"))
+    new_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "three"))
     assert (new_registration.alias, version_by_alias(client)) == ("champion", {"champion": "3"})
     assert new_registration.reasons[0].endswith("of version 1")
 
 
 def test_a_version_that_a_person_promotes_during_its_comparison_stays_champion(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     client, predict = connect(workspace), version_tester.predict_in_subprocess
 
     def promote_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -116,46 +116,46 @@ def test_a_version_that_a_person_promotes_during_its_comparison_stays_champion(
         return predict(sample, model_uri=model_uri, **options)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
-    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "two"))
+    worse_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "two"))
     assert (worse_registration.alias, version_by_alias(client)) == ("champion", {"champion": "2"})
     assert worse_registration.reasons[0] == "the champion was changed by hand: promoted by hand, replaces version 1: sale"
     assert "less than 0.98 times the" in worse_registration.reasons[1]
 
 
 def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(stages(shuffled=True), context_of(workspace, "one"))
-    register_version(stages(), context_of(workspace, "refit"))
+    register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "refit"))
     client = connect(workspace)
     client.set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
     # The new version is as good as version 1 and worse than version 2.
-    new_registration = register_version(stages(shuffled=True), context_of(workspace, "two"))
+    new_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "two"))
     assert (new_registration.alias, version_by_alias(client)) == ("champion", {"champion": "3"})
     assert (
         new_registration.reasons[-1]
         == "the champion, version 2, may have been trained on the test events: it is the refit of version 1"
     )
 
-    register_version(stages(), context_of(workspace, "better"))
+    register_version(build_stages(), prepare_run(workspace, "better"))
     client.set_model_version_tag("m", "4", REFIT_OF_TAG, "99")
-    new_registration = register_version(stages(shuffled=True), context_of(workspace, "three"))
+    new_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "three"))
     assert new_registration.alias == "challenger"
     reason = "the champion, version 4, may have been trained on the test events: it is the refit of version 99"
     assert new_registration.reasons[-1] == f"{reason}, which is not in the registry any more"
 
 
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
-    workspace: Path, stages: BuildStages, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    workspace: Path, build_stages: BuildStages, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     predict_in_fresh_process = version_tester.predict_in_subprocess
-    request.getfixturevalue("predicted_uris")
-    register_version(stages(), context_of(workspace, "one"))
+    request.getfixturevalue("in_process_predictions")
+    register_version(build_stages(), prepare_run(workspace, "one"))
     flip_a_bit(workspace, "1")
     monkeypatch = request.getfixturevalue("monkeypatch")
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict_in_fresh_process)
     monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
-    new_registration = register_version(stages(), context_of(workspace, "two"), baselines=("popularity",))
+    new_registration = register_version(build_stages(), prepare_run(workspace, "two"), baselines=("popularity",))
     assert (new_registration.alias, version_by_alias(connect(workspace))) == ("champion", {"champion": "2"})
     assert new_registration.reasons[0] == "no former champion loads" and new_registration.reasons[1].endswith("of popularity")
     assert new_registration.alarm is not None
@@ -168,10 +168,10 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
 
 
 def test_a_champion_that_gives_no_answer_is_replaced_by_the_last_champion_that_answers(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id in ("one", "two", "three"):
-        register_version(stages(), context_of(workspace, run_id))
+        register_version(build_stages(), prepare_run(workspace, run_id))
     append_code(workspace, "2", "import os; os.write(2, b'no \\xff\\n'); os._exit(1)")
     append_code(workspace, "3", "import os; NightjarModel.predict = lambda *_, **__: os._exit(0)")
     predict_here = version_tester.predict_in_subprocess
@@ -182,7 +182,7 @@ def test_a_champion_that_gives_no_answer_is_replaced_by_the_last_champion_that_a
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
-    new_registration = register_version(stages(shuffled=True), context_of(workspace, "four"))
+    new_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "four"))
     client = connect(workspace)
     assert version_by_alias(client) == {"champion": "1", "challenger": "4"}
     assert new_registration.alarm == (
@@ -193,23 +193,23 @@ def test_a_champion_that_gives_no_answer_is_replaced_by_the_last_champion_that_a
 
 
 def test_if_the_new_version_is_worse_than_the_last_loadable_champion_this_champion_is_restored(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     for run_id in ("one", "two"):
-        register_version(stages(), context_of(workspace, run_id))
+        register_version(build_stages(), prepare_run(workspace, run_id))
     flip_a_bit(workspace, "2")
-    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "three"))
+    worse_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "three"))
     assert version_by_alias(connect(workspace)) == {"champion": "1", "challenger": "3"}
     assert worse_registration.reasons[0].endswith("of version 1")
     assert worse_registration.alarm is not None and worse_registration.alarm.endswith("; version 1 is champion instead")
-    better_registration = register_version(stages(), context_of(workspace, "four"))
+    better_registration = register_version(build_stages(), prepare_run(workspace, "four"))
     assert (better_registration.alarm, version_by_alias(connect(workspace))["champion"]) == (None, "4")
 
 
 def test_if_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_again(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     package_copy = shutil.copytree(package_folder(workspace, "1"), workspace / "kept")
     flip_a_bit(workspace, "1")
     perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in COMPARED_METRICS})
@@ -219,22 +219,22 @@ def test_if_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_
         StageError,
         match=r"^m: the champion, version 1, does not load .*; no other version becomes champion; recall@20 is .*; no former",
     ):
-        register_version(stages(shuffled=True), context_of(workspace, "two"), baselines=baselines)
+        register_version(build_stages(shuffled=True), prepare_run(workspace, "two"), baselines=baselines)
     client = connect(workspace)
     assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     assert LOAD_ERROR_TAG in version_tags(client, "1")
     assert CHALLENGERS_TAG not in version_tags(client, "1")  # no version was compared with the champion
     shutil.copytree(package_copy, package_folder(workspace, "1"), dirs_exist_ok=True)
-    resumed_registration = register_version(stages(shuffled=True), context_of(workspace, "two"), baselines=baselines)
+    resumed_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "two"), baselines=baselines)
     assert (resumed_registration.version, resumed_registration.alias, resumed_registration.alarm) == ("2", "challenger", None)
     assert LOAD_ERROR_TAG not in version_tags(client, "1")
 
 
 @pytest.mark.parametrize("cause", ["the files of the champion are gone", "MLflow does not work"])
 def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_works(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     predict, unreachable_uris = version_tester.predict_in_subprocess, {"models:/m/1"}
 
     def fetch(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -248,20 +248,20 @@ def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_wo
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 0.0)
     if cause == "MLflow does not work":
         with pytest.raises(TrackingServerError, match="models:/m/2: not fetched"):
-            register_version(stages(), context_of(workspace, "two"))
+            register_version(build_stages(), prepare_run(workspace, "two"))
         assert version_by_alias(connect(workspace)) == {"champion": "1"}
         assert LOAD_ERROR_TAG not in version_tags(connect(workspace), "1")
     else:
-        assert register_version(stages(), context_of(workspace, "two")).alias == "champion"
+        assert register_version(build_stages(), prepare_run(workspace, "two")).alias == "champion"
         assert LOAD_ERROR_TAG in version_tags(connect(workspace), "1")
 
 
 def test_with_too_few_users_the_champion_stays_and_the_reasons_and_the_page_have_the_needed_number(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
-    context = context_of(workspace, "two")
-    equal_registration = register_version(stages(), context, gate=PairedBootstrap(num_resamples=100))
+    register_version(build_stages(), prepare_run(workspace, "one"))
+    context = prepare_run(workspace, "two")
+    equal_registration = register_version(build_stages(), context, gate=PairedBootstrap(num_resamples=100))
     assert (equal_registration.state_name, equal_registration.alias, version_by_alias(connect(workspace))["champion"]) == (
         "NotEnoughData",
         "challenger",
@@ -275,11 +275,11 @@ def test_with_too_few_users_the_champion_stays_and_the_reasons_and_the_page_have
 
 
 def test_with_too_few_users_not_even_the_first_version_becomes_champion(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     for run_id in ("one", "two"):
         new_registration = register_version(
-            stages(), context_of(workspace, run_id), gate=PairedBootstrap(num_resamples=100), baselines=("popularity",)
+            build_stages(), prepare_run(workspace, run_id), gate=PairedBootstrap(num_resamples=100), baselines=("popularity",)
         )
         assert new_registration.state_name == "NotEnoughData" and "champion" not in version_by_alias(connect(workspace))
         assert new_registration.reasons[0].endswith(
@@ -290,9 +290,9 @@ def test_with_too_few_users_not_even_the_first_version_becomes_champion(
 
 
 def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the_reasons_say_so(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     predict = version_tester.predict_in_subprocess
 
     def rename_first_items(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -303,7 +303,7 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the
         return answers._replace(item_ids=pa.array(lists, type=answers.item_ids.type))
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", rename_first_items)
-    same_registration = register_version(stages(), context_of(workspace, "two"))
+    same_registration = register_version(build_stages(), prepare_run(workspace, "two"))
     assert same_registration.metrics["champion/hit_rate@10"] == same_registration.metrics["served/hit_rate@10"]
     assert same_registration.promoted and same_registration.reasons[-1] == (
         "version 1 was trained on another catalogue: 30 of 600 recommendations are items that this run does not have, and are "
@@ -312,12 +312,12 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the
 
 
 def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_the_champion(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in COMPARED_METRICS})
     monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": perfect})
-    worse_registration = register_version(stages(), context_of(workspace, "two"), baselines=("popularity",))
+    worse_registration = register_version(build_stages(), prepare_run(workspace, "two"), baselines=("popularity",))
     assert (worse_registration.state_name, version_by_alias(connect(workspace))["champion"]) == ("NotPromoted", "1")
     assert len(worse_registration.reasons) == 1 and worse_registration.reasons[0].endswith(
         "less than 1 times the 1.0000 of popularity"
@@ -325,7 +325,7 @@ def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_t
 
 
 def test_the_slices_of_a_guarded_feature_are_compared_and_reject_a_worse_version(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], tmp_path: Path
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], tmp_path: Path
 ) -> None:
     brand_I = np.arange(NUM_ITEMS, dtype=np.int32) % 3  # rows of the brand table; row 0 is (other)
     brand_manifest = IngestedFeature(
@@ -338,12 +338,12 @@ def test_the_slices_of_a_guarded_feature_are_compared_and_reject_a_worse_version
         is_continued=False,
     )
     store = FeatureStore({"item.brand": Feature(brand_I, None, None)})
-    features = features_stage(tmp_path / "features", store, ingested_by_feature={"item.brand": brand_manifest})
+    features = write_features_stage(tmp_path / "features", store, ingested_by_feature={"item.brand": brand_manifest})
     options: dict[str, Any] = {"feature_slices": (FeatureSlice(feature="item.brand", max_values=2, min_users=10),)}
     for run_id, is_shuffled in (("one", False), ("two", True)):
-        context = context_of(workspace, run_id)
+        context = prepare_run(workspace, run_id)
         context.results.add(features)
-        registration = register_version(stages(shuffled=is_shuffled), context, **options)
+        registration = register_version(build_stages(shuffled=is_shuffled), context, **options)
     evidence = read_evidence(context.run.folder / "register")
     brand_evidence = [item for item in evidence if "item.brand" in item.subject]
     assert {item.subject for item in brand_evidence} <= {
@@ -357,10 +357,10 @@ def test_the_slices_of_a_guarded_feature_are_compared_and_reject_a_worse_version
 
 @pytest.mark.parametrize("is_worse", [False, True])
 def test_a_champion_that_loses_to_a_version_that_is_not_promoted_is_reported(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], is_worse: bool
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], is_worse: bool
 ) -> None:
-    register_version(stages(shuffled=is_worse), context_of(workspace, "one"))
-    registered = register_version(stages(), context_of(workspace, "two", promote="never"))
+    register_version(build_stages(shuffled=is_worse), prepare_run(workspace, "one"))
+    registered = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
     evidence = float(version_tags(connect(workspace), "1")["nightjar.evidence_for_challengers"])
     assert (evidence > 20, len(registered.reasons)) == (is_worse, 1 + is_worse)
     if is_worse:
@@ -368,24 +368,24 @@ def test_a_champion_that_loses_to_a_version_that_is_not_promoted_is_reported(
 
 
 def test_a_version_counts_once_as_evidence_against_the_champion_if_its_run_is_resumed(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(stages(shuffled=True), context_of(workspace, "one"))
-    first_registration = register_version(stages(), context_of(workspace, "two", promote="never"))
+    register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
+    first_registration = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
     client = connect(workspace)
     evidence = version_tags(client, "1")[CHALLENGERS_TAG]
-    context = context_of(workspace, "two", promote="never")
+    context = prepare_run(workspace, "two", promote="never")
     shutil.rmtree(context.folder(RegistrationManifest))  # as if the run was killed before the stage was complete
-    resumed_registration = register_version(stages(), context)
+    resumed_registration = register_version(build_stages(), context)
     assert version_tags(client, "1")[CHALLENGERS_TAG] == evidence and float(evidence) > 20
     assert resumed_registration.reasons == first_registration.reasons
 
 
 def test_the_reasons_of_a_version_that_is_compared_only_with_baselines_do_not_mention_the_margin(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     rule = PairedBootstrap(min_users=2, max_relative_drop=0.001)
-    registration = register_version(stages(), context_of(workspace, "one"), gate=rule, baselines=("popularity",))
+    registration = register_version(build_stages(), prepare_run(workspace, "one"), gate=rule, baselines=("popularity",))
     assert registration.promoted
     assert registration.reasons[0] == "there was no champion"
     assert "of popularity" in registration.reasons[1]

@@ -13,7 +13,7 @@ from recsys_core.units import DAY_US
 from tasks.gate.needed_users import days_with_users, needed_users_sentences, small_margin_sentences
 from tasks.gate.sample import prepare_sample
 from tasks.registry.config import RegistryConfig
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 
 NUM_USERS = 40
 
@@ -29,7 +29,7 @@ def interactions(tmp_path: Path) -> InteractionsManifest:
         last_us = (100 - user) * DAY_US - (DAY_US // 24 if user else 0)
         event_times_us += [last_us - 50 * DAY_US, last_us]
     has_test_events = [user < 5 for user in range(NUM_USERS)]
-    return interactions_stage(
+    return write_interactions_stage(
         tmp_path / "interactions",
         train=[[0] if has_test_event else [0, 1] for has_test_event in has_test_events],
         validation=[[]] * NUM_USERS,

@@ -22,7 +22,7 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import REFIT_OF_TAG
 from tests.flows.run_folders import FIRST_START, past_run
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import context_of, register_version
+from tests.tasks.registration import prepare_run, register_version
 
 BuildStages = Callable[..., Stages]
 
@@ -32,11 +32,11 @@ BuildStages = Callable[..., Stages]
     [(False, "good", "Promoted: this version is the champion"), (True, "bad", "Not promoted: the version is a challenger")],
 )
 def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], is_worse: bool, verdict: str, title: str
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], is_worse: bool, verdict: str, title: str
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
-    context = context_of(workspace, "two", reason="<b>new</b> season")
-    registration = register_version(stages(shuffled=is_worse), context)
+    register_version(build_stages(), prepare_run(workspace, "one"))
+    context = prepare_run(workspace, "two", reason="<b>new</b> season")
+    registration = register_version(build_stages(shuffled=is_worse), context)
     page = (context.run.folder / RegistrationManifest.pages["decision"]).read_text()
     assert re.findall(r'verdict (\w+)"><h2>(.*)</h2>', page) == [(verdict, title)]
     assert all(reason in page for reason in registration.reasons)
@@ -56,14 +56,14 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
 
 
 def test_the_plots_show_the_version_that_the_comparisons_are_about(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id in ("one", "refit"):
-        register_version(stages(), context_of(workspace, run_id))
+        register_version(build_stages(), prepare_run(workspace, run_id))
     connect(workspace).set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
     plotted_versions: list[str] = []
     monkeypatch.setattr(report, "draw_scores", plotted_versions.extend)
-    register_version(stages(), context_of(workspace, "three"))  # version 2 is champion, but version 1 is compared
+    register_version(build_stages(), prepare_run(workspace, "three"))  # version 2 is champion, but version 1 is compared
     assert plotted_versions == ["version 3", "version 1"]
 
 
@@ -85,11 +85,11 @@ def test_the_trend_has_thirty_versions_and_ends_with_the_new_one(tmp_path: Path)
         figures = {} if has_failed else {"version": str(day), "metrics": {"served/recall@20": day / 100}}
         past_run(tmp_path, start, state="Failed" if has_failed else "Promoted" if day % 2 else "NotPromoted", **figures)
     registration = RegistrationManifest.model_construct(version="99", metrics={"served/recall@20": 0.5}, promoted=True)
-    axes = draw_trend(registration, context_of(tmp_path, "20990101-000000-ffff"), metric="recall@20").axes[0]
+    axes = draw_trend(registration, prepare_run(tmp_path, "20990101-000000-ffff"), metric="recall@20").axes[0]
     values = list(axes.lines[0].get_ydata())
     assert (len(values), values[-1]) == (30, 0.5)
     assert values[:-1] == [day / 100 for day in range(40) if day % 10 != 9][-29:]
-    context_without_runs = context_of(tmp_path / "empty", "20990101-000000-ffff")
+    context_without_runs = prepare_run(tmp_path / "empty", "20990101-000000-ffff")
     assert draw_trend(registration, context_without_runs, metric="recall@20") is None
 
 

@@ -9,15 +9,17 @@ from recsys_core.evaluation.metrics import USER_METRICS_FILE, read_user_metrics
 from tasks.gate.sample import prepare_sample
 from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED, exact_metrics
 from tests.tasks.conftest import NUM_USERS, Stages
-from tests.tasks.registration import context_of, register_version
+from tests.tasks.registration import prepare_run, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
 
 
-def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(workspace: Path, stages: BuildStages) -> None:
-    built_stages, context = stages(), context_of(workspace, "one")
+def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(
+    workspace: Path, build_stages: BuildStages
+) -> None:
+    built_stages, context = build_stages(), prepare_run(workspace, "one")
     for manifest in (built_stages.dataset.interactions, *built_stages[1:]):
         context.results.add(manifest)
     sample = prepare_sample(built_stages.dataset.interactions, max_users=NUM_USERS, folder=workspace / "sample")
@@ -30,9 +32,9 @@ def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(wo
 
 
 def test_a_registration_has_the_metrics_of_each_step_from_the_trained_model_to_the_served_one(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    metrics = register_version(stages(), context_of(workspace, "one")).metrics
+    metrics = register_version(build_stages(), prepare_run(workspace, "one")).metrics
     rankers = {name.partition("/")[0] for name in metrics}
     assert rankers == {"served", TRAINED, PACKAGED, INDEX}
     assert metrics["index/recall@100"] == 1.0

@@ -17,7 +17,7 @@ from recsys_core.manifests import IngestedFeature
 from tasks.gate import smoke_test
 from tasks.gate.sample import Answers, K, UserSample, answer_problems, measure_answers, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
-from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_features_stage, write_interactions_stage
 
 NUM_ITEMS = 30
 
@@ -28,7 +28,7 @@ def sample(tmp_path: Path) -> UserSample:
 
     The second user has no test event. The only test item of the third user is already in its history.
     """
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "interactions",
         train=[[0, 1], [2], [3]],
         validation=[[2], [], []],
@@ -128,7 +128,7 @@ def test_a_version_that_writes_no_parquet_file_is_unusable(sample: UserSample, t
 def test_a_log_whose_test_items_are_all_in_the_histories_stops_the_stage(
     test_items: list[int], num_users: int, tmp_path: Path
 ) -> None:
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "interactions", train=[[0], [0]], validation=[[], []], test=[test_items, test_items], num_items=3
     )
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_a_log_whose_test_items_are_all_in_the_histories_stops_the_stage(
 def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
     # Items of the users, with test events in bars: 0 1 |2 2|, 0 |0 1 3|, 3 |0|. The targets are 2 of user 0, 1 and 3 of user 1,
     # and 0 of user 2.
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "interactions",
         train=[[0, 1], [0], [3]],
         validation=[[]] * 3,
@@ -162,7 +162,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
         interactions,
         max_users=3,
         folder=tmp_path / "sample",
-        features=features_stage(tmp_path / "features", FeatureStore(columns), ingested_by_feature=facts),
+        features=write_features_stage(tmp_path / "features", FeatureStore(columns), ingested_by_feature=facts),
         feature_slices=[FeatureSlice(feature=key, min_users=7 if key == "user.age" else None) for key in columns],
     )
     assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]
@@ -188,7 +188,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
 
 
 def test_the_sample_is_reproducible(tmp_path: Path) -> None:
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "interactions", train=[[0]] * 50, validation=[[]] * 50, test=[[1]] * 50, num_items=3
     )
     sample, repeated_sample = (prepare_sample(interactions, max_users=5, folder=tmp_path / name) for name in ("a", "b"))

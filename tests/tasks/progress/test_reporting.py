@@ -12,9 +12,9 @@ from tests.tasks.conftest import Stages
 
 
 @pytest.fixture
-def trained(stages: Callable[..., Stages]) -> TrainManifest:
+def trained(build_stages: Callable[..., Stages]) -> TrainManifest:
     """The manifest of a training with one epoch and an ndcg@10 of 0.5."""
-    return stages(shuffled=False).train_manifest
+    return build_stages(shuffled=False).train_manifest
 
 
 def test_the_log_line_of_training_mentions_early_stopping_the_best_epoch_and_the_chosen_temperature(

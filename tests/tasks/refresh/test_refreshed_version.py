@@ -139,7 +139,7 @@ def test_a_second_refresh_has_the_first_as_parent_and_one_refresh_sentence_in_it
 
 
 def test_a_refreshed_version_is_promoted_again_although_its_new_items_are_not_in_the_log(
-    parent: SmallPipeline, client: MlflowClient, workspace: Path, predicted_uris: list[str]
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, in_process_predictions: list[str]
 ) -> None:
     set_items(parent, range(1000, 1310))
     refresh(parent, workspace)

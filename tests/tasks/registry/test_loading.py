@@ -12,7 +12,7 @@ from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, predict_in
 from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_version
 from tasks.registry.mlflow_client import connect
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import context_of, register_version
+from tests.tasks.registration import prepare_run, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -51,11 +51,13 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("outside")
 
 
-def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Path, outside: Path, stages: BuildStages) -> None:
+def test_the_code_of_a_model_outside_the_workspace_is_not_executed(
+    workspace: Path, outside: Path, build_stages: BuildStages
+) -> None:
     marker_path = register_foreign_model(workspace, outside)
     with pytest.raises(StageError, match=r"^models:/m/1: no run of this workspace logged this model: its files are in .*out"):
         load_version(workspace, model_name="m")
-    sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
+    sample = prepare_sample(build_stages().dataset.interactions, max_users=3, folder=workspace / "sample")
     raises_error = pytest.raises(UnusableVersionError, match="no run of this workspace logged this model")
     with ModelProcess() as process, raises_error:
         predict_in_subprocess(
@@ -71,9 +73,9 @@ def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Pa
 
 @pytest.mark.parametrize("edited_file", ["pyfunc_model.py", "code/recsys_core/errors.py", "MLmodel", "new.py"])
 def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
-    workspace: Path, outside: Path, stages: BuildStages, predicted_uris: list[str], edited_file: str
+    workspace: Path, outside: Path, build_stages: BuildStages, in_process_predictions: list[str], edited_file: str
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     load_version(workspace, model_name="m")
     (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
     with (mlmodel.parent / edited_file).open("a") as file:

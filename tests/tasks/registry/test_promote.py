@@ -14,7 +14,7 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import current_person
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit
-from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
+from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -22,10 +22,12 @@ BuildStages = Callable[..., Stages]
 
 
 def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promotes(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
-    equal_registration = register_version(stages(), context_of(workspace, "two", promote="never", reason="try a new loss"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
+    equal_registration = register_version(
+        build_stages(), prepare_run(workspace, "two", promote="never", reason="try a new loss")
+    )
     assert (
         equal_registration.alias,
         equal_registration.promoted,
@@ -40,7 +42,7 @@ def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promo
     tags = version_tags(client, "2")
     assert (tags["nightjar.promote"], tags["nightjar.run_reason"]) == ("never", "try a new loss")
 
-    resumed_registration = register_version(stages(), context_of(workspace, "two"))
+    resumed_registration = register_version(build_stages(), prepare_run(workspace, "two"))
     assert (resumed_registration.version, resumed_registration.alias, resumed_registration.promote) == (
         "2",
         "champion",
@@ -54,11 +56,11 @@ def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
 
 
 def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_the_reason(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
-    context = context_of(workspace, "two", promote="force", reason="legal: item 7 must go")
-    forced = register_version(stages(shuffled=True), context)
+    register_version(build_stages(), prepare_run(workspace, "one"))
+    context = prepare_run(workspace, "two", promote="force", reason="legal: item 7 must go")
+    forced = register_version(build_stages(shuffled=True), context)
     assert (forced.alias, forced.promoted) == ("champion", True)
     assert forced.reasons[0].startswith(f"promotion was forced by {current_person()} (legal: item 7 must go); recall@20 is")
     assert "less than 0.98 times the" in forced.reasons[0]
@@ -77,35 +79,35 @@ def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_t
     # A forced promotion also needs a passed smoke test.
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
     with pytest.raises(StageError, match="items that are not in the catalogue"):
-        register_version(stages(), context_of(workspace, "three", promote="force", reason="now"))
+        register_version(build_stages(), prepare_run(workspace, "three", promote="force", reason="now"))
     assert version_by_alias(client) == {"champion": "2"}
 
 
 def test_a_broken_champion_is_reported_and_replaced_only_by_force(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     flip_a_bit(workspace, "1")
-    unpromoted = register_version(stages(), context_of(workspace, "two", promote="never"))
+    unpromoted = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
     assert unpromoted.alarm is not None and unpromoted.alarm.startswith("the champion, version 1, does not load")
     assert unpromoted.alarm.endswith("; no other version becomes champion")
     assert version_by_alias(connect(workspace)) == {"champion": "1", "challenger": "2"}
 
-    forced = register_version(stages(), context_of(workspace, "two", promote="force", reason="repair"))
+    forced = register_version(build_stages(), prepare_run(workspace, "two", promote="force", reason="repair"))
     assert forced.alarm is not None and forced.alarm.endswith("; version 2 is champion instead")
     assert version_by_alias(connect(workspace)) == {"champion": "2"}
 
 
 def test_a_dry_run_logs_the_metrics_and_registers_nothing_until_it_is_resumed(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    context, client = context_of(workspace, "one", dry_run=True, reason="look first"), connect(workspace)
-    assert register_version(stages(), context) is None
+    context, client = prepare_run(workspace, "one", dry_run=True, reason="look first"), connect(workspace)
+    assert register_version(build_stages(), context) is None
     assert client.search_registered_models() == [] and not context.folder(RegistrationManifest).exists()
     (mlflow_run,) = client.search_runs(["1"])
-    assert mlflow_run.data.metrics["test/recall_at_20"] == stages().evaluation.metrics["test/recall@20"]
+    assert mlflow_run.data.metrics["test/recall_at_20"] == build_stages().evaluation.metrics["test/recall@20"]
     assert mlflow_run.data.tags["nightjar.run_reason"] == "look first"
 
-    resumed_registration = register_version(stages(), context_of(workspace, "one", reason="looks good"))
+    resumed_registration = register_version(build_stages(), prepare_run(workspace, "one", reason="looks good"))
     assert (resumed_registration.alias, resumed_registration.mlflow_run_id) == ("champion", mlflow_run.info.run_id)
     assert client.get_run(mlflow_run.info.run_id).data.tags["nightjar.run_reason"] == "looks good"

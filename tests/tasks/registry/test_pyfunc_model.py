@@ -63,7 +63,7 @@ OTHER_WORKSPACE = Path("the folder of another workspace")
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> Iterator[Path]:
+def workspace(tmp_path_factory: pytest.TempPathFactory, build_stages: BuildStages) -> Iterator[Path]:
     """A workspace with version 1 of the model m."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", "")  # so that the patch removes the value that MLflow sets
@@ -72,7 +72,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
         run.folder.mkdir(parents=True)
         run.config_file.write_text("name: tests\n")
         context = StageContext(run, experiment="tests")
-        for manifest in (stages().dataset.interactions, *stages()[1:]):
+        for manifest in (build_stages().dataset.interactions, *build_stages()[1:]):
             context.results.add(manifest)
         client = connect(run.workspace)
         mlflow_run_id = tracking.open_mlflow_run(client, context)
@@ -247,10 +247,10 @@ def recommend_with_smoke_test(workspace: Path, interactions: InteractionsManifes
 
 @pytest.mark.parametrize("recommend_items", [recommend_with_mlflow, recommend_with_query, recommend_with_smoke_test])
 def test_each_way_to_load_a_version_gives_the_answers_of_the_package(
-    workspace: Path, stages: BuildStages, recommend_items: Callable[..., tuple[dict[str, Any], list[list[int]]]]
+    workspace: Path, build_stages: BuildStages, recommend_items: Callable[..., tuple[dict[str, Any], list[list[int]]]]
 ) -> None:
-    request, item_ids = recommend_items(workspace, stages().dataset.interactions)
-    package_answers = answer(Retriever.load(stages().package.folder), parse(request))
+    request, item_ids = recommend_items(workspace, build_stages().dataset.interactions)
+    package_answers = answer(Retriever.load(build_stages().package.folder), parse(request))
     assert item_ids == [package_answer.item_ids for package_answer in package_answers]
     assert all(item_ids)
 

@@ -12,7 +12,7 @@ from tasks.registry.tracking import as_metrics, log_params, log_run_end, open_ml
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import context_of
+from tests.tasks.registration import prepare_run
 
 
 def test_the_mlflow_run_is_found_again_and_its_artifacts_are_in_the_workspace(context: StageContext) -> None:
@@ -66,9 +66,9 @@ def test_metric_names_lose_the_at_sign_and_undefined_values_are_left_out() -> No
 
 
 def test_the_description_of_a_run_is_its_end_and_each_complete_stage_has_duration_and_size(
-    workspace: Path, stages: Callable[..., Stages]
+    workspace: Path, build_stages: Callable[..., Stages]
 ) -> None:
-    context, manifests = context_of(workspace, "one"), stages()
+    context, manifests = prepare_run(workspace, "one"), build_stages()
     context.folder(PlanManifest).symlink_to(manifests.plan.folder)
     log_run_end(context, state="Failed", message="rank 1 died")
     client = connect(workspace)

@@ -12,7 +12,7 @@ import pytest
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, Manifest, RegistrationManifest, create_own_folder
 from tasks.retention.run_folders import own_runs
 from tasks.runs.run import CHAMPION_FILE_NAME, Run
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 STAGE_BYTES = 40_000
@@ -42,7 +42,9 @@ def _commit_stage_with_files(folder: Path, manifest_type: type[Manifest], fields
 def build_template(folder: Path) -> Path:
     """Write a run folder with the stages that retention reads and an unfinished training. Return the folder."""
     create_own_folder(folder)
-    interactions_stage(folder / "ingest_interactions", train=[[0], [1]], validation=[[], []], test=[[1], [0]], num_items=2)
+    write_interactions_stage(
+        folder / "ingest_interactions", train=[[0], [1]], validation=[[], []], test=[[1], [0]], num_items=2
+    )
     report_fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
     _commit_stage_with_files(folder / "check_data", DataReportManifest, report_fields)
     registration_fields = {

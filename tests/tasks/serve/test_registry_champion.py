@@ -12,7 +12,7 @@ from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.serve import registry_champion
 from tasks.serve.registry_champion import RegistryChampion
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import context_of, register_version
+from tests.tasks.registration import prepare_run, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -21,11 +21,11 @@ BuildStages = Callable[..., Stages]
 
 @pytest.fixture
 def set_champion(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], None]:
     """A function that makes one of three versions champion. They are in an MLflow outside of the server's workspace."""
     for run_id in ("one", "two", "three"):
-        register_version(stages(), context_of(workspace, run_id))
+        register_version(build_stages(), prepare_run(workspace, run_id))
     client = connect(workspace)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(workspace))
     return lambda version: client.set_registered_model_alias("m", "champion", version)

@@ -25,7 +25,7 @@ from tasks.serve import registry_champion
 from tasks.serve import server as server_module
 from tasks.serve.server import serve
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import context_of, register_version
+from tests.tasks.registration import prepare_run, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -105,10 +105,10 @@ def workers() -> list[psutil.Process]:
 
 
 def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id in ("one", "two"):
-        register_version(stages(), context_of(workspace, run_id))
+        register_version(build_stages(), prepare_run(workspace, run_id))
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
     with run_server(workspace) as server:
@@ -145,10 +145,10 @@ def damage(workspace: Path, client: MlflowClient, version: str) -> None:
 
 
 def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_has_the_reason(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     for run_id in ("one", "two", "three"):
-        register_version(stages(), context_of(workspace, run_id))
+        register_version(build_stages(), prepare_run(workspace, run_id))
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
     damage(workspace, client, "2")
@@ -170,9 +170,9 @@ def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_has_th
 
 
 def test_a_registry_that_hangs_does_not_delay_the_end_of_the_server(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     is_called, may_return = threading.Event(), threading.Event()
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 10 * TIMEOUT_S)
 
@@ -189,9 +189,9 @@ def test_a_registry_that_hangs_does_not_delay_the_end_of_the_server(
 
 
 def test_a_registry_whose_disk_is_full_does_not_end_the_server(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
 
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -203,11 +203,11 @@ def test_a_registry_whose_disk_is_full_does_not_end_the_server(
 
 
 def test_a_start_without_a_champion_with_a_used_port_or_with_a_short_token_fails(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(StageError, match="has no version with the alias champion; register one"), run_server(workspace):
         pass
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     with run_server(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1 port {port}"):
@@ -218,9 +218,9 @@ def test_a_start_without_a_champion_with_a_used_port_or_with_a_short_token_fails
 
 
 def test_open_requests_are_answered_before_a_worker_ends(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     config = CONFIG.model_copy(update={"workers": 1, "max_wait_ms": 800.0})
     statuses: list[int] = []
     with run_server(workspace, config) as server:

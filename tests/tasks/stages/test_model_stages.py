@@ -16,7 +16,7 @@ from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.runs.context import StageContext
 from tasks.runs.run import CHAMPION_FILE_NAME, Run
 from tasks.stages.model_stages import build_index, starting_champion
-from tests.recsys_core.evaluation.stage_folders import export_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_an_index_below_the_recall_target_is_a_warning_in_the_log_and_in_the_sum
     context = StageContext(run)
     vector_ID = np.random.default_rng(0).normal(size=(500, 8))
     queries = {"test": (range(40), vector_ID[:40])}
-    context.results.add(export_stage(context.folder(ExportManifest), item_vectors=vector_ID, queries=queries))
+    context.results.add(write_export_stage(context.folder(ExportManifest), item_vectors=vector_ID, queries=queries))
     config = IndexConfig.model_validate({"served": {"kind": "ivf_pq", "pq_m": 1, "pq_nbits": 1}, "recall_target": 0.9})
     manifest = build_index(context, config)
     assert manifest is not None

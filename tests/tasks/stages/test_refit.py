@@ -29,14 +29,16 @@ from tests.tasks.conftest import Stages
 from tests.tasks.refresh.test_refreshed_version import client as client  # fixtures
 from tests.tasks.refresh.test_refreshed_version import make_champion, refresh, set_items
 from tests.tasks.refresh.test_refreshed_version import parent as parent
-from tests.tasks.registration import context_of, register_version, version_by_alias
+from tests.tasks.registration import prepare_run, register_version, version_by_alias
 
 
-@pytest.mark.usefixtures("empty_plots", "predicted_uris")
-def test_a_refit_that_was_killed_after_it_became_champion_is_completed(workspace: Path, stages: Callable[..., Stages]) -> None:
-    context = context_of(workspace, "one")
-    context.results.add(register_version(stages(), context))
-    register_version(stages(), context_of(workspace, "refit"))
+@pytest.mark.usefixtures("empty_plots", "in_process_predictions")
+def test_a_refit_that_was_killed_after_it_became_champion_is_completed(
+    workspace: Path, build_stages: Callable[..., Stages]
+) -> None:
+    context = prepare_run(workspace, "one")
+    context.results.add(register_version(build_stages(), context))
+    register_version(build_stages(), prepare_run(workspace, "refit"))
     connect(workspace).set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
     create_own_folder(context.run.folder / REFIT_FOLDER_NAME)
     unused_setup: Any = None
@@ -85,7 +87,7 @@ def run_refit(
         monkeypatch.setattr(refit_module, "_smoke_test", lambda *_, **__: None)
         unused_setup: Any = None
         return refit(
-            replace(context_of(workspace, RUN_ID), results=results),
+            replace(prepare_run(workspace, RUN_ID), results=results),
             unused_setup,
             package_config=PackageConfig(),
             index_config=IndexConfig(),

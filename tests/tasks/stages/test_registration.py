@@ -24,20 +24,20 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of, list_releases
 from tasks.stages.registration import verdict_page
 from tests.tasks.conftest import NUM_ITEMS, STEPS, Stages
-from tests.tasks.registration import context_of, register_version, version_by_alias, version_tags
+from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
 
 BuildStages = Callable[..., Stages]
 
 
-def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, stages: BuildStages) -> None:
-    registration = register_version(stages(), context_of(workspace, "one"))
+def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, build_stages: BuildStages) -> None:
+    registration = register_version(build_stages(), prepare_run(workspace, "one"))
     assert (registration.version, registration.alias, registration.promoted, registration.reasons) == (
         "1",
         "champion",
         True,
         ("there was no champion",),
     )
-    exact_metrics = stages().evaluation.metrics
+    exact_metrics = build_stages().evaluation.metrics
     for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # INT8 vectors change the order within a cluster only
         assert registration.metrics[f"served/{name}"] == pytest.approx(exact_metrics[f"test/{name}"], abs=0.15)
     assert registration.metrics["served/recall@20"] > 0.5
@@ -77,9 +77,9 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
 
 
 def test_the_logged_model_contains_its_code_and_no_pickle_file(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     (model,) = (workspace / "mlartifacts" / "models").iterdir()
     files = {str(path.relative_to(model / "artifacts")) for path in model.rglob("*") if path.is_file()}
     files.discard(f"__pycache__/pyfunc_model.{sys.implementation.cache_tag}.pyc")  # written by Python when it loads the model
@@ -91,22 +91,22 @@ def test_the_logged_model_contains_its_code_and_no_pickle_file(
 
 
 def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_page(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    new_registration = register_version(stages(), context_of(workspace, "one"))
-    page = verdict_page(new_registration, evaluation=stages().evaluation, data_report=stages().data_report)
+    new_registration = register_version(build_stages(), prepare_run(workspace, "one"))
+    page = verdict_page(new_registration, evaluation=build_stages().evaluation, data_report=build_stages().data_report)
     assert page.startswith("## m version 1 is champion\n\nthere was no champion\n\n")
     (decision_path,) = re.findall(r"All comparisons: `(.*)`", page)
     assert "<h2>Promoted: this version is the champion</h2>" in Path(decision_path).read_text()
 
 
 def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
     monkeypatch.setattr(publishers.PrefectEvents, "publish", lambda _, change: changes.append(change))
-    register_version(stages(), context_of(workspace, "one"))
-    worse_registration = register_version(stages(shuffled=True), context_of(workspace, "two"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
+    worse_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "two"))
     assert (worse_registration.version, worse_registration.alias, worse_registration.promoted) == ("2", "challenger", False)
     assert worse_registration.metrics["served/recall@20"] < worse_registration.metrics["champion/recall@20"]
     assert "less than 0.98 times the" in worse_registration.reasons[0]
@@ -114,7 +114,7 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     assert version_by_alias(client) == {"champion": "1", "challenger": "2"}
     assert version_tags(client, "2")["nightjar.reasons"] == worse_registration.reasons[0]
 
-    equal_registration = register_version(stages(), context_of(workspace, "three"))
+    equal_registration = register_version(build_stages(), prepare_run(workspace, "three"))
     assert (equal_registration.version, equal_registration.alias) == ("3", "champion")
     assert version_by_alias(client) == {"champion": "3", "challenger": "2"}
     assert [(change.alias, change.old_version, change.new_version) for change in changes] == [
@@ -122,23 +122,23 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
         ("challenger", None, "2"),
         ("champion", "1", "3"),
     ]
-    assert predicted_uris == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
+    assert in_process_predictions == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
 
 
 @pytest.mark.parametrize("last_step", ["the alias is set", "the version is created"])
 def test_a_run_that_was_killed_while_it_registered_continues_with_its_version(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str], last_step: str
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], last_step: str
 ) -> None:
-    register_version(stages(shuffled=True), context_of(workspace, "zero"))
-    registration = register_version(stages(), context_of(workspace, "one"))
-    context, client = context_of(workspace, "one"), connect(workspace)
+    register_version(build_stages(shuffled=True), prepare_run(workspace, "zero"))
+    registration = register_version(build_stages(), prepare_run(workspace, "one"))
+    context, client = prepare_run(workspace, "one"), connect(workspace)
     shutil.rmtree(context.folder(RegistrationManifest))
     if last_step == "the version is created":
         client.set_registered_model_alias("m", "champion", "1")
         for tag in version_tags(client, "2"):
             if tag not in ("nightjar.run_id", "nightjar.package", "nightjar.package_sha256"):
                 client.delete_model_version_tag("m", "2", tag)
-    repeated_registration = register_version(stages(), context)
+    repeated_registration = register_version(build_stages(), context)
     assert repeated_registration.model_dump(exclude={"seconds", "files"}) == registration.model_dump(
         exclude={"seconds", "files"}
     )
@@ -147,15 +147,15 @@ def test_a_run_that_was_killed_while_it_registered_continues_with_its_version(
 
 
 def test_a_run_that_was_killed_before_a_person_promoted_its_version_continues(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    registration = register_version(stages(), context_of(workspace, "one"))
-    context, client = context_of(workspace, "one"), connect(workspace)
+    registration = register_version(build_stages(), prepare_run(workspace, "one"))
+    context, client = prepare_run(workspace, "one"), connect(workspace)
     shutil.rmtree(context.folder(RegistrationManifest))
     for tag in ("nightjar.metrics", "nightjar.reasons", "nightjar.spent_drop"):  # the comparison sets these tags
         client.delete_model_version_tag("m", "1", tag)
     client.set_model_version_tag("m", "1", "nightjar.by_hand", "ada on host: promoted by hand: sale")
-    resumed_registration = register_version(stages(), context)
+    resumed_registration = register_version(build_stages(), context)
     assert (resumed_registration.version, resumed_registration.alias) == ("1", "champion")
     assert resumed_registration.metrics["served/recall@20"] == registration.metrics["served/recall@20"]
     assert resumed_registration.reasons == ("the champion was changed by hand: ada on host: promoted by hand: sale",)
@@ -163,33 +163,33 @@ def test_a_run_that_was_killed_before_a_person_promoted_its_version_continues(
 
 
 def test_a_run_killed_before_it_created_a_version_leaves_no_model_without_a_version(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    context, client = context_of(workspace, "one"), connect(workspace)
-    register_version(stages(), context)
+    context, client = prepare_run(workspace, "one"), connect(workspace)
+    register_version(build_stages(), context)
     shutil.rmtree(context.folder(RegistrationManifest))
     client.delete_model_version("m", "1")  # keeps the logged model, as a kill does
-    registration = register_version(stages(), context)
+    registration = register_version(build_stages(), context)
     (model_file,) = (workspace / "mlartifacts" / "models").glob("*/artifacts/MLmodel")
     assert client.get_model_version("m", registration.version).source == f"models:/{model_file.parents[1].name}"
 
 
-def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, predicted_uris: list[str]) -> None:
-    registration = register_version(stages(), context_of(workspace, "one"))
-    assert register_version(stages(), context_of(workspace, "one")) == registration
-    assert len(predicted_uris) == 1
+def test_a_finished_registration_is_kept(workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]) -> None:
+    registration = register_version(build_stages(), prepare_run(workspace, "one"))
+    assert register_version(build_stages(), prepare_run(workspace, "one")) == registration
+    assert len(in_process_predictions) == 1
 
 
 def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_a_tag_with_the_reason(
-    workspace: Path, stages: BuildStages, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, build_stages: BuildStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
         return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
-    context = context_of(workspace, "one")
+    context = prepare_run(workspace, "one")
     with pytest.raises(StageError, match="600 items that are not in the catalogue"):
-        register_version(stages(), context)
+        register_version(build_stages(), context)
     client = connect(workspace)
     assert version_tags(client, "1")["nightjar.smoke"].startswith("failed: models:/m/1: the smoke test found")
     assert version_by_alias(client) == {}
@@ -198,8 +198,8 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_a_tag_with_the_re
         load_version(workspace, model_name="m")
 
 
-def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(workspace: Path, stages: BuildStages) -> None:
-    sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
+def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(workspace: Path, build_stages: BuildStages) -> None:
+    sample = prepare_sample(build_stages().dataset.interactions, max_users=3, folder=workspace / "sample")
     raises_error = pytest.raises(StageError, match=r"models:/absent/1: could not be downloaded: MlflowException: .*absent")
     with ModelProcess() as process, raises_error:
         version_tester.predict_in_subprocess(
@@ -213,9 +213,9 @@ def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(work
 
 
 def test_the_logged_model_reads_and_returns_the_ids_of_the_log(
-    workspace: Path, stages: BuildStages, predicted_uris: list[str]
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(stages(), context_of(workspace, "one"))
+    register_version(build_stages(), prepare_run(workspace, "one"))
     model = mlflow.pyfunc.load_model("models:/m@champion")
     users = pd.DataFrame({"user_id": ["user-0", "user-1"]})
     answers_for_users = model.predict(users, params={"k": 3})

@@ -21,7 +21,7 @@ from recsys_core.manifests import ExportManifest, InteractionsManifest
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.tuning.study import FinishedTrial
 from tests.flows.tuning_config import CONFIG
-from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage, write_interactions_stage
 from tests.recsys_core.ingest.parquet_files import write_parquet
 
 
@@ -178,7 +178,7 @@ def run(config_path: Path, tmp_path: Path) -> Run:
     config_path.write_text(config_path.read_text() + f"workspace: {tmp_path / 'workspace'}\nevaluation: {{ks: [2]}}\n")
     run = Run("20261125-020000-ab12", workspace=tmp_path / "workspace")
     run.folder.mkdir(parents=True)
-    interactions_stage(
+    write_interactions_stage(
         run.stage_folder(InteractionsManifest),
         train=[[0, 1], [0], [0, 2]],
         validation=[[2], [3], [1]],
@@ -186,7 +186,7 @@ def run(config_path: Path, tmp_path: Path) -> Run:
         num_items=4,
     )
     queries = {"validation": (range(3), np.eye(4)[:3])}
-    export_stage(run.stage_folder(ExportManifest), item_vectors=np.eye(4), queries=queries)
+    write_export_stage(run.stage_folder(ExportManifest), item_vectors=np.eye(4), queries=queries)
     return run
 
 

@@ -12,7 +12,7 @@ from flows.settings.template import starter_config
 from tasks.runs.context import Results, RunOptions
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord
-from tests.recsys_core.evaluation.stage_folders import export_stage
+from tests.recsys_core.evaluation.stage_folders import write_export_stage
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_run_shows_the_weights_that_its_export_has_chosen(
     export_fields: dict[str, float], expected_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vectors = np.eye(4)
-    export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": ([0, 1], vectors[:2])})
+    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": ([0, 1], vectors[:2])})
     results = RunResults(Run("r", workspace=tmp_path), Results([export.model_copy(update=export_fields)]))
     print_results(results, LoadedConfig(starter_config(), tmp_path / "nightly.yaml"), command_text="nightjar run")
     assert (expected_text in capsys.readouterr().out) == bool(export_fields)

@@ -14,7 +14,7 @@ from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 from recsys_core.serving.popularity import segment_counts
 from recsys_core.serving.popularity.ranking import Segments
 from recsys_core.serving.popularity.segment_counts import replace_items_of_segments, write_segments
-from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_features_stage, write_interactions_stage
 from tests.recsys_core.ingest.random_features import ingested_features
 
 NUM_USERS, NUM_ITEMS, MIN_EVENTS = 60, 30, 40
@@ -24,14 +24,14 @@ NUM_USERS, NUM_ITEMS, MIN_EVENTS = 60, 30, 40
 def stages(tmp_path: Path) -> tuple[InteractionsManifest, FeaturesManifest]:
     rng = np.random.default_rng(3)
     splits = [[rng.integers(0, NUM_ITEMS, size).tolist() for size in rng.integers(0, 9, NUM_USERS)] for _ in range(3)]
-    interactions = interactions_stage(
+    interactions = write_interactions_stage(
         tmp_path / "interactions", train=splits[0], validation=splits[1], test=splits[2], num_items=NUM_ITEMS
     )
     num_events = sum(len(items) for split in splits for items in split)
     # Row 0 is for values without a row of their own. The values of the rows 1 to 4 become rarer with the row.
     rows = [rng.choice(5, count, p=[0.1, 0.45, 0.3, 0.1, 0.05]).astype(np.int32) for count in (NUM_USERS, num_events)]
     features = {f"{owner}.single": Feature(row, None, None) for owner, row in zip(("user", "context"), rows, strict=True)}
-    manifest = features_stage(
+    manifest = write_features_stage(
         tmp_path / "features", FeatureStore(features), ingested_by_feature=ingested_features(*features, "user.list")
     )
     return interactions, manifest

@@ -26,7 +26,7 @@ from recsys_core.serving.quantise import BlockArrays, ServedQueryTower, build_to
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export import append_block as append_block_module
 from recsys_core.training.export.append_block import append_block
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 from tests.recsys_core.training.export.validation_metric import mean_ndcg
 
 NUM_USERS, NUM_ITEMS, DIM, BLOCK_DIM, BLOCK_LENGTH = 60, 40, 8, 6, 12
@@ -93,7 +93,7 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
     folder.mkdir()
     share_I = random.dirichlet(np.full(NUM_ITEMS, 0.5)) * 0.9 + 0.1 / NUM_ITEMS
     items_by_user = [random.choice(NUM_ITEMS, 16, replace=False, p=share_I).tolist() for _ in range(NUM_USERS)]
-    manifest = interactions_stage(
+    manifest = write_interactions_stage(
         tmp_path / "interactions",
         train=[items[:10] for items in items_by_user],
         validation=[items[10:13] for items in items_by_user],

@@ -15,7 +15,7 @@ from recsys_core.models.score_terms import PopularityWeight, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.validated_choice import choose_popularity
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 from tests.recsys_core.training.export.validation_metric import mean_ndcg
 
 NUM_USERS, NUM_ITEMS, DIM = 60, 40, 8
@@ -37,7 +37,7 @@ def exported_vectors(tmp_path: Path) -> Exported:
     folder.mkdir()
     share_I = random.dirichlet(np.full(NUM_ITEMS, 0.4)) * 0.95 + 0.05 / NUM_ITEMS
     items_by_user = [random.choice(NUM_ITEMS, 12, replace=False, p=share_I).tolist() for _ in range(NUM_USERS)]
-    manifest = interactions_stage(
+    manifest = write_interactions_stage(
         tmp_path / "interactions",
         train=[items[:8] for items in items_by_user],
         validation=[items[8:10] for items in items_by_user],

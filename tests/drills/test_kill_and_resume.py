@@ -51,11 +51,8 @@ def write_config(folder: Path, *, embeddings: Sequence[dict[str, Any]] = (ITEM_V
         "model": {"embedding_dim": 16, "learn_user_embedding": True},
         "training": {"epochs": 3, "batch_size": 64, "log_every_steps": 5, "checkpoint_every_steps": 10, "warm_start": None},
         "index": {"nlist": 8},
-        "registry": {
-            "model_name": "nightjar",
-            "gate": {"kind": "margin"},
-            "baselines": [],
-        },  # margin, as there are few test users
+        # There are too few test users for the default gate.
+        "registry": {"model_name": "nightjar", "gate": {"kind": "margin"}, "baselines": []},
     }
     config_path = folder / "nightly.yaml"
     config_path.write_text(yaml_loader.dump(config))
@@ -79,7 +76,7 @@ def run_pipeline(config_path: Path) -> dict:
 
 
 def is_stage_in_progress(stage: str, run_folder: Path) -> bool:
-    """Return whether `stage` is in progress. Training counts only from its first checkpoint, so that a resume can use one."""
+    """Return whether `stage` is in progress, or for the training, whether it has a checkpoint that a resumed run can load."""
     if stage == "train":
         return any((run_folder / "train.work" / "checkpoints").glob("step-*[0-9]"))
     return (run_folder / f"{stage}.tmp").is_dir()
@@ -110,7 +107,7 @@ def create_run_folder(config_path: Path, *, workspace: Path | None = None) -> Pa
 
 
 def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_run(tmp_path):
-    undisturbed = run_pipeline(write_config_of_every_stage(tmp_path / "undisturbed"))
+    undisturbed_output = run_pipeline(write_config_of_every_stage(tmp_path / "undisturbed"))
     config_path = write_config_of_every_stage(tmp_path / "killed")
     run_folder = create_run_folder(config_path)
     for stage in STAGES:
@@ -118,8 +115,10 @@ def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_run(tmp_p
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive, f"{stage}: left running: {[process.cmdline() for process in alive]}"
         assert not (run_folder / stage).exists(), f"{stage} looks complete although it was killed"
-    resumed = subprocess.run([*NIGHTJAR, "run", str(config_path), "--resume", RUN_ID, "--json"], capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
-    answer = json.loads(resumed.stdout.splitlines()[-1])
-    assert answer["metrics"] == undisturbed["metrics"]
-    assert answer["model"] == {"name": "nightjar", "version": "1", "alias": "champion"}
+    resumed_run = subprocess.run(
+        [*NIGHTJAR, "run", str(config_path), "--resume", RUN_ID, "--json"], capture_output=True, text=True
+    )
+    assert resumed_run.returncode == 0, resumed_run.stderr
+    output = json.loads(resumed_run.stdout.splitlines()[-1])
+    assert output["metrics"] == undisturbed_output["metrics"]
+    assert output["model"] == {"name": "nightjar", "version": "1", "alias": "champion"}

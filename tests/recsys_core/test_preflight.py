@@ -30,15 +30,13 @@ CPU_VERSIONS = {
 GPU_VERSIONS = {"torch": "2.14.0", "torchrec": "1.9.0", "fbgemm-gpu": "1.9.0", "faiss-gpu": "1.15.1"}
 
 
-@pytest.mark.parametrize(
-    "versions", [CPU_VERSIONS, GPU_VERSIONS, CPU_VERSIONS | {"torch": "2.14.1", "torchrec": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"}]
-)
-def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) -> None:
+@pytest.mark.parametrize("versions", [CPU_VERSIONS, GPU_VERSIONS, CPU_VERSIONS | {"torch": "2.14.1"}])
+def test_versions_that_fit_together_are_not_reported(versions: dict[str, str]) -> None:
     assert check_versions(versions) == []
 
 
 @pytest.mark.parametrize(
-    ("versions", "sentence"),
+    ("versions", "start_of_sentence"),
     [
         (CPU_VERSIONS | {"torch": "2.13.0"}, "torch 2.13.0 with fbgemm-gpu-cpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
         (GPU_VERSIONS | {"torch": "2.15.0"}, "torch 2.15.0 with fbgemm-gpu 1.9.0: fbgemm 1.9 needs torch 2.14"),
@@ -53,9 +51,11 @@ def test_versions_that_belong_together_are_no_problem(versions: dict[str, str]) 
         (CPU_VERSIONS | {"fastapi": "0.155.1"}, "fastapi 0.155.1: prefect's server needs a version below 0.151"),
     ],
 )
-def test_a_mismatch_is_one_sentence_with_both_versions_and_the_fix(versions: dict[str, str], sentence: str) -> None:
+def test_a_mismatch_is_reported_in_one_sentence_with_the_versions_and_the_fix(
+    versions: dict[str, str], start_of_sentence: str
+) -> None:
     (problem,) = check_versions(versions)
-    assert problem.startswith(sentence)
+    assert problem.startswith(start_of_sentence)
     assert "; run make clean setup" in problem
 
 
@@ -68,7 +68,7 @@ def test_the_problems_name_each_missing_package() -> None:
     ]
 
 
-def test_the_environment_of_the_tests_passes_and_every_package_has_a_row(tmp_path: Path) -> None:
+def test_the_environment_of_the_tests_has_no_problem_and_the_facts_have_every_package(tmp_path: Path) -> None:
     facts, problems = check_environment(tmp_path / "not" / "there")
     assert problems == []
     assert facts.items() >= installed_versions().items()
@@ -84,7 +84,7 @@ def test_reading_the_versions_imports_no_package() -> None:
     assert not {"torch", "torchrec", "fbgemm_gpu", "faiss", "prefect", "mlflow"} & set(loaded)
 
 
-def test_packages_that_cannot_be_imported_together_are_a_problem_with_its_reason(
+def test_if_the_packages_cannot_be_imported_the_problem_has_the_import_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", "raise ImportError('undefined symbol: _ZN5torch')")
@@ -107,7 +107,7 @@ def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert problem.endswith("; free some space")
 
 
-def test_limits_of_a_v2_group_and_its_parents_are_found(tmp_path: Path) -> None:
+def test_the_limits_of_a_cgroup_v2_include_the_limits_of_its_parents(tmp_path: Path) -> None:
     job_group = tmp_path / "sys" / "service" / "job"
     job_group.mkdir(parents=True)
     (tmp_path / "self").write_text("0::/service/job\n")
@@ -120,15 +120,15 @@ def test_limits_of_a_v2_group_and_its_parents_are_found(tmp_path: Path) -> None:
     assert limits == CgroupLimits(cores=1.5, memory_bytes=2**30, memory_used_bytes=1000)
 
 
-def test_limits_of_a_v1_container_are_found_at_the_mount(tmp_path: Path) -> None:
+def test_the_limits_of_a_container_with_cgroup_v1_are_in_the_mounted_folders(tmp_path: Path) -> None:
     (tmp_path / "self").write_text("4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n")
-    cpu, memory = tmp_path / "sys" / "cpu,cpuacct", tmp_path / "sys" / "memory"
-    cpu.mkdir(parents=True)
-    memory.mkdir()
-    (cpu / "cpu.cfs_quota_us").write_text("200000\n")
-    (cpu / "cpu.cfs_period_us").write_text("100000\n")
-    (memory / "memory.limit_in_bytes").write_text("2147483648\n")
-    (memory / "memory.stat").write_text("cache 7\ntotal_rss 11\n")
+    cpu_folder, memory_folder = tmp_path / "sys" / "cpu,cpuacct", tmp_path / "sys" / "memory"
+    cpu_folder.mkdir(parents=True)
+    memory_folder.mkdir()
+    (cpu_folder / "cpu.cfs_quota_us").write_text("200000\n")
+    (cpu_folder / "cpu.cfs_period_us").write_text("100000\n")
+    (memory_folder / "memory.limit_in_bytes").write_text("2147483648\n")
+    (memory_folder / "memory.stat").write_text("cache 7\ntotal_rss 11\n")
     limits = cgroup_limits(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self")
     assert limits == CgroupLimits(cores=2.0, memory_bytes=2**31, memory_used_bytes=11)
 
@@ -142,7 +142,7 @@ def test_no_quota_and_no_cgroups_mean_no_limit(tmp_path: Path) -> None:
     assert cgroup_limits(mount_folder=tmp_path, membership_path=tmp_path / "absent") == CgroupLimits()
 
 
-def test_the_memory_row_mentions_a_limit_below_the_memory_of_the_machine() -> None:
+def test_the_description_of_the_memory_has_a_limit_that_is_below_the_memory_of_the_machine() -> None:
     machine = SimpleNamespace(total=64 * 2**30, available=60 * 2**30)
     limits = CgroupLimits(memory_bytes=8 * 2**30, memory_used_bytes=2 * 2**30)
     expected = "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
@@ -157,7 +157,7 @@ def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("membership", "counter_name", "content"),
+    ("membership", "relative_counter_path", "content"),
     [
         ("0::/job\n", "job/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"),
         ("4:memory:/docker/abc\n", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
@@ -165,11 +165,11 @@ def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, 
     ids=["v2", "v1 container"],
 )
 def test_processes_ended_by_the_out_of_memory_killer_are_counted(
-    tmp_path: Path, membership: str, counter_name: str, content: str
+    tmp_path: Path, membership: str, relative_counter_path: str, content: str
 ) -> None:
     (tmp_path / "self").write_text(membership)
     assert count_oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") is None
-    counter_path = tmp_path / "sys" / counter_name
+    counter_path = tmp_path / "sys" / relative_counter_path
     counter_path.parent.mkdir(parents=True)
     counter_path.write_text(content)
     assert count_oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") == 2

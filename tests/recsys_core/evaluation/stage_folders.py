@@ -47,10 +47,10 @@ def write_interactions_stage(
     """Write an interactions stage.
 
     Args:
-        item_ids, user_ids: id of each row; None for the row itself.
+        item_ids, user_ids: id of each row; None: the id is the row number.
         vector_row: row of each item's pretrained vector, -1 for an item without a vector; None if no item has a vector.
         arrays: further arrays of the store, such as event_time.
-        context: context of all events, in the order of the store.
+        context: columns that describe the event, such as its device. One row per event, in the order of event_item.npy.
     """
     num_train_U, num_validation_U, num_test_U = ([len(rows) for rows in split] for split in (train, validation, test))
     offset = np.concatenate([[0], np.cumsum(np.sum([num_train_U, num_validation_U, num_test_U], axis=0))]).astype(np.int64)
@@ -105,8 +105,8 @@ def write_embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManif
     def write_files(output_folder: Path) -> dict[str, Any]:
         np.save(output_folder / "item.vectors.npy", vectors.astype(np.float32))
         pq.write_table(pa.table({"id": np.arange(len(vectors))}), output_folder / "item.ids.parquet")
-        item = VectorTable(num_rows=len(vectors), dim=vectors.shape[1], id_type="int64")
-        return {"tables": {"item": item}, "sources": ()}
+        item_table = VectorTable(num_rows=len(vectors), dim=vectors.shape[1], id_type="int64")
+        return {"tables": {"item": item_table}, "sources": ()}
 
     return commit_stage(folder, EmbeddingsManifest, fingerprint="embeddings", build=write_files)
 
@@ -151,7 +151,7 @@ def write_export_stage(
         tables: weights of the embedding tables by name.
         history_items: vectors that represent the items in histories; None for the item vectors.
         dense: parameters of the towers by name.
-        spectral_block_store: events from which the spectral block is computed and appended; None for a model without it.
+        spectral_block_store: events whose spectral vectors are appended to the model's vectors; None: nothing is appended.
     """
     num_users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
     model = spec or ModelSpec.sized(TwoTowerConfig(), num_users=num_users, num_items=len(item_vectors))

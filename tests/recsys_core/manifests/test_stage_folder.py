@@ -51,7 +51,7 @@ def write_squares(folder: Path) -> dict[str, object]:
 
 
 def fail_if_called(folder: Path) -> dict[str, object]:
-    raise AssertionError(f"{folder} was built again")
+    raise AssertionError(f"{folder} was built")
 
 
 def commit_squares(
@@ -69,7 +69,7 @@ def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
 
 
-def test_the_path_of_a_file_that_the_manifest_does_not_list_raises(tmp_path: Path) -> None:
+def test_a_manifest_raises_an_error_for_a_file_that_it_does_not_list(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"squares manifest does not list the file 'roots\.txt'; it lists \['deep/cubes\.txt'"):
         commit_squares(tmp_path / "stage").path("roots.txt")
 
@@ -129,13 +129,13 @@ def test_a_flipped_bit_in_any_file_makes_the_stage_incomplete(tmp_path: Path, na
         damaged_content = bytearray(intact_content)
         damaged_content[position] ^= 1 << position % 8
         path.write_bytes(damaged_content)
-        # A flipped bit may keep the meaning of a manifest, for example from 1e-05 to 1E-05, but not the content of a file.
+        # Only in the manifest can a flipped bit have no effect, for example if it changes 1e-05 to 1E-05.
         loaded = load_manifest(tmp_path / "stage", SquaresManifest)
         assert loaded is None or (name == MANIFEST_NAME and loaded == manifest), (
             f"byte {position}: {bytes(damaged_content[max(0, position - 20) : position + 20])!r}"
         )
     assert commit_squares(tmp_path / "stage").path("squares.txt").read_text() == "0 1 4 9"
-    assert path.read_bytes() == intact_content or name == MANIFEST_NAME  # a new manifest has other seconds
+    assert path.read_bytes() == intact_content or name == MANIFEST_NAME  # the duration in a new manifest differs
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"7", b"null", b"{}", b"\xff\xfe\x00", b'{"sha256": "x"}'])
@@ -184,17 +184,17 @@ def _build_and_die(point: str, folder: Path) -> None:
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def build(staging: Path) -> dict[str, object]:
+    def build(output_folder: Path) -> dict[str, object]:
         if point == "first file":
             die()
-        (staging / "squares.txt").write_text("0 1 4")
+        (output_folder / "squares.txt").write_text("0 1 4")
         if point == "last file":
             die()
-        return write_squares(staging)
+        return write_squares(output_folder)
 
-    function_by_point = {"hashing": "record_files", "manifest": "_write_durably"}
-    if point in function_by_point:
-        mock.patch.object(stage_folder, function_by_point[point], die).start()
+    function_name_by_point = {"hashing": "record_files", "manifest": "_write_durably"}
+    if point in function_name_by_point:
+        mock.patch.object(stage_folder, function_name_by_point[point], die).start()
     if point == "rename":
         mock.patch.object(Path, "rename", die).start()
     commit_squares(folder, build=build, fingerprint="b")
@@ -253,7 +253,7 @@ def test_fingerprints_are_equal_if_and_only_if_their_parts_are_equal(parts: list
         lambda path: path.write_bytes(bytes(2**21)),
         lambda path: np.save(path, np.zeros(2**18)),
         lambda path: pq.write_table(pa.table({"a": np.random.default_rng(0).random(2**18)}), path),
-        lambda path: faiss.write_index(flat_index(), str(path)),
+        lambda path: faiss.write_index(index_of_2_mib(), str(path)),
         lambda path: save_file({"a": torch.zeros(2**19)}, path),
         lambda path: torch.save(torch.zeros(2**19), path),
     ],
@@ -284,7 +284,7 @@ def test_too_little_disk_space_raises_before_the_build_unless_the_stage_is_compl
     )
 
 
-def flat_index() -> faiss.IndexFlatIP:
+def index_of_2_mib() -> faiss.IndexFlatIP:
     index = faiss.IndexFlatIP(64)
     index.add(np.zeros((2**13, 64), np.float32))
     return index

@@ -119,7 +119,7 @@ def test_ranks_listen_only_on_the_loopback_and_their_agent_does_not_listen(expor
 
 
 def kill_a_rank(_: Progress) -> None:
-    """Send SIGKILL to one of the two ranks below this process."""
+    """Send SIGKILL to one of the two ranks, which are descendants of this process."""
     ranks = [process for process in psutil.Process().children(recursive=True) if "recsys_core.training" in process.cmdline()]
     ranks[-1].send_signal(signal.SIGKILL)
 
@@ -155,16 +155,20 @@ def test_temperature_auto_trains_the_same_model_as_a_config_with_the_chosen_temp
     config = experiment.spec.config.model_copy(update={"temperature": "auto"})
     spec = experiment.spec.model_copy(update={"config": config})
     lines: list[Progress] = []
-    automatic = run_train(experiment._replace(spec=spec), tmp_path / "train", on_progress=lines.append)
-    configured, configured_lines = undisturbed_training
-    assert (automatic.temperature, configured.temperature) == (0.1, 0.1)
-    assert automatic.temperature_trials["0.1"] > automatic.temperature_trials["50"] and configured.temperature_trials == {}
-    assert (automatic.validation, automatic.final_loss) == (configured.validation, configured.final_loss)
-    assert ModelSpec.model_validate_json(automatic.path("model.json").read_bytes()) == experiment.spec
+    automatic_manifest = run_train(experiment._replace(spec=spec), tmp_path / "train", on_progress=lines.append)
+    configured_manifest, configured_lines = undisturbed_training
+    assert (automatic_manifest.temperature, configured_manifest.temperature) == (0.1, 0.1)
+    assert automatic_manifest.temperature_trials["0.1"] > automatic_manifest.temperature_trials["50"]
+    assert configured_manifest.temperature_trials == {}
+    assert (automatic_manifest.validation, automatic_manifest.final_loss) == (
+        configured_manifest.validation,
+        configured_manifest.final_loss,
+    )
+    assert ModelSpec.model_validate_json(automatic_manifest.path("model.json").read_bytes()) == experiment.spec
     assert [line.step for line in lines] == [line.step for line in configured_lines]  # trials report no lines
 
 
-def test_a_resumed_training_does_not_repeat_the_complete_trials_of_the_temperature(experiment, tmp_path, monkeypatch):
+def test_a_resumed_training_repeats_only_the_interrupted_trial_of_the_temperature(experiment, tmp_path, monkeypatch):
     config = experiment.spec.config.model_copy(update={"temperature": "auto"})
     experiment = experiment._replace(spec=experiment.spec.model_copy(update={"config": config}))
     temperatures: list[float] = []
@@ -185,7 +189,7 @@ def test_a_resumed_training_does_not_repeat_the_complete_trials_of_the_temperatu
         run_train(experiment, tmp_path / "train")
     with pytest.raises(FileNotFoundError):  # after the trials, the fake training writes no checkpoint
         run_train(experiment, tmp_path / "train")
-    assert temperatures[:3] == list(temperature.CANDIDATE_TEMPERATURES[:3])  # the last of them was interrupted
+    assert temperatures[:3] == list(temperature.CANDIDATE_TEMPERATURES[:3])  # the third trial was interrupted
     assert temperatures[3:5] == list(temperature.CANDIDATE_TEMPERATURES[2:])
 
 
@@ -207,7 +211,7 @@ def test_a_training_that_was_interrupted_in_a_trial_of_the_temperature_is_resume
     assert log_folders == [tmp_path / "train.work" / "temperature" / "0.07" / "logs" / "attempt-1"] * 2
 
 
-def test_a_training_whose_job_file_a_power_failure_has_cut_off_starts_from_scratch(experiment, tmp_path, monkeypatch):
+def test_a_training_with_an_empty_job_file_as_after_a_power_failure_starts_from_scratch(experiment, tmp_path, monkeypatch):
     work_folder = tmp_path / "train.work"
     (work_folder / "checkpoints").mkdir(parents=True)
     (work_folder / JOB_FILE).write_bytes(b"")
@@ -267,8 +271,11 @@ def test_an_input_error_in_a_rank_is_raised_and_not_retried(experiment, tmp_path
 
 
 def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(experiment, tmp_path):
-    diverging = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
-    config, spec = CONFIG.model_copy(update={"table_optimizer": diverging}), with_optimizer(experiment.spec, diverging)
+    diverging_optimizer = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
+    config, spec = (
+        CONFIG.model_copy(update={"table_optimizer": diverging_optimizer}),
+        with_optimizer(experiment.spec, diverging_optimizer),
+    )
     plan = plan_sharding(
         ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2)),
         model=spec,
@@ -310,7 +317,7 @@ def test_exported_vectors_equal_the_vectors_of_the_unsharded_model(experiment, e
             np.testing.assert_allclose(query_BD, encoder.encode_queries(users, split=split), **tolerances)
 
 
-def test_an_export_stays_valid_if_the_evaluation_needs_other_rankings(experiment, undisturbed_training, export):
+def test_an_export_is_reused_if_the_evaluation_has_other_cut_offs_and_metrics(experiment, undisturbed_training, export):
     assert {"ranking_test_top.npy", "ranking_test_positions.npy", "ranking_test_cold_positions.npy"} <= export.files.keys()
     other_evaluation = EvaluationConfig(ks=(5,), metrics=("recall",))
     assert export.ranking == ranking_settings(EvaluationConfig()) != ranking_settings(other_evaluation)
@@ -345,7 +352,7 @@ def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(ex
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.work" / "logs").exists()
 
 
-def test_a_catalogue_that_does_not_fit_into_the_limit_is_rejected_before_the_launch(experiment, tmp_path):
+def test_a_catalogue_above_the_limit_catalogue_gb_is_rejected_before_the_launch(experiment, tmp_path):
     loss = LossConfig(negatives="all", catalogue_gb=1e-6)
     with pytest.raises(InputError, match=r"loss.negatives is all, but .* items / 2 ranks x .* set loss.negatives to sampled"):
         run_train(experiment._replace(loss=loss), tmp_path / "train")
@@ -361,14 +368,14 @@ def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer
         ]
         path.write_text("".join(lines))
 
-    path, relayed = tmp_path / "metrics.jsonl", []
-    tail = MetricsTail(path, lambda line: relayed.append((line.step, line.loss)))
+    path, relayed_losses = tmp_path / "metrics.jsonl", []
+    tail = MetricsTail(path, lambda line: relayed_losses.append((line.step, line.loss)))
     write_metrics(path, losses=[0.25])
     tail.relay()
-    write_metrics(tmp_path / "new", losses=[0.5, 0.125])  # its first line is shorter than the old file
+    write_metrics(tmp_path / "new", losses=[0.5, 0.125])  # the second line begins before the end of the old file
     (tmp_path / "new").replace(path)
     tail.relay()
-    assert relayed == [(1, 0.25), (2, 0.125)]  # step 1 is not relayed twice
+    assert relayed_losses == [(1, 0.25), (2, 0.125)]  # step 1 is not relayed twice
 
 
 @pytest.mark.drill
@@ -388,8 +395,8 @@ def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same
     sharding = ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2))
     manifest = run_train(experiment, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
     assert (manifest.num_attempts, manifest.world_size) == (3, 1)
-    undisturbed, undisturbed_lines = undisturbed_training
-    assert (manifest.num_steps, manifest.num_examples) == (undisturbed.num_steps, undisturbed.num_examples)
+    undisturbed_manifest, undisturbed_lines = undisturbed_training
+    assert (manifest.num_steps, manifest.num_examples) == (undisturbed_manifest.num_steps, undisturbed_manifest.num_examples)
     assert [line.step for line in lines] == sorted({line.step for line in undisturbed_lines})
-    assert manifest.final_loss == pytest.approx(undisturbed.final_loss, rel=0.05)
+    assert manifest.final_loss == pytest.approx(undisturbed_manifest.final_loss, rel=0.05)
     run_export(experiment, manifest, tmp_path / "export")

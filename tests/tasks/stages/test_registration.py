@@ -1,4 +1,4 @@
-"""Registration of real packages on a real sqlite MLflow, in most tests without a process for the smoke test."""
+"""Registration of real packages in MLflow on sqlite. In most tests, the smoke test runs in the process of the test."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
         ("there was no champion",),
     )
     exact_metrics = build_stages().evaluation.metrics
-    for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # INT8 vectors change the order within a cluster only
+    for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # 8-bit vectors change only the order within a cluster
         assert registration.metrics[f"served/{name}"] == pytest.approx(exact_metrics[f"test/{name}"], abs=0.15)
     assert registration.metrics["served/recall@20"] > 0.5
 
@@ -100,7 +100,7 @@ def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_pag
     assert "<h2>Promoted: this version is the champion</h2>" in Path(decision_path).read_text()
 
 
-def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
+def test_a_worse_version_becomes_challenger_and_an_equal_version_becomes_champion(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_while_it_registered_continues_with_its_version(
     assert version_by_alias(client)["champion"] == "2"
 
 
-def test_a_run_that_was_killed_before_a_person_promoted_its_version_continues(
+def test_a_resumed_run_accepts_that_a_person_has_promoted_its_version(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     registration = register_version(build_stages(), prepare_run(workspace, "one"))
@@ -162,13 +162,13 @@ def test_a_run_that_was_killed_before_a_person_promoted_its_version_continues(
     assert version_by_alias(client) == {"champion": "1"}
 
 
-def test_a_run_killed_before_it_created_a_version_leaves_no_model_without_a_version(
+def test_a_resumed_run_removes_the_logged_model_for_which_the_killed_run_created_no_version(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     context, client = prepare_run(workspace, "one"), connect(workspace)
     register_version(build_stages(), context)
     shutil.rmtree(context.folder(RegistrationManifest))
-    client.delete_model_version("m", "1")  # keeps the logged model, as a kill does
+    client.delete_model_version("m", "1")  # like a kill between both steps, this leaves the logged model
     registration = register_version(build_stages(), context)
     (model_file,) = (workspace / "mlartifacts" / "models").glob("*/artifacts/MLmodel")
     assert client.get_model_version("m", registration.version).source == f"models:/{model_file.parents[1].name}"

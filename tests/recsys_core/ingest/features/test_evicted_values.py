@@ -49,7 +49,7 @@ def test_a_more_frequent_value_takes_the_row_of_the_rarest_value(tmp_path: Path)
     assert values_by_row(first_run) == [None, "a", "b"]
     second_run = ingest_brands(tmp_path / "2", ["c", "c", "b", "d", "d"], max_rows=2, previous=first_run)
     assert values_and_counts(second_run, "item.brand") == [(None, 1), ("c", 2), ("d", 2)], (
-        "b and a are rarer, and leave rows 2 and 1"
+        "row 1 changes from a to c, and row 2 from b to d"
     )
     feature = second_run.features["item.brand"]
     assert (feature.is_continued, feature.num_new_values, feature.num_evicted_values, feature.num_rows) == (True, 2, 2, 3)
@@ -57,14 +57,14 @@ def test_a_more_frequent_value_takes_the_row_of_the_rarest_value(tmp_path: Path)
     assert values_and_counts(third_run, "item.brand") == [(None, 0), ("e", 2), ("d", 3)], "d keeps its row"
 
 
-def test_a_value_with_a_row_keeps_it_against_a_new_value_with_the_same_count(tmp_path: Path) -> None:
+def test_a_new_value_that_is_as_frequent_as_an_old_value_does_not_take_its_row(tmp_path: Path) -> None:
     first_run = ingest_brands(tmp_path / "1", ["b", "b", "b", "b", "b"], max_rows=1)
     second_run = ingest_brands(tmp_path / "2", ["a", "a", "b", "b", None], max_rows=1, previous=first_run)
     assert values_and_counts(second_run, "item.brand") == [(None, 3), ("b", 2)], "row 0 counts a, a and null"
     assert second_run.features["item.brand"].num_evicted_values == 0
 
 
-def test_a_warm_start_carries_over_only_the_rows_of_the_same_values(tmp_path: Path) -> None:
+def test_a_warm_start_copies_only_the_rows_of_values_that_both_runs_have(tmp_path: Path) -> None:
     first_run = ingest_brands(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
     second_run = ingest_brands(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first_run)
     assert values_by_row(second_run) == [None, "a", "c"]
@@ -91,11 +91,11 @@ def test_in_each_run_the_most_frequent_values_have_rows_and_keep_them(
     for run_index, brands in enumerate(brands_by_run):
         manifest = ingest_brands(folder / str(run_index), brands, max_rows=max_rows, previous=previous)
         counts = collections.Counter(brands)
-        values_by_priority = sorted(
+        values_from_most_frequent = sorted(
             {*counts, *previous_row_by_value}, key=lambda value: (-counts[value], value not in previous_row_by_value, value)
         )
         row_by_value = {value: row for row, value in enumerate(values_by_row(manifest)) if value is not None}
-        assert sorted(row_by_value) == sorted(values_by_priority[:max_rows])
+        assert sorted(row_by_value) == sorted(values_from_most_frequent[:max_rows])
         assert sorted(row_by_value.values()) == list(range(1, len(row_by_value) + 1)), "no row is unused"
         assert all(row_by_value[value] == row for value, row in previous_row_by_value.items() if value in row_by_value)
         assert rows_of(manifest, "item.brand") == [row_by_value.get(brand, 0) for brand in brands]

@@ -31,23 +31,27 @@ from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, USER_FEATURES, 
 
 PT2_SCRIPT = """
 import sys, json, torch
-query = torch.export.load(sys.argv[1]).module()
-vectors = []
-for arrays in json.load(open(sys.argv[2])):
-    inputs = {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in arrays.items()}
-    vectors.append(query(inputs).tolist())
-print(json.dumps(vectors))
+vectors_by_file = {}
+for path, batches in json.load(open(sys.argv[1])).items():
+    query = torch.export.load(path).module()
+    vectors_by_file[path] = [
+        query({name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in inputs.items()}).tolist()
+        for inputs in batches
+    ]
+print(json.dumps(vectors_by_file))
 assert not {name for name in sys.modules if name.startswith(("recsys_core", "tasks", "flows", "torchrec"))}
 """
-"""Print the query vectors of an exported program for the inputs in a JSON file."""
+"""Print the query vectors of exported programs. The argument is a JSON file with the inputs of each program."""
 ONNX_SCRIPT = """
 import sys, json, numpy, onnxruntime
-session = onnxruntime.InferenceSession(sys.argv[1])
-vectors = []
-for arrays in json.load(open(sys.argv[2])):
-    inputs = {name: numpy.array(value, dtype=kind) for name, (kind, value) in arrays.items()}
-    vectors.append(session.run(["query"], inputs)[0].tolist())
-print(json.dumps(vectors))
+vectors_by_file = {}
+for path, batches in json.load(open(sys.argv[1])).items():
+    session = onnxruntime.InferenceSession(path)
+    vectors_by_file[path] = [
+        session.run(["query"], {name: numpy.array(value, dtype=kind) for name, (kind, value) in inputs.items()})[0].tolist()
+        for inputs in batches
+    ]
+print(json.dumps(vectors_by_file))
 assert not {name for name in sys.modules if name.startswith(("recsys_core", "tasks", "flows", "torch"))}
 """
 MODELS: list[dict[str, Any]] = [
@@ -129,36 +133,51 @@ def test_the_padding_of_a_history_may_be_on_either_side_and_have_any_value() -> 
     torch.testing.assert_close(tower(left_padded), tower(right_padded))
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["all features", "recency, dot, int4", "self-attention", "ensemble"])
-def test_exported_files_give_the_same_vectors_in_a_process_without_this_project(
-    build_packaged_model: Callable[..., Any], model: dict[str, Any], tmp_path: Path
-) -> None:
-    exported_model, package = build_packaged_model(exports=("pt2", "onnx"), **model)
-    folder = package.folder / "package"
-    assert Retriever.load(package.folder).package.exports == ("pt2", "onnx")
-    description = PackageDescription.model_validate_json((folder / "package.json").read_bytes())
-    contents = open_contents(folder, description)
+def served_batches(
+    exported_model: ExportedModel, package_folder: Path
+) -> tuple[list[dict[str, tuple[str, Any]]], list[np.ndarray]]:
+    """Return the inputs of two batches for an exported file, and the query vectors of the served tower for them.
+
+    The first batch has all queries, and the second batch has a single query. An input is a type and a nested list.
+    """
+    contents = open_contents(
+        package_folder, PackageDescription.model_validate_json((package_folder / "package.json").read_bytes())
+    )
     user_row, histories, given_features = queries_for(exported_model)
-    batches, expected_batches = [], []
-    for start, end in ((0, 6), (3, 4)):  # all queries, and a single one
-        rows = np.arange(start, end)
+    batches, served_vectors = [], []
+    for rows in (np.arange(6), np.array([3])):
         users_and_histories = (user_row[rows], histories.take(rows))
-        features_of_rows = {key: feature.take(rows) for key, feature in given_features.items()}
-        expected = contents.tower(
-            *users_and_histories, features=contents.users.features, given_features=features_of_rows
-        ).numpy()
-        inputs = padded_inputs(
-            contents.tower, *users_and_histories, features=contents.users.features, given_features=features_of_rows
-        )
-        expected_batches.append(expected)
+        features = {
+            "features": contents.users.features,
+            "given_features": {key: feature.take(rows) for key, feature in given_features.items()},
+        }
+        served_vectors.append(contents.tower(*users_and_histories, **features).numpy())
+        inputs = padded_inputs(contents.tower, *users_and_histories, **features)
         batches.append({name: (str(values.dtype), values.tolist()) for name, values in inputs.items()})
-    (tmp_path / "inputs.json").write_text(json.dumps(batches))
+    return batches, served_vectors
+
+
+def test_exported_files_give_the_vectors_of_the_served_tower_in_a_process_without_this_project(
+    build_packaged_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    batches_by_folder: dict[Path, list[dict[str, tuple[str, Any]]]] = {}
+    served_vectors_by_folder: dict[Path, list[np.ndarray]] = {}
+    for model in MODELS:
+        exported_model, package = build_packaged_model(exports=("pt2", "onnx"), **model)
+        assert Retriever.load(package.folder).package.exports == ("pt2", "onnx")
+        folder = package.folder / "package"
+        batches_by_folder[folder], served_vectors_by_folder[folder] = served_batches(exported_model, folder)
     for script, name in ((PT2_SCRIPT, "query.pt2"), (ONNX_SCRIPT, "query.onnx")):
-        command = [sys.executable, "-I", "-c", script, str(folder / name), str(tmp_path / "inputs.json")]
+        batches_by_file = {str(folder / name): batches for folder, batches in batches_by_folder.items()}
+        (tmp_path / "inputs.json").write_text(json.dumps(batches_by_file))
+        # One process for all models, because the imports take longer than the models.
+        command = [sys.executable, "-I", "-c", script, str(tmp_path / "inputs.json")]
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
         assert result.returncode == 0, result.stderr[-2000:]
-        for vectors, expected in zip(json.loads(result.stdout), expected_batches, strict=True):
-            np.testing.assert_allclose(vectors, expected, atol=1e-5, err_msg=name)
+        vectors_by_file = json.loads(result.stdout)
+        for model, (folder, served_vectors) in zip(MODELS, served_vectors_by_folder.items(), strict=True):
+            for vectors, expected in zip(vectors_by_file[str(folder / name)], served_vectors, strict=True):
+                np.testing.assert_allclose(vectors, expected, atol=1e-5, err_msg=f"{name} of {model}")
 
 
 def test_a_pt2_file_contains_no_pickle(build_packaged_model: Callable[..., Any]) -> None:

@@ -55,6 +55,7 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
     assert "<script" not in page and not re.search(r'(src|href)="[^#]', page)
 
 
+@pytest.mark.usefixtures("empty_plots")
 def test_the_plots_show_the_version_that_the_comparisons_are_about(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

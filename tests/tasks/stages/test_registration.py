@@ -26,6 +26,7 @@ from tasks.stages.registration import verdict_page
 from tests.tasks.conftest import NUM_ITEMS, STEPS, Stages
 from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
 BuildStages = Callable[..., Stages]
 
 

@@ -1,6 +1,7 @@
 """The `nightjar` command: exit codes, stdout and stderr."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -172,7 +173,11 @@ def test_the_doctor_does_not_ignore_an_override_without_a_config_file() -> None:
         (["query", "--user", "1", "--json"], "has no champion"),
     ],
 )
-def test_an_input_error_is_one_message_without_a_traceback(config_path: Path, arguments: list[str], words: str) -> None:
+def test_an_input_error_is_one_message_without_a_traceback(
+    config_path: Path, new_database: Path, arguments: list[str], words: str
+) -> None:
+    (config_path.parent / "workspace").mkdir()
+    shutil.copy(new_database, config_path.parent / "workspace")
     command, *options = arguments
     answer = subprocess.run(
         [sys.executable, "-m", "flows.cli", command, str(config_path), *options],

@@ -1,6 +1,7 @@
 """The MLflow server of `nightjar ui` and `nightjar up`: password, address and health check."""
 
 import os
+import shutil
 import urllib.error
 import urllib.request
 from base64 import b64encode
@@ -11,7 +12,6 @@ import pytest
 
 from flows.cli.commands import ui
 from flows.servers.server_process import ServerProcess
-from tasks.registry.mlflow_client import connect
 
 SEARCH = "/api/2.0/mlflow/experiments/search?max_results=5"
 PAGES = ("/", SEARCH, "/ajax-api/2.0/mlflow/experiments/search?max_results=5", "/health/../api", "//health", "/version")
@@ -29,10 +29,10 @@ def status_of(url: str, *, login: str | None = None) -> int:
 
 
 def test_every_page_except_the_health_check_requires_the_password_and_only_the_loopback_address_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    connect(tmp_path)  # creates the database
+    shutil.copy(new_database, tmp_path)
     server = ServerProcess("flows.servers.mlflow_app", name="MLflow server", health_path="/health")
     try:
         environment = ui._mlflow_environment(tmp_path, credentials="nightjar:s3cret")

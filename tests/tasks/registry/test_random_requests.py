@@ -53,10 +53,11 @@ ANY_VALUE = st.one_of(
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
 ITEM_ID = st.sampled_from([*ITEM_IDS[:50], "unheard of"])
-HISTORY = st.one_of(st.lists(ITEM_ID, max_size=20), st.just([ITEM_IDS[row % NUM_ITEMS] for row in range(100_000)]))
+SHORT_HISTORY = st.lists(ITEM_ID, max_size=20)
+LONG_HISTORY = st.just([ITEM_IDS[row % NUM_ITEMS] for row in range(100_000)])
 VALUES_BY_COLUMN = {
     "user_id": st.one_of(st.sampled_from(USER_IDS), st.integers(1, 9)),
-    "history": HISTORY,
+    "history": st.integers(0, 9).flatmap(lambda digit: LONG_HISTORY if digit == 9 else SHORT_HISTORY),
     "item_id": ITEM_ID,
     "context.number": st.one_of(st.floats(), st.none()),
     "context.single": st.sampled_from(["context.single 2", "unheard of", None]),

@@ -1,6 +1,7 @@
 """`nightjar ui` and `nightjar up`: ports in use, other versions of a database, passwords, and servers of the user's own."""
 
 import re
+import shutil
 import socket
 import sqlite3
 import stat
@@ -12,7 +13,6 @@ import pytest
 from flows.cli.commands import ui
 from flows.settings.template import starter_config
 from recsys_core.errors import InputError, StageError
-from tasks.registry.mlflow_client import connect
 
 
 @pytest.mark.parametrize("option", ["--prefect-port", "--mlflow-port"])
@@ -45,12 +45,13 @@ def test_servers_of_the_user_are_named_and_no_second_one_is_started(
 
 
 def test_the_error_for_an_mlflow_database_with_another_schema_has_both_schemas_and_the_migration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example:4200/api")
     config = starter_config().with_absolute_paths(tmp_path)
-    connect(config.workspace)
+    config.workspace.mkdir()
+    shutil.copy(new_database, config.workspace)
     with closing(sqlite3.connect(config.workspace / "mlflow.db")) as database:
         database.execute("UPDATE alembic_version SET version_num = 'cfd24bdc0731'")
         database.commit()

@@ -81,9 +81,11 @@ def test_another_max_rows_starts_a_new_vocabulary(tmp_path: Path) -> None:
     assert not second_run.features["item.brand"].is_continued
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 3])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(brands_by_run=st.lists(st.lists(st.sampled_from("abcdef"), min_size=5, max_size=5), min_size=2, max_size=3))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    max_rows=st.integers(1, 3),
+    brands_by_run=st.lists(st.lists(st.sampled_from("abcdef"), min_size=5, max_size=5), min_size=2, max_size=3),
+)
 def test_in_each_run_the_most_frequent_values_have_rows_and_keep_them(
     tmp_path_factory: pytest.TempPathFactory, max_rows: int, brands_by_run: list[list[str]]
 ) -> None:

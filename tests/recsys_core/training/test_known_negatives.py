@@ -32,7 +32,6 @@ MODEL = TwoTowerConfig(embedding_dim=16, history=RecencyHistory(length=8))
 TRAINING = TrainingConfig(
     epochs=6,
     batch_size=128,
-    checkpoint_every_steps=5,
     table_optimizer=TableOptimizer(learning_rate=0.15, warmup_steps=5),
     dense_optimizer=DenseOptimizer(warmup_steps=5),
     validation=None,
@@ -101,7 +100,7 @@ def test_known_negatives_are_recommended_less_often_at_the_same_recall(
 
 def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_one(dataset: Dataset, tmp_path: Path) -> None:
     loss = loss_of("bce", explicit_negatives=3)
-    training = TRAINING.model_copy(update={"epochs": 1})
+    training = TRAINING.model_copy(update={"epochs": 1, "checkpoint_every_steps": 5})
     experiment = make_experiment(dataset, tmp_path / "plan", model=MODEL, training=training, loss=loss)
     undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
     train_in_forks(experiment, tmp_path / "stopped", stop_after_step=12)

@@ -32,7 +32,6 @@ from tests.recsys_core.training.forked_training import (
     DIM,
     MODEL,
     Experiment,
-    FinishedTraining,
     checkpoint_of,
     export_in_forks,
     generate_dataset,
@@ -63,8 +62,8 @@ def training_with(**settings) -> TrainingConfig:
     return TRAINING.model_copy(update=settings)
 
 
-def steps_per_epoch(finished_training: FinishedTraining) -> int:
-    return finished_training.lines[0].total_steps // TRAINING.epochs
+def two_epochs_with(**settings) -> TrainingConfig:
+    return training_with(epochs=2, **settings)
 
 
 MODEL_WITH_ITEM_DROPOUT = MODEL.model_copy(
@@ -80,11 +79,11 @@ SETTINGS_BY_CASE = {
     "self-attention": {
         "model": MODEL.model_copy(update={"history": SelfAttentionHistory(length=6, num_heads=2, item_dropout=0.2)}),
         "loss": LossConfig(negatives="all", mask_negatives="seen"),
-        "training": training_with(averaged_epochs=2),
+        "training": two_epochs_with(averaged_epochs=2),
     },
     "gradual table": {
         "tables": {"item": TableConfig(transfer="gradual", unfreeze=(UnfreezeStep(epoch=2, share=0.4),))},
-        "training": training_with(table_optimizer=TableOptimizer(kind="adagrad", gradient_clip_value=1.0, weight_decay=0.01)),
+        "training": two_epochs_with(table_optimizer=TableOptimizer(kind="adagrad", gradient_clip_value=1.0, weight_decay=0.01)),
     },
     "replicated tables": {
         "constraints": dict.fromkeys(("item", "user", "user.groups"), REPLICATED),
@@ -92,12 +91,12 @@ SETTINGS_BY_CASE = {
             "item": TableConfig(optimizer=TableOptimizer(kind="adam", learning_rate=0.01, gradient_clip_value=0.5)),
             "user": TableConfig(optimizer=TableOptimizer(kind="adagrad")),
         },
-        "training": training_with(dense_optimizer=DenseOptimizer(kind="adagrad", learning_rate=0.05, gradient_clip_norm=1.0)),
+        "training": two_epochs_with(dense_optimizer=DenseOptimizer(kind="adagrad", learning_rate=0.05, gradient_clip_norm=1.0)),
     },
     "sharded layers": {
         # Without learned weights in the history, no layer is left for DDP.
         "model": MODEL.model_copy(update={"history": MODEL.history.model_copy(update={"pooling": "mean"})}),
-        "training": training_with(
+        "training": two_epochs_with(
             dense_parallel="sharded",
             dense_optimizer=DenseOptimizer(warmup_steps=5, gradient_clip_norm=0.5),
             averaged_epochs=2,
@@ -115,15 +114,15 @@ SLOW_CASES = ("replicated tables", "sharded layers")
     ],
 )
 def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(dataset, settings, tmp_path):
-    experiment = make_experiment(dataset, tmp_path / "plan", **{"training": TRAINING} | settings)
+    experiment = make_experiment(dataset, tmp_path / "plan", **{"training": two_epochs_with()} | settings)
     undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
-    epoch_steps = steps_per_epoch(undisturbed)
-    for step in (epoch_steps - 1, 2 * epoch_steps + 1):
+    steps_per_epoch = undisturbed.lines[0].total_steps // 2
+    for step in (steps_per_epoch - 1, steps_per_epoch + 3):
         train_in_forks(experiment, tmp_path / "stopped", stop_after_step=step)
     stopped = train_in_forks(experiment, tmp_path / "stopped")
     assert without_timings(stopped.lines) == without_timings(undisturbed.lines)
     assert stopped.result.model_dump(exclude={"samples_per_s"}) == undisturbed.result.model_dump(exclude={"samples_per_s"})
-    assert sum(bool(line.validation) for line in undisturbed.lines) == TRAINING.epochs
+    assert sum(bool(line.validation) for line in undisturbed.lines) == 2
     heartbeat_timeout_s = float((undisturbed.work_folder / "heartbeat").read_text())
     assert 60 <= heartbeat_timeout_s < 600  # shorter than the default, because checkpoints have been timed
     expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "undisturbed export")

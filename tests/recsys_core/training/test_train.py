@@ -42,7 +42,7 @@ from tests.recsys_core.training.small_model import with_optimizer
 
 CONFIG = TrainingConfig(
     epochs=2,
-    batch_size=64,
+    batch_size=128,
     log_every_steps=5,
     checkpoint_every_steps=15,
     table_optimizer=TableOptimizer(warmup_steps=5),
@@ -279,7 +279,7 @@ def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(exper
     plan = plan_sharding(
         ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2)),
         model=spec,
-        batch_size=64,
+        batch_size=CONFIG.batch_size,
         folder=tmp_path / "plan",
     )
     with pytest.raises(StageError, match=r"step \d+, epoch 1, rank [01]: the loss is (nan|inf) \(table") as caught:
@@ -345,7 +345,9 @@ def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(ex
     if torch.cuda.device_count() >= 64:
         pytest.skip("there are that many GPUs")
     cluster = ClusterConfig(device="cuda", processes_per_node=64)
-    plan = plan_sharding(ShardingConfig(cluster=cluster), model=experiment.spec, batch_size=64, folder=tmp_path / "plan")
+    plan = plan_sharding(
+        ShardingConfig(cluster=cluster), model=experiment.spec, batch_size=CONFIG.batch_size, folder=tmp_path / "plan"
+    )
     assert isinstance(plan, PlanManifest)
     with pytest.raises(InputError, match=r"needs 64 GPUs on this host, but there are \d+"):
         run_train(experiment._replace(plan=plan), tmp_path / "train")

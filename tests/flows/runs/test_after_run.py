@@ -21,7 +21,7 @@ from tests.tasks.unhealthy_servers import silent_server
 
 
 @pytest.mark.parametrize("state", ["Failed", "Interrupted"])
-def test_page_and_metrics_are_written_after_a_failed_run_and_only_metrics_after_an_interrupted_one(
+def test_a_failed_run_writes_page_and_metrics_and_an_interrupted_run_writes_only_metrics(
     tmp_path: Path, new_database: Path, state: str
 ) -> None:
     shutil.copy(new_database, tmp_path)

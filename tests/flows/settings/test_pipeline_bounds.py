@@ -109,7 +109,7 @@ def test_a_name_with_a_character_that_prefect_rejects_is_rejected(config_path: P
     assert f"name: is 'a{character}b', but Prefect allows none of / % & > <" in error and f"remove {character}" in error
 
 
-def test_numbers_are_those_of_yaml_1_2(config_path: Path) -> None:
+def test_numbers_are_read_as_in_yaml_1_2(config_path: Path) -> None:
     config = load_config(
         config_path, ["training.epochs=012", "training.batch_size=0x40", "model.learn_user_embedding=true", "name=1e5x"]
     )

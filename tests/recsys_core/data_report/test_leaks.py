@@ -34,7 +34,7 @@ def counts_of(log: list[UserEvents], split: Split, *, max_chunk_events: int = 4)
 
 @settings(deadline=None, max_examples=60)
 @given(log=logs, max_chunk_events=st.integers(1, 20))
-def test_all_counts_equal_those_of_plain_python_for_any_chunk_size(log: list[UserEvents], max_chunk_events: int) -> None:
+def test_all_counts_equal_the_counts_of_plain_python_for_any_chunk_size(log: list[UserEvents], max_chunk_events: int) -> None:
     counts = counts_of(log, FILE_SPLIT, max_chunk_events=max_chunk_events)
     events = [
         (user, part, item, time)

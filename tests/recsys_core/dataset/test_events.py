@@ -150,7 +150,7 @@ def test_all_training_events_of_a_user_are_in_equally_many_unordered_histories(l
 
 @settings(deadline=None)
 @given(log=logs, split=st.sampled_from(["validation", "test"]), max_items=st.none() | st.integers(0, 6), data=st.data())
-def test_targets_and_histories_equal_those_of_plain_python(
+def test_targets_and_histories_equal_the_results_of_plain_python(
     log: Log, split: EvaluationSplit, max_items: int | None, data: st.DataObject
 ) -> None:
     store = store_of(log)

@@ -85,7 +85,9 @@ def test_an_event_has_the_newest_negatives_of_its_user_before_or_at_the_event(
 
 @given(log_with_negatives=logs_with_negatives())
 @settings(deadline=None)
-def test_the_negatives_before_a_split_are_those_of_the_earlier_splits(log_with_negatives: tuple[Log, NegativeTimes]) -> None:
+def test_the_negatives_before_a_split_are_the_negatives_of_the_earlier_splits(
+    log_with_negatives: tuple[Log, NegativeTimes],
+) -> None:
     negatives = negatives_of(store_with_negatives(*log_with_negatives))
     items_by_user = negative_items(log_with_negatives[1])
     user_B = np.arange(len(items_by_user))[::-1]

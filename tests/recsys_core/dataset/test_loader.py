@@ -129,7 +129,7 @@ def test_over_all_ranks_an_epoch_has_each_example_at_most_once_and_drops_fewer_e
     is_ordered=st.booleans(),
     include_target=st.booleans(),
 )
-def test_positives_users_and_histories_are_those_of_one_example(
+def test_positives_users_and_histories_belong_to_one_example(
     log: Log, batch_size: int, num_negatives: int, max_history: int, is_ordered: bool, include_target: bool
 ) -> None:
     counter = itertools.count()

@@ -129,7 +129,7 @@ def test_an_ivf_index_of_four_times_the_items_takes_eight_times_as_long() -> Non
     assert [estimate.basis for estimate in estimates] == ["measured", "extrapolated"]
 
 
-def test_all_indexes_but_the_flat_one_are_built_faster_on_more_cores() -> None:
+def test_all_indexes_except_flat_are_built_faster_on_more_cores() -> None:
     indexes = [IndexSizes(kind=kind, num_bytes=100) for kind in ("flat", "hnsw")]
     seconds = [
         [

@@ -69,7 +69,7 @@ def test_cold_items_have_no_row_if_their_cut_off_is_not_a_column() -> None:
     assert table.note == ""
 
 
-def test_a_table_shows_the_closest_cut_off_if_the_usual_one_was_not_measured() -> None:
+def test_a_table_shows_the_closest_cut_off_if_the_usual_cut_off_was_not_measured() -> None:
     metrics = {"test/recall@5": 0.2, "test/recall@30": 0.4, "test/ndcg@5": 0.1, "test/cold/recall@30": 0.3}
     table = metric_table(metrics | {"test/cold/users": 5.0, "test/cold/items": 1200.0}, half_widths={"test/ndcg@5": 0.05})
     assert table.columns == ("recall@30", "ndcg@5")

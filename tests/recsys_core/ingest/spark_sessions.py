@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Compiled code would cost more time than it saves on data as small as those of the tests.
+# The data of the tests are so small that compiling code takes longer than the compiled code saves.
 SPARK_CONF = {
     "spark.sql.codegen.wholeStage": False,
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",

@@ -83,7 +83,7 @@ def test_a_dictionary_string_counts_as_often_as_it_is_used(tmp_path: Path) -> No
     assert is_accepted(path, "user_id", max_expansion_ratio=1e9)
 
 
-def test_one_long_string_among_short_ones_is_accepted(tmp_path: Path) -> None:
+def test_one_long_string_among_short_strings_is_accepted(tmp_path: Path) -> None:
     ids = pa.DictionaryArray.from_arrays(
         pa.array(np.arange(400_000) % 1000), pa.array([f"{number}" for number in range(999)] + ["x" * 10_000])
     )

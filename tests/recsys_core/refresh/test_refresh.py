@@ -1,4 +1,4 @@
-"""A refresh: new items get the vectors of the trained tower, missing items are removed, and the others stay bit by bit."""
+"""A refresh: new items get vectors from the trained tower, missing items are removed, and no other vector changes."""
 
 import json
 from pathlib import Path
@@ -176,7 +176,7 @@ def test_new_items_are_recommended_filtered_and_read_in_histories_and_are_the_le
     assert new.items.titles(np.array([row])) == ["item 1311"]
 
 
-def test_an_item_is_removed_if_one_table_no_longer_has_it(
+def test_an_item_that_is_missing_in_one_table_is_removed(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
     write_tables(ITEMS, item_ids=[item_id for item_id in ITEMS if item_id != 1005])

@@ -1,4 +1,4 @@
-"""The delta file turns the items of the parent into those of the refreshed package."""
+"""The delta file turns the items of the parent into the items of the refreshed package."""
 
 from pathlib import Path
 

@@ -221,7 +221,7 @@ def test_auto_serves_the_fastest_kind_that_reaches_the_target_and_removes_the_ot
     assert manifest.warning is None
 
 
-def test_if_no_index_within_the_memory_reaches_the_target_the_best_one_is_served_with_a_warning(
+def test_if_no_index_within_the_memory_reaches_the_target_the_best_index_is_served_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
@@ -259,7 +259,7 @@ def large_export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
     return write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=by_split)
 
 
-def test_auto_tries_all_kinds_for_a_large_catalogue_and_serves_another_one_if_the_best_is_too_large(
+def test_auto_tries_all_kinds_for_a_large_catalogue_and_serves_another_kind_if_the_best_is_too_large(
     large_export: ExportManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)

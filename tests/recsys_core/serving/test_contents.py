@@ -234,7 +234,7 @@ def _with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, values)
 
 
-def test_an_index_is_rejected_if_a_shard_repeats_another_one_or_is_not_used(
+def test_an_index_is_rejected_if_a_shard_repeats_another_shard_or_is_not_used(
     build_packaged_model: ModelBuilder, tmp_path: Path
 ) -> None:
     exported_model, package = build_packaged_model(index_kind="ivf_flat", num_index_shards=3)

@@ -159,7 +159,9 @@ def restore_checkpoints(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_tables_accumulators_and_layers_are_restored_on_other_ranks_and_with_another_sharding(saved_folder, world_size):
+def test_tables_accumulators_and_layers_are_restored_on_another_number_of_ranks_and_with_another_sharding(
+    saved_folder, world_size
+):
     run_ranks(restore_checkpoints, world_size=world_size, arguments=(saved_folder,))
 
 

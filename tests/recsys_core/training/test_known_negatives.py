@@ -98,7 +98,7 @@ def test_known_negatives_are_recommended_less_often_at_the_same_recall(
     assert metrics["recall"] > 0.95 * metrics_without["recall"]
 
 
-def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_one(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_training(dataset: Dataset, tmp_path: Path) -> None:
     loss = loss_of("bce", explicit_negatives=3)
     training = TRAINING.model_copy(update={"epochs": 1, "checkpoint_every_steps": 5})
     experiment = make_experiment(dataset, tmp_path / "plan", model=MODEL, training=training, loss=loss)

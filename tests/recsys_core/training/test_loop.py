@@ -113,7 +113,7 @@ SLOW_CASES = ("replicated tables", "sharded layers")
         for name, settings in SETTINGS_BY_CASE.items()
     ],
 )
-def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(dataset, settings, tmp_path):
+def test_a_training_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_training(dataset, settings, tmp_path):
     experiment = make_experiment(dataset, tmp_path / "plan", **{"training": two_epochs_with()} | settings)
     undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
     steps_per_epoch = undisturbed.lines[0].total_steps // 2

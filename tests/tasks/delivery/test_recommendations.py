@@ -219,7 +219,7 @@ def test_a_model_without_users_needs_files_of_users(build_packaged_model: ModelB
     assert not output_folder.exists()
 
 
-def test_recommendations_are_written_if_the_version_the_settings_and_all_files_are_as_expected(
+def test_recommendations_count_as_written_if_version_and_settings_are_equal_and_no_file_is_missing(
     retriever: Retriever, output_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_written_now(**changes: object) -> bool:

@@ -111,7 +111,7 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
     assert version_by_alias(client) == {"champion": "1"}
 
 
-def test_a_promotion_gives_later_versions_the_whole_margin_and_a_rollback_the_margin_of_the_former_champion(
+def test_a_promotion_restores_the_whole_margin_and_a_rollback_restores_the_margin_of_the_former_champion(
     three_versions: Path, decide: Decide
 ) -> None:
     client = connect(three_versions)

@@ -256,7 +256,7 @@ def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_wo
         assert LOAD_ERROR_TAG in version_tags(connect(workspace), "1")
 
 
-def test_with_too_few_users_the_champion_stays_and_the_reasons_and_the_page_have_the_needed_number(
+def test_with_too_few_users_the_champion_stays_and_reasons_and_page_have_the_number_of_users_that_is_needed(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))

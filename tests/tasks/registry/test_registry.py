@@ -46,7 +46,7 @@ def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(
     assert changes(registry) == [("champion", "1", "2")]
 
 
-def test_former_champions_start_with_the_last_replaced_one_even_if_another_has_a_future_time(
+def test_the_first_former_champion_is_the_version_that_was_replaced_last_even_if_another_has_a_future_time(
     registry: Registry,
 ) -> None:
     assert registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
@@ -63,7 +63,7 @@ def test_a_version_that_was_not_compared_with_the_current_champion_is_not_promot
     assert (version_number_text(registry.champion()), registry.former_champions(), changes(registry)) == ("1", [], [])
 
 
-def test_of_two_processes_that_move_the_alias_at_the_same_time_only_the_last_one_succeeds(
+def test_of_two_processes_that_move_the_alias_at_the_same_time_only_the_last_process_succeeds(
     registry: Registry, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other_registry = Registry.connect(workspace, "m", publishers=[Recorder()])

@@ -160,7 +160,7 @@ def test_nothing_is_removed_if_the_aliases_cannot_be_read(
     assert not list(workspace.rglob("reduced.json"))
 
 
-def test_a_clean_returns_its_removals_and_the_next_one_finds_nothing(
+def test_a_clean_returns_its_removals_and_the_next_clean_finds_nothing(
     client: MlflowClient, workspace: Path, add_run: AddRun
 ) -> None:
     config = RetentionConfig(keep_full_runs=1, keep_report_runs=3, keep_versions=1)

@@ -40,7 +40,9 @@ def clean(workspace: Path, *, aliased: Collection[str] = (), config: RetentionCo
     return {removal.run_id: removal.action for removal in removals}
 
 
-def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_removed(tmp_path: Path, add_run: AddRun) -> None:
+def test_the_newest_runs_stay_whole_older_runs_keep_reports_and_the_oldest_runs_are_removed(
+    tmp_path: Path, add_run: AddRun
+) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(6)]
     complete_files = files_below(runs[0].folder)
     (removal, *_) = find_removals(tmp_path, CONFIG, aliased_run_ids=())
@@ -205,7 +207,7 @@ def _clean_until_killed(workspace: Path, num_operations: int) -> None:
     clean(workspace)
 
 
-def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_one_completes_it(
+def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_clean_completes_it(
     tmp_path: Path, add_run: AddRun
 ) -> None:
     original_workspace = tmp_path / "original"

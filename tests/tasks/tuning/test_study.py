@@ -86,7 +86,7 @@ def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_co
     assert [trial.ending for trial in finished_trials(study)] == ["complete", "complete"]
 
 
-def test_a_complete_trial_ranks_before_a_pruned_one_with_a_better_metric(tmp_path: Path) -> None:
+def test_a_complete_trial_ranks_before_a_pruned_trial_with_a_better_metric(tmp_path: Path) -> None:
     study = open_study(tmp_path / "study")
     fail_trial(study, start_trial(study, CONFIG), reason="the loss is nan")
     pruned_trial = start_trial(study, CONFIG)

@@ -98,7 +98,7 @@ def test_cold_items_with_vectors_keep_their_vectors() -> None:
     assert "tables.item.transfer" not in suggested_settings(SPARSE)
 
 
-def test_the_more_items_are_cold_the_higher_is_the_id_dropout_and_mostly_cold_items_choose_the_epoch() -> None:
+def test_the_id_dropout_rises_with_the_share_of_cold_items_and_if_most_are_cold_they_choose_the_epoch() -> None:
     mixed = suggested_settings(SPARSE_UNORDERED, cold_share=0.3, cold_validation_share=0.3, cold_test_share=0.3)
     assert mixed["tables.item.id_dropout"] == 0.1 and "training.validation.candidates" not in mixed
     cold = suggested_settings(SPARSE_UNORDERED, cold_share=1.0, cold_validation_share=1.0, cold_test_share=1.0)

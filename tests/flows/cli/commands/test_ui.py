@@ -34,7 +34,7 @@ def test_a_port_in_use_is_an_input_error_that_names_port_and_option_before_anyth
     assert list(tmp_path.iterdir()) == []
 
 
-def test_servers_of_the_user_are_named_and_no_second_one_is_started(
+def test_servers_of_the_user_are_named_and_no_second_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example:5000")

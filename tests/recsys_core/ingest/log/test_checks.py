@@ -133,7 +133,7 @@ def faulty_log(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, list[
 
 
 def num_bad_rows_by_reason(columns: dict[str, list[Any]]) -> Counter[str]:
-    """Return the expected number of bad rows. The keys are those of the manifest: column and reason."""
+    """Return the expected number of bad rows. The keys are column and reason, as in the manifest."""
     counts: Counter[str] = Counter()
     reason_by_value: dict[Any, str] = {
         "": "an empty string",

@@ -84,7 +84,7 @@ def assert_negatives(
 
 @settings(max_examples=25, deadline=None)
 @given(log=logs)
-def test_known_negatives_of_a_split_by_time_equal_those_of_plain_python(
+def test_known_negatives_of_a_split_by_time_equal_the_results_of_plain_python(
     log: list[Row], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     log = [(user, item, time * DAY_US // 3, label) for user, item, time, label in log]

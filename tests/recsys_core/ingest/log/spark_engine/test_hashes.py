@@ -11,7 +11,7 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
 pytestmark = pytest.mark.usefixtures("spark")
 
 
-def test_hashes_and_draws_equal_those_of_duckdb(tmp_path: Path) -> None:
+def test_hashes_and_draws_equal_the_results_of_duckdb(tmp_path: Path) -> None:
     from pyspark.sql import SparkSession
 
     from recsys_core.ingest.log.spark_engine.session import SparkLogSession

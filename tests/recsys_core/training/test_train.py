@@ -33,7 +33,6 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.export.export import export_vectors
 from recsys_core.training.job import JOB_FILE, RESULT_FILE, Progress, TrainJob, TrainResult
-from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from tests.recsys_core.launching.listening_sockets import collect_listening
@@ -49,6 +48,8 @@ CONFIG = TrainingConfig(
     dense_optimizer=DenseOptimizer(warmup_steps=5),
     seed=3,
 )
+LONG_CONFIG = CONFIG.model_copy(update={"epochs": 4})
+"""For trainings that are killed: the signal arrives many steps before the end."""
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +241,7 @@ def test_a_work_folder_that_is_a_link_is_rejected_and_the_files_behind_it_remain
 
 @pytest.mark.drill
 def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_is_left(experiment, tmp_path):
-    config = CONFIG.model_copy(update={"max_attempts": 1})
+    config = LONG_CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
         run_train(experiment, tmp_path / "train", config=config, on_progress=once_at_step(5, kill_a_rank))
     nightjar_modules = {"recsys_core.training", "recsys_core.launching"}
@@ -250,7 +251,7 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_i
 
 @pytest.mark.drill
 def test_a_run_resumed_with_other_settings_starts_from_scratch_and_reports_its_own_steps(experiment, tmp_path):
-    one_attempt = CONFIG.model_copy(update={"max_attempts": 1})
+    one_attempt = LONG_CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError):
         run_train(experiment, tmp_path / "train", config=one_attempt, on_progress=once_at_step(20, kill_a_rank))
     assert any((tmp_path / "train.work" / "checkpoints").glob("step-*[0-9]"))
@@ -361,30 +362,11 @@ def test_a_catalogue_above_the_limit_catalogue_gb_is_rejected_before_the_launch(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer(tmp_path):
-    def write_metrics(path: Path, *, losses: list[float]) -> None:
-        lines = [
-            Progress(step=step, total_steps=9, epoch=1, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json()
-            + "\n"
-            for step, loss in enumerate(losses, 1)
-        ]
-        path.write_text("".join(lines))
-
-    path, relayed_losses = tmp_path / "metrics.jsonl", []
-    tail = MetricsTail(path, lambda line: relayed_losses.append((line.step, line.loss)))
-    write_metrics(path, losses=[0.25])
-    tail.relay()
-    write_metrics(tmp_path / "new", losses=[0.5, 0.125])  # the second line begins before the end of the old file
-    (tmp_path / "new").replace(path)
-    tail.relay()
-    assert relayed_losses == [(1, 0.25), (2, 0.125)]  # step 1 is not relayed twice
-
-
 @pytest.mark.drill
 def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same_global_batch(
-    experiment, undisturbed_training, tmp_path
+    experiment, tmp_path, monkeypatch
 ):
-    config = CONFIG.model_copy(update={"max_attempts": 3, "min_processes": 1})
+    config = LONG_CONFIG.model_copy(update={"max_attempts": 3, "min_processes": 1})
     lines: list[Progress] = []
     kill_steps: list[int] = []
 
@@ -397,7 +379,13 @@ def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same
     sharding = ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2))
     manifest = run_train(experiment, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
     assert (manifest.num_attempts, manifest.world_size) == (3, 1)
-    undisturbed_manifest, undisturbed_lines = undisturbed_training
+
+    undisturbed_lines: list[Progress] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "launch_job", launch_in_forks)
+        undisturbed_manifest = run_train(
+            experiment, tmp_path / "undisturbed", config=LONG_CONFIG, on_progress=undisturbed_lines.append
+        )
     assert (manifest.num_steps, manifest.num_examples) == (undisturbed_manifest.num_steps, undisturbed_manifest.num_examples)
     assert [line.step for line in lines] == sorted({line.step for line in undisturbed_lines})
     assert manifest.final_loss == pytest.approx(undisturbed_manifest.final_loss, rel=0.05)

@@ -12,17 +12,26 @@ from recsys_core.training import train as train_module
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import TrainJob
 from recsys_core.training.setup import TrainingSetup
-from tests.recsys_core.training.forked_training import generate_dataset, make_experiment, train_job
+from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment, train_job
 
 TRAINING = TrainingConfig(batch_size=64, max_attempts=3, min_processes=2)
 NUM_PLANNED_RANKS = 8
 
 
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    folder = tmp_path_factory.mktemp("experiment")
+    return make_experiment(generate_dataset(folder), folder / "cpu plan", training=TRAINING)
+
+
 @pytest.mark.parametrize(("num_gpus_left", "expected_world_sizes"), [(3, [8, 2]), (8, [8, 8, 4])])
 def test_fewer_ranks_are_a_divisor_of_the_planned_ranks_and_have_a_gpu_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus_left: int, expected_world_sizes: list[int]
+    experiment: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus_left: int,
+    expected_world_sizes: list[int],
 ) -> None:
-    experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "cpu plan", training=TRAINING)
     cluster = ClusterConfig(device="cuda", processes_per_node=NUM_PLANNED_RANKS)
     setup = TrainingSetup(experiment.spec, TRAINING, experiment.loss, ShardingConfig(cluster=cluster))
     plan = setup.plan(experiment.dataset, folder=tmp_path / "plan")

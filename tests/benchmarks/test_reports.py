@@ -37,11 +37,11 @@ def test_a_small_comparison_of_index_kinds_writes_a_result_and_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index, "FOLDER", tmp_path)
-    monkeypatch.setattr(index, "KINDS", {name: index.KINDS[name] for name in ("flat", "ivf_flat", "pq_fastscan")})
+    monkeypatch.setattr(index, "KINDS", {name: index.KINDS[name] for name in ("flat", "ivf_flat")})
     index.main(["--items", "3000", "--queries", "20", "--rounds", "2"])
     result = json.loads((tmp_path / "index.json").read_text())
     assert (result["items"], result["queries"], result["rounds"]) == (3_000, 20, 2)
-    assert list(result["rows"]) == ["flat", "ivf_flat", "pq_fastscan", index.FIRST_INDEX]
+    assert list(result["rows"]) == ["flat", "ivf_flat", index.FIRST_INDEX]
     for row in result["rows"].values():
         assert 0 < row["recall"] <= 1 and len(row["queries_per_s"]) == 2 and row["bytes"] > 3_000
     assert result["rows"]["flat"]["recall"] == 1

@@ -34,7 +34,7 @@ def test_a_scheduled_run_resumes_the_unfinished_run_and_a_manual_run_does_not(tm
     )
     add_run(load_config(config_path, ()), "20261121-070312-ab12")
     arguments = [str(config_path)] + ["auto-scheduled"] * is_scheduled
-    answer = subprocess.run([sys.executable, "-c", RUN_SCRIPT, *arguments], capture_output=True, text=True, cwd=ROOT)
-    assert "log.parquet" in answer.stdout, answer.stderr  # either run fails, because its input is missing
-    assert ("run 20261121-070312-ab12 is unfinished" in answer.stderr) == is_scheduled
-    assert ("it is resumed" in answer.stderr) == is_scheduled
+    process = subprocess.run([sys.executable, "-c", RUN_SCRIPT, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert "log.parquet" in process.stdout, process.stderr  # either run fails, because its input is missing
+    assert ("run 20261121-070312-ab12 is unfinished" in process.stderr) == is_scheduled
+    assert ("it is resumed" in process.stderr) == is_scheduled

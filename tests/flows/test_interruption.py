@@ -16,7 +16,7 @@ from tests.drills.test_kill_and_resume import write_config
 def test_sigterm_to_the_process_group_ends_a_run_whose_last_line_is_the_resume_command(tmp_path: Path) -> None:
     config_path = write_config(tmp_path)
     runs = tmp_path / "workspace" / "runs"
-    answer, _ = interrupt_run(
+    process, _ = interrupt_run(
         config_path,
         "--until",
         "plan_sharding",
@@ -24,11 +24,13 @@ def test_sigterm_to_the_process_group_ends_a_run_whose_last_line_is_the_resume_c
         stop_signal=signal.SIGTERM,
     )
     (run,) = runs.iterdir()
-    assert answer.returncode == 143, answer.stderr
-    assert answer.stdout == ""
+    assert process.returncode == 143, process.stderr
+    assert process.stdout == ""
     resume_line = f"interrupted by SIGTERM; resume with: nightjar run {config_path} --resume {run.name}"
-    assert answer.stderr.splitlines()[-1] == resume_line
-    assert "Traceback" not in answer.stderr and "prefect" not in answer.stderr.replace(resume_line, "").lower(), answer.stderr
+    assert process.stderr.splitlines()[-1] == resume_line
+    assert "Traceback" not in process.stderr and "prefect" not in process.stderr.replace(resume_line, "").lower(), (
+        process.stderr
+    )
     assert "RUNNING" not in state_types(tmp_path / "workspace")
 
 
@@ -66,7 +68,7 @@ except Interrupted as error:
 def test_a_flow_run_whose_error_replaces_the_signal_ends_as_crashed(tmp_path: Path) -> None:
     (tmp_path / "interrupted.py").write_text(INTERRUPTED_FLOW)
     workspace = tmp_path / "workspace"
-    answer = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SESSION_SCRIPT],
         cwd=tmp_path,
         env=clean_environment() | {"PREFECT_HOME": str(workspace / "prefect"), "PYTHONPATH": f"{ROOT}:{tmp_path}"},
@@ -74,8 +76,8 @@ def test_a_flow_run_whose_error_replaces_the_signal_ends_as_crashed(tmp_path: Pa
         text=True,
         timeout=120,
     )
-    assert answer.returncode == 143, answer.stderr
-    assert answer.stderr.splitlines()[-1] == "interrupted by SIGTERM; resume with: nightjar run a.yaml"
+    assert process.returncode == 143, process.stderr
+    assert process.stderr.splitlines()[-1] == "interrupted by SIGTERM; resume with: nightjar run a.yaml"
     assert state_types(workspace) == {"CRASHED"}
 
 
@@ -116,8 +118,8 @@ except Interrupted as error:
 def test_after_a_signal_in_a_finalizer_the_process_prints_one_line_and_starts_no_stage(
     handler: str, seconds_to_next_stage: str
 ) -> None:
-    answer = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", FINALIZER_SCRIPT, seconds_to_next_stage, handler], capture_output=True, text=True, timeout=60
     )
-    assert (answer.returncode, answer.stdout) == (143, "")
-    assert answer.stderr == "interrupted by SIGTERM; resume with: it\n"
+    assert (process.returncode, process.stdout) == (143, "")
+    assert process.stderr == "interrupted by SIGTERM; resume with: it\n"

@@ -126,8 +126,8 @@ def test_mlflow_has_the_loss_of_each_step_that_the_trainer_wrote(workspace: Work
     client = connect(workspace.folder)
     (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{outcome['run_id']}'")
     lines = (Path(outcome["run_dir"]) / "train" / "metrics.jsonl").read_text().splitlines()
-    logged = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
-    assert logged == {line["step"]: line["loss"] for line in map(json.loads, lines)}
+    loss_by_step = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert loss_by_step == {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: Workspace, outcome: Any) -> None:
@@ -163,8 +163,8 @@ def test_the_command_the_python_model_and_the_server_return_the_same_unseen_item
     user = log["user_id"].iloc[0]
     query_result = workspace.nightjar("query", "--user", user, "-k", "7")
     assert (query_result["model"], query_result["version"], query_result["known_user"]) == ("small", "2", True)
-    stranger = workspace.start("query", "--user", "stranger", "--json")
-    output, error_output = stranger.communicate(timeout=240)
+    process = workspace.start("query", "--user", "stranger", "--json")
+    output, error_output = process.communicate(timeout=240)
     assert json.loads(output)["known_user"] is False and len(json.loads(output)["items"]) == 10
     assert "user stranger is unknown to version 2: these are the most popular items" in error_output
     items = [item["item_id"] for item in query_result["items"]]
@@ -219,11 +219,11 @@ def test_a_run_that_is_killed_in_training_and_resumed_has_the_metrics_of_an_undi
         time.sleep(0.05)
     process.kill()
     process.communicate()
-    (killed,) = set((workspace.folder / "runs").iterdir()) - earlier_folders
-    assert not (killed / "train" / "manifest.json").exists()
+    (killed_run_folder,) = set((workspace.folder / "runs").iterdir()) - earlier_folders
+    assert not (killed_run_folder / "train" / "manifest.json").exists()
 
-    resumed_result = workspace.nightjar("run", "--resume", killed.name)
-    assert resumed_result["run_id"] == killed.name
+    resumed_result = workspace.nightjar("run", "--resume", killed_run_folder.name)
+    assert resumed_result["run_id"] == killed_run_folder.name
     expected_metrics = {
         name: value for name, value in outcome["metrics"].items() if not name.startswith(("served/", "champion/"))
     }
@@ -231,9 +231,9 @@ def test_a_run_that_is_killed_in_training_and_resumed_has_the_metrics_of_an_undi
     client = connect(workspace.folder)
     newest = max(int(version.version) for version in client.search_model_versions("name = 'small'"))
     assert resumed_result["model"] == {"name": "small", "version": str(newest), "alias": "champion"}
-    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{killed.name}'")
+    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{killed_run_folder.name}'")
     steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")]
-    assert len(steps) == len(set(steps)) == len((killed / "train" / "metrics.jsonl").read_text().splitlines())
+    assert len(steps) == len(set(steps)) == len((killed_run_folder / "train" / "metrics.jsonl").read_text().splitlines())
 
 
 def num_logged_steps(run_folder: Path) -> int:

@@ -79,9 +79,9 @@ def test_the_environment_of_the_tests_has_no_problem_and_the_facts_have_every_pa
 
 def test_reading_the_versions_imports_no_package() -> None:
     script = "import sys; from recsys_core.preflight import installed_versions; installed_versions(); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert "recsys_core.preflight" in loaded
-    assert not {"torch", "torchrec", "fbgemm_gpu", "faiss", "prefect", "mlflow"} & set(loaded)
+    imported_modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "recsys_core.preflight" in imported_modules
+    assert not {"torch", "torchrec", "fbgemm_gpu", "faiss", "prefect", "mlflow"} & set(imported_modules)
 
 
 def test_if_the_packages_cannot_be_imported_the_problem_has_the_import_error(

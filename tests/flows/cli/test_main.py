@@ -64,8 +64,8 @@ def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, a
         "print(*sorted(heavy & sys.modules.keys()))"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert answer.stdout.splitlines()[-2:] == [str(exit_code), ""], answer.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert process.stdout.splitlines()[-2:] == [str(exit_code), ""], process.stderr
 
 
 def test_init_writes_a_config_and_does_not_overwrite_a_file(
@@ -179,16 +179,16 @@ def test_an_input_error_is_one_message_without_a_traceback(
     (config_path.parent / "workspace").mkdir()
     shutil.copy(new_database, config_path.parent / "workspace")
     command, *options = arguments
-    answer = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "flows.cli", command, str(config_path), *options],
         capture_output=True,
         text=True,
         cwd=Path(cli.__file__).parents[2],
     )
-    assert answer.returncode == 2, answer.stderr
-    assert words in answer.stderr
-    assert "Traceback" not in answer.stderr
-    assert answer.stdout == ""
+    assert process.returncode == 2, process.stderr
+    assert words in process.stderr
+    assert "Traceback" not in process.stderr
+    assert process.stdout == ""
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
@@ -208,18 +208,18 @@ def test_a_bad_row_ends_a_run_with_exit_code_2_and_one_message_also_if_ids_have_
     log = {"user_id": ["a", "b\x1b[31m\u202e"] * 50, "item_id": np.arange(100) % 20, "timestamp": np.arange(100) * 3600}
     log["timestamp"][1] = -7
     pq.write_table(pa.table(log), config_path.parent / "log.parquet")
-    answer = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "flows.cli", "run", str(config_path)],
         capture_output=True,
         text=True,
         cwd=Path(cli.__file__).parents[2],
     )
-    assert answer.returncode == 2, answer.stderr
+    assert process.returncode == 2, process.stderr
     message = f"error: {config_path.parent / 'log.parquet'}: column 'timestamp', row 1: -7 is before 1970 (1 of 100 rows); "
-    assert sum(line.startswith("error: ") for line in answer.stderr.splitlines()) == 1
-    assert message in answer.stderr
-    assert "Traceback" not in answer.stderr and "Traceback" not in answer.stdout
-    assert "nanobind" not in answer.stderr
+    assert sum(line.startswith("error: ") for line in process.stderr.splitlines()) == 1
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr and "Traceback" not in process.stdout
+    assert "nanobind" not in process.stderr
     (run,) = (config_path.parent / "workspace" / "runs").iterdir()
     assert not list(run.glob("ingest_interactions*")) and not list(run.glob("**/*.tmp"))
 
@@ -231,8 +231,8 @@ def run_nightjar(*arguments: str, cwd: Path, **variables: str) -> "subprocess.Co
 
 
 def test_in_an_ascii_locale_other_characters_are_escaped(tmp_path: Path) -> None:
-    answer = run_nightjar("validate", "größe.yaml", cwd=tmp_path, PYTHONIOENCODING="ascii", HOME=str(tmp_path))
-    assert (answer.returncode, answer.stderr) == (
+    process = run_nightjar("validate", "größe.yaml", cwd=tmp_path, PYTHONIOENCODING="ascii", HOME=str(tmp_path))
+    assert (process.returncode, process.stderr) == (
         2,
         "error: gr\\xf6\\xdfe.yaml: no such file; `nightjar init gr\\xf6\\xdfe.yaml` writes one\n",
     )

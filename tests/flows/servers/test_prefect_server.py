@@ -87,13 +87,13 @@ def test_the_server_is_in_a_session_of_its_own(server: PrefectServer) -> None:
 def test_a_killed_server_is_restarted_and_clients_wait_meanwhile(
     server: PrefectServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    secret, first = os.environ["PREFECT_API_AUTH_STRING"], server.pid
-    os.kill(first, signal.SIGKILL)
+    secret, killed_pid = os.environ["PREFECT_API_AUTH_STRING"], server.pid
+    os.kill(killed_pid, signal.SIGKILL)
     # Not psutil's wait: it would take the exit status from the supervisor, which waits for the same child.
     deadline = time.monotonic() + 30
-    while server.pid == first and time.monotonic() < deadline:
+    while server.pid == killed_pid and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert server.pid != first
+    assert server.pid != killed_pid
     assert status(server.api_url, secret=secret) == 200
     assert "the embedded Prefect server was ended by SIGKILL; another server is started" in caplog.text
 
@@ -198,10 +198,10 @@ def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
         "    from prefect.settings import get_current_settings\n"
         "    print(get_current_settings().flows.heartbeat_frequency)\n"
     )
-    answer = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "log")], env=environment, capture_output=True, text=True, check=True
     )
-    assert answer.stdout.strip() == str(heartbeat_seconds)
+    assert process.stdout.strip() == str(heartbeat_seconds)
 
 
 @pytest.mark.parametrize("python_version", ["3.11", "3.12", "3.13"])

@@ -73,7 +73,7 @@ def test_the_spectral_block_of_a_new_item_is_zero(output_dim: int | None, tmp_pa
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.problems == ()
     folder = package_folder_of(refresh_result)
-    old, new = (Retriever.load(path) for path in (parent.package_folder, folder))
+    old_retriever, new_retriever = (Retriever.load(path) for path in (parent.package_folder, folder))
     new_vector, vector_without_events = vector_by_id(folder)[1300], vector_by_id(parent.package_folder)[ITEMS[-1]]
     assert len(new_vector) == len(vector_without_events) == (output_dim or 16)
     if output_dim is None:
@@ -84,7 +84,7 @@ def test_the_spectral_block_of_a_new_item_is_zero(output_dim: int | None, tmp_pa
     kept_rows = [list(vector_by_id(parent.package_folder)).index(item_id) for item_id in list(vector_by_id(folder))[:-1]]
     assert torch.equal(new_block, torch.cat([old_block[kept_rows], torch.zeros(1, 8)]))
     (old_answer,), (new_answer,) = (
-        retriever.recommend(["new"], k=300, histories=[REMAINING_IDS[:6]]) for retriever in (old, new)
+        retriever.recommend(["new"], k=300, histories=[REMAINING_IDS[:6]]) for retriever in (old_retriever, new_retriever)
     )
     old_score_by_id, new_score_by_id = (
         dict(zip(answer.item_ids, answer.scores, strict=True)) for answer in (old_answer, new_answer)
@@ -101,12 +101,12 @@ def test_the_vectors_of_other_items_and_the_space_id_stay_the_same(
     before, after = vector_bytes_by_id(parent.package_folder), vector_bytes_by_id(folder)
     assert all(after[item_id] == before[item_id] for item_id in REMAINING_IDS)
     assert {*after} == {*REMAINING_IDS, *range(1300, 1310)}
-    old, new = (Retriever.load(path) for path in (parent.package_folder, folder))
-    assert new.space_id == old.space_id and new.package.max_k == len(after)
+    old_retriever, new_retriever = (Retriever.load(path) for path in (parent.package_folder, folder))
+    assert new_retriever.space_id == old_retriever.space_id and new_retriever.package.max_k == len(after)
     old_code, new_code = (
         load_file(path / "tower.safetensors")["tables.history.code"] for path in (parent.package_folder, folder)
     )
-    rows = old.item_ids.rows(list(after)[:-10])
+    rows = old_retriever.item_ids.rows(list(after)[:-10])
     assert np.array_equal(new_code[:-10].numpy(), old_code[rows].numpy())
     assert len(new_code) == len(after)
 
@@ -129,35 +129,44 @@ def test_a_refreshed_index_has_the_shards_of_its_parent(tmp_path: Path) -> None:
     write_items(parent.input_folder, [*ITEMS, 1300])
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.problems == ()
-    old, new = Retriever.load(parent.package_folder), Retriever.load(package_folder_of(refresh_result))
+    old_retriever, new_retriever = Retriever.load(parent.package_folder), Retriever.load(package_folder_of(refresh_result))
     names = [
         sorted(path.name for path in folder.glob("*.faiss"))
         for folder in (parent.package_folder, package_folder_of(refresh_result))
     ]
     assert names == [["index.0.faiss", "index.1.faiss", "index.2.faiss"]] * 2
-    assert np.array_equal(new.item_vectors(new.item_ids.rows(ITEMS)), old.item_vectors(old.item_ids.rows(ITEMS)))
-    assert {*new.similar([1000], k=300)[0].item_ids} == {*ITEMS, 1300} - {1000}
+    assert np.array_equal(
+        new_retriever.item_vectors(new_retriever.item_ids.rows(ITEMS)),
+        old_retriever.item_vectors(old_retriever.item_ids.rows(ITEMS)),
+    )
+    assert {*new_retriever.similar([1000], k=300)[0].item_ids} == {*ITEMS, 1300} - {1000}
 
 
 def test_removed_items_are_never_recommended_and_leave_the_histories(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
     write_tables(REMAINING_IDS)
-    old, new = Retriever.load(parent.package_folder), Retriever.load(package_folder_of(refresh_small(parent, tmp_path / "new")))
-    users = old.user_ids.ids(np.arange(len(old.user_ids))).tolist()
-    answers = new.recommend([*users, "unknown"], k=1_000, exclude_seen=False)
+    old_retriever, new_retriever = (
+        Retriever.load(parent.package_folder),
+        Retriever.load(package_folder_of(refresh_small(parent, tmp_path / "new"))),
+    )
+    users = old_retriever.user_ids.ids(np.arange(len(old_retriever.user_ids))).tolist()
+    answers = new_retriever.recommend([*users, "unknown"], k=1_000, exclude_seen=False)
     assert not {*REMOVED_IDS} & {item_id for answer in answers for item_id in answer.item_ids}
     assert {len(answer.item_ids) for answer in answers} == {len(REMAINING_IDS)}
     seen_before, seen_after = (
-        [{*REMAINING_IDS} - {*answer.item_ids} for answer in retriever.recommend(users, k=1_000)] for retriever in (old, new)
+        [{*REMAINING_IDS} - {*answer.item_ids} for answer in retriever.recommend(users, k=1_000)]
+        for retriever in (old_retriever, new_retriever)
     )
     assert seen_before == seen_after and any(seen_after)
-    popular_before, popular_after = (retriever.recommend(["unknown"], k=1_000)[0] for retriever in (old, new))
+    popular_before, popular_after = (
+        retriever.recommend(["unknown"], k=1_000)[0] for retriever in (old_retriever, new_retriever)
+    )
     expected_pairs = [
         pair for pair in zip(popular_before.item_ids, popular_before.scores, strict=True) if pair[0] not in REMOVED_IDS
     ]
     assert list(zip(popular_after.item_ids, popular_after.scores, strict=True)) == expected_pairs
-    (answer,) = new.recommend(histories=[[1001, 1002, REMOVED_IDS[10]]], k=3)
+    (answer,) = new_retriever.recommend(histories=[[1001, 1002, REMOVED_IDS[10]]], k=3)
     assert answer.num_unknown_items == 1
 
 
@@ -165,15 +174,15 @@ def test_new_items_are_recommended_filtered_and_read_in_histories_and_are_the_le
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
     write_tables(range(1000, 1320))
-    new = Retriever.load(package_folder_of(refresh_small(parent, tmp_path / "new")))
+    new_retriever = Retriever.load(package_folder_of(refresh_small(parent, tmp_path / "new")))
     is_jazz: Filter = {"genre": "jazz"}
-    answer = new.recommend(histories=[[1310, 1315]], k=400, filter=is_jazz)[0]
+    answer = new_retriever.recommend(histories=[[1310, 1315]], k=400, filter=is_jazz)[0]
     assert {1302, 1306} <= {*answer.item_ids} and answer.fallback == "history" and answer.num_unknown_items == 0
-    assert new.similar([1310], k=5)[0].item_ids
-    popularity_answer = new.recommend(["unknown"], k=320)[0]
+    assert new_retriever.similar([1310], k=5)[0].item_ids
+    popularity_answer = new_retriever.recommend(["unknown"], k=320)[0]
     assert {*popularity_answer.item_ids[-20:]} == {*range(1300, 1320)} and {*popularity_answer.scores[-20:]} == {0.0}
-    (row,) = new.item_ids.rows([1311])
-    assert new.items.titles(np.array([row])) == ["item 1311"]
+    (row,) = new_retriever.item_ids.rows([1311])
+    assert new_retriever.items.titles(np.array([row])) == ["item 1311"]
 
 
 def test_an_item_that_is_missing_in_one_table_is_removed(
@@ -190,10 +199,10 @@ def test_titles_and_filter_columns_are_updated(parent: SmallPipeline, write_tabl
     assert refresh_result is not None and refresh_result.changes.counts == {"added": 0, "removed": 0, "changed": 4}
     folder = package_folder_of(refresh_result)
     assert vector_bytes_by_id(folder) == vector_bytes_by_id(parent.package_folder)
-    new = Retriever.load(folder)
-    assert new.items.titles(new.item_ids.rows([1003, 1004])) == ["new title", "item 1004"]
-    assert 1013 not in new.recommend(["unknown"], k=400, filter={"in_stock": True})[0].item_ids
-    assert new.recommend(["unknown"], filter={"genre": "unseen"})[0].item_ids == [1016]
+    new_retriever = Retriever.load(folder)
+    assert new_retriever.items.titles(new_retriever.item_ids.rows([1003, 1004])) == ["new title", "item 1004"]
+    assert 1013 not in new_retriever.recommend(["unknown"], k=400, filter={"in_stock": True})[0].item_ids
+    assert new_retriever.recommend(["unknown"], filter={"genre": "unseen"})[0].item_ids == [1016]
 
 
 def test_two_items_that_differ_only_in_unknown_feature_values_get_the_same_vector(

@@ -38,7 +38,10 @@ def test_the_first_trial_has_the_configured_settings_and_the_second_has_the_sugg
     assert configured_trial.settings.keys() == suggested_trial.settings.keys()
     names = ("model.temperature", "model.history.pooling")
     assert [configured_trial.settings[name] for name in names] == [1.0, "mean"]
-    assert [suggested_trial.settings[name] for name in names] == [0.2, "recency"]  # as suggested for a dense log
+    assert [suggested_trial.settings[name] for name in names] == [
+        0.2,
+        "recency",
+    ]  # the suggested settings for a dense log
     assert [trial.ending for trial in study.trials] == ["complete", "complete"], [trial.reason for trial in study.trials]
 
 

@@ -73,7 +73,7 @@ def test_the_deployment_and_the_process_that_starts_its_runs_are_read_from_a_rea
     assert_problem("has the schedule 15 2 * * * Europe/Berlin, but the config has 15 2 * * * UTC")
     config = with_schedule(config, cron="15 2 * * *", timezone="Europe/Berlin")
     assert_problem("nightly-retrain/nightly; start a worker: prefect worker start --pool hosts")
-    call("POST", "/work_pools/hosts/get_scheduled_flow_runs", {})  # as a worker does every few seconds
+    call("POST", "/work_pools/hosts/get_scheduled_flow_runs", {})  # a worker sends this every few seconds
     with short_prefect_client() as client:
         while client.read_deployment(deployment["id"]).status == "NOT_READY":
             time.sleep(0.05)  # the server stores the poll in the background

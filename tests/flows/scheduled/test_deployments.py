@@ -191,7 +191,7 @@ def test_the_reporter_sets_only_a_running_flow_run_to_crashed_and_the_slot_is_fr
     for state in (Pending(), Running(), last_state()):
         client.set_flow_run_state(run.id, state)
     reporter, pipe = start_reporter(str(run.id))
-    os.close(pipe)  # as the kernel does when this process dies
+    os.close(pipe)  # the kernel closes the pipe when this process ends
     assert reporter.wait(30) == 0
     state_type = client.read_flow_run(run.id).state_type
     assert state_type is not None and state_type.value == ("CRASHED" if last_state is Running else "COMPLETED")

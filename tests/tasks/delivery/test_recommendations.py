@@ -180,7 +180,7 @@ def test_the_recommendations_that_a_killed_process_has_moved_are_restored(
 ) -> None:
     write_top_k(retriever, [], output_folder)
     expected_rows = read_rows(output_folder)
-    output_folder.rename(output_folder.with_name(".recs.old"))  # as if the process was killed between its two renames
+    output_folder.rename(output_folder.with_name(".recs.old"))  # the process was killed between its two renames
     output_folder.with_name(".recs.new").mkdir()
     (output_folder.with_name(".recs.new") / "part-00000.parquet").write_text("half")
     monkeypatch.setattr(recommendations, "_recommend", Mock(side_effect=InputError("no")))
@@ -238,6 +238,6 @@ def test_recommendations_count_as_written_if_version_and_settings_are_equal_and_
     assert is_written_now()
     summary_path = output_folder / "_recommendations.json"
     summary = json.loads(summary_path.read_text())
-    del summary["settings"]  # as an earlier nightjar wrote the file
+    del summary["settings"]  # earlier versions of nightjar wrote no settings
     summary_path.write_text(json.dumps(summary))
     assert not is_written_now()

@@ -181,7 +181,7 @@ def test_a_version_whose_log_is_removed_may_recommend_items_that_the_newest_log_
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
     with pytest.raises(StageError, match="items that are not in the catalogue"):
         promote_version(3, decide())
-    shutil.rmtree(three_versions / "runs" / "20260102" / "ingest_interactions")  # as retention does
+    shutil.rmtree(three_versions / "runs" / "20260102" / "ingest_interactions")  # retention has removed it
     assert promote_version(3, decide()).startswith("m version 3 is champion instead of version 2: recall@20 is 0.0000")
     num_items_per_user = K - 1
     with pytest.raises(StageError, match=r"users whose number of items is not min\(20, "):

@@ -375,7 +375,7 @@ def test_a_version_counts_once_as_evidence_against_the_champion_if_its_run_is_re
     client = connect(workspace)
     evidence = version_tags(client, "1")[CHALLENGERS_TAG]
     context = prepare_run(workspace, "two", promote="never")
-    shutil.rmtree(context.folder(RegistrationManifest))  # as if the run was killed before the stage was complete
+    shutil.rmtree(context.folder(RegistrationManifest))  # the run was killed before the stage was complete
     resumed_registration = register_version(build_stages(), context)
     assert version_tags(client, "1")[CHALLENGERS_TAG] == evidence and float(evidence) > 20
     assert resumed_registration.reasons == first_registration.reasons

@@ -205,7 +205,7 @@ def test_a_process_answers_after_a_failed_request_and_is_replaced_after_a_timeou
         child = start(process)
         child.kill()
         child.wait()
-        patch.setattr(child, "poll", lambda: None)  # as if the process ended after the check
+        patch.setattr(child, "poll", lambda: None)  # the process ends after the check
         return child
 
     with ModelProcess() as process:

@@ -156,7 +156,7 @@ def test_a_failed_refresh_leaves_no_files_and_can_be_repeated(
     set_items(parent, range(1000, 1310))
     (workspace / "refresh.tmp").mkdir()
     (workspace / "refresh.tmp" / MARKER_NAME).touch()
-    (workspace / "refresh.tmp" / "left.parquet").touch()  # as if left by a killed refresh
+    (workspace / "refresh.tmp" / "left.parquet").touch()  # a killed refresh has left this file
     with monkeypatch.context() as patch:
         patch.setattr(refreshed_version, "register_package", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):

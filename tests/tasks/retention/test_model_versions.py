@@ -58,7 +58,7 @@ def test_only_old_versions_that_are_not_used_are_deleted_with_their_files(client
     client.set_registered_model_alias("m", "shadow", "1")
     removals = find_old_versions(client, "m", num_newest=2)
     assert [str(version.version) for version in removals] == ["3", "4", "9"]
-    client.set_registered_model_alias("m", "shadow", "4")  # as if moved by a person after the search
+    client.set_registered_model_alias("m", "shadow", "4")  # a person moves the alias after the search
     assert [str(version.version) for version in delete_versions(client, removals)] == ["3", "9"]
     assert version_numbers(client) == {1, 2, 4, 5, 6, 7, 8, 10, 11}
     assert {number for number, folder in folder_by_number.items() if not folder.exists()} == {3, 9}

@@ -80,7 +80,7 @@ def test_a_run_does_not_start_from_a_champion_whose_stages_are_missing_and_logs_
     assert log_line.startswith("training from scratch: stages of run removed, which trained the champion, are missing in ")
 
 
-def test_an_index_below_the_recall_target_is_a_warning_in_the_log_and_in_the_summary(
+def test_an_index_below_the_recall_target_causes_a_warning_in_the_log_and_in_the_summary(
     run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)

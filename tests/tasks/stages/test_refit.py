@@ -64,8 +64,9 @@ RUN_ID = "20261121-070312-ab12"
 def run_refit(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[[], object]], str]:
-    """A function that refits version 1, whose package is `parent`. The refit has the same package, and calls its argument
-    instead of training.
+    """A function that refits version 1, whose package is `parent`, without training: the refit has the same package.
+
+    The function calls its argument at the time of the training.
     """
 
     def register_refit(*_: Any, **__: Any) -> ModelVersion:
@@ -121,11 +122,11 @@ def test_a_refit_whose_version_is_refreshed_becomes_champion_with_the_items_of_t
     assert (tags[PARENT_TAG], tags[REFIT_OF_TAG]) == ("3", "1")
     assert load_version(workspace, model_name="m").retriever.item_ids.rows([1002, 1309]).tolist() == [-1, 306]
     assert json.loads((workspace / "runs" / RUN_ID / REFIT_FILE_NAME).read_text()) == {"version": "4"}
-    assert run_refit(lambda: None) == "version 4, its refit, is champion"  # as in a resumed run
+    assert run_refit(lambda: None) == "version 4, its refit, is champion"  # a resumed run calls `refit` again
 
 
 @pytest.mark.usefixtures("empty_plots")
-def test_a_refit_replaces_a_refresh_whose_items_the_inputs_no_longer_have(
+def test_a_refit_replaces_a_refreshed_version_although_its_new_items_are_no_longer_in_the_inputs(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, run_refit: Callable[[Callable[[], object]], str]
 ) -> None:
     set_items(parent, range(1000, 1310))

@@ -1,4 +1,4 @@
-"""Slices of the test events: by popularity of the item, by length of the user's history, and by the values of a feature.
+"""Slices of the test events: by popularity of the item, by the user's training events, and by the values of a feature.
 
 Shapes: I items, U users, T (user, target item) pairs, L test events or feature values of all targets, R rows of a feature's
 table.
@@ -54,27 +54,27 @@ def _popularity_group(train_count_I: NDArray[Any]) -> NDArray[np.int8]:
     return np.where(train_count_I == 0, ITEM_GROUPS.index("cold"), third_I).astype(np.int8)
 
 
-def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median_length: float | None = None) -> Masks:
-    """Return the slices by the number of items in the user's history.
+def user_slices(train_count_U: NDArray[Any], *, user_T: NDArray[Any], median_count: float | None = None) -> Masks:
+    """Return the slices by the user's number of training events.
 
-    New users have no history. Light users have at most `median_length` items, heavy users have more.
+    New users have no training event. Light users have at most `median_count` training events, heavy users have more.
 
-    median_length: the default is the median over the users that have a history.
+    median_count: the default is the median over the users that have a training event.
 
     >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]))
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}
     {'new users': [0], 'light users': [1, 2, 3], 'heavy users': [4]}
     """
-    is_new_U = history_length_U == 0
-    median_length = _median_length(history_length_U) if median_length is None else median_length
-    is_heavy_T = history_length_U[user_T] > median_length
+    is_new_U = train_count_U == 0
+    median_count = _median_count(train_count_U) if median_count is None else median_count
+    is_heavy_T = train_count_U[user_T] > median_count
     return {"new users": is_new_U[user_T], "light users": ~is_new_U[user_T] & ~is_heavy_T, "heavy users": is_heavy_T}
 
 
-def _median_length(history_length_U: NDArray[Any]) -> float:
-    """Return the median length of the histories that are not empty; 0 if all are empty."""
-    is_new_U = history_length_U == 0
-    return float(np.median(history_length_U[~is_new_U])) if not is_new_U.all() else 0.0
+def _median_count(train_count_U: NDArray[Any]) -> float:
+    """Return the median number of training events of the users that have one; 0 if no user has one."""
+    is_new_U = train_count_U == 0
+    return float(np.median(train_count_U[~is_new_U])) if not is_new_U.all() else 0.0
 
 
 def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, owner_T: Int64Array) -> Masks:
@@ -252,10 +252,10 @@ def _target_chunks(columns: Columns) -> Iterator[_TargetChunk]:
 def slice_reports(
     columns: Columns, *, config: EvaluationConfig, store: EventStore, features: FeaturesManifest | None
 ) -> tuple[SliceReport, ...]:
-    """Return the metrics of the slices by popularity, by history and by features, from the positions of the model's targets."""
+    """Return the metrics of the slices of items, users and features, from the positions of the model's targets."""
     user_row_U = columns.read("target/user_row")
-    group_I, history_length_U = _popularity_group(store.train_count_I), store.train_count_U[user_row_U]
-    median_length = _median_length(history_length_U)
+    group_I, train_count_U = _popularity_group(store.train_count_I), store.train_count_U[user_row_U]
+    median_count = _median_count(train_count_U)
     feature_values = [FeatureValues(slice_config, features) for slice_config in config.slices]
     for chunk in _target_chunks(columns) if feature_values else ():
         for slice_config, values in zip(config.slices, feature_values, strict=True):
@@ -263,7 +263,7 @@ def slice_reports(
     accuracy_by_slice: dict[tuple[int, str], Accuracy] = {}
 
     def add_chunk(masks: Masks, chunk: _TargetChunk, *, slice_set: int) -> None:
-        """Add a chunk to its slices. slice_set: 0 for slices by popularity and history, otherwise the number of the feature."""
+        """Add a chunk to its slices. slice_set: 0 for slices of items and users, otherwise the number of the feature."""
         for name, mask_T in masks.items():
             if (slice_set, name) not in accuracy_by_slice:
                 prefix = f"slice/{slice_set}/{name}"
@@ -272,7 +272,7 @@ def slice_reports(
 
     for chunk in _target_chunks(columns):
         masks = _group_slices(group_I, item_T=chunk.item_T)
-        masks |= user_slices(history_length_U[chunk.users], user_T=chunk.user_T, median_length=median_length)
+        masks |= user_slices(train_count_U[chunk.users], user_T=chunk.user_T, median_count=median_count)
         masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
         add_chunk(masks, chunk, slice_set=0)
         for slice_set, (slice_config, values) in enumerate(zip(config.slices, feature_values, strict=True), start=1):

@@ -87,7 +87,7 @@ def prepare_sample(
     """Draw up to `max_users` users with test events, with a fixed seed, and write their histories to `folder`.
 
     Args:
-        feature_slices: slices by the values of `features`, in addition to the slices by popularity and history.
+        feature_slices: slices by the values of `features`, in addition to the slices by popularity and training events.
 
     Raises:
         InputError: a feature of `feature_slices` is not among the features.
@@ -113,7 +113,7 @@ def prepare_sample(
             "measured; choose another test period in interactions.split"
         )
     target_mask_by_slice = item_slices(event_store.train_count_I, item_T=new_targets.values_L)
-    target_mask_by_slice |= user_slices(seen_items.lengths, user_T=new_targets.list_index_L)
+    target_mask_by_slice |= user_slices(event_store.train_count_U[user_row_U], user_T=new_targets.list_index_L)
     feature_masks, min_users_by_slice = guarded_slices(
         feature_slices,
         features,

@@ -137,6 +137,23 @@ def test_a_log_whose_test_items_are_all_in_the_histories_stops_the_stage(
         prepare_sample(interactions, max_users=5, folder=tmp_path / "sample")
 
 
+def test_the_slices_of_users_depend_on_their_training_events_alone_as_in_the_evaluation(tmp_path: Path) -> None:
+    interactions = write_interactions_stage(
+        tmp_path / "interactions",
+        train=[[0], [], [3, 3, 3]],
+        validation=[[1], [2], []],
+        test=[[4], [5], [6]],
+        num_items=NUM_ITEMS,
+    )
+    sample = prepare_sample(interactions, max_users=10, folder=tmp_path / "sample")
+    users_by_slice = {name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.target_mask_by_slice.items()}
+    assert {name: users_by_slice[name] for name in ("new users", "light users", "heavy users")} == {
+        "new users": [1],
+        "light users": [0],
+        "heavy users": [2],
+    }
+
+
 def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
     # Items of the users, with test events in bars: 0 1 |2 2|, 0 |0 1 3|, 3 |0|. The targets are 2 of user 0, 1 and 3 of user 1,
     # and 0 of user 2.

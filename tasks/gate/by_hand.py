@@ -2,6 +2,8 @@
 
 The version is tested as in the champion gate before the alias `champion` moves to it. The users of the test come from the log
 of a run in the workspace.
+
+Shapes: U users whose recommendations are measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ from tempfile import TemporaryDirectory
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import InputError, StageError, redacted
+from recsys_core.evaluation.metrics import UserMetrics
 from recsys_core.manifests import InteractionsManifest, load_manifest
 from tasks.delivery.publishers import Publisher
 from tasks.gate.sample import ServedMetrics, prepare_sample
@@ -182,12 +185,22 @@ def _make_champion(
             registry.remove_tag(champion, FORMER_CHAMPION_TAG)
     if registry.aliases().get("challenger") == version_number:
         registry.move_challenger(None, reason=reason)
-    metric_name = decision.config.metric
     replaced_clause = "" if champion is None else f" instead of {replaced_text}"
     return (
-        f"{registry.model_name} version {version_number} is champion{replaced_clause}: {metric_name} is "
-        f"{metrics.user_metrics.means('served')[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
+        f"{registry.model_name} version {version_number} is champion{replaced_clause}: "
+        f"{_measurement(metrics.user_metrics, decision.config.metric)}"
     )
+
+
+def _measurement(user_metrics: UserMetrics, metric_name: str) -> str:
+    """Return the mean of a metric and the number of users that have a value of it.
+
+    >>> import numpy as np
+    >>> _measurement(UserMetrics(np.arange(3), {"recall@20": np.array([0.0, 0.5, 1.0])}), "recall@20")
+    'recall@20 is 0.5000 for 3 users'
+    """
+    value = user_metrics.means("served")[f"served/{metric_name}"]
+    return f"{metric_name} is {value:.4f} for {len(user_metrics.user_row_U):,} users"
 
 
 def _tag_decision(registry: Registry, version: ModelVersion, change: str, decision: ManualDecision) -> None:

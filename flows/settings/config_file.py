@@ -156,7 +156,15 @@ def _read_settings(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a folder; name a config file, such as {path / 'nightly.yaml'}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise InputError(
+            f"{path}: line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; name a text file, or save the file in "
+            "UTF-8"
+        ) from None
+    except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     raw_settings = yaml_loader.load(text, subject=str(path))
     if not isinstance(raw_settings, dict):
@@ -170,10 +178,8 @@ def _apply_override(raw_settings: dict[str, Any], override: str) -> None:
     key, separator, value_yaml = override.partition("=")
     if not separator or not key:
         raise InputError(f"{shown_source}: expected a.b=value, e.g. --set training.batch_size=8192")
-    try:
-        value = yaml_loader.load(value_yaml, subject=shown_source)
-    except InputError as error:
-        raise InputError(f"{error}; put a text with special characters in quotes, e.g. --set 'name=\"*\"'") from None
+    fix = "put a text with special characters in quotes, e.g. --set 'name=\"*\"'"
+    value = yaml_loader.load(value_yaml, subject=shown_source, fix=fix)
     _put_setting(raw_settings, key.strip(), value, shown_source=shown_source)
 
 

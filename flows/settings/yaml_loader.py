@@ -23,12 +23,29 @@ class _StringDateConstructor(SafeConstructor):
 for _type in ("timestamp", "value"):
     _StringDateConstructor.add_constructor(f"tag:yaml.org,2002:{_type}", SafeConstructor.construct_yaml_str)
 
+_QUOTE_TEXT = "put a text with special characters in quotes"
+_FIX_BY_PROBLEM = {
+    r"'\t'": "indent with blanks, not tabs",
+    "undefined alias": f"{_QUOTE_TEXT}, such as '*.parquet'",
+    "cannot start any token": _QUOTE_TEXT,
+    "unknown escape character": f"{_QUOTE_TEXT} with single quotes",
+    "mapping values are not allowed": f"write a blank after the colon of a key, align the keys of a group, and {_QUOTE_TEXT}",
+    "expected <block end>": "indent the keys of a group equally",
+    "unexpected end of stream": "close the quotes, which begin in line {line}",
+    "expected ','": "close the bracket, which begins in line {line}",
+    "duplicate key": "remove one of the two keys",
+}
+"""What to do, by a part of the parser's message. {line} is the line in which the quotes or the bracket begin."""
 
-def load(text: str, *, subject: str) -> Any:
+
+def load(text: str, *, subject: str, fix: str | None = None) -> Any:
     """Parse one YAML document.
 
     >>> load("{a: 012, b: 1:30, c: yes, d: 1e-3, e: 0o14, f: 2026-11-19}", subject="an example")
     {'a': 12, 'b': '1:30', 'c': 'yes', 'd': 0.001, 'e': 12, 'f': '2026-11-19'}
+
+    Args:
+        fix: the end of the error message. The default depends on the error.
 
     Raises:
         InputError: the text is not YAML, or is nested too deep. The message starts with `subject`.
@@ -41,7 +58,19 @@ def load(text: str, *, subject: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f"line {mark.line + 1}: "
         problem = printable(getattr(error, "problem", None) or first_line(error), max_characters=200)
-        raise InputError(f"{subject}: cannot be read as YAML: {place}{problem}") from None
+        fix_clause = f"; {fix}" if fix else _fix_clause(problem, begin=getattr(error, "context_mark", None))
+        raise InputError(f"{subject}: cannot be read as YAML: {place}{problem}{fix_clause}") from None
+
+
+def _fix_clause(problem: str, *, begin: Any) -> str:
+    """Return the clause that suggests a fix; empty if the problem has no entry in _FIX_BY_PROBLEM.
+
+    begin: the parser's mark of the place where the quotes or the bracket begin, or None.
+    """
+    for part, fix in _FIX_BY_PROBLEM.items():
+        if part in problem:
+            return f"; {fix.format(line=begin.line + 1)}" if begin is not None else f"; {fix}"
+    return ""
 
 
 def dump(value: Any, *, is_inline: bool = False) -> str:

@@ -38,6 +38,40 @@ def test_a_file_that_is_not_a_config_is_rejected(config_path: Path, text: str, e
     assert expected in error_message(config_path, text=text)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "interactions:\n\tpaths: log/",
+            r"line 2: found character '\t' that cannot start any token; indent with blanks, not tabs",
+        ),
+        (
+            "interactions:\n  paths: *.parquet",
+            "line 2: found undefined alias '.parquet'; put a text with special characters in quotes",
+        ),
+        ("name: @a", "line 1: found character '@' that cannot start any token; put a text with special characters in quotes"),
+        ("name: a: b", "line 1: mapping values are not allowed here; write a blank after the colon of a key, "),
+        ("name:a\nworkspace: b", "line 2: mapping values are not allowed here; write a blank after the colon of a key, "),
+        (
+            "a:\n  b: 1\n c: 2",
+            "line 3: expected <block end>, but found '<block mapping start>'; indent the keys of a group equally",
+        ),
+        ("workspace: 'a\nname: b\n", "found unexpected end of stream; close the quotes, which begin in line 1"),
+        ("name: a\nworkspace: [a\nb: c", "line 3: expected ',' or ']', but got ':'; close the bracket, which begins in line 2"),
+        ("name: a\nname: b", "remove one of the two keys"),
+    ],
+)
+def test_the_message_about_invalid_yaml_suggests_a_fix(config_path: Path, text: str, expected: str) -> None:
+    assert expected in error_message(config_path, text=text)
+
+
+def test_a_config_that_is_a_folder_or_not_text_is_rejected(tmp_path: Path) -> None:
+    assert error_message(tmp_path) == f"{tmp_path}: is a folder; name a config file, such as {tmp_path}/nightly.yaml"
+    path = tmp_path / "latin1.yaml"
+    path.write_bytes("name: a\nworkspace: größe".encode("latin-1"))
+    assert error_message(path) == f"{path}: line 2: byte 0xf6 is not UTF-8; name a text file, or save the file in UTF-8"
+
+
 def test_the_message_about_a_missing_file_names_nightjar_init(tmp_path: Path) -> None:
     path = tmp_path / "absent.yaml"
     assert error_message(path) == f"{path}: no such file; `nightjar init {path}` writes one"

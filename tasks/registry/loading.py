@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel
 from mlflow.store.artifact.utils.models import get_model_name_and_version
 
-from recsys_core.errors import InputError, NightjarError, StageError, redacted
+from recsys_core.errors import InputError, NightjarError, StageError, redacted, shown
 from tasks.registry.mlflow_client import call_with_deadline, connect, tracking_error
 from tasks.registry.releases import version_number_by_alias
 
@@ -76,6 +76,11 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
     version_number = (
         version if version.isdecimal() else version_number_with_alias(workspace, model_name=model_name, alias=version)
     )
+    if version_number is None and version not in ("champion", "challenger"):
+        raise InputError(
+            f"the registered model {model_name!r} has no version with the alias {shown(version)} in "
+            f"{redacted(client.tracking_uri)}; list the aliases with `nightjar releases`"
+        )
     if version_number is None:
         challenger = version_number_with_alias(workspace, model_name=model_name, alias="challenger")
         promotion = "" if challenger is None else f"promote the challenger with `nightjar promote --version {challenger}`, or "
@@ -93,7 +98,7 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         model = load_model(f"models:/{model_name}/{version_number}", client=client, workspace=workspace)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise InputError(f"{failure_text}: {redacted(error.message)}") from None
+            raise InputError(f"{failure_text}: {redacted(error.message)}; list the versions with `nightjar releases`") from None
         raise tracking_error(error, uri=client.tracking_uri) from None
     except NightjarError:
         raise

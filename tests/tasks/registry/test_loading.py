@@ -87,5 +87,12 @@ def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
 @pytest.mark.parametrize("version", ["2", "9" * 9, "9" * 19, "9" * 5_000])
 def test_a_version_that_does_not_exist_is_an_input_error_whatever_its_number(workspace: Path, version: str) -> None:
     connect(workspace).create_registered_model("m")
-    with pytest.raises(InputError, match=f"version.*{version[:50]}"):
+    with pytest.raises(InputError, match=f"version.*{version[:50]}.*; list the versions with `nightjar releases`$"):
         load_version(workspace, model_name="m", version=version)
+
+
+def test_the_message_about_an_unknown_alias_does_not_suggest_a_promotion(workspace: Path) -> None:
+    connect(workspace).create_registered_model("m")
+    message = r"^the registered model 'm' has no version with the alias 'weekly' in sqlite:.*; list the aliases with"
+    with pytest.raises(InputError, match=message):
+        load_version(workspace, model_name="m", version="weekly")

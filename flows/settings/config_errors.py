@@ -41,7 +41,9 @@ def _describe_problem(details: ErrorDetails, raw_settings: Mapping[str, Any]) ->
             tag_name = details["ctx"]["discriminator"].strip("'")
             tags = _tags_at(details["loc"], tag_name)
             return f"{key}: set {tag_name} to one of {', '.join(tags)}"
-        case "model_type":  # e.g. a group whose settings are all commented out
+        case "tuple_type" | "list_type":
+            return f"{key}: expected a list, but it is {shown(details['input'])}; write its entries in brackets"
+        case "model_type" | "dict_type":  # e.g. a group whose settings are all commented out
             input_text = shown(details["input"])
             return (
                 f"{key}: expected a group of settings, but it is {input_text}; write its settings below it, or delete the key"

@@ -16,6 +16,9 @@ from tests.flows.settings.rejected_config import VALID_CONFIG, error_message
         ("batch_size: 3", "batch_size: unknown key; did you mean training.batch_size?"),
         ("registry: {gate: {kind: margin, confidence: 0.9}}", "another kind of registry.gate has this setting; remove it"),
         ("training:", "training: expected a group of settings, but it is null; write its settings below it, or delete the key"),
+        ("evaluation: {ks: 5}", "evaluation.ks: expected a list, but it is 5; write its entries in brackets"),
+        ("tables: 3", "tables: expected a group of settings, but it is 3; write its settings below it, or delete the key"),
+        ("delivery: {stores: {kind: lancedb}}", "delivery.stores: expected a list, but it is {'kind': 'lancedb'}; "),
         ("trainin: {epochs: 3}", "trainin: unknown key; did you mean training?"),
         (
             "sharding: {tables: {item: {sharding_type: [row_wise]}}}",

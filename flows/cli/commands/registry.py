@@ -87,13 +87,13 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
     if as_json:
         output.print_json(json.dumps(summary._asdict()))
         return
-    seconds = time.perf_counter() - start_s
+    users_per_s = summary.num_rows / (time.perf_counter() - start_s)
     num_users_by_origin = {name: count for name, count in summary.num_rows_by_fallback.items() if count}
     output.print_labelled(
         {
             "files": str(folder),
             "version": summary.version,
-            "users": f"{summary.num_rows:,}, {summary.k} items each, {summary.num_rows / seconds:,.0f} users/s with the start",
+            "users": f"{summary.num_rows:,}, at most {summary.k:,} items each, {users_per_s:,.0f} users/s with the start",
             "columns read": ", ".join(summary.columns),
             "items from": ", ".join(f"{name}: {count:,} users" for name, count in num_users_by_origin.items()),
         }

@@ -1,4 +1,4 @@
-"""`nightjar clean`: its table, --dry-run, and a workspace that another command uses."""
+"""`nightjar clean`: its table, --dry-run, a workspace that another command uses; the summary of `nightjar recommend`."""
 
 import io
 from pathlib import Path
@@ -8,11 +8,13 @@ from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from rich.console import Console
 
 from flows.cli import output
+from flows.cli.commands import registry
 from flows.cli.commands.registry import clean_workspace, print_removals
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import TrainManifest, create_own_folder
+from tasks.delivery.recommendations import BatchSummary
 from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.retention.clean import Removals
 from tasks.runs.run import Run
@@ -70,3 +72,24 @@ def test_versions_are_listed_with_their_model_and_run() -> None:
     version = ModelVersion("m", "3", 0, tags=[ModelVersionTag(RUN_ID_TAG, "20261")])
     rows = [line.split() for line in printed_table(Removals([], [version]), dry_run=False).splitlines()]
     assert rows[1] == ["20261", "m", "version", "3"]
+
+
+def test_the_summary_of_recommendations_names_their_largest_number_per_user(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = BatchSummary(
+        version="3",
+        space_id="f0",
+        k=1_000,
+        num_rows=2,
+        columns=["user_id"],
+        num_rows_by_fallback={"model": 2},
+        settings={},
+        num_bytes_by_file={},
+    )
+    monkeypatch.setattr(registry, "recommend_many", lambda *_, **__: summary)
+    delivery = config.delivery.model_copy(
+        update={"recommendations": config.delivery.recommendations.model_copy(update={"folder": Path("out")})}
+    )
+    registry.recommend(config.model_copy(update={"delivery": delivery}), model_uri=None, as_json=False)
+    assert "2, at most 1,000 items each, " in capsys.readouterr().out  # the catalogue may have fewer items

@@ -74,9 +74,9 @@ def _check_removed_share(config: RefreshConfig, changes: Changes, *, num_items: 
     num_removed = len(changes.removed_ids)
     if num_removed > config.max_removed_share * num_items or num_removed == num_items:
         raise InputError(
-            f"{num_removed:,} of {num_items:,} items of the served model ({num_removed / num_items:.1%}) are missing in the "
-            f"vectors or in the table of items, but refresh.max_removed_share is {config.max_removed_share:.1%}; check that "
-            "the input files are complete, or raise the limit"
+            f"{num_removed:,} of {num_items:,} items of the served model ({100 * num_removed / num_items:.1f} %) are missing "
+            f"in the vectors or in the table of items, but refresh.max_removed_share is "
+            f"{100 * config.max_removed_share:.1f} %; check that the input files are complete, or raise the limit"
         )
 
 

@@ -46,7 +46,7 @@ class PushResult:
         items_text = (
             f"{self.num_loaded:,} items loaded" if self.num_loaded else f"{self.num_items:,} items, which the store already had"
         )
-        return f"{self.location}: alias {self.alias} names {self.collection} ({items_text}, overlap {self.overlap:.1%})"
+        return f"{self.location}: alias {self.alias} names {self.collection} ({items_text}, overlap {100 * self.overlap:.1f} %)"
 
 
 def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> PushResult:
@@ -152,8 +152,8 @@ class _CollectionLoad:
         min_overlap = 1.0 if self.settings.is_exact else self.settings.min_overlap
         if overlap < min_overlap and len(query_BD):
             raise StageError(
-                f"{self._location} returns {overlap:.1%} of the exact best {k} items for {len(query_BD)} golden queries, but "
-                f"{min_overlap:.1%} are required"
+                f"{self._location} returns {100 * overlap:.1f} % of the exact best {k} items for {len(query_BD)} golden "
+                f"queries, but {100 * min_overlap:.1f} % are required"
             )
         return overlap
 

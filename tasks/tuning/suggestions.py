@@ -255,7 +255,7 @@ def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
 
 def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:
     """Yield the settings of pretrained item vectors that stay fixed, with a learned offset for each item."""
-    reason = f"{facts.cold_share:.0%} of the held-out events are of items without training events, and other items have few"
+    reason = f"{_percent(facts.cold_share)} of the held-out events are of items without training events, other items have few"
     yield _suggestion("tables.item.transfer", "residual", reason)
     reason = "offsets are removed at random, so that the towers also learn from the vectors alone"
     yield _suggestion("tables.item.id_dropout", 0.5 if facts.cold_share > MOSTLY_COLD_SHARE else 0.1, reason)
@@ -265,7 +265,9 @@ def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:
     is_validation_cold = facts.cold_validation_share > MOSTLY_COLD_SHARE
     if facts.is_validation_sampled and facts.cold_test_share > MOSTLY_COLD_SHARE and not is_validation_cold:
         is_validation_cold = True
-        reason = f"{facts.cold_test_share:.0%} of the test events are of such items, so the validation holds out items as well"
+        reason = (
+            f"{_percent(facts.cold_test_share)} of the test events are of such items, so the validation holds out items too"
+        )
         yield _suggestion("interactions.split.validation_unit", "item", reason)
     if is_validation_cold:
         reason = "the validation, which chooses the epoch, then ranks only items without a training event"
@@ -292,4 +294,9 @@ def _steps_reason(facts: DataFacts, batch_size: int) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    """Format a share in percent.
+
+    >>> _percent(0.00012), _percent(0.047), _percent(0.996)
+    ('0.012 %', '4.7 %', '100 %')
+    """
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

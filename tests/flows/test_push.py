@@ -50,7 +50,7 @@ def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(
 ) -> None:
     result = CliRunner().invoke(app, ["push", str(config_path)])
     assert result.exception is None
-    assert "alias m names m_v1_" in result.output and f"{NUM_ITEMS} items loaded, overlap 100.0%" in result.output
+    assert "alias m names m_v1_" in result.output and f"{NUM_ITEMS} items loaded, overlap 100.0 %" in result.output
     aliases = lancedb.connect(config_path.parent / "vectors").open_table("nightjar_aliases")
     (row,) = aliases.search().to_list()
     assert row["alias"] == "m" and row["collection"].startswith("m_v1_")

@@ -70,7 +70,7 @@ def _print_facts(facts: DataFacts) -> None:
             "data": f"{facts.num_train_events:,} training events, {facts.num_users:,} users, {facts.num_items:,} items",
             "density": f"{100 * facts.density:.2g} % of all pairs",
             "histories": f"median {facts.history_median:,.0f}, 95 % have at most {facts.history_p95:,.0f} events",
-            "cold": f"{facts.cold_share:.1%} of the held-out events are of items without a training event",
+            "cold": f"{100 * facts.cold_share:.1f} % of the held-out events are of items without a training event",
         }
     )
     output.stdout.print()

@@ -184,7 +184,7 @@ def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users:
         ],
     )
     output.print_line(
-        f"\n{overlap.num_users:,} users: {overlap.mean_overlap:.1%} of the top {overlap.k} are the same items; "
+        f"\n{overlap.num_users:,} users: {100 * overlap.mean_overlap:.1f} % of the top {overlap.k} are the same items; "
         f"{overlap.num_equal_lists:,} users have equal lists"
     )
     if overlap.movers:

@@ -225,7 +225,7 @@ def test_tables_in_another_order_give_no_new_package(parent: SmallPipeline, writ
 
 def test_too_many_missing_items_are_rejected(parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path) -> None:
     write_tables(range(1000, 1200))
-    with raises_input_error("100 of 300 items of the served model (33.3%) are missing", "refresh.max_removed_share is 20.0%"):
+    with raises_input_error("100 of 300 items of the served model (33.3 %) are missing", "refresh.max_removed_share is 20.0 %"):
         refresh_small(parent, tmp_path / "new")
     refresh_result = refresh_small(parent, tmp_path / "allowed", max_removed_share=0.5)
     assert refresh_result is not None and refresh_result.changes.counts["removed"] == 100

@@ -212,7 +212,7 @@ def test_a_push_of_wrong_vectors_fails_at_the_golden_queries_and_keeps_the_alias
     with pytest.raises(StageError) as failure:
         push(new_version, settings, model_name="films")
     message = str(failure.value)
-    assert f"the collection {collection_name(new_version)} returns " in message and "100.0% are required" in message
+    assert f"the collection {collection_name(new_version)} returns " in message and "100.0 % are required" in message
     assert (
         f"the alias films names {collection_name(old_version)}. Remove the cause, and repeat the push with `nightjar push`"
         in message

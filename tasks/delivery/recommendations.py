@@ -63,7 +63,7 @@ class BatchSummary(NamedTuple):
     def text(self) -> str:
         """The content in one sentence."""
         return (
-            f"{self.k} items for each of {self.num_rows:,} users by version {self.version}; "
+            f"at most {self.k:,} items for each of {self.num_rows:,} users by version {self.version}; "
             f"{self.num_rows_by_fallback['popularity']:,} users got the most popular items"
         )
 

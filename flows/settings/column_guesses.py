@@ -139,7 +139,10 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
         else:
             settings["timestamp_column"] = table.column_or_placeholder("timestamp_column", time_column, role="times")
             if time_column is None:
-                table.notes["interactions.timestamp_column"] += "; for a log without times, set order_column or use --test"
+                table.notes["interactions.timestamp_column"] += (
+                    "; for a log without times, use --test, or write timestamp_column: null, order_column and "
+                    "split: {kind: leave_last_out}"
+                )
     if settings["timestamp_column"] in table.columns(pa.types.is_integer):
         unit, newest_time = _time_unit(table, settings["timestamp_column"])
         settings["timestamp_unit"] = unit or "s"

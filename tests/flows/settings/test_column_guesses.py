@@ -104,6 +104,9 @@ def test_the_note_of_an_unrecognised_column_lists_the_possible_columns(tmp_path:
     settings = ["interactions.timestamp_column", "interactions.user_column", "interactions.item_column"]
     assert unknown_settings(notes) == settings
     assert notes["interactions.user_column"] == "FILL IN the column of the users: one of ['a', 'b']"
+    assert notes["interactions.timestamp_column"].endswith(
+        "for a log without times, use --test, or write timestamp_column: null, order_column and split: {kind: leave_last_out}"
+    )
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
     assert columns_of(load_config(config_path).interactions) == (

@@ -32,7 +32,8 @@ FILL_IN = "FILL IN"
 USER_WORDS = ("user", "u", "customer", "client", "visitor", "member", "account", "buyer", "reviewer", "session")
 ITEM_WORDS = ("item", "i", "product", "article", "movie", "film", "book", "track", "song", "video", "sku", "asin", "isbn")
 LABEL_WORDS = ("rating", "label", "score", "stars", "overall")
-"""Words in the names of user, item and label columns. A column with an earlier word is preferred."""
+TITLE_WORDS = ("title", "name")
+"""Words in the names of user, item, label and title columns. A column with an earlier word is preferred."""
 TIME_NAME_PATTERN = re.compile(r"(time|stamp|date|(^|_)(ts|at))$", re.IGNORECASE)
 MAX_FEATURES = 20
 
@@ -199,15 +200,21 @@ def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
     kind_by_column |= dict.fromkeys(
         table.columns(lambda data_type: is_list(data_type) and _is_id(data_type.value_type)), "list"
     )
+    title_column = _named_column([column for column in table.columns(is_text) if column != id_column], TITLE_WORDS)
+    if title_column is not None:
+        table.column_or_placeholder("title_column", title_column, role="titles")
     features = [
         FeatureConfig(name=column, kind=kind_by_column[column], standardise=kind_by_column[column] == "numeric")
         for column in table.type_by_column
-        if column in kind_by_column and column != id_column and re.fullmatch(r"[A-Za-z0-9_]{1,100}", column)
+        if column in kind_by_column and column not in (id_column, title_column) and re.fullmatch(r"[A-Za-z0-9_]{1,100}", column)
     ]
-    if not features:
-        raise InputError(f"--items: no column of {table.sources[0].name} can be a feature; leave --items out")
-    table.notes["features.items.features"] = "guessed from the types: delete the columns that do not describe an item"
-    return ItemTableConfig(paths=(table.path_in_config,), id_column=id_column, features=tuple(features[:MAX_FEATURES]))
+    if not features and title_column is None:
+        raise InputError(f"--items: no column of {table.sources[0].name} can be a feature or a title; leave --items out")
+    if features:
+        table.notes["features.items.features"] = "guessed from the types: delete the columns that do not describe an item"
+    return ItemTableConfig(
+        paths=(table.path_in_config,), id_column=id_column, title_column=title_column, features=tuple(features[:MAX_FEATURES])
+    )
 
 
 def _item_id_column(table: _Table, item_column: str | None) -> str:

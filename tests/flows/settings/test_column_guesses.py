@@ -71,7 +71,8 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     assert loaded.embeddings[0].vector_column == "values"
     assert loaded.features is not None and loaded.features.items is not None
     kinds = {feature.name: feature.kind for feature in loaded.features.items.features}
-    assert kinds == {"title": "categorical", "genres": "list", "year": "numeric"}
+    assert kinds == {"genres": "list", "year": "numeric"}
+    assert loaded.features.items.title_column == "title"
     lines = [line.strip() for line in config_path.read_text().splitlines()]
     assert lines[lines.index("# guessed: column 'userId' is int64") + 1].startswith("user_column: userId")
     assert all(f"# {note}" in lines for note in notes.values())
@@ -167,6 +168,14 @@ def test_the_id_column_of_the_vectors_is_the_item_column_of_the_log(tmp_path: Pa
     assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("thing", "dim_")
     config, notes = guess(tmp_path, vectors=write_parquet(tmp_path / "none.parquet", id=[7], thing=[7]))
     assert config.embeddings[0].id_column == "id" and unknown_settings(notes) == ["embeddings.vector_column"]
+
+
+def test_a_table_with_titles_alone_has_no_features(tmp_path: Path, log_path: str) -> None:
+    items = write_parquet(tmp_path / "movies.parquet", movieId=[7], Name=["Up"])
+    config, notes = guess(tmp_path, log=log_path, items=items)
+    assert config.features is not None and config.features.items is not None
+    assert (config.features.items.title_column, config.features.items.features) == ("Name", ())
+    assert notes["features.items.title_column"] == "guessed: column 'Name' is string"
 
 
 def test_partition_folders_are_columns(tmp_path: Path) -> None:

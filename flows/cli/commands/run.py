@@ -134,7 +134,9 @@ def print_results(results: RunResults, loaded: LoadedConfig, *, command_text: st
         if registration.alarm is not None:
             text_by_label["alarm"] = registration.alarm
         text_by_label["decision"] = str(results.run.folder / registration.pages["decision"])
-        text_by_label["query"] = command_line("query", loaded, ["--user", "ID", "-k", "10"])
+        version_uri = f"models:/{registration.model_name}/{registration.version}"
+        model_options = [] if registration.alias == "champion" else ["--model", version_uri]  # the default is the champion
+        text_by_label["query"] = command_line("query", loaded, ["--user", "ID", "-k", "10", *model_options])
         text_by_label["browse"] = command_line("ui", loaded)
     else:
         text_by_label["resume"] = f"{command_text} --resume {results.run.run_id}"

@@ -1,4 +1,4 @@
-"""Output of `nightjar run`: the weights that validation has chosen, and a warning of a resume with other options."""
+"""Output of `nightjar run`: the weights that validation has chosen, the query, and a warning of a resume with other options."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from flows.cli.commands.run import print_results, warn_of_other_options
 from flows.runs.results import RunResults
 from flows.settings.config_file import LoadedConfig
 from flows.settings.template import starter_config
+from recsys_core.manifests import RegistrationManifest
 from tasks.runs.context import Results, RunOptions
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord
@@ -32,6 +33,21 @@ def test_a_run_shows_the_weights_that_its_export_has_chosen(
     results = RunResults(Run("r", workspace=tmp_path), Results([export.model_copy(update=export_fields)]))
     print_results(results, LoadedConfig(starter_config(), tmp_path / "nightly.yaml"), command_text="nightjar run")
     assert (expected_text in capsys.readouterr().out) == bool(export_fields)
+
+
+@pytest.mark.parametrize(
+    ("alias", "expected_options"), [("champion", "--user ID -k 10"), ("challenger", "--user ID -k 10 --model models:/m/3")]
+)
+def test_the_query_after_a_run_asks_the_version_of_the_run(
+    alias: str, expected_options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registration = RegistrationManifest.model_construct(
+        model_name="m", version="3", alias=alias, reasons=("a reason",), alarm=None, metrics={}
+    )
+    config_path = tmp_path / "nightly.yaml"
+    results = RunResults(Run("r", workspace=tmp_path), Results([registration]))
+    print_results(results, LoadedConfig(starter_config(), config_path), command_text="nightjar run")
+    assert f"query     nightjar query {config_path} {expected_options}\n" in capsys.readouterr().out
 
 
 def test_a_resume_with_other_options_than_the_last_start_prints_both(capsys: pytest.CaptureFixture[str]) -> None:

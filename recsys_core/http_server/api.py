@@ -187,16 +187,26 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_context=False)[0]
     # The names of union members, such as `int` in history.0.int, are not part of the body.
     place = ".".join(str(part) for part in problem["loc"] if part not in _UNION_MEMBERS)
-    message = problem["msg"].replace("Input should be", "it must be")
+    json_type = _JSON_TYPE_BY_PROBLEM.get(problem["type"])
+    message = f"it must be {json_type}" if json_type else problem["msg"].replace("Input should be", "it must be")
     if problem["type"] == "missing":
         return f"{place} is missing; add it"
     if problem["type"] == "extra_forbidden":
         return f"unknown field {shown(place)}; see the schema at /openapi.json"
     if problem["type"] in ("too_long", "too_short"):
-        return f"{place}: {message.replace('List', 'the list')}"
+        return f"{place}: {message.replace('List', 'the list').replace(' after validation', '')}"
     value = problem["input"]
-    value_text = f"of type {type(value).__name__}" if isinstance(value, dict | list) else shown(value)
+    if isinstance(value, bool):
+        value_text = "true" if value else "false"
+    else:
+        value_text = "an object" if isinstance(value, dict) else "an array" if isinstance(value, list) else shown(value)
     return f"{printable(place, max_characters=200) or 'the body'} is {value_text}; {message}"
 
 
+_JSON_TYPE_BY_PROBLEM = {
+    "list_type": "an array",
+    "dict_type": "a JSON object",
+    "model_type": "a JSON object",
+    "model_attributes_type": "a JSON object",
+}
 _UNION_MEMBERS = ("int", "constrained-int", "str", "constrained-str", "float", "bool", "list", "dict")

@@ -193,7 +193,7 @@ class ItemTableConfig(FeatureTableConfig):
     features: tuple[FeatureConfig, ...] = Field((), max_length=1_000, description="Features to read from the table")
     title_column: ColumnName | None = Field(
         None,
-        description="Column with the titles of the items, which the page of a decision shows instead of ids. Default: no "
+        description="Column with the titles of the items, which `nightjar query` and the page of a decision show. Default: no "
         "titles",
     )
     filter_columns: tuple[ColumnName, ...] = Field(

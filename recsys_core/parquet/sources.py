@@ -149,6 +149,8 @@ def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None
     name_by_file: dict[tuple[int, int] | str, str] = {}
     for location in locations:
         file_key = location.inode or location.name
+        if name_by_file.get(file_key) == location.name:
+            raise InputError(f"{setting}: {location.name}: is listed twice, so its rows would count twice; list it once")
         if file_key in name_by_file:
             raise InputError(
                 f"{setting}: {location.name}: is the same file as {name_by_file[file_key]}, through a link or another spelling "

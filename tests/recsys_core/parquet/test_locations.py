@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.parquet.locations import find_files
-from recsys_core.parquet.sources import open_sources
+from recsys_core.parquet.sources import check_distinct_files, open_sources
 from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 
@@ -143,6 +143,14 @@ def test_a_file_that_is_reached_twice_is_rejected_with_both_paths_in_the_message
     for patterns in ([tmp_path / "log"], [first_path, second_path], [tmp_path / "log" / "*" / "*.parquet"]):
         with raises_input_error(f"s: {second_path}: is the same file as {first_path}, through a link or another spelling"):
             open_sources([str(pattern) for pattern in patterns], setting="s")
+
+
+def test_a_file_in_two_settings_is_rejected_without_a_hint_at_links(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, x=[1])
+    (source,) = open_sources([str(path)], setting="s")
+    with raises_input_error(f"train and test: {path}: is listed twice, so its rows would count twice; list it once"):
+        check_distinct_files([source.location, source.location], setting="train and test")
 
 
 def test_a_file_matched_twice_counts_once_but_is_rejected_if_its_path_has_two_spellings(tmp_path: Path) -> None:

@@ -131,6 +131,10 @@ def compare_versions(
     Args:
         version: number or alias of the version; None for the newest version.
         other: number or alias of the version with which it is compared.
+
+    Raises:
+        InputError: both are the same version, or a version does not exist.
+        StageError, TrackingServerError: a version does not load, or the registry does not answer.
     """
     from tasks.registry.version_overlap import compare_recommendations  # imports torch and FAISS
 
@@ -140,6 +144,11 @@ def compare_versions(
     before, after = (
         load_version(config.workspace, model_name=model_name, version=version_or_alias) for version_or_alias in (other, version)
     )
+    if before.version == after.version:
+        raise InputError(
+            f"version {before.version} would be compared with itself; name two versions with --version and --with, and list "
+            "them with `nightjar releases`"
+        )
     return before.version, after.version, compare_recommendations(before.retriever, after.retriever, num_users=num_users, k=k)
 
 

@@ -112,7 +112,7 @@ def to_html(past_runs: Sequence[PastRun], *, config: PipelineConfig, champion_ve
 def format_change(past_run: PastRun, *, metric_name: str) -> str:
     """Return the change of a metric from the champion to the new version in percent; empty if there is no comparison."""
     new_value, champion_value = past_run.new_version_metric(metric_name), past_run.champion_metric(metric_name)
-    return "" if new_value is None or not champion_value else f"{100 * (new_value / champion_value - 1):+.1f} %"
+    return "" if new_value is None or not champion_value else f"{100 * (new_value / champion_value - 1):+z.1f} %"
 
 
 def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | None:

@@ -208,17 +208,17 @@ class PairedBootstrap(Settings):
             outcome: Outcome = "accepted"
         else:
             outcome = "rejected" if is_worse or detectable_drop <= self.max_relative_drop else "not_enough_data"
-        interval, difference_text = None, f"{new_mean:+.4f}"
+        interval, difference_text = None, f"{new_mean:+z.4f}"
         if baseline_mean:
             ratio_R = new_mean_R / np.maximum(baseline_mean_R, np.finfo(np.float64).tiny) - 1
             low, high = np.quantile(ratio_R, [1 - self.confidence, self.confidence]).tolist()
-            difference_text = f"{100 * (new_mean / baseline_mean - 1):+.1f} %"
+            difference_text = f"{100 * (new_mean / baseline_mean - 1):+z.1f} %"
             num_unbounded = int(((baseline_mean_R == 0) & (new_mean_R > 0)).sum())
             if num_unbounded <= (1 - self.confidence) * (self.num_resamples - 1):
                 interval = (low, high)
-                difference_text += f" ({100 * low:+.1f} to {100 * high:+.1f} %)"
+                difference_text += f" ({100 * low:+z.1f} to {100 * high:+z.1f} %)"
             else:  # the baseline has no hit in so many resamples that there is no upper bound
-                difference_text += f" ({100 * low:+.1f} % or more)"
+                difference_text += f" ({100 * low:+z.1f} % or more)"
         condition = "must be better" if self.must_be_better else f"margin {-100 * margin:.3g} %"
         reason = (
             f"{new_mean:.4f}, {difference_text} from the {baseline_mean:.4f} of {baseline} ({condition}; users "

@@ -140,7 +140,7 @@ def format_percent(share: float | None) -> str:
     >>> format_percent(0.0123), format_percent(None)
     ('+1.2 %', '-')
     """
-    return "-" if share is None else f"{100 * share:+.1f} %"
+    return "-" if share is None else f"{100 * share:+z.1f} %"
 
 
 def _read_recommended(

@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from recsys_core.errors import NightjarError, StageError, TrackingServerError, first_line, redacted
+from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, first_line, redacted
 from recsys_core.http_server.release import Champion, Release
 from recsys_core.serving.description import verify_users
 from tasks.registry.loading import PACKAGE_SHA256_KEY, fetch_model
@@ -119,7 +119,7 @@ class RegistryChampion:
     def _release_of(self, version_number: str | None) -> Release:
         """Return the release of a version. The package is downloaded at the first call."""
         if version_number is None:
-            raise StageError(
+            raise InputError(
                 f"the registered model {self._model_name!r} has no version with the alias {self._alias}; register one with "
                 "`nightjar run`, or choose one with `nightjar promote`"
             )

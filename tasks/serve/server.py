@@ -98,8 +98,8 @@ def serve(
         on_ready: called when all processes answer, with the address and the version.
 
     Raises:
-        InputError: the address cannot be used, or the token is invalid.
-        StageError, TrackingServerError: there is no champion that loads, or the registry does not answer.
+        InputError: the address cannot be used, the token is invalid, or no version has the alias.
+        StageError, TrackingServerError: the version with the alias does not load, or the registry does not answer.
     """
     token_from_environment()  # raises InputError for an invalid token
     temporary_folder = TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True)

@@ -1,15 +1,19 @@
-"""Commands that read the registry while MLflow does not work: they print one line without the password."""
+"""Commands that read the registry: one line without the password if MLflow does not work, and an error for equal versions."""
 
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from flows import query
 from flows.cli import main as cli
 from flows.settings import environment
+from flows.settings.config_file import load_config
+from recsys_core.errors import InputError
 from tasks.registry import mlflow_client
 from tests.tasks.unhealthy_servers import answering_server, closed_address, silent_server
 
@@ -50,3 +54,10 @@ def test_a_command_prints_one_line_and_returns_exit_code_1(
     assert (exit_info.value.code, printed.out) == (1, "")
     assert line.startswith(f"error: MLflow at {address.replace('//', '//ada:***@')} does not work: ")
     assert "s3cret" not in line
+
+
+def test_a_version_is_not_compared_with_itself(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query, "newest_version_number", lambda *_: "3")
+    monkeypatch.setattr(query, "load_version", lambda *_, **__: SimpleNamespace(version="3"))  # version 3 is the champion
+    with pytest.raises(InputError, match=r"^version 3 would be compared with itself; name two versions with --version and"):
+        query.compare_versions(load_config(config_path), version=None, other="champion", num_users=10, k=5)

@@ -179,7 +179,7 @@ def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users:
     output.print_table(
         ["metric", f"version {before}", f"version {after}", "difference"],
         [
-            [name, format_metric(old), format_metric(new), "-" if None in (old, new) else f"{new - old:+.4f}"]
+            [name, format_metric(old), format_metric(new), "-" if None in (old, new) else f"{new - old:+z.4f}"]
             for name, (old, new) in metric_pairs.items()
         ],
     )

@@ -205,7 +205,7 @@ def test_a_registry_whose_disk_is_full_does_not_end_the_server(
 def test_a_start_without_a_champion_with_a_used_port_or_with_a_short_token_fails(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StageError, match="has no version with the alias champion; register one"), run_server(workspace):
+    with pytest.raises(InputError, match="has no version with the alias champion; register one"), run_server(workspace):
         pass
     register_version(build_stages(), prepare_run(workspace, "one"))
     with run_server(workspace, CONFIG.model_copy(update={"workers": 1})) as server:

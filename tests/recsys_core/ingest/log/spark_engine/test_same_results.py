@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.engines import differences, write_log
+from benchmarks.engines import NUM_EVENTS, differences, measure, write_log
 from benchmarks.engines import ingest as ingest_generated
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
@@ -43,6 +43,14 @@ def test_a_log_with_every_filter_has_the_same_store(tmp_path: Path) -> None:
     assert {*num_removed_by_filter} == expected_filters
     assert duckdb_run.num_known_negatives > 0 and len(duckdb_run.num_bad_rows_by_reason) == 3
     assert differences(duckdb_run, spark_run) == []
+
+
+@pytest.mark.drill
+def test_twenty_million_events_with_every_filter_have_the_same_store() -> None:
+    """Each engine runs in its own process: the Spark of this process has too little memory, and no compiled code."""
+    comparison = measure(NUM_EVENTS)
+    assert len(comparison["num_removed_events_by_filter"]) == 7
+    assert comparison["differences"] == []
 
 
 def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path) -> None:

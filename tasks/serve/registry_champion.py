@@ -14,8 +14,11 @@ from tasks.registry.releases import version_number_by_alias
 
 LOG = logging.getLogger("nightjar")
 FETCH_TIMEOUT_S = 3_600.0
-REFUSAL_S = 600.0
-"""Time after which a version that did not load is tried again, because the memory or the disk may have been full."""
+FIRST_REFUSAL_S, MAX_REFUSAL_S = 30.0, 600.0
+"""Time after which a version that did not load is tried again, at first and at most. The time doubles with each refusal.
+
+The download may have been damaged, or the memory or the disk may have been full.
+"""
 
 
 class RegistryChampion:
@@ -32,7 +35,7 @@ class RegistryChampion:
         self._champion: Champion | None = None
         self._former_release: Release | None = None
         self._refused_version: str | None = None
-        self._refused_until_s = 0.0
+        self._refusal_s, self._refused_until_s = 0.0, 0.0
         self._release_by_version: dict[str, Release] = {}
 
     def poll(self) -> Champion:
@@ -58,13 +61,16 @@ class RegistryChampion:
         return self._champion
 
     def accept(self) -> None:
-        """Forget the former version, because all processes serve the current version."""
+        """Forget the former version and a refusal of the current version, because all processes serve the current version."""
         self._former_release = None
+        if self._champion is not None and self._champion.release.version == self._refused_version:
+            self._refused_version = None
 
     def refuse(self, problem: str) -> Champion | None:
         """Go back to the former version, because a process cannot serve the current one. Return it, or None if there is none.
 
-        The refused version is tried again after REFUSAL_S, or at once if another version was the champion in the meantime.
+        The refused version is tried again after FIRST_REFUSAL_S, with a new copy of its package. If it is refused again, the
+        time doubles, up to MAX_REFUSAL_S. If another version was the champion in the meantime, it is tried again at once.
         """
         if self._champion is None or self._former_release is None:
             return None
@@ -76,7 +82,9 @@ class RegistryChampion:
         return self._champion
 
     def _refuse_for_a_while(self, version_number: str | None) -> None:
-        self._refused_version, self._refused_until_s = version_number, time.monotonic() + REFUSAL_S
+        is_repeated = version_number == self._refused_version
+        self._refusal_s = min(2 * self._refusal_s, MAX_REFUSAL_S) if is_repeated else FIRST_REFUSAL_S
+        self._refused_version, self._refused_until_s = version_number, time.monotonic() + self._refusal_s
 
     def _champion_number(self) -> str | None:
         client = connect(self._workspace)
@@ -91,19 +99,21 @@ class RegistryChampion:
         """
         now = time.time()
         current_champion = self._champion
-        if current_champion is not None and version_number == current_champion.release.version:
+        if version_number != self._refused_version:
             self._refused_version = None
+        if current_champion is not None and version_number == current_champion.release.version:
             return Champion(release=current_champion.release, registry_answered_at=now)
         is_refused = version_number is not None and version_number == self._refused_version
         if current_champion is not None and is_refused and time.monotonic() < self._refused_until_s:
             return Champion(release=current_champion.release, problem=current_champion.problem, registry_answered_at=now)
         try:
+            if is_refused and version_number is not None:
+                self._remove_copy(version_number)  # the copy may be damaged
             release = self._release_of(version_number)
             # If there is a former release, some process may not have loaded the current release, so a problem leads back to the
             # former release.
             if current_champion is not None and self._former_release is None:
                 self._former_release = current_champion.release
-            self._refused_version = None
             self._remove_other_versions(release)
             return Champion(release=release, registry_answered_at=now)
         except Exception as error:  # any error of MLflow, the artifact store or a damaged version
@@ -151,5 +161,8 @@ class RegistryChampion:
         """Remove the copies of versions other than the current and the former version. A file that is mapped stays readable."""
         kept_versions = {release.version, self._former_release and self._former_release.version}
         for version in [version for version in self._release_by_version if version not in kept_versions]:
-            del self._release_by_version[version]
-            shutil.rmtree(self._folder / version, ignore_errors=True)
+            self._remove_copy(version)
+
+    def _remove_copy(self, version_number: str) -> None:
+        self._release_by_version.pop(version_number, None)
+        shutil.rmtree(self._folder / version_number, ignore_errors=True)

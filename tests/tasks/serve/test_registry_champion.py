@@ -54,7 +54,7 @@ def test_only_copies_of_versions_that_are_no_longer_needed_are_removed(
 def test_after_a_refused_version_the_last_served_version_is_served_again(
     set_champion: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry_champion, "REFUSAL_S", 0.0)
+    monkeypatch.setattr(registry_champion, "FIRST_REFUSAL_S", 0.0)
     champion = champion_in(tmp_path_factory.mktemp("server"))
     set_champion("1")
     served_release = champion.poll().release
@@ -91,6 +91,53 @@ def test_a_version_with_changed_users_is_not_served_and_not_downloaded_again_at_
         patch.setattr(registry_champion, "fetch_model", Mock(side_effect=AssertionError("a second download")))
         next_answer = champion.poll()
     assert (next_answer.release, next_answer.problem) == (answer.release, answer.problem)
+
+
+def test_a_refused_version_is_copied_again_before_the_next_attempt(
+    set_champion: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_champion, "FIRST_REFUSAL_S", 0.0)
+    champion = champion_in(tmp_path_factory.mktemp("server"))
+    set_champion("1")
+    champion.poll()
+    champion.accept()
+    set_champion("2")
+    damaged_file = champion.poll().release.folder / "index.faiss"
+    damaged_file.write_bytes(damaged_file.read_bytes()[:-1])  # as after a download that the store cut short
+    assert champion.refuse("index.faiss: the file was changed") is not None
+    release = champion.poll().release
+    assert Retriever.load(release.folder, sha256=release.sha256, version="2").version == "2"
+
+
+def test_the_time_until_the_next_attempt_doubles_until_the_version_is_served(
+    set_champion: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(registry_champion.time, "monotonic", lambda: now_s)
+    champion = champion_in(tmp_path_factory.mktemp("server"))
+    set_champion("1")
+    champion.poll()
+    champion.accept()
+    set_champion("2")
+    for wait_s in (30, 60, 120, 240, 480, 600, 600):
+        assert champion.poll().release.version == "2"
+        assert champion.poll().release.version == "2"  # while the processes load the version
+        assert champion.refuse("it does not load") is not None
+        champion.accept()  # all processes serve version 1 again
+        now_s += wait_s - 1
+        answer = champion.poll()
+        assert (answer.release.version, answer.problem) == ("1", "version 2 is not served: it does not load")
+        now_s += 1
+    champion.poll()
+    champion.accept()
+    set_champion("1")
+    champion.poll()
+    champion.accept()
+    set_champion("2")
+    champion.poll()
+    champion.refuse("it does not load")
+    now_s += 30
+    assert champion.poll().release.version == "2"
 
 
 @pytest.mark.parametrize("error_type", [TrackingServerError, OSError])

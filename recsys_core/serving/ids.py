@@ -176,3 +176,14 @@ def is_missing(request_value: Any) -> bool:
 def is_list(request_value: Any) -> bool:
     """Return whether a request value is a list: a list, a tuple, or an array with one dimension."""
     return isinstance(request_value, list | tuple) or (isinstance(request_value, np.ndarray) and request_value.ndim == 1)
+
+
+def plain_values(values: Any) -> Any:
+    """Return a pandas Series or a pyarrow array as a list, with None for a missing value; return other values unchanged.
+
+    >>> plain_values(pd.Series([7.0, None])), plain_values(pa.array([[7, 9], None])), plain_values((7,))
+    ([7.0, None], [[7, 9], None], (7,))
+    """
+    if isinstance(values, pd.Series):
+        return values.astype(object).where(values.notna(), None).tolist()
+    return values.to_pylist() if isinstance(values, pa.Array | pa.ChunkedArray) else values

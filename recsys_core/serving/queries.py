@@ -14,7 +14,7 @@ from recsys_core.errors import InputError, shown
 from recsys_core.serving.answers import FALLBACKS
 from recsys_core.serving.contents import PackageContents
 from recsys_core.serving.given_features import GivenFeature
-from recsys_core.serving.ids import Id, is_list
+from recsys_core.serving.ids import Id, is_list, plain_values
 from recsys_core.serving.items import Filter
 
 MAX_POPULARITY_WEIGHT = 1e4
@@ -99,7 +99,7 @@ class QueryReader:
             raise InputError("popularity_weight is set, but the model has no popularity term; train it with model.popularity")
         if weight is not None and not abs(weight) <= MAX_POPULARITY_WEIGHT:
             raise InputError(f"popularity_weight is {weight}; it must be at most {MAX_POPULARITY_WEIGHT:g} in absolute value")
-        return {**DEFAULT_OPTIONS, **options}
+        return {**DEFAULT_OPTIONS, **options, "exclude": plain_values(options.get("exclude", ()))}
 
     def user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
         """Return the row of each user; -1 for an unknown user and for None."""
@@ -161,7 +161,10 @@ class QueryReader:
             return stored_history, stored_history.distinct(bound=num_items), np.zeros(len(user_row_B), np.int64)
         for new_items in new_histories:
             if new_items is not None and not is_list(new_items):
-                raise InputError(f"history {shown(new_items)} is of type {type(new_items).__name__}; pass a list of item ids")
+                raise InputError(
+                    f"history {shown(new_items)} is of type {type(new_items).__name__}; pass a list of item ids, an array with "
+                    "one dimension, a pandas Series or a pyarrow array"
+                )
         length_B = np.array([0 if history is None else len(history) for history in new_histories], np.int64)
         new_item_rows = self._item_ids.rows(
             [item_id for history in new_histories if history is not None for item_id in history]

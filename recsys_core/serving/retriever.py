@@ -24,7 +24,7 @@ from recsys_core.serving.answers import Recommendations, join_batches
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, description_sha256
 from recsys_core.serving.golden import verify_golden
-from recsys_core.serving.ids import Id
+from recsys_core.serving.ids import Id, plain_values
 from recsys_core.serving.items import Filter, ItemTable
 from recsys_core.serving.queries import History, Queries, QueryReader, SearchOptions, count_queries
 
@@ -105,6 +105,8 @@ class Retriever:
         query gets the most popular items (see FALLBACKS). The score is then the item's share of all events, or of the events of
         the query's segment.
 
+        Sequences may be lists, tuples, arrays with one dimension, pandas Series or pyarrow arrays.
+
         Args:
             user_ids: one per query. An id may be unknown to the model, or None.
             k: number of items.
@@ -117,6 +119,9 @@ class Retriever:
         Raises:
             InputError: an argument or an id is invalid, or the arguments have different lengths.
         """
+        user_ids = plain_values(user_ids)
+        histories = None if histories is None else [plain_values(history) for history in plain_values(histories)]
+        features = {name: plain_values(values) for name, values in (features or {}).items()}
         checked_options = self.query_reader.checked_options(k, options)
         num_queries = count_queries(user_ids, histories, features)
         k = min(k, len(self.item_ids))
@@ -144,6 +149,7 @@ class Retriever:
         Raises:
             InputError: an argument or an id is invalid.
         """
+        item_ids = plain_values(item_ids)
         checked_options = self.query_reader.checked_options(k, options)
         k = min(k, len(self.item_ids))
         item_rows = self.item_ids.rows(item_ids)

@@ -1,9 +1,13 @@
 """Answers of a retriever, compared with a sort of the whole catalogue by the scores of the float model."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,6 +106,17 @@ def test_a_user_without_a_history_in_the_request_keeps_the_stored_one(retriever:
     ids = retriever.recommend(USER_IDS[:2], k=5, histories=[None, [ITEM_IDS[0]]]).item_ids
     (stored_history_ids,) = retriever.recommend(USER_IDS[:1], k=5).item_ids
     assert ids[0].tolist() == stored_history_ids.tolist()
+
+
+@pytest.mark.parametrize("to_sequence", [pd.Series, pa.array, lambda values: pa.chunked_array([pa.array(values)])])
+def test_arguments_may_be_series_and_arrow_arrays(retriever: Retriever, to_sequence: Callable[[list[Any]], Any]) -> None:
+    user_ids, histories = [USER_IDS[0], None, USER_IDS[1]], [None, [ITEM_IDS[0], "unheard of"], [ITEM_IDS[1]]]
+    expected = retriever.recommend(user_ids, histories=histories, exclude=ITEM_IDS[:2])
+    user_histories = [None if history is None else to_sequence(history) for history in histories]
+    answers = retriever.recommend(to_sequence(user_ids), histories=user_histories, exclude=to_sequence(ITEM_IDS[:2]))
+    assert [*answers] == [*expected]
+    assert [*retriever.recommend(user_ids, histories=to_sequence(histories), exclude=ITEM_IDS[:2])] == [*expected]
+    assert [*retriever.similar(to_sequence(ITEM_IDS[:2]))] == [*retriever.similar(ITEM_IDS[:2])]
 
 
 def test_an_unknown_user_without_a_known_item_gets_popular_items(flat_model, retriever: Retriever) -> None:

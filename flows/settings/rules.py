@@ -83,6 +83,17 @@ def _recommendations_have_users(config: "PipelineConfig") -> None:
         )
 
 
+def _milvus_accepts_the_alias(config: "PipelineConfig") -> None:
+    model_name = config.registry.model_name
+    for store in config.delivery.stores:
+        if store.kind == "milvus" and store.url is not None and store.alias is None and model_name[0].isdigit():
+            raise ValueError(
+                f"delivery.stores: the alias of {store.location} would start with the digit of registry.model_name "
+                f"{model_name}, but Milvus accepts only names that start with a letter or _; set alias of this store, e.g. to "
+                f"_{model_name.replace('-', '_')}"
+            )
+
+
 def _indexes_fit_vector_width(config: "PipelineConfig") -> None:
     if (problem := config.index.problem(config.model.output_dim)) is not None:
         raise ValueError(f"index: {problem}")
@@ -231,6 +242,7 @@ RULES = (
     _user_embeddings_need_stored_users,
     _refit_keeps_the_order_of_events,
     _recommendations_have_users,
+    _milvus_accepts_the_alias,
     _indexes_fit_vector_width,
     _exports_support_the_history,
     _cosine_loss_needs_cosine_similarity,

@@ -46,6 +46,15 @@ def test_a_model_of_user_embeddings_needs_stored_users(config_path: Path) -> Non
     assert load_config(config_path, ["package={users: none, quantization: none}"]).package.quantization == "fp32"
 
 
+def test_a_milvus_server_needs_an_alias_if_the_model_name_starts_with_a_digit(config_path: Path) -> None:
+    name, store = "registry.model_name=2026-model", "kind: milvus, url: 'http://milvus:19530'"
+    error = error_message(config_path, name, f"delivery.stores=[{{{store}}}]")
+    assert "the alias of milvus http://milvus:19530 would start with the digit of registry.model_name 2026-model" in error
+    assert "set alias of this store, e.g. to _2026_model" in error
+    assert load_config(config_path, [name, f"delivery.stores=[{{{store}, alias: _2026_model}}]"]).delivery.stores
+    assert load_config(config_path, [name, "delivery.stores=[{kind: lancedb, folder: x}]"]).delivery.stores
+
+
 def test_a_setting_of_an_unknown_table_lists_the_known_tables(config_path: Path) -> None:
     for table in ("item.brand", "item_offset", "item_teacher"):
         for group in ("tables", "sharding.tables"):

@@ -36,6 +36,7 @@ TITLE_WORDS = ("title", "name")
 """Words in the names of user, item, label and title columns. A column with an earlier word is preferred."""
 TIME_NAME_PATTERN = re.compile(r"(time|stamp|date|(^|_)(ts|at))$", re.IGNORECASE)
 MAX_FEATURES = 20
+ID_TYPES = "ids are integers or strings"
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,31 @@ class _Table:
         column_type = self.type_by_column[column]
         return pa.array([], column_type) if values is None else values.cast(column_type).drop_null()
 
-    def column_or_placeholder(self, setting: str, column: str | None, *, role: str) -> str:
-        """Write a note for `setting`, and return `column`, or a placeholder if `column` is None."""
+    def note_guess(self, setting: str, column: str) -> None:
+        """Write a note for `setting`, whose guessed value is `column`."""
+        self.notes[f"{self.section}.{setting}"] = f"guessed: column {shown(column)} is {self.type_by_column[column]}"
+
+    def column_or_placeholder(
+        self, setting: str, column: str | None, *, role: str, has_type: Callable[[pa.DataType], bool], types: str
+    ) -> str:
+        """Write a note for `setting`, and return `column`, or a placeholder if `column` is None.
+
+        Args:
+            role: what the column has, e.g. "users".
+            has_type: whether the column may have a type.
+            types: description of these types.
+        """
         if column is not None:
-            self.notes[f"{self.section}.{setting}"] = f"guessed: column {shown(column)} is {self.type_by_column[column]}"
+            self.note_guess(setting, column)
             return column
-        self.notes[f"{self.section}.{setting}"] = (
-            f"{FILL_IN} the column of the {role}: one of {shown_names(list(self.type_by_column))}"
-        )
+        usable_columns = self.columns(has_type)
+        unusable_columns = [name for name in self.type_by_column if name not in usable_columns]
+        note = f"{FILL_IN} the column of the {role}: "
+        note += f"one of {shown_names(usable_columns)}" if usable_columns else "no column can be used"
+        if unusable_columns:
+            names = [f"{name} ({self.type_by_column[name]})" for name in unusable_columns]
+            note += f"; {types}, unlike {shown_names(names, max_names=10)}"
+        self.notes[f"{self.section}.{setting}"] = note
         return f"<column of the {role}>"
 
 
@@ -138,7 +156,13 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
             settings["timestamp_column"] = None
             table.notes["interactions.timestamp_column"] = "guessed: no column has times, so the log has no order"
         else:
-            settings["timestamp_column"] = table.column_or_placeholder("timestamp_column", time_column, role="times")
+            settings["timestamp_column"] = table.column_or_placeholder(
+                "timestamp_column",
+                time_column,
+                role="times",
+                has_type=lambda data_type: _is_time(data_type) or pa.types.is_integer(data_type),
+                types="times are timestamps, dates or integers",
+            )
             if time_column is None:
                 table.notes["interactions.timestamp_column"] += (
                     "; for a log without times, use --test, or write timestamp_column: null, order_column and "
@@ -153,7 +177,9 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
     for setting, words, role in (("user_column", USER_WORDS, "users"), ("item_column", ITEM_WORDS, "items")):
         if setting not in settings:
             id_columns = [column for column in table.columns(_is_id) if column not in settings.values()]
-            settings[setting] = table.column_or_placeholder(setting, _named_column(id_columns, words), role=role)
+            settings[setting] = table.column_or_placeholder(
+                setting, _named_column(id_columns, words), role=role, has_type=_is_id, types=ID_TYPES
+            )
     if inputs.test is not None:
         test_table = _Table("interactions.split", inputs.test, table.config_folder, table.notes)
         settings["split"] = FileSplit(test_paths=(test_table.path_in_config,), validation_share=0.1)
@@ -170,7 +196,7 @@ def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]
     smallest, largest = pc.min_max(values.filter(pc.is_finite(values))).as_py().values()
     if smallest == largest:
         return {}
-    table.column_or_placeholder("label_column", column, role="labels")
+    table.note_guess("label_column", column)
     table.notes["interactions.label_threshold"] = (
         f"guessed: the middle of {smallest:g} to {largest:g}; events below it are left out; "
         "delete label_column and label_threshold to keep all events"
@@ -180,7 +206,7 @@ def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]
 
 def _guess_embeddings(table: _Table, item_column: str | None) -> EmbeddingsConfig:
     settings = {"id_column": _item_id_column(table, item_column)}
-    vector_columns = table.columns(lambda data_type: is_list(data_type) and pa.types.is_floating(data_type.value_type))
+    vector_columns = table.columns(_is_vector)
     matches = [re.fullmatch(r"(.*\D)\d+", column) for column in table.columns(pa.types.is_floating)]
     prefixes = Counter(match[1] for match in matches if match is not None)
     if prefixes and not vector_columns:
@@ -189,7 +215,9 @@ def _guess_embeddings(table: _Table, item_column: str | None) -> EmbeddingsConfi
         table.notes["embeddings.dimension_prefix"] = f"guessed: the names of {num_columns} columns start with {shown(prefix)}"
     else:
         vector_column = vector_columns[0] if len(vector_columns) == 1 else None
-        settings["vector_column"] = table.column_or_placeholder("vector_column", vector_column, role="vectors")
+        settings["vector_column"] = table.column_or_placeholder(
+            "vector_column", vector_column, role="vectors", has_type=_is_vector, types="vectors are lists of floats"
+        )
     return EmbeddingsConfig.model_validate({"paths": table.path_in_config, **settings})
 
 
@@ -202,7 +230,7 @@ def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
     )
     title_column = _named_column([column for column in table.columns(is_text) if column != id_column], TITLE_WORDS)
     if title_column is not None:
-        table.column_or_placeholder("title_column", title_column, role="titles")
+        table.note_guess("title_column", title_column)
     features = [
         FeatureConfig(name=column, kind=kind_by_column[column], standardise=kind_by_column[column] == "numeric")
         for column in table.type_by_column
@@ -220,9 +248,8 @@ def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
 def _item_id_column(table: _Table, item_column: str | None) -> str:
     """Return the log's item column if the table has it; otherwise a column that is named after an item, or `id`."""
     id_columns = table.columns(_is_id)
-    return table.column_or_placeholder(
-        "id_column", item_column if item_column in id_columns else _named_column(id_columns, (*ITEM_WORDS, "")), role="item ids"
-    )
+    column = item_column if item_column in id_columns else _named_column(id_columns, (*ITEM_WORDS, ""))
+    return table.column_or_placeholder("id_column", column, role="item ids", has_type=_is_id, types=ID_TYPES)
 
 
 def _named_column(columns: Sequence[str], words: Sequence[str]) -> str | None:
@@ -240,7 +267,7 @@ def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
 
     If no column has both, return the only column that has one of them; None if there is no such column or more than one.
     """
-    timestamp_columns = table.columns(lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type))
+    timestamp_columns = table.columns(_is_time)
     score_by_column = {
         column: bool(TIME_NAME_PATTERN.search(column))
         + (column in timestamp_columns or _time_unit(table, column)[0] is not None)
@@ -260,3 +287,11 @@ def _time_unit(table: _Table, column: str) -> tuple[str | None, int]:
 
 def _is_id(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_integer(data_type) or is_text(data_type))
+
+
+def _is_time(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_timestamp(data_type) or pa.types.is_date(data_type))
+
+
+def _is_vector(data_type: pa.DataType) -> bool:
+    return bool(is_list(data_type) and pa.types.is_floating(data_type.value_type))

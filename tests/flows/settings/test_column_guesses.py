@@ -115,6 +115,23 @@ def test_the_note_of_an_unrecognised_column_lists_the_possible_columns(tmp_path:
     )  # fmt: skip
 
 
+def test_the_note_of_a_column_that_cannot_be_used_has_its_type_and_the_usable_types(tmp_path: Path) -> None:
+    user_ids, times = pa.array([1.0, None], pa.float64()), pa.array(["2026-01-01", "2026-01-02"])
+    log_path = write_parquet(tmp_path / "log.parquet", user_id=user_ids, item_id=[7, 8], time=times)
+    _, notes = guess(tmp_path, log=log_path, vectors=write_parquet(tmp_path / "v.parquet", item_id=[7], vector=["0.5 0.25"]))
+    assert notes["interactions.user_column"] == (
+        "FILL IN the column of the users: one of ['item_id', 'time']; ids are integers or strings, unlike ['user_id (double)']"
+    )
+    assert (
+        "one of ['item_id']; times are timestamps, dates or integers, unlike ['user_id (double)', 'time (string)']"
+        in (notes["interactions.timestamp_column"])
+    )
+    assert notes["embeddings.vector_column"] == (
+        "FILL IN the column of the vectors: no column can be used; vectors are lists of floats, unlike ['item_id (int64)', "
+        "'vector (string)']"
+    )
+
+
 def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> None:
     for name in ("train.parquet", "test.parquet"):
         write_parquet(tmp_path / name, user=random_ids(200), item=random_ids(50))

@@ -5,6 +5,7 @@ checked in NumPy (see vectors/row_faults.py). All three ingest stages call `reje
 config drops such rows.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,12 +95,15 @@ def reject_bad_rows(
         return
     bad_row = find_first_bad_row()
     check_counts_text = ", ".join(f"{name} {count:,}" for name, count in num_bad_by_check.items() if count)
-    if policy is None:
+    if policy is None or (policy.on_bad_rows == "fail" and num_bad_rows == num_rows):
         reason_and_fix = bad_row.fix
-    elif policy.on_bad_rows == "fail":
-        reason_and_fix = f"{bad_row.fix}, or set {policy.setting}.on_bad_rows to drop"
     elif num_bad_rows == num_rows:
         reason_and_fix = f"all {num_rows:,} rows are bad ({check_counts_text}); fix these rows"
+    elif policy.on_bad_rows == "fail":
+        reason_and_fix = f"{bad_row.fix}, or set {policy.setting}.on_bad_rows to drop"
+        if num_bad_rows > policy.max_bad_share * num_rows:
+            sufficient_share = math.ceil(10_000 * num_bad_rows / num_rows) / 10_000
+            reason_and_fix += f" and {policy.setting}.max_bad_share to {sufficient_share:g}"
     else:
         reason_and_fix = (
             f"{num_bad_rows:,} of {num_rows:,} rows are bad ({check_counts_text}), a share of {num_bad_rows / num_rows:.4f}, "

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from recsys_core.errors import InputError
 from tests.recsys_core.ingest.interaction_logs import Event, assert_stored_events, ingest, leave_last_out, write_log
 from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
@@ -96,6 +97,18 @@ def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Pat
     write_parquet(tmp_path / "log" / "b.parquet", **VALID_COLUMNS, x=[1.0, 1.0, 1.0, NAN])
     message = "b.parquet: column 'x', row 3: nan is null or not a number (4 of 12 rows); "
     assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT, **LABEL_SETTINGS), tmp_path, message)
+
+
+def test_dropping_the_bad_rows_is_proposed_with_a_sufficient_share_unless_all_rows_are_bad(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"t": [1, -1, -1, 3]}))
+    with pytest.raises(InputError, match=r"on_bad_rows to drop and interactions\.max_bad_share to 0\.5$"):
+        ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT)
+    with pytest.raises(InputError, match=r"set interactions\.on_bad_rows to drop$"):
+        ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, max_bad_share=0.5)
+    path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"t": [-1] * 4}))
+    with pytest.raises(InputError, match=r"\(4 of 4 rows\)") as failure:
+        ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT)
+    assert "on_bad_rows" not in str(failure.value)
 
 
 def test_the_row_of_an_error_is_counted_across_row_groups(tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ def atomic_replacement(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` with `text`, in UTF-8."""
-    with atomic_replacement(path) as temporary_path:
-        temporary_path.write_text(text, encoding="utf-8")
+    """Replace the content of `path` with `text`, in UTF-8. After a power failure, the file has the old or the new content."""
+    with atomic_replacement(path) as temporary_path, temporary_path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

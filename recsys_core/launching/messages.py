@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 import recsys_core
 from recsys_core.config import Frozen
-from recsys_core.disk import write_text
+from recsys_core.disk import atomic_replacement
 from recsys_core.launching.config import Launcher
 
 AGENT_MODULE = "recsys_core.launching"
@@ -171,7 +171,8 @@ class LaunchFolder:
 
     def renew_lease(self, token: str, counter: int) -> None:
         """Set the counter of the launch `token`; a host ends its ranks when the counter stops changing."""
-        write_text(self.path / "lease", f"{token} {counter}")
+        with atomic_replacement(self.path / "lease") as temporary_path:  # no fsync, for which a busy disk may need long
+            temporary_path.write_text(f"{token} {counter}")
 
     def read_lease(self, token: str) -> str | None:
         """Return the content of `lease`; None if the file is missing or belongs to another launch."""

@@ -15,6 +15,19 @@ def test_text_replaces_the_file_and_leaves_no_temporary_file(tmp_path: Path) -> 
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_the_text_is_on_the_disk_before_the_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("old")
+    synced_and_old_texts = []
+
+    def sync(descriptor: int) -> None:
+        synced_and_old_texts.append((Path(f"/proc/self/fd/{descriptor}").read_text(), path.read_text()))
+
+    monkeypatch.setattr("os.fsync", sync)
+    write_text(path, "new")
+    assert synced_and_old_texts == [("new", "old")] and path.read_text() == "new"
+
+
 def test_an_error_keeps_the_old_file_and_removes_the_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text("old")

@@ -51,6 +51,8 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
     for source in all_sources:
         _check_column_names(source, config)
         _check_number_columns(source, config)
+    if config.order_column is not None:
+        _check_order_types(all_sources, config.order_column)
     for column in config.context_columns:
         require_same_type_in_files(all_sources, column, setting="interactions.context_columns")
     for column in config.columns:
@@ -134,6 +136,23 @@ def _check_number_columns(source: Source, config: InteractionsConfig) -> None:
             data_type = require_column(source, column, setting=f"interactions.{setting}")
             is_number = pa.types.is_integer(data_type) or pa.types.is_floating(data_type) or pa.types.is_decimal(data_type)
             _require_type(is_number or pa.types.is_boolean(data_type), source, column, data_type, "a number")
+
+
+def _check_order_types(sources: Sequence[Source], column: str) -> None:
+    """Raise InputError if files have float32 and exact numbers, all of which DuckDB would round to float32."""
+    type_by_source = {source: require_column(source, column, setting="interactions.order_column") for source in sources}
+    narrow_source = next((source for source, data_type in type_by_source.items() if _is_narrow_float(data_type)), None)
+    exact_source = next((source for source, data_type in type_by_source.items() if not pa.types.is_floating(data_type)), None)
+    if narrow_source is not None and exact_source is not None:
+        narrow_type, exact_type = type_by_source[narrow_source], type_by_source[exact_source]
+        raise InputError(
+            f"{narrow_source.name}: column {column!r} is {narrow_type}, but {exact_type} in {exact_source.name}; numbers above "
+            f"{2**24:,} would be rounded, so events would change their order; write one type in all files"
+        )
+
+
+def _is_narrow_float(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_float32(data_type) or pa.types.is_float16(data_type))
 
 
 def _require_type(is_expected_type: bool, source: Source, column: str, data_type: pa.DataType, expected_type: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from recsys_core.errors import InputError
 from tests.recsys_core.ingest.interaction_logs import ingest, read_store
 from tests.recsys_core.ingest.parquet_files import write_parquet
 
@@ -29,6 +30,16 @@ def test_an_order_column_with_numbers_of_any_type_orders_the_events(tmp_path: Pa
     manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=LEAVE_LAST_OUT, order_column="sequence")
     items_of_user = [item for split in read_store(manifest).splits for user, item, _ in split if user == 1]
     assert items_of_user == [item_by_number[number] for number in sorted(item_by_number)]
+
+
+def test_float32_and_integers_in_an_order_column_are_rejected_because_the_integers_would_be_rounded(tmp_path: Path) -> None:
+    ids = {"user_id": [1, 1, 2], "item_id": [7, 8, 7]}
+    write_parquet(tmp_path / "log" / "a.parquet", **ids, sequence=pa.array([2**24 + 1, 2**24, 1], pa.int64()))
+    write_parquet(tmp_path / "log" / "b.parquet", **ids, sequence=pa.array([1, 2, 3], pa.float32()))
+    with pytest.raises(
+        InputError, match=r"b\.parquet: column 'sequence' is float, but int64 in .*a\.parquet; numbers above 16,7"
+    ):
+        ingest(tmp_path / "stage", str(tmp_path / "log"), split=LEAVE_LAST_OUT, order_column="sequence")
 
 
 def test_a_decimal_order_that_does_not_fit_into_int64_is_a_bad_row(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Arguments and options that several commands share."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -37,8 +38,7 @@ class ConfigOptions:
 
     def with_settings(self, settings: Mapping[str, object]) -> "ConfigOptions":
         """Return the options with an override for each setting that is not None."""
-        # JSON would escape a character such as an emoji as two surrogates, which YAML does not join.
-        overrides = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items() if value is not None)
+        overrides = (f"{name}={_quoted(value)}" for name, value in settings.items() if value is not None)
         return replace(self, overrides=(*self.overrides, *overrides))
 
     def read(self) -> "LoadedConfig":
@@ -52,6 +52,15 @@ class ConfigOptions:
         loaded = self.read()
         environment.prepare_environment(loaded.config.workspace)
         return loaded
+
+
+def _quoted(value: object) -> str:
+    """Return JSON that YAML reads back as `value`.
+
+    JSON would escape an emoji as two surrogates, which YAML does not join. It would read U+0085 as a blank.
+    """
+    json_text = json.dumps(value, ensure_ascii=False)
+    return re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", json_text)
 
 
 @dataclass(frozen=True)

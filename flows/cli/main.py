@@ -256,7 +256,7 @@ def main() -> None:
     except Interrupted as error:
         end_process(error)
     except NightjarError as error:
-        output.print_line(f"error: {output.printable_lines(str(error))}", style="red", console=output.stderr)
+        output.print_line(f"error: {error}", style="red", console=output.stderr)
         sys.exit(error.exit_code)
 
 

@@ -198,8 +198,12 @@ def print_labelled(text_by_label: Mapping[str, str], *, status_by_label: Mapping
 
 
 def print_line(text: str, *, style: str = "", console: Console | None = None) -> None:
-    """Print a text that may contain brackets, without folding it. The default of `console` is `stdout`."""
-    (console or stdout).print(text, style=style, markup=False, soft_wrap=True)
+    """Print a text that may contain brackets, without folding it, and escape its control characters.
+
+    Args:
+        console: `stdout` by default.
+    """
+    (console or stdout).print(printable_lines(text), style=style, markup=False, soft_wrap=True)
 
 
 def print_json(text: str) -> None:

@@ -77,7 +77,7 @@ def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
     text_by_label, problems = check_environment(folder if config is None else config.workspace)
     output.print_labelled(text_by_label)
     for problem in problems:
-        output.print_line(f"problem: {output.printable_lines(problem)}", style="red")
+        output.print_line(f"problem: {problem}", style="red")
     num_problems = len(problems)
     if config is not None:
         from flows.doctor.installation import examine  # imports MLflow

@@ -131,6 +131,11 @@ def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
     assert printed_text.count(r"a\x1b]0;title\x07") == 3 and printed_text.count("\nb") == 3
 
 
+def test_control_characters_of_a_printed_line_are_escaped(console: Console) -> None:
+    output.print_line("nightly\x1b[31m\x85.yaml: OK\n[b]")
+    assert printed_lines(console) == [r"nightly\x1b[31m\x85.yaml: OK", "[b]"]
+
+
 @pytest.mark.parametrize("closed_streams", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_the_null_device_and_no_file_gets_their_descriptor(tmp_path: Path, closed_streams: str) -> None:
     result_path = tmp_path / "result.txt"

@@ -73,6 +73,8 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         TrackingServerError: MLflow does not work.
     """
     client = connect(workspace)
+    if version.isdecimal() and len(version) <= _MAX_VERSION_DIGITS:
+        version = str(int(version))  # without zeros at the beginning, as in the registry
     version_number = (
         version if version.isdecimal() else version_number_with_alias(workspace, model_name=model_name, alias=version)
     )

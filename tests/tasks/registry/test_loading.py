@@ -91,6 +91,12 @@ def test_a_version_that_does_not_exist_is_an_input_error_whatever_its_number(wor
         load_version(workspace, model_name="m", version=version)
 
 
+def test_zeros_at_the_beginning_of_a_version_number_are_ignored(workspace: Path) -> None:
+    connect(workspace).create_registered_model("m")
+    with pytest.raises(InputError, match=r"^models:/m/7: "):
+        load_version(workspace, model_name="m", version="007")
+
+
 def test_the_message_about_an_unknown_alias_does_not_suggest_a_promotion(workspace: Path) -> None:
     connect(workspace).create_registered_model("m")
     message = r"^the registered model 'm' has no version with the alias 'weekly' in sqlite:.*; list the aliases with"

@@ -26,7 +26,7 @@ _HALF_HASH_BITS = np.uint64(32)
 """A bucket number is the upper half of a 64-bit hash, scaled to the number of buckets."""
 _HASH_FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 """Factors from SplitMix64."""
-_DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,99}")
 
 
 class IdColumn(Protocol):

@@ -129,10 +129,10 @@ class RegistryChampion:
     def _release_of(self, version_number: str | None) -> Release:
         """Return the release of a version. The package is downloaded at the first call."""
         if version_number is None:
-            raise InputError(
-                f"the registered model {self._model_name!r} has no version with the alias {self._alias}; register one with "
-                "`nightjar run`, or choose one with `nightjar promote`"
-            )
+            fix = "list the aliases with `nightjar releases`"
+            if self._alias == "champion":
+                fix = "register one with `nightjar run`, or choose one with `nightjar promote`"
+            raise InputError(f"the registered model {self._model_name!r} has no version with the alias {self._alias}; {fix}")
         if version_number not in self._release_by_version:
             download_folder = self._folder / version_number
             try:

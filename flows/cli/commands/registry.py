@@ -73,7 +73,8 @@ def _notes(answer: QueryAnswer, *, user: str | None) -> Iterator[str]:
         elif user is not None:
             yield f"version {answer.version} has no history of user {printable(user)}: these are {items_text}"
     if answer.num_unknown_items:
-        yield f"{answer.num_unknown_items} items of the history are unknown to version {answer.version}"
+        items_are = "item of the history is" if answer.num_unknown_items == 1 else "items of the history are"
+        yield f"{answer.num_unknown_items} {items_are} unknown to version {answer.version}"
 
 
 def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -> None:

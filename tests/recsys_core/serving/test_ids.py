@@ -47,6 +47,7 @@ def test_ids_are_mapped_to_rows_and_back(known_and_requested_ids: tuple[list, li
         ([5], pd.NA, "user_id is missing"),
         ([5], float("inf"), "user_id inf is not an integer"),
         ([5], 2**70, f"user_id {2**70} is not a 64-bit integer"),
+        ([5], str(2**70), f"user_id '{2**70}' is not a 64-bit integer"),
         ([5], 2.0**53, "is a float too large to be an exact integer"),
         ([5], {}, "user_id {} is not an integer"),
     ],

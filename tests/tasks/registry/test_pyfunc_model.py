@@ -272,7 +272,7 @@ def test_query_recommends_for_a_history_and_shows_similar_items(workspace: Path,
     printed = capsys.readouterr()
     assert "m version 1, user new, history 5003, 1" in printed.out
     assert "user new is unknown to version 1: these are recommended from the history alone" in printed.err
-    assert "1 items of the history are unknown to version 1" in printed.err
+    assert "1 item of the history is unknown to version 1" in printed.err
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from recsys_core.errors import StageError, TrackingServerError
+from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.serving.retriever import Retriever
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.serve import registry_champion
@@ -171,6 +171,14 @@ def test_a_removed_alias_is_a_problem_also_after_a_refusal(
     connect(workspace).delete_registered_model_alias("m", "champion")
     answer = champion.poll()
     assert answer.release.version == "1" and answer.problem is not None and "no version with the alias" in answer.problem
+
+
+def test_only_a_missing_champion_can_be_promoted(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    connect(workspace).create_registered_model("m")
+    for alias, fix in (("champion", "or choose one with `nightjar promote`"), ("weekly", "list the aliases with `nightjar")):
+        champion = RegistryChampion(workspace, model_name="m", alias=alias, folder=tmp_path_factory.mktemp("server"))
+        with pytest.raises(InputError, match=f"has no version with the alias {alias}; .*{fix}"):
+            champion.poll()
 
 
 def test_a_failed_download_leaves_no_files(

@@ -156,9 +156,11 @@ def _download(uri: str, client: MlflowClient, *, folder: Path | None = None) -> 
 
 def record_logged_model(uri: str, *, client: MlflowClient, workspace: Path) -> None:
     """Add the sha256 of a logged model to LOGGED_MODELS_FILE_NAME. The caller registers the model as a version afterwards."""
-    folder = _download(uri, client)
-    with (workspace / LOGGED_MODELS_FILE_NAME).open("a") as file:
-        file.write(f"{model_sha256(folder)}  {uri}\n")
+    folder, hashes_file = _download(uri, client), workspace / LOGGED_MODELS_FILE_NAME
+    # A full disk may have cut off the last line.
+    line_break = "\n" if hashes_file.is_file() and not hashes_file.read_bytes().endswith(b"\n") else ""
+    with hashes_file.open("a") as file:
+        file.write(f"{line_break}{model_sha256(folder)}  {uri}\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -182,7 +184,8 @@ def _require_logged_model(folder: Path, workspace: Path, uri: str) -> None:
     artifact_folder, hashes_file = workspace.absolute() / "mlartifacts", workspace / LOGGED_MODELS_FILE_NAME
     if not folder.resolve().is_relative_to(artifact_folder.resolve()):
         raise _untrusted_error(uri, f"its files are in {folder}, which is not below {artifact_folder}")
-    logged_hashes = {line.split()[0] for line in hashes_file.read_text().splitlines()} if hashes_file.is_file() else set()
+    lines = hashes_file.read_text().splitlines() if hashes_file.is_file() else []
+    logged_hashes = {line.partition("  ")[0] for line in lines}
     for bytecode_folder in [path for path in folder.rglob("__pycache__") if path.is_dir() and not path.is_symlink()]:
         shutil.rmtree(bytecode_folder, ignore_errors=True)
     sha256 = model_sha256(folder)

@@ -84,6 +84,15 @@ def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
         load_version(workspace, model_name="m")
 
 
+@pytest.mark.parametrize("cut_off_line", ["", "5f3a"])
+def test_a_cut_off_line_in_the_file_of_logged_models_does_not_affect_the_next_model(
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], cut_off_line: str
+) -> None:
+    (workspace / LOGGED_MODELS_FILE_NAME).write_text(cut_off_line)
+    register_version(build_stages(), prepare_run(workspace, "one"))
+    assert load_version(workspace, model_name="m").version == "1"
+
+
 @pytest.mark.parametrize("version", ["2", "9" * 9, "9" * 19, "9" * 5_000])
 def test_a_version_that_does_not_exist_is_an_input_error_whatever_its_number(workspace: Path, version: str) -> None:
     connect(workspace).create_registered_model("m")

@@ -181,8 +181,8 @@ def _make_champion(
     _tag_decision(registry, version, f"{action}, replaces {replaced_text}", decision)
     if champion is not None:
         _tag_decision(registry, champion, f"replaced by version {version_number}, {action}", decision)
-        if is_rollback:  # a later rollback must not return to this version
-            registry.remove_tag(champion, FORMER_CHAMPION_TAG)
+        if is_rollback:  # a later rollback must not return to this version, which another process may just have tagged
+            registry.remove_tag(registry.version(champion.version), FORMER_CHAMPION_TAG)
     if registry.aliases().get("challenger") == version_number:
         registry.move_challenger(None, reason=reason)
     replaced_clause = "" if champion is None else f" instead of {replaced_text}"

@@ -111,6 +111,20 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
     assert version_by_alias(client) == {"champion": "1"}
 
 
+def test_a_version_is_withdrawn_even_if_another_process_promotes_the_target_of_the_rollback(
+    three_versions: Path, decide: Decide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move_champion = Registry.move_champion
+
+    def promote_before_the_move(*arguments: Any, mark_as_former: bool, **options: Any) -> bool:
+        assert move_champion(*arguments, **options)  # of the other process
+        return move_champion(*arguments, mark_as_former=mark_as_former, **options)
+
+    monkeypatch.setattr(Registry, "move_champion", promote_before_the_move)
+    assert roll_back(None, decide()).startswith("m version 1 is champion instead of version 2")
+    assert FORMER_CHAMPION_TAG not in version_tags(connect(three_versions), "2")
+
+
 def test_a_promotion_restores_the_whole_margin_and_a_rollback_restores_the_margin_of_the_former_champion(
     three_versions: Path, decide: Decide
 ) -> None:

@@ -202,7 +202,8 @@ def _loss(facts: DataFacts) -> Iterator[Suggestion]:
         yield _suggestion("loss.num_negatives", 2048 if facts.num_items > 2048 else 512, reason, 512, 2048)
     else:
         reason = f"{density}: a sparse log needs a low temperature"
-        yield _suggestion("model.temperature", 0.1, reason, low=0.05, high=0.2)
+        has_temperature_0_1 = facts.is_ordered or facts.vector_share > 0  # see benchmarks/suggestions.json
+        yield _suggestion("model.temperature", 0.1 if has_temperature_0_1 else 0.15, reason, low=0.05, high=0.2)
     if not facts.is_ordered and not facts.is_dense:
         reason = "the validation chooses the weight of a term for popularity, which can be 0"
         yield _suggestion("model.popularity", VALIDATED_POPULARITY, reason)
@@ -234,23 +235,36 @@ def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
 
 
 def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
-    """Yield the settings of a model that reads an embedding per user, and histories without order."""
+    """Yield the settings of a model whose histories have no order."""
     reason = "the log has no order, so no item is the last"
     yield _suggestion("model.history.pooling", "mean", reason)
     yield _suggestion("model.history.last_item_feature", False, reason)
+    yield _suggestion("loss.mask_negatives", "seen", "an item of the history is not a negative", "positive", "seen")
+    if facts.vector_share > 0:
+        yield from _unordered_with_vectors(facts)
+        return
+    reason = "other items of the user, in random order, are the history; a long one contains most of them"
+    yield _suggestion("model.history.length", MAX_HISTORY_LENGTH, reason, 20, 50)
+    reason = f"without pretrained vectors, {MAX_DIM} numbers per item and layers with a skip connection find more items"
+    yield from _wide_candidates(MAX_DIM, reason)
+
+
+def _unordered_with_vectors(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of a model that adds an embedding per user to the mean of pretrained vectors."""
     reason = "the log has no order; an embedding per user adds information to the mean of the items"
     yield _suggestion("model.learn_user_embedding", True, reason, False, True)
     yield _suggestion("model.query.layers", [], "the embedding and the mean are added, without a layer")
     reason = "the embedding of a user starts near zero and changes slowly, so that the mean dominates at first"
     yield _suggestion("tables.user.init_std", 1e-4, reason)
     yield _suggestion("tables.user.optimizer.learning_rate", 0.02, reason)
-    yield _suggestion("loss.mask_negatives", "seen", "an item of the history is not a negative", "positive", "seen")
-    if facts.vector_share > 0:
-        dim = min(facts.vector_dim // 4 * 4, MAX_DIM)
-        reason = f"the vectors have {facts.vector_dim} numbers; layers with a skip connection adapt them"
-        yield _suggestion("model.embedding_dim", dim, reason)
-        yield _suggestion("model.candidate", {"layers": [4 * dim, dim], "skip_connection": True}, reason)
-        yield from _vectors_with_offsets(facts)
+    reason = f"the vectors have {facts.vector_dim} numbers; layers with a skip connection adapt them"
+    yield from _wide_candidates(min(facts.vector_dim // 4 * 4, MAX_DIM), reason)
+    yield from _vectors_with_offsets(facts)
+
+
+def _wide_candidates(dim: int, reason: str) -> Iterator[Suggestion]:
+    yield _suggestion("model.embedding_dim", dim, reason)
+    yield _suggestion("model.candidate", {"layers": [4 * dim, dim], "skip_connection": True}, reason)
 
 
 def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:

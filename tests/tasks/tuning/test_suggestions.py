@@ -44,7 +44,22 @@ def test_a_sparse_log_without_order_gets_an_embedding_per_user_and_keeps_the_ite
     }
     suggested = suggested_settings(SPARSE_UNORDERED)
     assert expected.items() <= suggested.items() and "model.num_members" not in suggested
-    assert not {"tables.item.transfer", "model.candidate"} & suggested_settings(SPARSE_IDS, is_ordered=False).keys()
+
+
+def test_a_sparse_log_without_order_and_vectors_gets_wide_vectors_and_no_embedding_per_user() -> None:
+    assert suggested_settings(SPARSE_IDS, is_ordered=False) == {
+        "model.temperature": 0.15,
+        "model.popularity": {"kind": "validated"},
+        "model.history.pooling": "mean",
+        "model.history.last_item_feature": False,
+        "model.history.length": 50,
+        "model.embedding_dim": 128,
+        "model.candidate": {"layers": [512, 128], "skip_connection": True},
+        "loss.mask_negatives": "seen",
+        "training.batch_size": 512,
+        "training.table_optimizer.lr_decay": "cosine",
+        "training.dense_optimizer.lr_decay": "cosine",
+    }
 
 
 def test_a_dense_log_with_order_gets_a_higher_temperature_and_a_popularity_term() -> None:

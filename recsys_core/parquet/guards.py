@@ -53,7 +53,7 @@ def check_expansion(
         if decoded_bytes > HARMLESS_BYTES and decoded_bytes > max_expansion_ratio * file_bytes:
             raise InputError(
                 f"{subject}: {file_bytes:,} bytes decode to {decoded_bytes:,.0f} or more in the columns "
-                f"{shown_names(columns, max_names=10)}, {decoded_bytes / file_bytes:,.0f} times as much: "
+                f"{shown_names(columns, max_names=10)}, which is {decoded_bytes / file_bytes:,.0f} times as much: "
                 f"is this a decompression bomb? {setting} is {max_expansion_ratio:g}; raise it if the file is sound"
             )
 
@@ -62,8 +62,14 @@ def check_expansion(
         decoded_bytes = _decoded_bytes_from_footer(source, columns)
         require_within_limit(source.name, decoded_bytes, source.record.size_bytes)
         if count_text_bytes:
-            limit_bytes = max(HARMLESS_BYTES, max_expansion_ratio * source.record.size_bytes)
-            decoded_bytes += _text_bytes_bound(source, columns, max_text_bytes=limit_bytes - decoded_bytes)
+            ratio_bytes = max_expansion_ratio * source.record.size_bytes
+            decoded_bytes += _text_bytes_bound(
+                source,
+                columns,
+                max_text_bytes=max(HARMLESS_BYTES, ratio_bytes) - decoded_bytes,
+                # Divided by the number of files, because the sum of all files must be within the limit too.
+                max_skipped_bytes=max(HARMLESS_BYTES / len(sources), ratio_bytes) - decoded_bytes,
+            )
             require_within_limit(source.name, decoded_bytes, source.record.size_bytes)
         total_decoded_bytes += decoded_bytes
     file_bytes = sum(source.record.size_bytes for source in sources)
@@ -97,18 +103,18 @@ def _bit_width(data_type: pa.DataType) -> int:
         return 8
 
 
-def _text_bytes_bound(source: Source, columns: Sequence[str], *, max_text_bytes: float) -> int:
+def _text_bytes_bound(source: Source, columns: Sequence[str], *, max_text_bytes: float, max_skipped_bytes: float) -> int:
     """Return an upper bound of the bytes of all strings in dictionaries. Stop counting above `max_text_bytes`.
 
-    Return 0 without reading a string if the footer proves that all strings have at most `max_text_bytes`.
+    Return 0 without reading a string if the footer proves that all strings have at most `max_skipped_bytes`.
     """
     footer, text_bytes = source.footer, 0
     text_leaf_indices = [
         index for index in footer.leaf_indices_of(columns) if footer.leaves[index].physical_type == "BYTE_ARRAY"
     ]
-    # No string has more bytes than its column chunk. If the resulting upper bound is within the limit, no string is read.
+    # No string has more bytes than its column chunk.
     chunk_bound_bytes = footer.num_values[:, text_leaf_indices].astype(float) * footer.uncompressed_bytes[:, text_leaf_indices]
-    if chunk_bound_bytes.sum() <= max_text_bytes:
+    if chunk_bound_bytes.sum() <= max_skipped_bytes:
         return 0
     for leaf_index in text_leaf_indices:
         column_path = footer.leaves[leaf_index].column_path

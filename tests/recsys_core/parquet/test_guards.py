@@ -109,6 +109,14 @@ def test_the_sizes_of_all_files_are_added(tmp_path: Path) -> None:
         check_files(paths, "x")
 
 
+def test_the_strings_of_all_files_are_added(tmp_path: Path) -> None:
+    ids = pa.DictionaryArray.from_arrays(pa.array(np.zeros(100_000, np.int32)), pa.array(["x" * 10_000]))
+    paths = [write_parquet(tmp_path / f"part-{index}.parquet", id=ids) for index in range(3)]
+    assert is_accepted(paths[0], "id")
+    with raises_input_error("part-0.parquet and 2 more: ", "decode to 3,0", "is this a decompression bomb?"):
+        check_files(paths, "id")
+
+
 def test_small_data_that_compresses_well_is_accepted(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", x=pa.nulls(5_000_000, pa.int64()), t=["same"] * 5_000_000)
     assert is_accepted(path, "x", "t", max_expansion_ratio=1.1)

@@ -85,7 +85,7 @@ def plan(
     nodes: Annotated[int | None, typer.Option(min=1, help="number of hosts")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="cores per host. Default: those of this machine")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="cores per host. Default: the cores of this machine")] = None,
     users: Annotated[int | None, typer.Option(min=1, help="number of users, instead of reading the data")] = None,
     items: Annotated[int | None, typer.Option(min=1, help="number of items, instead of reading the data")] = None,
     events: Annotated[int | None, typer.Option(min=1, help="number of events, instead of reading the data")] = None,

@@ -280,7 +280,7 @@ def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
 
 
 def _time_unit(table: _Table, column: str) -> tuple[str | None, int]:
-    """Return the largest of the first values, and before it the unit in which this value is a plausible time, or None."""
+    """Return the unit in which the largest of the first values is a plausible time, or None, and this value."""
     newest_time = pc.max(table.values(column)).as_py() or 0
     return plausible_time_unit(newest_time, latest_s=time.time() + DAY_S), newest_time
 

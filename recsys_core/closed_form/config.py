@@ -42,20 +42,20 @@ class SpectralVectorsConfig(LogVectorsSettings):
     )
     user_exponent: Exponent = Field(
         0.5,
-        description="power of a user's number of events by which the user's entries of the matrix are divided. With `0`, users "
-        "with many events determine the first dimensions",
+        description="exponent e: each entry of a user in the matrix is divided by (number of the user's events)^e. With `0`, "
+        "users with many events determine the first dimensions",
     )
     item_exponent: Exponent = Field(
         0.5,
-        description="power of an item's number of events by which the item's entries of the matrix are divided. With `0`, "
+        description="exponent e: each entry of an item in the matrix is divided by (number of the item's events)^e. With `0`, "
         "popular items determine the first dimensions; with `0.5`, rare items have as long vectors as popular ones",
     )
     singular_power: float = Field(
         0.5,
         ge=0,
         le=8,
-        description="power of the singular value by which each dimension of the vectors is multiplied. With `0`, all "
-        "dimensions have the same weight; the higher the power, the more weight the first dimensions have",
+        description="exponent e: each dimension of the vectors is multiplied by (singular value of the dimension)^e. With `0`, "
+        "all dimensions have the same weight; the higher the exponent, the more weight the first dimensions have",
     )
 
 

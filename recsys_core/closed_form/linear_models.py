@@ -59,17 +59,17 @@ def ease_weights(matrix_UI: csr_array, *, l2: float) -> Floats32:
 def ease_vectors(matrix_UI: csr_array, *, l2: float, dim: int) -> Floats32:
     """Return item vectors [I, D] whose inner products approximate the weights of EASE, up to a factor per row and column.
 
-    With Q = diag P, the matrix Q^-1/2 W Q^1/2 is symmetric. Its largest eigenvalues and their eigenvectors give one vector
-    per item, for the history and for the candidates alike.
+    With Q = diag P (see `ease_weights`), the matrix Q^-1/2 W Q^1/2 is symmetric. Its largest eigenvalues and their
+    eigenvectors give each item one vector, which represents the item in histories and as a candidate.
 
     Raises:
         InputError: the matrix has no inverse in single precision, or no user has two items, so that all weights are 0.
     """
     inverse_II = _ease_inverse(matrix_UI, l2=l2)
-    root_I = np.sqrt(np.diag(inverse_II))
+    root_diagonal_I = np.sqrt(np.diag(inverse_II))
     symmetric_II = inverse_II  # scaled in place, because the matrix is large
-    symmetric_II /= -root_I
-    symmetric_II /= root_I[:, None]
+    symmetric_II /= -root_diagonal_I
+    symmetric_II /= root_diagonal_I[:, None]
     np.fill_diagonal(symmetric_II, 0.0)
     if not symmetric_II.any():
         raise InputError(
@@ -86,8 +86,8 @@ def singular_vectors(
 ) -> tuple[Floats32, Floats32]:
     """Return the largest singular values [D] of the normalised matrix, largest first, and the items' singular vectors [I, D].
 
-    The normalised matrix is Du^-a X Di^-b, where Du has the number of items per user, Di the number of users per item, and a
-    and b are the exponents.
+    The normalised matrix is Du^-a X Di^-b with the exponents a and b. The diagonal matrix Du has the number of items of each
+    user, and Di has the number of users of each item.
     """
     user_weight_U = inverse_power(matrix_UI.sum(axis=1), user_exponent)
     item_weight_I = inverse_power(matrix_UI.sum(axis=0), item_exponent)

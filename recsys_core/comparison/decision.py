@@ -83,7 +83,7 @@ _EVIDENCE_ADAPTER = TypeAdapter(tuple[Evidence, ...])
 
 
 def e_value(num_better: int, num_worse: int) -> float:
-    """Return the evidence of one run that the new version is better than the champion for more users than it is worse for.
+    """Return the evidence of one run that more users have a better metric with the new version than with the champion.
 
     If the new version is not better, a user whose metric differs is better off with a probability of at most 1/2. The e-value
     is the mean of 1 and the likelihood ratio of a uniform mixture over (1/2, 1] against 1/2. Its expectation is then at most

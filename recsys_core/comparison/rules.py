@@ -35,8 +35,8 @@ class Comparison(Frozen):
             if the baseline has so few hits that there is no upper bound.
         absolute_interval: one-sided bounds of the absolute difference; None if there are no bounds.
         num_better_users, num_worse_users: numbers of users whose value is higher, and lower, with the new version.
-        detectable_drop: smallest margin for which these users are enough: an equally good version is accepted with the
-            probability POWER. None if unknown.
+        detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER, for this
+            number of users. None if unknown.
         num_needed_users: number of users that are enough for the margin of the rule; None if unknown.
     """
 

@@ -79,7 +79,7 @@ def build_report(
     """Return the report; the caller writes it. DuckDB may write temporary files into `spill_folder`."""
     split_counts = count_split_events(interactions, split=split)
     store = EventStore.open(interactions)
-    num_events_I, num_events = store.event_count_I(), split_counts.num_events_by_day_and_part
+    num_events_I, num_events_by_part = store.event_count_I(), split_counts.num_events_by_day_and_part
     metrics = size_metrics(interactions, split_counts, num_events_I=num_events_I)
     metrics |= share_metrics(interactions, split_counts, num_events_I=num_events_I)
     if not split.has_validation:
@@ -115,9 +115,9 @@ def build_report(
         days=tuple(
             Day(
                 day=str(np.datetime64(day, "D")),
-                train=num_events[day, 0],
-                validation=num_events[day, 1],
-                test=num_events[day, 2],
+                train=num_events_by_part[day, 0],
+                validation=num_events_by_part[day, 1],
+                test=num_events_by_part[day, 2],
             )
             for day in split_counts.days
         ),

@@ -45,8 +45,7 @@ class IndexSizes(Frozen):
 
     Attributes:
         num_bytes: size of the index.
-        build_factor: build time divided by the build time of the same index with the settings of the benchmark, from which the
-            time is extrapolated.
+        build_factor: build time divided by the build time of the same index with the settings of the benchmark.
     """
 
     kind: str

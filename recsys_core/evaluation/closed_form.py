@@ -36,8 +36,8 @@ from recsys_core.evaluation.ranking.queries import Queries
 MAX_EVENTS = 5_000_000
 """A model is computed from at most this many events. If the log has more, users are sampled."""
 MAX_EXPONENT_SEARCH_EVENTS, MAX_EXPONENT_SEARCH_USERS = 1_000_000, 3_000
-"""Largest numbers of training events and validation users for the choice of the item exponent. There are fewer events than
-MAX_EVENTS, because each tested exponent needs its own decomposition."""
+"""Largest numbers of training events and validation users for the choice of the item exponent. Each tested exponent needs a
+decomposition, so the number of events is smaller than MAX_EVENTS."""
 MAX_HISTORY = 200
 """Number of newest items of a user that form pairs. The number of pairs grows with the square of this number."""
 MAX_NEIGHBOURS = 100
@@ -54,9 +54,9 @@ def spectral_vectors(
     Args:
         queries: the matrix X of the formula below, [B, I]: 1 for each item of a query's history.
 
-    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b. Du has
-    the number of items per user, Di the number of users per item, and a and b are the exponents. With exponents of 0.5, it is
-    the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
+    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b with
+    the exponents a and b. The diagonal matrix Du has the number of items of each user, and Di has the number of users of each
+    item. With exponents of 0.5, it is the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
     """
     weight_ID, vector_ID = spectral_weights(matrix_UI, rank=rank, user_exponent=user_exponent, item_exponent=item_exponent)
     return _spectral_queries(queries, weight_ID), vector_ID
@@ -209,7 +209,7 @@ def _nearest(weight_RI: csr_array, *, first_row: int) -> csr_array:
     row_L = np.repeat(np.arange(weight_RI.shape[0]), np.diff(weight_RI.indptr))
     is_other_L = weight_RI.indices != row_L + first_row
     row_L, column_L, weight_L = row_L[is_other_L], weight_RI.indices[is_other_L], weight_RI.data[is_other_L]
-    # Positive floats have the order of their bits, so one integer sorts by row and by falling weight. Ties keep their order.
+    # The bits of positive floats have the order of the floats, so one integer sorts by row and falling weight. Ties keep order.
     order_L = np.argsort((row_L << 32) - weight_L.view(np.int32), kind="stable")
     num_neighbours_R = np.bincount(row_L, minlength=weight_RI.shape[0])
     index_L = np.arange(len(order_L)) - np.repeat(np.cumsum(num_neighbours_R) - num_neighbours_R, num_neighbours_R)

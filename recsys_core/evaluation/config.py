@@ -75,10 +75,9 @@ class EvaluationConfig(Settings):
     metrics: tuple[MetricName, ...] = Field(
         ("recall", "ndcg", "precision", "hit_rate", "map", "mrr", "auc"),
         min_length=1,
-        description="metrics of the model and the baselines, at each of the cut-offs. `auc` also adds the AUC averaged with "
-        "the number of targets as the weight of each user (gauc), and the MRR without a cut-off. `auc` needs the "
-        "exact position of every target; without `auc`, only the first `max(ks)` items are computed, which is "
-        "faster for a large catalogue",
+        description="metrics of the model and the baselines, at each of the cut-offs. `auc` also adds `gauc`, the AUC "
+        "weighted by each user's number of targets, and the MRR without a cut-off. `auc` needs the exact position of "
+        "every target; without `auc`, only the first `max(ks)` items are computed, which is faster for a large catalogue",
     )
     confidence: float = Field(
         0.95,

@@ -83,7 +83,7 @@ def popularity_curve(
 
 
 def default_weights(query_BD: Tensor, *, item_vector_ID: Tensor, popularity_I: Tensor) -> list[float]:
-    """Return weights around 0. With the largest, the popularity term varies half as much as the scores of a query.
+    """Return weights around 0. With the largest weight, the popularity term varies half as much as the scores of a query.
 
     >>> item_vector_ID, popularity_I = torch.tensor([[0.0], [0.2]]), torch.tensor([0.0, 1.0])
     >>> default_weights(torch.ones(1, 1), item_vector_ID=item_vector_ID, popularity_I=popularity_I)

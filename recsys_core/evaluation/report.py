@@ -154,7 +154,7 @@ def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = SHOWN_ME
 
 
 def _shown_columns(shown: Sequence[str], measured: Collection[str]) -> tuple[str, ...]:
-    """Return the shown metrics that were measured, at the closest measured cut-off if theirs was not measured.
+    """Return the names of the measured metrics; a cut-off that was not measured is replaced by the closest measured one.
 
     >>> _shown_columns(("recall@20", "ndcg@10", "mrr", "auc"), ("recall@5", "recall@50", "ndcg@10", "mrr"))
     ('recall@5', 'ndcg@10', 'mrr')

@@ -69,7 +69,7 @@ class ServeConfig(Settings):
         description="largest size in bytes of a request's body. A larger body gets the status 413",
     )
     max_rows: Annotated[int, OPERATIONAL] = Field(
-        1_000, ge=1, le=1_000_000, description="largest number of rows of a request, each of which is one user or item"
+        1_000, ge=1, le=1_000_000, description="largest number of rows (users or items) of a request"
     )
     max_k: Annotated[int, OPERATIONAL] = Field(1_000, ge=1, le=1_000_000, description="largest `k` of a request")
     max_results: Annotated[int, OPERATIONAL] = Field(

@@ -141,9 +141,9 @@ class InteractionsManifest(Manifest):
         train_user.npy: [train_events], user of the k-th training event in the order of the users.
 
     Shards, if `interactions.shards` is S > 1: user u is in shard u % S, where it has row u // S. Each shard has its own files
-    with the events and known negatives of its users, such as event_item.3.npy and context.3.parquet. They count users and
-    events from 0. Elsewhere, the index of an event is its index in the concatenation of the shards. train_user.npy is one file,
-    in the same order for any S. One more array exists only with several shards:
+    with the events and known negatives of its users, such as event_item.3.npy and context.3.parquet, which count users and
+    events from 0. Outside of these files, the index of an event is its index in the concatenation of the shards. train_user.npy
+    is one file, in the same order for any S. One more array exists only with several shards:
         event_offset.3.npy: int64 [users of the shard]. If entry k of train_user.npy is user u, its event has the
             index k + event_offset[u // S] in the shard.
 

@@ -64,9 +64,9 @@ class CandidateModel(nn.Module):
 
         Args:
             tables: tables of the item features by name, [R, D] each. They may be memory maps.
-            dense: weights of the trained layers by name, of which the names with the prefix `item.` are used.
-            item_map: for a model with a spectral block, the matrix by which the concatenation of an item's trained vector and
-                block is multiplied.
+            dense: weights of the trained layers by name; only names with the prefix `item.` are used.
+            item_map: matrix that multiplies the concatenation of an item's trained vector and block; None without a spectral
+                block.
         """
         state = {f"tower.{name.removeprefix('item.')}": tensor for name, tensor in dense.items() if name.startswith("item.")}
         state |= {

@@ -152,7 +152,7 @@ class TwoTowerConfig(Settings):
 
     @property
     def start_temperature(self) -> float:
-        """The temperature at the start of the training; the default until `auto` is replaced by a number."""
+        """The temperature at the start of the training; DEFAULT_TEMPERATURE for `auto`."""
         return DEFAULT_TEMPERATURE if self.temperature == "auto" else self.temperature
 
     @property

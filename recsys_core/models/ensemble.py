@@ -1,8 +1,8 @@
 """Towers of a model with several members, whose vectors are concatenated.
 
-A row of a table has the vectors of all members, one after the other. So have the results of the towers, which are also
-divided by the square root of the number of members. The inner product of two results is then the mean of the members' inner
-products, and unit vectors stay unit vectors.
+A row of a table has the vectors of all members, one after the other. The results of the towers are concatenated in the
+same way, and divided by the square root of the number of members. The inner product of two results is then the mean of the
+members' inner products, and unit vectors stay unit vectors.
 
 Shapes: B queries, V items, H entries of all histories, D width of a vector of all members.
 """

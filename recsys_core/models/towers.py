@@ -25,8 +25,8 @@ class MLP(nn.Module):
     Without layers: the sum of the features. With layers: the layers applied to the concatenated features, plus the sum of the
     features if there is a skip connection. A feature whose width is not `dim` is projected to `dim` for the sum.
 
-    The last layer has no activation, so that its outputs can be negative. With a skip connection, its weights start at zero,
-    so that training starts from the sum of the features (Zhang et al., "Fixup initialization", ICLR 2019).
+    The last layer has no activation, so that its outputs can be negative. With a skip connection, the weights of this layer
+    start at zero, so that training starts from the sum of the features (Zhang et al., "Fixup initialization", ICLR 2019).
 
     Args:
         layers: widths of the layers.

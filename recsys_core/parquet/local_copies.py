@@ -1,4 +1,4 @@
-"""Local copies of the needed columns of remote parquet files, and batches of local files, streamed page by page."""
+"""Local copies of columns of remote parquet files, and a reader that streams local files page by page."""
 
 import contextlib
 import shutil
@@ -48,7 +48,7 @@ def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch_fo
 def _copy_columns(source: Source, columns: Sequence[str], copy_path: Path) -> Path:
     """Copy `columns` of a remote file, or the first rows of a table, to `copy_path`.
 
-    The copy takes the memory of a batch of 65,536 rows or of 256 MiB of compressed pages, whichever is larger.
+    The copy needs the memory of a batch of 65,536 rows, or 256 MiB if the batch needs less.
     """
     if source.table is not None:
         copy_path.write_bytes(source.table.first_rows)
@@ -127,7 +127,7 @@ def read_batches(
 def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield `batches`. A thread decodes the next batch while the caller works on the current batch.
 
-    The first batch, which may need a long sort, is decoded in the caller's thread, where an interrupt ends the sort at once.
+    The first batch may need a long sort. It is decoded in the caller's thread, so an interrupt ends the sort at once.
     """
     batch = next(batches, None)
     with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:

@@ -26,6 +26,6 @@ class RefreshConfig(Settings):
         0.9,
         ge=0,
         le=1,
-        description="smallest share of the items that the champion and the new version have in common in their answers to the "
-        "golden queries, which a package stores with its answers. New items are excluded from the answers",
+        description="smallest share of common items in the answers of the champion and the new version to the golden queries, "
+        "which a package stores with their answers. New items are excluded from the answers",
     )

@@ -73,7 +73,7 @@ class Ivf(IndexKind):
         yield [self.model_copy(update={"nprobe": nprobe}) for nprobe in nprobes]
 
     def num_training_vectors(self) -> int:
-        """Return the size of the k-means sample. With many cells, it is FAISS's minimum per cell: k-means takes long."""
+        """Return the size of the k-means sample. With many cells, it is FAISS's minimum, because k-means takes long."""
         return max(MAX_VECTORS_PER_CENTROID * MIN_SAMPLED_CENTROIDS, MIN_ITEMS_PER_CENTROID * self.num_cells)
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:

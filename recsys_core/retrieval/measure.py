@@ -1,7 +1,7 @@
 """Recall and latency of an index on queries, and the search settings that reach a recall with the least latency.
 
-FAISS's own search of operating points (ParameterSpace) is not used. It does not see the parameters of an index inside an
-IndexIDMap, its criterion counts an item with the score of the last exact item as wrong, and it has no target at which it stops.
+FAISS's own search of operating points (ParameterSpace) is not used. It cannot set the parameters of an index inside an
+IndexIDMap, it counts an item with the score of the last exact item as wrong, and it does not stop at a target.
 
 Shapes: B queries, D width, I items, K exact items per query, N rows returned by an index.
 """
@@ -27,8 +27,8 @@ MIN_MEASURED_S, MAX_REPEATS = 0.2, 3
 because other processes disturb short measurements most."""
 
 MIN_RECALL_GAIN = 0.001
-"""A series of variants ends when twice the work raises the recall by less than this. Compressed vectors, for example, limit the
-recall of every variant of a series."""
+"""A series of variants ends when twice the work raises the recall by less than this. Compressed vectors, for example, have a
+limited recall."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MeasuredQueries:
         return cls(query_BD, exact_row_BK, item_vector_ID)
 
     def recall_and_latency(self, index: Any, kind: AnyIndexKind) -> tuple[NDArray[np.float64], float]:
-        """Return the recall of each query [B], and the milliseconds per query of one thread that searches all in one batch."""
+        """Return the recall of each query [B], and the milliseconds per query. One thread searches all queries in one batch."""
         durations_s: list[float] = []
         with faiss_threads(1):
             while not durations_s or (len(durations_s) < MAX_REPEATS and sum(durations_s) < MIN_MEASURED_S):

@@ -185,7 +185,7 @@ def answer_similar(retriever: "Retriever", request: Request) -> list[Answer]:
 
 
 def _with_errors(recommendations: Recommendations, errors: Mapping[int, str], *, num_rows: int) -> list[Answer]:
-    """Return the answers of all rows: the recommendations, which are for the valid rows in order, and the errors by row."""
+    """Return an answer for each row: its error, or the next of the recommendations, which are for the valid rows in order."""
     if not errors:
         return list(recommendations)
     valid_answers = iter(recommendations)

@@ -188,8 +188,8 @@ class Checkpointer:
         # A checkpoint of a later step is damaged, and must not displace this one.
         folders = [folder for folder in _committed_folders(self._folder) if folder.name <= checkpoint_folder.name]
         num_old = max(0, len(folders) - self._keep_checkpoints)
-        # A training that resumes from the oldest kept checkpoint needs the best checkpoint of that time.
-        # The best checkpoints of the later ones are the same or are kept anyway.
+        # A training that resumes from the oldest kept checkpoint needs the best checkpoint of that time. The best checkpoint of
+        # a later kept checkpoint is the same, or is one of the kept checkpoints.
         oldest_manifest = read_unchecked_manifest(folders[num_old], CheckpointManifest)
         bests = (best, None if oldest_manifest is None else oldest_manifest.best)
         best_names = {checkpoint_name(kept_best.step) for kept_best in bests if kept_best is not None}
@@ -240,7 +240,7 @@ def _committed_folders(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest | None:
-    """Return the newest undamaged checkpoint with this fingerprint, whose best checkpoint is undamaged too.
+    """Return the newest checkpoint with this fingerprint that is undamaged and names an undamaged best checkpoint.
 
     Without the best checkpoint, a resumed training could not return its result. Log a warning for each damaged checkpoint.
 

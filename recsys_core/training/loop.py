@@ -226,9 +226,9 @@ class Trainer:
         return self.step, self.heartbeat.begin("steps")
 
     def _end_steps(self, interval_start: tuple[int, float]) -> None:
-        """Record the duration of the interval, unless it has fewer steps than a later interval, such as after a resume.
+        """Record the duration of the interval, unless later intervals have more steps, for example after a resume.
 
-        The timeout is a multiple of the recorded duration, so it would be too short for the later interval.
+        The timeout is a multiple of the recorded duration, so it would be too short for the later intervals.
         """
         start_step, start_time = interval_start
         config = self.config

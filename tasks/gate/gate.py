@@ -347,8 +347,8 @@ def _verdict_with_reasons(
     """Return the verdict and its reasons, with sentences about comparisons that have too few users.
 
     Args:
-        has_other_version: whether the first comparison is with another version. If so, a promotion has the reason of this
-            comparison, and a sentence about the margin if the margin is too small for the number of users.
+        has_other_version: whether the first comparison is with another version. A promotion then has only the reason of this
+            comparison, and a sentence about the margin if the users are too few for it.
     """
     verdict, reasons = decide(evidence)
     match verdict:

@@ -51,7 +51,7 @@ class UserSample:
         seen_pair_L: the pairs of each user with the items in the user's history, ascending.
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
         target_mask_by_slice: [T] whether each target belongs to a slice of the users or items, by name of the slice.
-        min_users_by_slice: number of users below which a slice by a feature is not compared; None means the number of the gate.
+        min_users_by_slice: smallest number of users for which a feature slice is compared; None: the number of the gate.
     """
 
     histories_file: Path

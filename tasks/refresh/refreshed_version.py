@@ -35,7 +35,7 @@ from tasks.registry.tracking import PIPELINE_TAG, as_metrics, log_metrics
 from tasks.registry.versions import register_package
 
 _INHERITED_TAGS = (RUN_ID_TAG, SPENT_DROP_TAG, CHALLENGERS_TAG, REFIT_OF_TAG)
-"""Tags of the parent that belong to its model: its run, its results in the gate, and the version of which it is a refit."""
+"""Tags of the parent that belong to its model: its run, its results in the gate, and the refitted version."""
 WORK_FOLDER_NAME = "refresh.tmp"
 LOCK_NAME = "refresh.lock"
 _CARD_START = "Refreshed from version "

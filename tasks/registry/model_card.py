@@ -26,7 +26,7 @@ def model_card(
     """Return the model card. The slices are left out if the card would be longer than MAX_CARD_CHARACTERS.
 
     Args:
-        refit_of: number of the version of which this version is a refit; None if it is no refit.
+        refit_of: number of the refitted version; None if this version is no refit.
     """
     evaluation = context.results[EvaluationManifest]
     table = to_markdown(metric_table(evaluation.metrics, half_widths=evaluation.half_widths))

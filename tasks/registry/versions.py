@@ -49,7 +49,7 @@ def get_or_create_version(
     """Return the registered version of the run's package. Create it, unless the run created it before an interruption.
 
     Args:
-        refit_of: number of the version of which the package is a refit; None if it is no refit.
+        refit_of: number of the refitted version; None if the package is no refit.
     """
     run, package = context.run, context.results[PackageManifest]
     mlflow_run = client.get_run(mlflow_run_id)

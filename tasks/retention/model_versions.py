@@ -71,7 +71,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_newest: int)
 
     - the newest `num_newest` versions, and versions with an alias,
     - the latest former champions, and the latest former champion of each of the latest other runs,
-    - the version of which one of these versions is a refit, because the gate compares new versions with it,
+    - the refitted versions, if one of these versions is a refit, because the gate compares new versions with them,
     - versions that another run may still be comparing with the champion,
     - versions whose files are behind a link.
     """

@@ -86,7 +86,7 @@ def _find_kept_stages(
     """Return the stages whose files must all be kept, by run id.
 
     All stages are kept of the newest `config.keep_full_runs` runs, of locked runs, of runs whose model version has an alias,
-    and of runs from whose model one of the newest or locked runs starts its training.
+    and of runs whose model is the start of the training of one of the newest or locked runs.
 
     An older run keeps its interactions, features or data report if a new run, or one of the newest or locked runs, reads them.
     Without these files, a resumed run would repeat its stages, and a new run would build its vocabulary again.
@@ -96,7 +96,7 @@ def _find_kept_stages(
     kept_stages_by_run = dict.fromkeys(
         [*(run.run_id for run in newest_or_locked_runs), *starting_run_ids, *aliased_run_ids], frozenset(STAGES)
     )
-    # When it is resumed, each of the newest or locked runs reads stages of earlier runs. A new run may read stages of all runs.
+    # A resume of one of the newest or locked runs reads stages of earlier runs. A new run may read stages of all runs.
     for num_earlier_runs in {*(runs.index(run) for run in newest_or_locked_runs), len(runs)}:
         for run_id, stage in _stages_read_by_next(runs[:num_earlier_runs]):
             kept_stages_by_run[run_id] = kept_stages_by_run.get(run_id, frozenset()) | {stage}

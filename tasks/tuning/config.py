@@ -106,7 +106,7 @@ def label_of(value: Any) -> str:
 
 
 def format_setting_value(value: object) -> str:
-    """Return the value of a setting as text: a float with 4 digits, any other value as by `label_of`.
+    """Return the value of a setting as text: a float with 4 digits, any other value like `label_of`.
 
     >>> format_setting_value(0.0123456), format_setting_value("softmax"), format_setting_value([64, 32])
     ('0.01235', 'softmax', '[64, 32]')

@@ -78,7 +78,7 @@ def flow_session(command: FlowCommand, flow_path: str) -> Iterator[Any]:
                 end_lost_runs_of_commands()
             try:
                 yield flow.with_options(on_running=[interruption.set_flow_run])
-            except Exception:  # a library or a stage may raise its own error after a signal, which is Failed in Prefect
+            except Exception:  # a library's own error after a signal, for which Prefect sets the state Failed
                 interruption.end_flow_run()
                 raise
 

@@ -60,7 +60,7 @@ def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         stack.enter_context(_up_lock(config.workspace))
-        # The runs write metrics directly into MLflow's database, so only this variable has the address for links to MLflow.
+        # For links to MLflow: the runs have no address of the server, because they write into MLflow's database.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", text_by_label["MLflow"])
         runs_process = stack.enter_context(_planned_runs(loaded, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
@@ -94,7 +94,7 @@ def _until_signal() -> Iterator[ExitStack]:
 def _start_servers(
     config: PipelineConfig, *, prefect_port: int, mlflow_port: int, log_file: Path, stack: ExitStack
 ) -> tuple[dict[str, str], PrefectServer | None]:
-    """Start the Prefect and the MLflow server, except those that an environment variable names.
+    """Start the Prefect and the MLflow server, except a server that an environment variable names.
 
     Returns:
         The texts to print, by label, and the Prefect server if it was started.

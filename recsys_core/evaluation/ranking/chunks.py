@@ -194,7 +194,7 @@ class CpuChunk:
         """Compute the scores of the targets in a block.
 
         A tile is filled with target items, each at the place that it has in its own tile. Its scores therefore have the same
-        bits as in its own tile, and few tiles have to be computed, because most targets of a block have different places.
+        bits as in its own tile. Few tiles are computed, because most targets of a block have different places.
         """
         item_vector_CD, tile_columns = block_CD.numpy(), self._grid.tile_columns
         column_T = self._targets.values_L - first_column

@@ -135,7 +135,7 @@ def create_vocabulary(feature_column: FeatureColumn) -> tuple[int, int]:
     """Create table `vocabulary` from the view `single_values`; return the numbers of new and of evicted values.
 
     The values of the previous run keep their rows. New values follow by decreasing count, then by value. With `max_rows`, only
-    the most frequent values have rows, and new values first get the rows of the values that they evict. A new value does not
+    the most frequent values have rows, and new values first get the rows of evicted values. A new value does not
     evict a value of the previous run with the same count.
     """
     connection = feature_column.connection

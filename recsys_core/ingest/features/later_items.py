@@ -89,7 +89,7 @@ class LaterItemTable:
             ) as connection,
         ):
             id_sql = f"TRY_CAST({quoted(table.id_column)} AS {SQL_TYPE[table.id_type]})"
-            # The condition is neither true for an empty id nor for null, which can be an id that is too large for int64.
+            # The condition is not true for an empty id or a null. TRY_CAST converts an id that is too large for int64 to null.
             query = f"SELECT DISTINCT id FROM (SELECT {id_sql} AS id FROM {scan_all_sql(paths)}) WHERE id::VARCHAR != ''"
             return connection.sql(f"{query} ORDER BY id").to_arrow_table()["id"].combine_chunks()
 

@@ -142,7 +142,7 @@ def _number_sql(table: FeatureTable, column: str) -> str:
     """Return SQL for a column; if it is in single precision in a file, SQL for its numbers as text.
 
     The text of a number in single precision is the number that a request has: 39.99, and not 39.9900016784668. If other files
-    have double precision, DuckDB reads all numbers as DOUBLE, and the numbers that a FLOAT has too get the text of this FLOAT.
+    have double precision, DuckDB reads all numbers as DOUBLE, and a number that equals a FLOAT gets the text of this FLOAT.
     """
     column_sql = quoted(column)
     single_precision_flags = [pa.types.is_float32(source.schema.field(column).type) for source in table.sources]

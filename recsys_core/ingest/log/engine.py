@@ -143,9 +143,9 @@ class LogEngine(Protocol):
         """Return the number of known negatives, and their batches as `EventWriter.write_negatives` needs them.
 
         A known negative is a pair of a user with events and an item of the vocabulary. Its position and split come from the
-        pair's first row below the threshold. With `leave_last_out`, a row from the time of the user's validation or test event
-        on belongs to the split of this event. A pair is left out if the user has an event with the item in the same or an
-        earlier split. The method is called only with config.explicit_negatives.
+        pair's first row below the threshold. With `leave_last_out`, a row that is not earlier than the user's validation or
+        test event belongs to the split of this event. A pair is left out if the user has an event with the item in the same or
+        an earlier split. The method is called only with config.explicit_negatives.
         """
 
     def write_codes(self, side: str, path: Path) -> None:

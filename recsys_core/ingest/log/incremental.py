@@ -85,7 +85,7 @@ def _settings_fingerprint(engine: LogEngine, config: InteractionsConfig, log: In
         key: str(data_type) for key, data_type in log.sources[0].partition_types.items() if key in config.columns
     }
     validation_unit = None
-    # Only then does a part have the column `draw`, whose values depend on the unit.
+    # With a validation share, a part has the column `draw`, whose values depend on the unit.
     if isinstance(config.split, FileSplit) and config.split.validation_share > 0:
         validation_unit = config.split.validation_unit
     settings = PART_SETTINGS | ({"explicit_negatives"} if config.explicit_negatives else set())
@@ -141,15 +141,15 @@ def _ingested_file(
 
 
 def _type_for_checks(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return the type on which the row checks and the order of a user's events depend: the first type of the widest kind."""
+    """Return the first type of the widest kind. The row checks and the order of a user's events depend on it."""
     return next((data_type for is_kind in _KINDS_OF_NUMBERS for data_type in data_types if is_kind(data_type)), data_types[0])
 
 
 _KINDS_OF_NUMBERS: tuple[Callable[[pa.DataType], bool], ...] = (
-    pa.types.is_float32,  # before float64, because a limit on labels is rounded to single precision
+    pa.types.is_float32,  # first, because a limit on labels is rounded to single precision if any file has it
     pa.types.is_floating,
     lambda data_type: pa.types.is_decimal(data_type) and not is_whole_decimal(data_type),
     pa.types.is_uint64,
     is_whole_decimal,
 )
-"""Tests of the types of numbers, widest first. In files with several types, the checks of the widest type fit all values."""
+"""Tests of a column's type, widest first. If files have different types, the checks of the widest type fit all values."""

@@ -118,7 +118,7 @@ def _check_column_names(source: Source, config: InteractionsConfig) -> None:
 def _require_one_place(sources: Sequence[Source], column: str) -> None:
     """Raise InputError if `column` is only a hive key in some paths, but not a hive key in other paths.
 
-    The files of one `paths` setting have the same hive keys, but test files may have others than training files.
+    The files of one `paths` setting have the same hive keys, but test files may have other keys than training files.
     """
     key_source = next((source for source in sources if column not in source.schema.names), None)
     other_source = next((source for source in sources if column not in source.partition_values), None)

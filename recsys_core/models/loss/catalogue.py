@@ -71,8 +71,8 @@ def weighted_log_partition(
     Args:
         query_BD: query vectors, divided by the temperature.
         share_ND: vectors of the rank's share of the items.
-        hidden_pairs: the pairs of a query and an item that are left out of the sum: indices of the queries among the G queries
-            in ascending order, and indices of the items among the N items, both int64 [L]. None: no pair is left out.
+        hidden_pairs: (query, item) pairs that are left out of the sum, as two arrays int64 [L]: ascending indices of the G
+            queries, and indices of the N items. None: no pair is left out.
         largest_share_size: number of items in the largest share. All ranks derive the same blocks of queries from it.
 
     >>> queries, items, weight_B = torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([1.0, 0.0])

@@ -6,7 +6,7 @@ have equally many queries, the mean of the ranks' losses is the mean over all qu
 
 `is_masked_BN` marks columns that must not count as negatives of a query: the query's own positive, another occurrence of the
 same item, or an item of the query's history; None: all columns count. `known_negatives` has the scores of each query with its
-known negatives (`loss.explicit_negatives`), which other queries do not share; it is None if there are none. A query without a
+own known negatives (`loss.explicit_negatives`); None: there are no known negatives. A query without a
 negative has a finite loss and a finite gradient. Logits are scores / temperature, which may be a learned parameter. Losses are
 computed in float32 even if autocast made the scores bf16.
 

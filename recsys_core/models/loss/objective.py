@@ -146,7 +146,7 @@ class Objective(nn.Module):
         return self.config.negatives_exponent * log_partition - (weight_B * positive_B).sum()
 
     def _seen_share_pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Collective. Return the pairs of a query of any rank and an item of the rank's share that is in the query's history.
+        """Collective. Return the pairs (query of any rank, item of the rank's share) whose item is in the history of the query.
 
         The positive of a query is not in the pairs of the query, even if it is also in the history.
         """

@@ -25,7 +25,7 @@ from recsys_core.serving.quantise import ServedQueryTower
 from recsys_core.serving.retriever import Retriever
 
 MAX_DIFFERENCE = 1e-5
-"""Largest difference of an exported tower's vectors from the served tower's, relative to the largest component (at least 1)."""
+"""Largest difference between vectors of the exported and the served tower, relative to the largest component (at least 1)."""
 MAX_ONNX_BYTES = 2_000_000_000
 """An ONNX file is a protobuf message, which holds at most 2 GiB."""
 _OUTPUT_NAME = "query"

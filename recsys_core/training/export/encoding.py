@@ -1,4 +1,4 @@
-"""Encoding by the sharded model: all ranks together encode vectors, and write arrays of which each rank has a part.
+"""Encoding by the sharded model: all ranks together encode vectors, and each rank writes a part of each array.
 
 On network storage, hosts that write one file through memory maps silently overwrite each other's pages. Here each rank appends
 records to a file of its own, its *part*. All ranks sync and close their parts before a barrier, and read parts only after the
@@ -64,7 +64,7 @@ class Encoder:
 
 
 class Part:
-    """The records of one rank. A record is a header, int64 [4] (first row, first column, rows, columns), and the values.
+    """The records of one rank. A record has a header of four int64 (first row, first column, rows, columns) and the values.
 
     Floating-point values are stored as float32, integers in their own type.
     """
@@ -106,7 +106,7 @@ class RankWriter:
         """Yield (row numbers, whether the rows are in this rank's range) for each batch of this rank.
 
         Encoding is collective, so every rank needs the same number of batches. A rank with too few rows for this number gets
-        the batch ([0], False), of which the caller encodes row 0 and discards the vector.
+        the batch ([0], False): the caller encodes row 0 and discards the vector.
         """
         if num_rows == 0:
             return
@@ -203,7 +203,7 @@ def _read_records(part_path: Path, *, shape: tuple[int, ...], dtype: np.dtype[An
         ) from None
     with file:
         while raw_header := file.read(HEADER_BYTES):
-            # A truncated header is padded to negative numbers, so that it fails the check below.
+            # The padding makes a number of a truncated header negative, so the check below fails.
             header = np.frombuffer(raw_header.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
             first_row, first_column, num_rows, num_columns = header
             end_row, end_column = first_row + num_rows, first_column + num_columns

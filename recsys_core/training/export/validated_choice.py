@@ -37,8 +37,8 @@ def best_weight(
 ) -> float:
     """Return the weight with the best metric of `validation` on the validation users; the smallest of equally good weights.
 
-    A single weight is returned without a ranking. All items are ranked, even with `candidates: cold`, because a cold item has
-    neither a block nor a popularity, so that a weight does not change the order of the cold items.
+    A single weight is returned without a ranking. All items are ranked, even with `candidates: cold`, because a weight does not
+    change the order of the cold items, which have neither a block nor a popularity.
 
     Args:
         apply_weight: function of query vectors and a weight that returns the query vectors with this weight.
@@ -54,8 +54,8 @@ def best_weight(
     users = np.zeros(0, np.int64) if validation is None else users_to_validate(validation, store=store, cold_items=None)
     if validation is None or not len(users):
         raise InputError(
-            f"{setting} has {len(weights)} values, but there are no validation events by which to choose one; give one "
-            "weight, or hold out validation events (interactions.split)"
+            f"{setting} has {len(weights)} values, but there are no validation events for the choice of one value; give "
+            "one weight, or hold out validation events (interactions.split)"
         )
     query_BD, metric_by_weight = vectors_of_users(users), {}
     unweighted_queries, _ = queries_of(

@@ -1,4 +1,4 @@
-"""Warm start: the decision for or against the champion, and its rows and layers, which each rank loads into its shards.
+"""Warm start: the decision whether to start from the champion, and the champion's rows and layers for the shards of each rank.
 
 *Vectors from the log* are item vectors that are computed from the training events (`embeddings: {source: log}`).
 
@@ -179,8 +179,8 @@ def aligned_vectors(
 ) -> NDArray[np.float32]:
     """Return vectors [V, D] from the log, rotated to be as near as possible to the champion's rows of the same items.
 
-    A decomposition of the log determines its vectors only up to a rotation, and each run has its own. Without the rotation,
-    new items and frozen vectors would not fit the rows and layers that are carried over.
+    A decomposition determines the vectors only up to a rotation, which differs between runs. Without the alignment, new items
+    and frozen vectors would not fit the rows and layers that are carried over.
 
     The rotation is fitted to vectors and rows of norm 1, so each item has the same influence on it. The result keeps the norms
     of the vectors.

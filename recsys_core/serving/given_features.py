@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -20,7 +21,7 @@ from recsys_core.dataset.feature_store import standardised
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, shown, shown_names
 from recsys_core.serving.description import QUERY_COLUMNS, QueryFeature, request_columns, vocabulary_name
-from recsys_core.serving.ids import IdMap, is_list
+from recsys_core.serving.ids import Id, IdMap, is_list
 from recsys_core.units import FLOAT32_MAX
 
 
@@ -52,7 +53,7 @@ class FeatureEncoder:
     def __init__(self, feature: QueryFeature, *, key: str, folder: Path) -> None:
         """folder: folder of the package, with the vocabulary."""
         self.feature = feature
-        self._vocabulary: IdMap | None = None
+        self._vocabulary = IdMap(pa.array([], pa.string() if feature.value_type == "string" else pa.int64()), id_name="value")
         if feature.has_vocabulary:
             values = pq.read_table(folder / vocabulary_name(key))["value"].combine_chunks()
             self._vocabulary = IdMap(values.slice(1), id_name="value")  # row 0 of the file is null
@@ -81,7 +82,6 @@ class FeatureEncoder:
 
     def values_of(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return the values that have these rows in the embedding table. The rows are at least 1."""
-        assert self._vocabulary is not None
         values: list[Any] = self._vocabulary.ids(rows - 1).tolist()
         return values
 
@@ -95,10 +95,11 @@ class FeatureEncoder:
     def _table_rows(self, values: list[Any]) -> NDArray[np.int64]:
         if self.feature.value_type == "string":
             values = [str(value).lower() if isinstance(value, bool) else value for value in values]  # as the ingest casts them
-        if self._vocabulary is not None:
+        hash_rows = self.feature.hash_rows
+        if hash_rows is None:
             return 1 + self._vocabulary.rows(values)
-        assert self.feature.hash_rows is not None
-        return np.array([_hash_row(value, self.feature) for value in values], np.int64)
+        parsed_values = self._vocabulary.parse(values)  # the vocabulary of a hashed feature is empty, but has the type
+        return np.array([_hash_row(value, hash_rows=hash_rows) for value in parsed_values.to_pylist()], np.int64)
 
     def _checked_weights(
         self, value_lists: list[Any], weights: Sequence[Any], is_given_B: NDArray[np.bool_]
@@ -189,14 +190,7 @@ def _checked_number(value: Any) -> float:
     return number
 
 
-def _hash_row(value: Any, feature: QueryFeature) -> int:
+def _hash_row(value: Id, *, hash_rows: int) -> int:
     """Return 1 + the lower half of the MD5 of a value modulo `hash_rows`, like DuckDB's md5_number_lower in the ingest."""
-    is_string = feature.value_type == "string"
-    if isinstance(value, bool) or not isinstance(value, str if is_string else int | np.integer):
-        raise InputError(f"value {shown(value)} is not {'a string' if is_string else 'an integer'}")
-    try:
-        digest = hashlib.md5(str(value).encode(), usedforsecurity=False).digest()
-    except UnicodeEncodeError:
-        raise InputError(f"value {shown(value)} is not valid Unicode") from None
-    assert feature.hash_rows is not None
-    return 1 + int.from_bytes(digest[8:], "little") % feature.hash_rows
+    digest = hashlib.md5(str(value).encode(), usedforsecurity=False).digest()
+    return 1 + int.from_bytes(digest[8:], "little") % hash_rows

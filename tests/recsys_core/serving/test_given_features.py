@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.errors import InputError
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.manifests import Dataset, FeaturesManifest
@@ -93,6 +94,18 @@ def test_a_value_that_the_ingest_has_not_seen_gets_row_0(manifest: FeaturesManif
     assert encoded["user.country"].is_given_B.tolist() == [True, False]
     assert encoded["user.number"].rows.values_L[0] == 0 and encoded["user.number"].rows.values_L[1] > 0
     assert encoded["user.tags"].rows.offset.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("key", ["user.number", "user.hashed_number"])
+def test_an_integer_may_be_a_whole_float_or_a_decimal_string(manifest: FeaturesManifest, key: str) -> None:
+    """pandas converts a column of integers with a missing value to floats."""
+    request_features = RequestFeatures({key: QueryFeature.of(key, manifest)}, folder=manifest.folder)
+    encoded = request_features.encode({"number": [-4, -4.0, "-4", None]}, num_rows=4)[key]
+    row, *other_rows = encoded.rows.values_L.tolist()
+    assert row > 0 and other_rows == [row, row]
+    assert encoded.is_given_B.tolist() == [True, True, True, False]
+    with pytest.raises(InputError, match=r"number: value 0\.5 is not an integer"):
+        request_features.encode({"number": [0.5]}, num_rows=1)
 
 
 def test_a_column_that_users_and_context_share_has_a_prefix_in_requests() -> None:

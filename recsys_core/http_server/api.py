@@ -124,7 +124,7 @@ def _param_fields(limits: ServeConfig) -> dict[str, Any]:
         ),
     ]
     return {
-        "k": (Annotated[StrictInt, Field(ge=1, le=limits.max_k, description="number of items per row")], DEFAULT_K),
+        "k": (Annotated[StrictInt, Field(ge=1, le=limits.max_k, description="number of items per row")], _default_k(limits)),
         "exclude_seen": (Annotated[StrictBool, Field(description="leave out the items of the histories")], True),
         "exclude_stored_history": (
             Annotated[
@@ -149,7 +149,7 @@ def _request_model(
     name: str, row: type[BaseModel], params: type[BaseModel], *, limits: ServeConfig, example: dict[str, Any]
 ) -> type[BaseModel]:
     rows = Field(min_length=1, max_length=limits.max_rows, description="one object per query")
-    options = Field(None, description=f"options; without them, each row gets {DEFAULT_K} items")
+    options = Field(None, description=f"options; without them, each row gets {_default_k(limits)} items")
     list_type: Any = list
     fields = {"rows": (list_type[row], rows), "params": (params | None, options)}
     body = _model(name, _Body, "Rows, and options for all of them.", fields)
@@ -158,7 +158,7 @@ def _request_model(
 
 
 def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -> dict[str, Any]:
-    """Return the JSON object of a body after its validation.
+    """Return the JSON object of a body after its validation. A missing `k` is added.
 
     Raises:
         RequestError: the body is not JSON, which contains neither NaN nor Infinity.
@@ -173,13 +173,18 @@ def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -
         model.model_validate(body)
     except ValidationError as error:
         raise InputError(_first_problem(error)) from None
-    num_rows, k = len(body["rows"]), (body.get("params") or {}).get("k", DEFAULT_K)
+    body["params"] = {"k": _default_k(limits)} | (body.get("params") or {})
+    num_rows, k = len(body["rows"]), body["params"]["k"]
     if num_rows * k > limits.max_results:
         raise InputError(
             f"{num_rows} rows with k = {k} are {num_rows * k} items; at most {limits.max_results} are allowed; send fewer rows"
         )
     validated_body: dict[str, Any] = body
     return validated_body
+
+
+def _default_k(limits: ServeConfig) -> int:
+    return min(DEFAULT_K, limits.max_k)
 
 
 def _first_problem(error: ValidationError) -> str:

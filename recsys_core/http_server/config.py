@@ -71,7 +71,9 @@ class ServeConfig(Settings):
     max_rows: Annotated[int, OPERATIONAL] = Field(
         1_000, ge=1, le=1_000_000, description="largest number of rows (users or items) of a request"
     )
-    max_k: Annotated[int, OPERATIONAL] = Field(1_000, ge=1, le=1_000_000, description="largest `k` of a request")
+    max_k: Annotated[int, OPERATIONAL] = Field(
+        1_000, ge=1, le=1_000_000, description="largest `k` of a request. A request without `k` gets at most 10 items"
+    )
     max_results: Annotated[int, OPERATIONAL] = Field(
         100_000, ge=1, le=100_000_000, description="largest number of rows times `k` of a request"
     )

@@ -194,8 +194,8 @@ class IvfPq(ProductQuantized):
     def fitted(self, num_items: int, dim: int) -> Self:
         """Also reduce pq_nbits until there is at least one item per centroid, as FAISS requires.
 
-        MIN_ITEMS_PER_CENTROID does not apply to pq_nbits: it prevents that k-means overfits a sample of the vectors, but the
-        centroids of a small catalogue are trained on all vectors.
+        MIN_ITEMS_PER_CENTROID does not apply to pq_nbits: it prevents k-means from overfitting a sample of the vectors, but
+        the centroids of a small catalogue are trained on all vectors.
 
         >>> [IvfPq(pq_nbits=8).fitted(num_items, 64).pq_nbits for num_items in (12_101, 256, 255)]
         [8, 8, 7]

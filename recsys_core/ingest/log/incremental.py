@@ -146,7 +146,8 @@ def _type_for_checks(data_types: Sequence[pa.DataType]) -> pa.DataType:
 
 
 _KINDS_OF_NUMBERS: tuple[Callable[[pa.DataType], bool], ...] = (
-    pa.types.is_float32,  # first, because a limit on labels is rounded to single precision if any file has it
+    pa.types.is_float16,  # first, because a limit on labels is rounded to the lowest precision of all files
+    pa.types.is_float32,
     pa.types.is_floating,
     lambda data_type: pa.types.is_decimal(data_type) and not is_whole_decimal(data_type),
     pa.types.is_uint64,

@@ -8,6 +8,7 @@ The view has the columns of the config under fixed names (see `column_by_alias`)
 - before_1970: whether the time is before 1970; only with a timestamp column.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
@@ -177,12 +178,17 @@ def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
 def label_lower_bound(label: float, data_type: pa.DataType) -> float:
     """Return the number with which the labels of a column of this type are compared, to find the labels below `label`.
 
-    float32 stores the label 0.7 as 0.699999988. A comparison with 0.7 would therefore report a stored 0.7 as too small.
+    float32 stores the label 0.7 as 0.699999988. A comparison with 0.7 would therefore report a stored 0.7 as too small. If the
+    type cannot store `label`, the result is `label`.
 
     >>> label_lower_bound(0.7, pa.float64()), round(label_lower_bound(0.7, pa.float32()), 9), label_lower_bound(3, pa.float32())
     (0.7, 0.699999988, 3)
     """
-    return min(label, float(np.float32(label))) if pa.types.is_float32(data_type) else label
+    if not pa.types.is_floating(data_type):
+        return label
+    with np.errstate(over="ignore"):
+        stored_label = float(data_type.to_pandas_dtype()(label))
+    return min(label, stored_label) if math.isfinite(stored_label) else label
 
 
 def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[float, float] | None) -> list[RowCheck]:

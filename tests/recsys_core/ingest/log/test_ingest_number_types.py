@@ -3,6 +3,7 @@
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -55,17 +56,21 @@ def test_a_decimal_order_that_does_not_fit_into_int64_is_a_bad_row(tmp_path: Pat
     assert manifest.num_bad_rows_by_reason == {"sequence: too large for int64": 2}
 
 
-@pytest.mark.parametrize("label_types", [(pa.float32(), pa.float64()), (pa.float64(), pa.float32())])
-def test_a_label_that_equals_the_threshold_is_kept_if_only_some_files_are_in_single_precision(
+@pytest.mark.parametrize(
+    "label_types",
+    [(pa.float32(), pa.float64()), (pa.float64(), pa.float32()), (pa.float16(), pa.float32()), (pa.float64(), pa.float16())],
+)
+def test_a_label_that_equals_the_threshold_is_kept_if_only_some_files_are_in_low_precision(
     tmp_path: Path, label_types: tuple[pa.DataType, ...]
 ) -> None:
     for file_number, label_type in enumerate(label_types):
         write_parquet(
             tmp_path / "log" / f"{file_number}.parquet",
             user_id=[1, 2, 1], item_id=[10 * file_number, 10 * file_number + 1, 0],
-            t=[3 * file_number + row for row in range(3)], score=pa.array([0.7, 0.7, 0.6], label_type),
+            t=[3 * file_number + row for row in range(3)],
+            score=pa.array(np.array([0.9, 0.9, 0.6], label_type.to_pandas_dtype())),
         )  # fmt: skip
     test_path = write_parquet(tmp_path / "test.parquet", user_id=[1], item_id=[0], t=[9], score=[1.0])
-    split, label_settings = {"kind": "files", "test_paths": test_path}, {"label_column": "score", "label_threshold": 0.7}
+    split, label_settings = {"kind": "files", "test_paths": test_path}, {"label_column": "score", "label_threshold": 0.9}
     manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=split, **label_settings)
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}

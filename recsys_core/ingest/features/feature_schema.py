@@ -213,24 +213,36 @@ def _stored_type(source: Source, feature: FeatureConfig, *, setting: str) -> IdT
     data_type = require_column(source, column, setting=setting)
     if feature.kind == "numeric":
         if not _is_number(data_type):
-            raise _type_error(source, column, data_type, setting, "numeric needs a number; cast it, or set kind to categorical")
+            raise _type_error(
+                source, column, data_type, setting, f"numeric needs a number; cast it{_categorical_fix(data_type)}"
+            )
         return None
     element_type = data_type
     if feature.is_list:
         if not is_list(data_type):
-            fix = f"{feature.kind} needs a list; write one, or set kind to categorical"
+            fix = f"{feature.kind} needs a list; write one{_categorical_fix(data_type)}"
             raise _type_error(source, column, data_type, setting, fix)
         element_type = data_type.value_type
     if feature.weight_column is not None:
         weight_type = require_column(source, feature.weight_column, setting=setting)
         if not is_list(weight_type) or not _is_number(weight_type.value_type):
             raise _type_error(source, feature.weight_column, weight_type, setting, "weights are a list of numbers; cast it")
-    element_type = value_type(element_type)
-    if pa.types.is_integer(element_type):
+    stored_type = _type_of_categories(element_type)
+    if stored_type is None:
+        raise _type_error(source, column, data_type, setting, f"{feature.kind} needs integers, strings or booleans; cast it")
+    return stored_type
+
+
+def _type_of_categories(data_type: pa.DataType) -> IdType | None:
+    """Return the type in which categorical values of this type are stored; None for an unsuitable type."""
+    data_type = value_type(data_type)
+    if pa.types.is_integer(data_type):
         return "int64"
-    if is_text(element_type) or pa.types.is_boolean(element_type):
-        return "string"
-    raise _type_error(source, column, data_type, setting, f"{feature.kind} needs integers, strings or booleans; cast it")
+    return "string" if is_text(data_type) or pa.types.is_boolean(data_type) else None
+
+
+def _categorical_fix(data_type: pa.DataType) -> str:
+    return ", or set kind to categorical" if _type_of_categories(data_type) is not None else ""
 
 
 def _type_error(source: Source, column: str, data_type: pa.DataType, setting: str, fix: str) -> InputError:

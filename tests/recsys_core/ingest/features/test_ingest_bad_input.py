@@ -1,5 +1,6 @@
 """Rejection of invalid feature tables, with file, column, row and value in the message and without any file of the stage."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
+from recsys_core.errors import InputError
 from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig
+from recsys_core.ingest.features.feature_schema import open_feature_tables
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.manifests import Dataset
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
@@ -77,7 +80,7 @@ def test_the_error_names_a_missing_id_column(tmp_path: Path) -> None:
         ("categorical", [["a"], ["b"], []], ("'brand' is list", "categorical needs")),
         ("list", ["a", "b", "c"], ("'brand' is string", "list needs a list", "categorical")),
         ("list", [[1.5], [], []], ("'brand' is list", "list needs")),
-        ("numeric", ["1", "2", "3"], ("'brand' is string", "numeric needs a number")),
+        ("numeric", ["1", "2", "3"], ("'brand' is string", "numeric needs a number; cast it, or set kind to categorical")),
     ],
 )
 def test_a_column_type_that_does_not_fit_the_feature_kind_is_rejected(
@@ -85,6 +88,19 @@ def test_a_column_type_that_does_not_fit_the_feature_kind_is_rejected(
 ) -> None:
     feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
     assert_rejected(tmp_path, "items.parquet", *message_parts, features=[feature], brand=values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected_end"), [("numeric", "needs a number; cast it"), ("list", "needs a list; write one")]
+)
+def test_the_kind_categorical_is_not_proposed_for_a_type_that_it_rejects_too(
+    tmp_path: Path, kind: str, expected_end: str
+) -> None:
+    feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
+    path = write_parquet(tmp_path / "items.parquet", id=[10], brand=[datetime(2025, 1, 1)])
+    config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": [feature]}})
+    with pytest.raises(InputError, match=f"{expected_end}$"):
+        open_feature_tables(config, user_id_type="string", item_id_type="int64", context_sources=(), allowed_data_root=None)
 
 
 def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def fail_run_with_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, st
 def run_id_of_flow_run(workspace: Workspace) -> str:
     """Return the run id of the current flow run in `workspace`: a time, and eight characters of the flow run's id.
 
-    The time is the scheduled start time, or one second after the time of the newest run id of the workspace if this is later. A
+    The time is the later of two times: the scheduled start, and one second after the newest run id of the workspace. A
     retried flow run keeps its id, so the retry resumes the run in the same folder.
     """
     suffix = f"-{runtime.flow_run.id[:8]}"

@@ -65,8 +65,8 @@ class FloatTable(nn.Module):
 class IntegerTable(nn.Module):
     """Embedding table of codes with 8 or 4 bits, and a float16 scale and offset per row: value = code * scale + offset.
 
-    The codes equal those of FBGEMM's row-wise quantization with half-precision scale and offset. A byte holds two codes of 4
-    bits, with the first code in its lower half.
+    The codes equal the codes of FBGEMM's row-wise quantization with half-precision scale and offset. A byte holds two codes of
+    4 bits, with the first code in its lower half.
     """
 
     code: Tensor

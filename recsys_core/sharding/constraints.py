@@ -146,7 +146,7 @@ def offered_sharding_types(
 
 
 def _is_default_type(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> bool:
-    """Return whether the table supports a sharding type whose layouts on this cluster differ from those of simpler types."""
+    """Return whether the table supports a sharding type, and simpler types do not have the same layouts on this cluster."""
     if table.is_unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
         return False
     if sharding_type == "table_wise":

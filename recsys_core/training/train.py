@@ -1,4 +1,4 @@
-"""Stage `train`: attempts, each of which starts the ranks from the last verified checkpoint, until one attempt succeeds."""
+"""Stage `train`: attempts until one succeeds. Each attempt starts the ranks from the last verified checkpoint."""
 
 import json
 import logging

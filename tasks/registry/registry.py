@@ -126,7 +126,7 @@ class Registry:
             self.remove_tag(champion, UNPUBLISHED_TAG)
 
     def _mark_as_former(self, version: ModelVersion) -> None:
-        """Tag a version with the current time, or with one second after the newest such tag if this is later."""
+        """Tag a version with the later of two times: the current time, and one second after the newest such tag."""
         newest_time_s = max((int(former.tags[FORMER_CHAMPION_TAG]) for former in self.former_champions()), default=0)
         self.set_tag(version, FORMER_CHAMPION_TAG, str(max(int(time.time()), newest_time_s + 1)))
 

@@ -159,7 +159,7 @@ class RankingWriter:
         self._write(queries, split, items=items, ranker="model")
 
     def write_zero_shot_rankings(self, vectors_RD: NDArray[np.float32]) -> None:
-        """Collective. Write the rankings of the test split by pretrained vectors, of which each rank reads its share."""
+        """Collective. Write the rankings of the test split by pretrained vectors. Each rank reads its share of the vectors."""
         store, process = self._encoder.store, self._encoder.process
         model = ZeroShot.of(store, vectors_RD)
         items = EncodedRows(store.num_items, dim=model.dim, process=process)

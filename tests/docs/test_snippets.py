@@ -127,7 +127,7 @@ def test_the_config_reference_is_current() -> None:
     assert PAGE_PATH.read_text(encoding="utf-8") == reference_page(), "run make docs"
 
 
-def test_the_config_reference_has_one_table_per_class_and_links_to_it_where_the_class_is_used_again() -> None:
+def test_the_config_reference_describes_each_class_once_and_links_to_it_elsewhere() -> None:
     section_by_title = dict(section.split("\n", 1) for section in re.split(r"^#+ ", reference_page(), flags=re.MULTILINE)[1:])
     assert "| `skip_connection` | `true` |" in section_by_title["`model.query`"]
     assert (

@@ -13,7 +13,7 @@ from tests.drills.test_kill_and_resume import write_config
 
 
 @pytest.mark.drill
-def test_sigterm_to_the_process_group_ends_a_run_whose_last_line_is_the_resume_command(tmp_path: Path) -> None:
+def test_after_sigterm_the_last_line_of_a_run_is_the_resume_command(tmp_path: Path) -> None:
     config_path = write_config(tmp_path)
     runs = tmp_path / "workspace" / "runs"
     process, _ = interrupt_run(
@@ -115,9 +115,7 @@ except Interrupted as error:
 
 @pytest.mark.parametrize("handler", ["own", "like Prefect"])
 @pytest.mark.parametrize("seconds_to_next_stage", ["60", "0.1"])
-def test_after_a_signal_in_a_finalizer_the_process_prints_one_line_and_starts_no_stage(
-    handler: str, seconds_to_next_stage: str
-) -> None:
+def test_a_signal_in_a_finalizer_ends_the_process_with_one_line(handler: str, seconds_to_next_stage: str) -> None:
     process = subprocess.run(
         [sys.executable, "-c", FINALIZER_SCRIPT, seconds_to_next_stage, handler], capture_output=True, text=True, timeout=60
     )

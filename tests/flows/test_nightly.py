@@ -209,9 +209,7 @@ def test_a_resume_trains_a_missing_refit_and_keeps_an_existing_refit(workspace: 
 
 
 @pytest.mark.drill
-def test_a_run_that_is_killed_in_training_and_resumed_has_the_metrics_of_an_undisturbed_run(
-    workspace: Workspace, outcome: Any
-) -> None:
+def test_a_run_that_is_killed_and_resumed_has_the_metrics_of_an_undisturbed_run(workspace: Workspace, outcome: Any) -> None:
     earlier_folders = set((workspace.folder / "runs").iterdir())
     process = workspace.start("run")
     while not any(num_logged_steps(folder) for folder in set((workspace.folder / "runs").iterdir()) - earlier_folders):
@@ -250,7 +248,7 @@ def num_logged_steps(run_folder: Path) -> int:
         (True, "the champion does not load", "BrokenChampion", "the champion does not load; m version 3 is champion: because"),
     ],
 )
-def test_the_flow_state_names_the_verdict_and_a_delivery_problem_is_added_to_its_message(
+def test_the_flow_state_has_the_verdict_and_delivery_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, alarm: str | None, state_name: str, message: str
 ) -> None:
     registration = RegistrationManifest(
@@ -269,9 +267,7 @@ def test_the_flow_state_names_the_verdict_and_a_delivery_problem_is_added_to_its
     assert Run("r", workspace=tmp_path / "workspace").config_file.is_file()
 
 
-def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_ends_it_in_a_completed_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flow_fails_for_rejected_data_and_completes_for_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reject(config: PipelineConfig, run: Run) -> None:
         raise DataRejectedError("the data violates 1 of the limits in data_report:\n- too few events")
 

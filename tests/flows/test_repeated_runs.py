@@ -101,7 +101,7 @@ def test_a_repeated_run_has_a_valid_config_that_delivers_nothing(
         assert load_config(tmp_path / "repeated.yaml") == config
 
 
-def test_a_backtest_with_other_settings_or_days_does_not_continue_from_the_champion_of_an_earlier_backtest(
+def test_a_backtest_with_other_settings_or_days_has_a_workspace_and_a_model_of_its_own(
     config_path: Path, executed_configs: list[PipelineConfig]
 ) -> None:
     for overrides, num_days in (([], 2), (["training.epochs=3"], 2), ([], 3)):
@@ -113,7 +113,7 @@ def test_a_backtest_with_other_settings_or_days_does_not_continue_from_the_champ
     assert executed_configs[0].registry == executed_configs[1].registry
 
 
-def test_the_same_backtest_continues_in_its_workspace_after_a_change_that_does_not_affect_its_runs(
+def test_a_backtest_continues_in_its_workspace_if_a_change_does_not_affect_its_runs(
     config_path: Path, executed_configs: list[PipelineConfig]
 ) -> None:
     first = backtest.fn(load_config(config_path), 2)
@@ -131,7 +131,7 @@ def test_a_run_without_its_large_files_is_not_executed_again(config_path: Path, 
     assert len(executed_configs) == 1
 
 
-def test_the_record_of_an_earlier_start_does_not_replace_the_error_of_a_run_that_cannot_start(
+def test_a_backtest_raises_the_error_of_a_run_that_cannot_start_again(
     config_path: Path, executed_configs: list[PipelineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backtest.fn(load_config(config_path), 1)

@@ -33,7 +33,7 @@ def study(tmp_path_factory: pytest.TempPathFactory, new_database: Path) -> Study
         return tune_settings.fn(load_config(folder / "nightly.yaml"))
 
 
-def test_the_first_trial_has_the_configured_settings_and_the_second_has_the_suggested_settings(study: StudyResult) -> None:
+def test_the_first_trials_have_the_configured_and_the_suggested_settings(study: StudyResult) -> None:
     configured_trial, suggested_trial = sorted(study.trials, key=lambda trial: trial.number)
     assert configured_trial.settings.keys() == suggested_trial.settings.keys()
     names = ("model.temperature", "model.history.pooling")

@@ -76,7 +76,7 @@ def test_the_lock_satisfies_every_requirement_of_the_project(device: str) -> Non
         assert requirement.specifier.contains(pinned_version(lock[requirement.name.lower()])), f"{requirement}: run make lock"
 
 
-def test_the_server_environment_is_a_part_of_the_cpu_environment_without_training_packages() -> None:
+def test_the_server_lock_is_a_part_of_the_cpu_lock_without_training_packages() -> None:
     cpu, serve = locked("cpu"), locked("serve")
     assert {name: str(requirement) for name, requirement in serve.items()} == {name: str(cpu[name]) for name in serve}
     assert not {"torchrec", "fbgemm-gpu-cpu", "prefect", "duckdb", "optuna"} & serve.keys()

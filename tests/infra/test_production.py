@@ -66,7 +66,7 @@ def test_a_secret_of_a_service_comes_from_the_environment_and_no_command_contain
     assert "${" not in json.dumps(SERVICES[name].get("command", ""))
 
 
-def test_create_env_writes_each_secret_of_compose_once_into_a_file_that_only_its_owner_can_read(tmp_path: Path) -> None:
+def test_create_env_writes_each_secret_once_into_a_private_file(tmp_path: Path) -> None:
     script = tmp_path / "infra" / "compose" / "create-env.sh"
     script.parent.mkdir(parents=True)
     shutil.copy(INFRA / "compose" / "create-env.sh", script)

@@ -57,7 +57,7 @@ def test_a_process_without_the_variable_of_its_parent_continues() -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_child_ends_with_the_reader_of_its_output_even_if_the_reader_is_killed_before_the_call(is_late: bool) -> None:
+def test_a_child_ends_with_the_reader_of_its_output(is_late: bool) -> None:
     child_code = (
         "import sys, time; from recsys_core.parent_process import die_with_stdout_reader; "
         f"time.sleep({2 if is_late else 0}); die_with_stdout_reader(); print('alive', file=sys.stderr, flush=True); "

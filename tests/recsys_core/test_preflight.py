@@ -68,7 +68,7 @@ def test_the_problems_name_each_missing_package() -> None:
     ]
 
 
-def test_the_environment_of_the_tests_has_no_problem_and_the_facts_have_every_package(tmp_path: Path) -> None:
+def test_the_environment_of_the_tests_has_no_problem(tmp_path: Path) -> None:
     facts, problems = check_environment(tmp_path / "not" / "there")
     assert problems == []
     assert facts.items() >= installed_versions().items()
@@ -142,7 +142,7 @@ def test_no_quota_and_no_cgroups_mean_no_limit(tmp_path: Path) -> None:
     assert cgroup_limits(mount_folder=tmp_path, membership_path=tmp_path / "absent") == CgroupLimits()
 
 
-def test_the_description_of_the_memory_has_a_limit_that_is_below_the_memory_of_the_machine() -> None:
+def test_a_memory_limit_below_the_memory_of_the_machine_is_described() -> None:
     machine = SimpleNamespace(total=64 * 2**30, available=60 * 2**30)
     limits = CgroupLimits(memory_bytes=8 * 2**30, memory_used_bytes=2 * 2**30)
     expected = "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"

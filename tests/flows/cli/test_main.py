@@ -116,7 +116,7 @@ def test_validate_accepts_good_input_and_writes_nothing(
         ("tables.item.dim=16", ["8", "16"]),
     ],
 )
-def test_bad_config_and_bad_input_end_a_command_with_exit_code_2_and_one_message_before_anything_starts(
+def test_a_bad_config_or_input_ends_a_command_with_exit_code_2_before_anything_starts(
     config_path: Path,
     command: str,
     override: str,
@@ -204,7 +204,7 @@ def test_a_corrupt_parquet_footer_ends_a_command_with_exit_code_2_and_one_line(
     assert printed.err.startswith(f"error: {log}: not a readable parquet file (") and printed.err.count("\n") == 1
 
 
-def test_a_bad_row_ends_a_run_with_exit_code_2_and_one_message_also_if_ids_have_control_characters(config_path: Path) -> None:
+def test_a_bad_row_ends_a_run_with_exit_code_2_and_one_message(config_path: Path) -> None:
     log = {"user_id": ["a", "b\x1b[31m\u202e"] * 50, "item_id": np.arange(100) % 20, "timestamp": np.arange(100) * 3600}
     log["timestamp"][1] = -7
     pq.write_table(pa.table(log), config_path.parent / "log.parquet")

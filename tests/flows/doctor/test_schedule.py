@@ -52,7 +52,7 @@ def prefect(config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("prefect")
-def test_the_deployment_and_the_process_that_starts_its_runs_are_read_from_a_real_server(config: PipelineConfig) -> None:
+def test_deployments_and_workers_are_checked_on_a_real_server(config: PipelineConfig) -> None:
     def call(method: str, path: str, body: dict[str, object]) -> Any:
         with short_prefect_client() as client:
             return client._client.request(method, path, json=body).json()

@@ -21,9 +21,7 @@ from tests.tasks.unhealthy_servers import silent_server
 
 
 @pytest.mark.parametrize("state", ["Failed", "Interrupted"])
-def test_a_failed_run_writes_page_and_metrics_and_an_interrupted_run_writes_only_metrics(
-    tmp_path: Path, new_database: Path, state: str
-) -> None:
+def test_an_interrupted_run_writes_metrics_but_no_page(tmp_path: Path, new_database: Path, state: str) -> None:
     shutil.copy(new_database, tmp_path)
     config = starter_config().model_copy(update={"workspace": tmp_path})
     after_run(config, StageContext(past_run(tmp_path, FIRST_START, state=state, num_stages=0)))  # type: ignore[arg-type]
@@ -72,7 +70,7 @@ def test_a_run_that_stops_before_check_data_does_not_wait_for_mlflow(
     assert not caplog.text
 
 
-def test_the_page_is_logged_and_shows_the_champion_or_without_mlflow_the_last_promoted_version(
+def test_the_page_shows_the_champion_and_without_mlflow_the_last_promoted_version(
     tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = starter_config().model_copy(update={"workspace": tmp_path})

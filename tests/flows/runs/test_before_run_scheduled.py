@@ -123,7 +123,7 @@ def _die_in_a_run(run: Run) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_run_that_a_process_works_on_is_not_unfinished_until_the_process_is_killed(config: PipelineConfig) -> None:
+def test_a_run_counts_as_unfinished_only_after_its_process_has_ended(config: PipelineConfig) -> None:
     run = Run("2", workspace=config.workspace)
     with run.lock(), record_run(StageContext(run, pipeline="p")) as ending:
         assert find_unfinished_run(config.workspace, pipeline_name="p") is None

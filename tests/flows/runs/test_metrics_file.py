@@ -54,7 +54,7 @@ def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [METRICS_FILE_NAME]  # no temporary file
 
 
-def test_history_metrics_and_retention_agree_on_the_newest_run_if_an_earlier_run_is_dated_in_the_future(tmp_path: Path) -> None:
+def test_a_run_id_from_the_future_does_not_change_which_run_is_the_newest(tmp_path: Path) -> None:
     future_run = past_run(tmp_path, datetime(2090, 1, 1, tzinfo=UTC), state="Promoted", version="7")
     newest_run = Workspace(tmp_path).run(Workspace(tmp_path).new_run_id())
     past_run(tmp_path, FIRST_START, state="Failed").folder.rename(

@@ -49,7 +49,7 @@ def test_the_form_has_few_fields_with_titles_descriptions_defaults_and_dropdowns
 @pytest.mark.parametrize(
     "override", ["training.epoch=3", "training.epochs", "training.epochs=-1", "training.epochs=[", "name.first=x", "=1"]
 )
-def test_an_invalid_override_has_the_message_of_the_command_line_and_begins_nothing(config_path: Path, override: str) -> None:
+def test_an_invalid_override_in_the_form_has_the_message_of_the_command_line(config_path: Path, override: str) -> None:
     with pytest.raises(InputError) as on_command_line:
         load_config(config_path, [override])
     with pytest.raises(InputError) as in_form:
@@ -82,7 +82,7 @@ def test_a_missing_config_file_is_an_input_error(tmp_path: Path) -> None:
         deployed_retrain.fn(str(tmp_path / "absent.yaml"))
 
 
-def test_an_unknown_rule_of_promotion_is_rejected_and_a_forced_run_may_name_the_last_stage(tmp_path: Path) -> None:
+def test_an_unknown_promotion_rule_is_rejected_and_a_forced_run_may_name_the_last_stage(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="promote is 'always'; set it to one of by_gate, never, force"):
         RunOptions(promote="always")  # type: ignore[arg-type]
     StageContext(Run("r", workspace=tmp_path), until="register", options=RunOptions(promote="force", reason="x"))

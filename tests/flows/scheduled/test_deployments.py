@@ -117,7 +117,7 @@ def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
         assert manual_deployment.parameters == deployment.parameters
 
 
-def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipeline_is_not_touched(
+def test_a_second_deploy_prints_only_changes_and_leaves_other_pipelines_alone(
     tmp_path: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("books", "music"):
@@ -165,7 +165,7 @@ def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client
     ("work_pool", "problem"),
     [("gpus", "--work-pool gpus: the Prefect server has no such work pool"), (None, "--work-pool is missing")],
 )
-def test_a_work_pool_that_does_not_exist_is_an_input_error_with_the_command_that_creates_it(
+def test_the_error_about_a_missing_work_pool_has_the_command_that_creates_it(
     tmp_path: Path, client: SyncPrefectClient, work_pool: str | None, problem: str
 ) -> None:
     command = f"prefect work-pool create {work_pool or 'nightjar'} --type process"
@@ -214,7 +214,7 @@ def test_a_run_with_unknown_parameters_ends_as_failed_and_names_them(tmp_path: P
             assert str(state.message).startswith("unknown parameters dry-run, epochs; the parameters of nightly-retrain are ")
 
 
-def test_the_error_about_a_config_contains_its_content_only_if_it_is_in_the_folder_of_the_deployed_config(
+def test_only_errors_about_files_next_to_the_deployed_config_quote_the_file(
     tmp_path: Path, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "configs"
@@ -301,9 +301,7 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
     assert [client.read_flow_run(run.id).state_name for run in (lost_run, current_run)] == ["Crashed", "Running"]
 
 
-def test_only_flow_runs_that_a_command_started_end_as_crashed_if_their_process_is_missing(
-    tmp_path: Path, client: SyncPrefectClient
-) -> None:
+def test_only_lost_flow_runs_of_commands_end_as_crashed(tmp_path: Path, client: SyncPrefectClient) -> None:
     deploy(tmp_path, name="other")
     deployment = deployments.read_deployment(client, "other")
     assert deployment is not None

@@ -28,7 +28,7 @@ def status_of(url: str, *, login: str | None = None) -> int:
         return error.code
 
 
-def test_every_page_except_the_health_check_requires_the_password_and_only_the_loopback_address_is_served(
+def test_the_mlflow_server_listens_on_loopback_and_requires_a_password(
     tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

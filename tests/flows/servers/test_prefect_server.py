@@ -70,7 +70,7 @@ def status(url: str, *, secret: str | None = None) -> int:
         return error.code
 
 
-def test_requests_need_the_password_and_no_command_line_or_log_holds_it(server: PrefectServer, log: Path) -> None:
+def test_requests_need_a_password_that_is_in_no_command_line_and_no_log(server: PrefectServer, log: Path) -> None:
     secret = os.environ["PREFECT_API_AUTH_STRING"]
     assert status(server.api_url) == 401
     assert status(server.api_url, secret="nightjar:guess") == 401
@@ -108,14 +108,14 @@ def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(home: Pa
             server.wait_until_ready()
 
 
-def test_an_empty_address_names_no_server_so_the_command_starts_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_an_empty_prefect_api_url_the_command_starts_a_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "")  # `${PREFECT_API_URL}` in a compose file can be empty
     with embedded_server() as server:
         assert server is not None
 
 
 @pytest.mark.drill
-def test_two_first_servers_of_one_workspace_both_start(home: Path) -> None:
+def test_two_servers_that_create_one_database_both_start(home: Path) -> None:
     servers = [PrefectServer(), PrefectServer()]
     try:
         for number, server in enumerate(servers):
@@ -205,7 +205,7 @@ def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
 
 
 @pytest.mark.parametrize("python_version", ["3.11", "3.12", "3.13"])
-def test_the_libraries_that_are_imported_before_prefect_are_required_by_it_on_every_python(python_version: str) -> None:
+def test_prefect_requires_the_libraries_that_nightjar_imports_before_it(python_version: str) -> None:
     environment = {"python_version": python_version, "python_full_version": f"{python_version}.0", "extra": ""}
     required = {
         requirement.name

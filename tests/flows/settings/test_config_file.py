@@ -191,7 +191,7 @@ def test_the_model_has_tables_of_ids_features_and_offsets(config_path: Path) -> 
     assert config.table_names == {"item", "item_offset", "user", "user.age", "item.brand", "context.device"}
 
 
-def test_a_table_is_named_as_in_its_catalog_and_the_folder_of_a_table_is_relative_to_the_file(config_path: Path) -> None:
+def test_only_the_folder_of_a_table_is_relative_to_the_config_file(config_path: Path) -> None:
     config_path.write_text(
         "interactions: {paths: [lake.shop.log@v7, ./log, s3://lake/log], format: delta, timestamp_column: ts, "
         "engine: {kind: spark}, split: {kind: files, test_paths: lake.shop.test}}\n"

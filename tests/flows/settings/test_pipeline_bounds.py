@@ -156,9 +156,7 @@ def test_a_name_with_a_dot_is_written_in_quotes(config_path: Path) -> None:
     ],
     ids=range(7),
 )
-def test_a_config_that_is_too_deep_or_not_plain_yaml_is_rejected_with_a_short_message(
-    config_path: Path, text: str, expected: str
-) -> None:
+def test_a_hostile_config_is_rejected_with_a_short_message(config_path: Path, text: str, expected: str) -> None:
     error = error_message(config_path, text=text)
     assert expected in error
     assert len(error) < 20_000
@@ -210,7 +208,7 @@ def test_any_value_of_any_setting_gives_a_config_that_reads_back_or_one_message(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60) | st.text("{}[]&*!|>'\"%@`#:,-? \n\tab1", max_size=60))
-def test_any_text_ends_in_a_config_or_in_one_message(tmp_path: Path, text: str) -> None:
+def test_a_random_text_is_rejected_in_one_message(tmp_path: Path, text: str) -> None:
     config_path = tmp_path / "nightly.yaml"
     try:
         config_path.write_text(text, encoding="utf-8")

@@ -62,7 +62,7 @@ def test_a_setting_of_an_unknown_table_lists_the_known_tables(config_path: Path)
             assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in error
 
 
-def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(config_path: Path) -> None:
+def test_settings_that_need_an_order_are_rejected_for_a_log_without_order(config_path: Path) -> None:
     no_last = "model.history.last_item_feature=false"
     assert not load_config(config_path, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.is_ordered
     assert "model.history.include_target is for logs without order" in error_message(
@@ -79,7 +79,7 @@ def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(conf
         ("loss.kind=cosine_contrastive", "loss.kind is cosine_contrastive, which has no temperature; set another kind"),
     ],
 )
-def test_a_temperature_is_chosen_only_by_validation_and_for_a_loss_that_has_one(
+def test_an_automatic_temperature_needs_validation_and_a_loss_with_a_temperature(
     config_path: Path, override: str, problem: str
 ) -> None:
     assert load_config(config_path, ["model.temperature=auto"]).model.temperature == "auto"
@@ -137,7 +137,7 @@ def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, c
     )
 
 
-def test_a_guarded_feature_is_a_slice_of_the_evaluation(config_path: Path) -> None:
+def test_a_feature_of_the_guardrails_must_be_a_slice_of_the_evaluation(config_path: Path) -> None:
     features = ["features={context: [{name: device}]}", "evaluation.slices=[{feature: context.device, min_users: 40}]"]
     assert (
         "registry.guardrails.features: item.brand is not a feature of evaluation.slices (its features: context.device); add "

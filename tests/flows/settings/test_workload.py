@@ -25,7 +25,7 @@ def test_with_all_negatives_a_rank_looks_up_its_share_of_the_catalogue(tmp_path:
     assert share <= plan.tables["item"].values_per_query * BATCH_SIZE <= share + BATCH_SIZE
 
 
-def test_the_disk_estimate_counts_the_checkpoint_that_is_written_before_an_old_checkpoint_is_removed(tmp_path: Path) -> None:
+def test_the_disk_estimate_counts_a_new_checkpoint_next_to_the_old_checkpoints(tmp_path: Path) -> None:
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(
         "interactions: {paths: log.parquet, timestamp_column: t}\n"

@@ -107,7 +107,7 @@ def test_too_few_users_or_hits_are_no_evidence(new_U: np.ndarray, baseline_U: np
         (0.0, 4 * NUM_USERS, {"accepted": 0.95}),
     ],
 )
-def test_outcomes_over_simulated_runs_have_at_least_these_rates_and_few_worse_versions_are_accepted(
+def test_few_worse_versions_are_accepted_over_many_simulated_runs(
     relative_drop: float, num_users: int, min_rates: dict[Outcome, float]
 ) -> None:
     rule = PairedBootstrap(num_resamples=200)
@@ -118,7 +118,7 @@ def test_outcomes_over_simulated_runs_have_at_least_these_rates_and_few_worse_ve
         assert rates[outcome] >= min_rate, rates
 
 
-def test_the_means_of_resamples_have_the_standard_error_of_the_mean_and_the_covariance_of_the_pairs() -> None:
+def test_the_means_of_resamples_have_the_standard_error_and_covariance_of_the_mean() -> None:
     value_UM = np.random.default_rng(1).normal(size=(400, 2))
     mean_RM = resample_means(value_UM, num_resamples=4_000)
     np.testing.assert_allclose(mean_RM.mean(axis=0), value_UM.mean(axis=0), atol=0.01)

@@ -66,7 +66,7 @@ def test_all_counts_equal_the_counts_of_plain_python_for_any_chunk_size(log: lis
 
 @settings(deadline=None, max_examples=60)
 @given(log=logs)
-def test_a_time_split_counts_events_that_are_later_than_the_first_event_of_a_later_part(log: list[UserEvents]) -> None:
+def test_a_time_split_counts_events_after_the_start_of_the_next_split(log: list[UserEvents]) -> None:
     times_by_part = [[time for user in log for _, time in user[part]] for part in range(3)]
     first_validation_time, first_test_time = (min(times_by_part[part], default=99 * DAY_US) for part in (1, 2))
     num_misplaced = sum(time > min(first_validation_time, first_test_time) for time in times_by_part[0])
@@ -86,9 +86,7 @@ def test_a_time_split_counts_events_that_are_later_than_the_first_event_of_a_lat
         pytest.param(([(0, 5)], [], []), 0, id="training events only"),
     ],
 )
-def test_leave_last_out_counts_surplus_held_out_events_and_users_whose_parts_overlap(
-    user: UserEvents, num_misplaced: int
-) -> None:
+def test_leave_last_out_counts_surplus_events_and_users_with_overlapping_splits(user: UserEvents, num_misplaced: int) -> None:
     user_without_held_out_events: UserEvents = ([(0, 1)], [], [])
     user_without_events: UserEvents = ([], [], [])
     log = [user_without_held_out_events, user, user_without_events]

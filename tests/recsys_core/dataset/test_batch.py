@@ -53,7 +53,7 @@ def rows_of(jagged: KeyedJaggedTensor, key: str, *, num_samples: int | None = No
 
 @settings(deadline=None)
 @given(histories=history_lists, candidates=st.lists(st.integers(0, NUM_ITEMS - 1), max_size=6))
-def test_each_distinct_item_is_looked_up_once_and_indices_restore_candidates_and_histories(
+def test_each_item_is_looked_up_once_and_indices_restore_candidates_and_histories(
     histories: list[list[int]], candidates: list[int]
 ) -> None:
     batch = batch_of(histories, candidates)

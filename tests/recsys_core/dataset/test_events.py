@@ -112,7 +112,7 @@ def test_ragged_ranges_count_up_from_every_start(starts_and_lengths: list[tuple[
 
 
 @given(log=logs, max_history=st.integers(0, 6))
-def test_an_ordered_history_has_the_preceding_training_events_but_not_the_event_itself(log: Log, max_history: int) -> None:
+def test_an_ordered_history_has_only_earlier_training_events(log: Log, max_history: int) -> None:
     """The first store has the index of each event as its item, so that a history lists events."""
 
     def expected_histories(log: Log) -> list[list[int]]:
@@ -231,9 +231,7 @@ def test_training_events_are_recognised_in_any_range_of_the_log(log: Log, data: 
 
 
 @given(log=logs, data=st.data())
-def test_held_out_events_are_the_test_events_and_the_validation_events_that_are_not_skipped(
-    log: Log, data: st.DataObject
-) -> None:
+def test_held_out_events_leave_out_skipped_validation_events(log: Log, data: st.DataObject) -> None:
     skip_validation_U = np.array(data.draw(st.lists(st.booleans(), min_size=len(log), max_size=len(log))))
     store = store_of(log)
     user_E, event_index_E = store.held_out_events(skip_validation_U=skip_validation_U)

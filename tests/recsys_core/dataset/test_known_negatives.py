@@ -98,7 +98,7 @@ def test_the_negatives_before_a_split_are_the_negatives_of_the_earlier_splits(
 
 @given(log_with_negatives=logs_with_negatives(), max_items=st.integers(1, 5), draw=st.floats(0, 0.999))
 @settings(deadline=None)
-def test_distinct_negatives_of_the_training_split_are_drawn_for_an_event_of_an_unordered_log(
+def test_an_unordered_log_draws_distinct_training_negatives(
     log_with_negatives: tuple[Log, NegativeTimes], max_items: int, draw: float
 ) -> None:
     log, times = log_with_negatives

@@ -101,7 +101,7 @@ def are_equal(batch: Batch, other_batch: Batch) -> bool:
     batch_size=st.integers(1, 7),
     epoch=st.integers(0, 3),
 )
-def test_over_all_ranks_an_epoch_has_each_example_at_most_once_and_drops_fewer_examples_than_ranks(
+def test_an_epoch_of_all_ranks_has_each_example_at_most_once(
     num_events_by_user: list[int], world_size: int, batch_size: int, epoch: int
 ) -> None:
     store = store_of(log_of_distinct_items(num_events_by_user))
@@ -371,7 +371,7 @@ def test_fixed_catalogue_rows_follow_the_positives_of_every_batch() -> None:
     max_known_negatives=st.integers(1, 3),
     is_ordered=st.booleans(),
 )
-def test_the_last_candidates_are_known_negatives_of_the_user_or_copies_of_the_positive(
+def test_the_last_candidates_are_known_negatives_or_copies_of_the_positive(
     log_with_negatives: tuple[Log, NegativeTimes],
     batch_size: int,
     num_negatives: int,

@@ -52,7 +52,7 @@ def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int]
 
 
 @given(num_events_S=st.lists(st.integers(0, 6), min_size=1, max_size=6), data=st.data())
-def test_searchsorted_counts_the_indices_of_earlier_shards_and_searches_in_the_shard_of_the_event(
+def test_searchsorted_counts_earlier_shards_and_searches_in_the_shard_of_the_event(
     num_events_S: list[int], data: st.DataObject
 ) -> None:
     start_S = np.cumsum(num_events_S) - num_events_S

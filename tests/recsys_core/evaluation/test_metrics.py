@@ -63,7 +63,7 @@ def test_every_metric_equals_torchmetrics(rows: list[list[bool]], k: int) -> Non
     np.testing.assert_allclose(metrics.auc(targets), torchmetrics_values(binary_auroc), **tolerance)
 
 
-def test_metrics_of_tied_scores_equal_scikit_learn_with_scores_without_ties_in_the_same_order() -> None:
+def test_metrics_of_tied_scores_equal_scikit_learn_after_breaking_the_ties() -> None:
     random, num_users, num_items = np.random.default_rng(4), 40, 60
     query, item = random.integers(-1, 2, (num_users, 3)), random.integers(-1, 2, (num_items, 3))
     is_target_UI = random.random((num_users, num_items)) < 0.15

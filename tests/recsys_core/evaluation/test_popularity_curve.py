@@ -73,7 +73,7 @@ def test_each_point_has_the_metrics_of_an_export_with_its_weight(tmp_path: Path)
     assert lifts == sorted(lifts) and novelties == sorted(novelties, reverse=True) and len({*lifts}) == 3
 
 
-def test_an_export_with_a_popularity_term_has_the_curve_of_the_same_model_without_the_term(tmp_path: Path) -> None:
+def test_a_popularity_term_does_not_change_the_popularity_curve(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path)
     curve_without_term, curve_with_term = (
         popularity_curve(CONFIG, export=write_export(tmp_path, weight=weight), interactions=interactions, weights=[0, 0.1, 1])

@@ -131,7 +131,7 @@ def test_filters_by_one_and_by_true_do_not_share_a_search(
     assert isinstance(error, InputError) and f"{column!r}" in str(error)
 
 
-def test_two_filters_with_too_many_levels_do_not_fail_the_other_requests_of_their_batch(retriever: Retriever) -> None:
+def test_filters_with_too_many_levels_do_not_fail_other_requests_of_the_batch(retriever: Retriever) -> None:
     deep_filters = [orjson.loads('{"genre": ' + "[" * 1_000 + "]" * 1_000 + "}") for _ in range(2)]
     requests = [query_of(USER_IDS[0]), *map(request_with_filter, deep_filters)]
     result, *errors = ServedModel(retriever).respond(requests)

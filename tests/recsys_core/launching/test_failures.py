@@ -38,7 +38,7 @@ def error_of(*host_reports: HostReport, num_hosts: int = 2) -> InputError | Stag
     return error_from_failures(host_reports, num_hosts=num_hosts, folder=LaunchFolder(Path("/logs")))
 
 
-def test_a_killed_rank_is_the_cause_and_not_a_peer_that_failed_earlier_on_another_host() -> None:
+def test_the_error_names_a_killed_rank_instead_of_an_earlier_failure_on_another_host() -> None:
     peer_report = host_report(0, rank_report(0, traceback=LOST_PEER_TRACEBACK, timestamp=90))
     killed_report = host_report(1, rank_report(1, signal="SIGKILL"), num_oom_kills=0, memory_bytes=2**34)
     error = error_of(peer_report, killed_report)
@@ -96,7 +96,7 @@ def test_a_full_disk_in_a_traceback_is_an_input_error_with_the_file_and_the_free
     )
 
 
-def test_format_stacks_returns_a_line_for_every_rank_even_if_it_did_not_start_or_respond(tmp_path: Path) -> None:
+def test_format_stacks_has_a_line_for_every_rank_even_without_its_stack(tmp_path: Path) -> None:
     folder = LaunchFolder(tmp_path)
     for rank in range(2):
         folder.report_start(RankReport(rank=rank, host=Host(index=0, name="alpha"), pid=40 + rank))

@@ -10,7 +10,7 @@ import pytest
 from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatFile, HeartbeatWriter, heartbeat
 
 
-def test_the_timeout_of_an_activity_is_ten_times_its_longest_duration_and_at_least_a_minute(tmp_path: Path) -> None:
+def test_the_timeout_is_ten_times_the_longest_duration_and_at_least_a_minute(tmp_path: Path) -> None:
     writer = HeartbeatWriter(tmp_path / "heartbeat", is_main=True)
     heartbeat_file = HeartbeatFile(writer.path, start_timeout_s=1, timeout_s=None)
     assert heartbeat_file.current_timeout_s() == UNMEASURED_TIMEOUT_S
@@ -27,7 +27,7 @@ def test_the_timeout_of_an_activity_is_ten_times_its_longest_duration_and_at_lea
     assert heartbeat_file.current_timeout_s() == UNMEASURED_TIMEOUT_S
 
 
-def test_a_setting_overrides_the_measured_timeout_and_a_touched_file_has_the_timeout_of_unmeasured_work(tmp_path: Path) -> None:
+def test_a_setting_overrides_the_measured_timeout(tmp_path: Path) -> None:
     path = tmp_path / "heartbeat"
     path.touch()
     assert HeartbeatFile(path, start_timeout_s=1, timeout_s=None).current_timeout_s() == UNMEASURED_TIMEOUT_S

@@ -55,7 +55,7 @@ def test_an_input_error_of_a_rank_keeps_its_class_and_message(tmp_path: Path) ->
         launch_ranks(tmp_path, {1: "reject input"})
 
 
-def test_a_rank_killed_by_a_signal_is_the_cause_and_not_its_peer_that_lost_the_connection(tmp_path: Path) -> None:
+def test_the_error_names_a_killed_rank_instead_of_a_peer_without_connection(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"rank 1 was the first to fail, with signal SIGKILL .*out of memory") as caught:
         launch_ranks(tmp_path, {1: "kill itself"})
     assert not isinstance(caught.value, InputError)
@@ -73,15 +73,13 @@ def test_a_disk_that_a_rank_fills_is_reported_with_the_folder_and_the_free_space
         launch_ranks(small_disk, {1: "fill the disk"})
 
 
-def test_a_disk_with_room_only_for_launch_json_is_reported_instead_of_the_exit_code_of_torchrun(small_disk: Path) -> None:
+def test_a_disk_that_is_full_after_launch_json_is_named_in_the_error(small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(2**20 - 3 * PAGE_BYTES))
     with pytest.raises(InputError, match=rf"^{small_disk}/logs: .*, but the disk has 0\.000 GiB free; free some"):
         launch_ranks(small_disk, {})
 
 
-def test_a_launch_without_torchx_names_the_extra_of_the_checkout_before_it_creates_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_without_torchx_names_the_extra_and_creates_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recsys_core.launching.launch.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"install nightjar with the extra torchx, e\.g\. pip install \"\.\[torchx\]\""):
         launch_ranks(tmp_path, {}, launcher=REMOTE)

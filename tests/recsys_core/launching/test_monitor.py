@@ -78,7 +78,7 @@ def test_ranks_that_do_not_start_in_time_are_named_with_the_address_and_the_sett
     assert "raise launcher.rendezvous_timeout_s" in message
 
 
-def test_ranks_without_a_first_heartbeat_are_reported_with_the_setting_for_slow_starts(tmp_path: Path) -> None:
+def test_the_error_about_a_missing_first_heartbeat_names_the_setting(tmp_path: Path) -> None:
     message = error_of_launch(tmp_path, num_ready_hosts=2, num_started_ranks=2)
     assert message.startswith("the ranks did not start within 0.3 s; raise training.start_timeout_s if")
     assert "rank 0 (host h0, process 1): did not respond" in message

@@ -26,7 +26,7 @@ C10D_POLL_S = 6.0
 """torchrun's c10d rendezvous, which nightjar does not use, would unpickle the state in the store every 5 s."""
 
 
-def test_on_one_host_the_agent_has_no_listening_socket_and_ranks_listen_on_the_loopback_only(tmp_path: Path) -> None:
+def test_on_one_host_only_ranks_listen_and_only_on_loopback(tmp_path: Path) -> None:
     with running_launch(tmp_path, "local") as (launching_process, _):
         sockets = listening_sockets(psutil.Process(launching_process.pid))
     assert sockets, "gloo listens on a socket in each rank, but none was found"
@@ -34,7 +34,7 @@ def test_on_one_host_the_agent_has_no_listening_socket_and_ranks_listen_on_the_l
     assert {address for _, address in sockets} <= LOOPBACK
 
 
-def test_ranks_of_one_host_use_the_loopback_interface_and_meet_in_a_folder_that_only_their_user_can_open(
+def test_ranks_of_one_host_use_loopback_and_meet_in_a_private_folder(
     tmp_path: Path,
 ) -> None:
     with running_launch(tmp_path, "local") as (launching_process, _):

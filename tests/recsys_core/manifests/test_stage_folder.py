@@ -259,7 +259,7 @@ def test_fingerprints_are_equal_if_and_only_if_their_parts_are_equal(parts: list
     ],
     ids=["write", "numpy", "parquet", "faiss", "safetensors", "torch"],
 )
-def test_a_full_disk_raises_the_same_error_for_every_library_and_leaves_nothing_behind(
+def test_a_full_disk_raises_the_same_error_for_every_library(
     small_disk: Path, write_large_file: Callable[[Path], object]
 ) -> None:
     def build(folder: Path) -> dict[str, object]:

@@ -40,7 +40,7 @@ def test_settings_that_need_a_history_are_rejected_without_one(name: str) -> Non
 
 
 @pytest.mark.parametrize("tower", ["query", "candidate"])
-def test_the_last_layer_of_a_tower_with_a_skip_connection_must_have_the_width_embedding_dim(tower: str) -> None:
+def test_a_skip_connection_needs_a_last_layer_of_width_embedding_dim(tower: str) -> None:
     settings_by_tower = {"query": {"layers": (16, 12)}, "candidate": {"layers": (16, 12)}}
     assert two_tower_config(**settings_by_tower).output_dim == 12
     settings_by_tower[tower] = {"layers": (16, 12), "skip_connection": True}

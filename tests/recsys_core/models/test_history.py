@@ -210,7 +210,7 @@ def test_a_model_can_start_from_a_champion_with_the_same_encoder(kind: str) -> N
 
 
 @every_kind
-def test_the_served_tower_with_8_bit_rows_computes_nearly_the_queries_of_float_rows(kind: str) -> None:
+def test_a_tower_with_8_bit_rows_computes_nearly_the_same_queries(kind: str) -> None:
     torch.manual_seed(0)
     spec = spec_of(kind)
     tower = torch.nn.ModuleDict({"query": QueryTower(spec)})

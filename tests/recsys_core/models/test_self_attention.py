@@ -78,7 +78,7 @@ def test_padding_may_be_anywhere_and_have_any_value() -> None:
     torch.testing.assert_close(vector_BD, torch_vector(attention, item_HD).expand(3, -1), rtol=1e-4, atol=1e-5)
 
 
-def test_with_recency_residual_the_recency_encoder_is_added_to_an_attention_that_starts_at_zero() -> None:
+def test_with_recency_residual_an_untrained_attention_equals_recency_pooling() -> None:
     torch.manual_seed(2)
     without_residual, with_residual = (
         make_encoder(SelfAttentionHistory(length=MAX_LENGTH, recency_residual=has_residual), dim=WIDTH, std=0.5).eval()

@@ -116,7 +116,7 @@ def test_the_teacher_table_is_frozen_unscaled_and_zero_without_a_vector() -> Non
     assert (teacher.settings.missing_vector_init, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
 
 
-def test_output_names_contain_the_table_if_several_tables_of_a_collection_share_a_feature() -> None:
+def test_output_names_contain_the_table_if_two_tables_share_a_feature() -> None:
     vector_dims, tables = {"item": DIM}, ("item", "item_teacher")
     separate_collections = make_spec(vector_dims=vector_dims, has_distillation=True)
     assert [separate_collections.output_name(table) for table in tables] == ["item", "item"]

@@ -220,7 +220,7 @@ def compare_penalty_of_catalogue(rank: int) -> None:
     torch.testing.assert_close(penalty / world_size, expected_penalty, rtol=1e-4, atol=1e-5)
 
 
-def test_weight_decay_counts_each_row_once_if_the_shares_of_the_catalogue_differ_in_size() -> None:
+def test_weight_decay_counts_each_row_once_for_unequal_shares_of_the_catalogue() -> None:
     run_ranks(compare_penalty_of_catalogue, world_size=3, timeout_s=30)
 
 

@@ -48,7 +48,7 @@ def test_the_last_layer_has_no_activation_so_all_numbers_of_a_vector_can_be_nega
     assert ((vector_BD < 0).any(dim=0) & (vector_BD > 0).any(dim=0)).all()
 
 
-def test_vectors_have_norm_1_with_cosine_similarity_and_keep_their_norm_with_the_dot_product() -> None:
+def test_only_cosine_similarity_scales_vectors_to_norm_1() -> None:
     item_row_ID, user_row_BD = torch.randn(3, 4), torch.randn(2, 4)
     cosine_spec = spec_of(learn_user_embedding=True, history=NO_HISTORY, query={"layers": ()})
     item_vector_ID = CandidateTower(cosine_spec)(item_row_ID, features={})

@@ -39,9 +39,7 @@ def test_the_error_names_a_folder_without_parquet_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("marker_file", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
-def test_a_delta_or_iceberg_folder_is_rejected_because_its_files_may_have_deleted_rows(
-    tmp_path: Path, marker_file: str
-) -> None:
+def test_folders_of_delta_and_iceberg_tables_are_rejected(tmp_path: Path, marker_file: str) -> None:
     write_parquet(tmp_path / "log" / "data" / "a.parquet", x=[1])
     (tmp_path / "log" / marker_file).parent.mkdir()
     (tmp_path / "log" / marker_file).touch()
@@ -153,7 +151,7 @@ def test_a_file_in_two_settings_is_rejected_without_a_hint_at_links(tmp_path: Pa
         check_distinct_files([source.location, source.location], setting="train and test")
 
 
-def test_a_file_matched_twice_counts_once_but_is_rejected_if_its_path_has_two_spellings(tmp_path: Path) -> None:
+def test_a_file_that_two_patterns_match_counts_once(tmp_path: Path) -> None:
     write_parquet(tmp_path / "log" / "a.parquet", x=[1])
     same_spelling_patterns = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
     assert len(open_sources(same_spelling_patterns, setting="s")) == 1

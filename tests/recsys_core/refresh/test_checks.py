@@ -52,7 +52,7 @@ def contents_of(refresh_result: Refreshed) -> PackageContents:
     return read_package(package_folder_of(refresh_result), sha256=description_sha256(refresh_result.package))
 
 
-def test_a_refresh_with_an_exact_index_passes_all_checks_with_recall_and_overlap_of_one(refresh_result: Refreshed) -> None:
+def test_a_refresh_with_an_exact_index_has_recall_1_and_overlap_1(refresh_result: Refreshed) -> None:
     assert [check.metric for check in refresh_result.checks] == CHECK_METRICS
     values = {check.metric: check.value for check in refresh_result.checks}
     assert values.pop("golden_queries") > 20

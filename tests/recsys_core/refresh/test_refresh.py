@@ -170,7 +170,7 @@ def test_removed_items_are_never_recommended_and_leave_the_histories(
     assert answer.num_unknown_items == 1
 
 
-def test_new_items_are_recommended_filtered_and_read_in_histories_and_are_the_least_popular(
+def test_new_items_are_recommended_filtered_and_read_in_histories(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
     write_tables(range(1000, 1320))

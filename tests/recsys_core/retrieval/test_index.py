@@ -79,9 +79,7 @@ def test_the_reported_recall_equals_the_overlap_with_a_brute_force_search(manife
 @pytest.mark.parametrize(
     "kind", [IvfFlat(nlist=20), IvfPq(nlist=20, pq_m=16, pq_nbits=8), PqFastScan(nlist=20, pq_m=16), Hnsw(hnsw_m=4)]
 )
-def test_the_fastest_search_that_reaches_the_target_on_validation_is_used_and_measured_on_the_test(
-    kind: AnyIndexKind, tmp_path: Path
-) -> None:
+def test_the_fastest_search_that_reaches_the_validation_target_is_used(kind: AnyIndexKind, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     vectors, test, validation = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50, 60))
     queries = {"test": (range(50), test), "validation": (range(60), validation)}
@@ -98,9 +96,7 @@ def test_the_fastest_search_that_reaches_the_target_on_validation_is_used_and_me
         assert recall == pytest.approx(np.mean(_recall_by_query(row, exact_row)), abs=2e-3)
 
 
-def test_a_target_that_no_search_reaches_gives_the_best_search_and_a_setting_of_the_user_is_not_tuned(
-    export: ExportManifest, tmp_path: Path
-) -> None:
+def test_if_no_search_reaches_the_target_the_best_search_is_used(export: ExportManifest, tmp_path: Path) -> None:
     config = IndexConfig(served=IvfPq(nlist=10, pq_m=2, pq_nbits=2), compared=(Hnsw(ef_search=9),), recall_target=1.0)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     tried, hnsw = manifest.reports["ivf_pq"].tried, manifest.reports["hnsw"]
@@ -207,9 +203,7 @@ def test_a_sample_of_the_test_users_is_measured_if_there_are_many(
     assert sorted({*users} & {*range(60)}) == users.tolist()
 
 
-def test_auto_serves_the_fastest_kind_that_reaches_the_target_and_removes_the_other_candidates(
-    export: ExportManifest, tmp_path: Path
-) -> None:
+def test_auto_serves_the_fastest_kind_that_reaches_the_target(export: ExportManifest, tmp_path: Path) -> None:
     config = IndexConfig(served=Auto(), compared=(IvfPq(pq_m=1, pq_nbits=1),), recall_target=0.9)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     assert {*manifest.reports} == {"flat", "ivf_pq", "hnsw"}
@@ -221,7 +215,7 @@ def test_auto_serves_the_fastest_kind_that_reaches_the_target_and_removes_the_ot
     assert manifest.warning is None
 
 
-def test_if_no_index_within_the_memory_reaches_the_target_the_best_index_is_served_with_a_warning(
+def test_an_index_below_the_target_is_served_with_a_warning_if_no_better_one_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
@@ -259,7 +253,7 @@ def large_export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
     return write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=by_split)
 
 
-def test_auto_tries_all_kinds_for_a_large_catalogue_and_serves_another_kind_if_the_best_is_too_large(
+def test_auto_serves_the_next_kind_if_the_best_is_too_large_for_the_memory(
     large_export: ExportManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
@@ -291,7 +285,7 @@ def test_auto_tries_all_kinds_for_a_large_catalogue_and_serves_another_kind_if_t
     assert (tmp_path / "limited" / f"{limited.served_index}.faiss").is_file()
 
 
-def test_auto_serves_the_best_kind_of_a_large_catalogue_if_no_kind_within_the_memory_reaches_the_target(
+def test_auto_serves_the_best_kind_if_no_kind_within_the_memory_reaches_the_target(
     large_export: ExportManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
@@ -346,7 +340,7 @@ def test_a_value_that_overflows_half_precision_stops_only_indexes_that_rescore(v
     assert np.isfinite(score).all()
 
 
-def test_a_gpu_builds_the_kinds_that_faiss_supports_there_and_the_index_keeps_its_row_numbers(
+def test_a_gpu_builds_only_the_kinds_that_faiss_supports_on_gpus(
     export: ExportManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index in host memory replaces the index on the GPU, so that no GPU is needed."""

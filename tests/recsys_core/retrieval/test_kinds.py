@@ -72,7 +72,7 @@ def test_an_index_has_every_item_and_an_item_is_among_its_own_results(
 
 
 @every_kind
-def test_the_widest_search_has_a_high_recall_and_returns_each_item_once_and_then_only_missing_items(
+def test_the_widest_search_returns_each_item_at_most_once_with_a_high_recall(
     kind: AnyIndexKind, index_by_kind: dict[str, Any], vectors: np.ndarray
 ) -> None:
     index, query = index_by_kind[kind.kind], vectors[:100]
@@ -152,7 +152,7 @@ def test_an_exhaustive_search_returns_every_item_and_is_exact_without_compressio
 
 
 @every_kind
-def test_an_index_read_from_its_file_gives_the_same_results_and_the_file_has_about_the_estimated_size(
+def test_a_stored_index_gives_the_same_results_and_has_about_the_estimated_size(
     kind: AnyIndexKind, index_by_kind: dict[str, Any], vectors: np.ndarray, tmp_path: Path
 ) -> None:
     faiss.write_index(index_by_kind[kind.kind], str(tmp_path / "index"))
@@ -170,7 +170,7 @@ def test_an_index_read_from_its_file_gives_the_same_results_and_the_file_has_abo
 
 @every_kind
 @pytest.mark.parametrize("num_items", [2, 12, 100])
-def test_fitted_settings_suit_a_small_catalogue_and_are_read_back_from_their_parameters(
+def test_fitted_settings_suit_a_small_catalogue_and_can_be_read_back(
     kind: AnyIndexKind, num_items: int, vectors: np.ndarray
 ) -> None:
     fitted_kind = kind.fitted(num_items, DIM)
@@ -192,9 +192,7 @@ def test_every_tested_variant_is_within_the_limits_of_the_config(kind: AnyIndexK
 
 
 @every_kind
-def test_a_vector_width_that_a_kind_does_not_support_is_reported_by_the_config_and_stops_the_stage(
-    kind: AnyIndexKind, tmp_path: Path
-) -> None:
+def test_an_unsupported_vector_width_is_rejected_by_the_config_and_by_the_stage(kind: AnyIndexKind, tmp_path: Path) -> None:
     assert kind.problem(64) is None
     problem = IndexConfig(served=kind).problem(33)
     assert problem == kind.problem(33)

@@ -47,7 +47,7 @@ class ScriptedQueries:
         return SearchPoint(parameters=kind.model_dump(exclude={"kind"}), recall=recall, ms_per_query=ms_per_query)
 
 
-def test_the_fastest_setting_of_all_rescore_series_is_chosen_and_a_slower_series_is_not_continued() -> None:
+def test_the_fastest_setting_of_all_rescore_series_is_chosen() -> None:
     # Each line has the points of one rescore value, up to the first point that reaches the target or is slower than the best.
     points = {(1, 2): (0.5, 1.0), (2, 2): (0.7, 2.0), (3, 2): (0.96, 3.0)}
     points |= {(1, 4): (0.6, 1.5), (2, 4): (0.95, 2.5)}
@@ -60,7 +60,7 @@ def test_the_fastest_setting_of_all_rescore_series_is_chosen_and_a_slower_series
     assert [point.recall for point in measured_points] == [recall for recall, _ in points.values()]
 
 
-def test_a_series_below_the_target_ends_when_the_recall_stops_growing_and_gives_the_highest_recall() -> None:
+def test_a_series_below_the_target_ends_when_its_recall_stops_growing() -> None:
     recalls = [0.0, 0.0, 0.0, 0.4, 0.8, 0.8004, 0.8003]
     nprobes = [1, 2, 3, 4, 6, 8, 12]
     points = {(nprobe, 0): (recall, float(nprobe)) for nprobe, recall in zip(nprobes, recalls, strict=True)}

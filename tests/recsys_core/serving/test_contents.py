@@ -152,7 +152,7 @@ def _index_file(num_items: int, dim: int) -> bytes:
         ("index.faiss", _index_file(NUM_ITEMS, DIM)),  # of another kind than the configured one
     ],
 )
-def test_an_error_about_mismatching_contents_names_the_file_even_if_all_checksums_match(
+def test_contents_that_do_not_fit_together_are_rejected_even_with_valid_checksums(
     package_copy: Path, name: str, content: bytes
 ) -> None:
     (package_copy / name).write_bytes(content)
@@ -257,7 +257,7 @@ def test_an_index_is_rejected_if_a_shard_repeats_another_shard_or_is_not_used(
         )
 
 
-def test_an_index_of_every_kind_is_mapped_and_returns_the_results_of_an_index_in_memory(
+def test_a_mapped_index_returns_the_results_of_an_index_in_memory(
     build_packaged_model: ModelBuilder,
 ) -> None:
     for kind in get_args(get_args(AnyIndexKind)[0]):

@@ -82,7 +82,7 @@ def test_the_description_of_a_package_has_its_settings_its_data_and_its_metrics(
     assert 0 < recall.value < 1 and recall.half_width is not None and recall.half_width > 0
 
 
-def test_a_package_loads_from_its_stage_folder_its_own_folder_and_a_model_folder_of_mlflow(flat_model, tmp_path: Path) -> None:
+def test_a_package_loads_from_a_stage_a_package_and_an_mlflow_folder(flat_model, tmp_path: Path) -> None:
     shutil.copytree(flat_model[1].folder / "package", tmp_path / "artifacts" / "package")
     folders = (flat_model[1].folder, flat_model[1].folder / "package", str(tmp_path))
     assert len({Retriever.load(folder).version for folder in folders}) == 1

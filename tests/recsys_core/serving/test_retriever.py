@@ -268,7 +268,7 @@ def test_items_that_an_index_never_returns_complete_the_answers(
 
 
 @pytest.mark.parametrize("min_score", [0.0, -0.1])
-def test_items_below_the_requested_score_are_left_out_if_k_is_larger_than_the_number_of_allowed_items(
+def test_items_below_the_requested_score_are_left_out_even_if_fewer_than_k_remain(
     retriever: Retriever, min_score: float
 ) -> None:
     (full_answer,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS)

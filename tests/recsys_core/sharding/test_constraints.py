@@ -80,7 +80,7 @@ def test_an_unsupported_constraint_is_rejected_with_its_setting(config, message)
         make_plan(config, model=POOLED_SPEC, batch_size=64)
 
 
-def test_a_sharding_type_for_pooled_lookups_is_rejected_for_an_unpooled_table_with_the_fix():
+def test_a_sharding_type_for_pooled_lookups_is_rejected_for_an_unpooled_table():
     with pytest.raises(
         InputError, match=r"sharding.tables.user: grid_shard supports pooled.*or set tables.user.lookup to pooled"
     ):

@@ -32,7 +32,7 @@ def cluster(**changes) -> ClusterConfig:
     return ClusterConfig(**({"device": "cuda", "processes_per_node": 2, "hbm_gb": 80, "ddr_gb": 16} | changes))
 
 
-def test_too_few_gpus_are_reported_with_the_table_the_missing_bytes_and_changes_that_help():
+def test_the_error_about_too_few_gpus_has_the_missing_bytes_and_possible_changes():
     message = message_of(ShardingConfig(cluster=cluster()))
     match = re.search(
         r"table user needs ([\d,]+) bytes of HBM on one rank \(row_wise\), but ([\d,]+) are usable: ([\d,]+) by", message

@@ -99,7 +99,7 @@ def test_the_hot_row_curve_is_the_share_of_events_of_the_most_frequent_rows() ->
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_a_softmax_over_the_whole_catalogue_looks_up_the_share_of_the_rank_and_the_items_of_the_batch(world_size: int) -> None:
+def test_a_softmax_over_the_catalogue_looks_up_the_share_of_the_rank_and_the_batch(world_size: int) -> None:
     store, loss = skewed_store(is_ordered=True), LossConfig(negatives="all")
     spec = ModelSpec.sized(TwoTowerConfig(history=MeanHistory(length=5)), num_users=NUM_USERS, num_items=NUM_ITEMS)
     lookup_stats = measure_lookups(spec, batch_size=BATCH_SIZE, world_size=world_size, loss=loss, store=store)

@@ -125,7 +125,7 @@ def test_a_plan_for_another_optimizer_and_a_plan_that_was_edited_are_rejected():
         plan.model_copy(update={"tables": plan.tables | {"item": edited_item}}).check_matches(spec=spec, world_size=2)
 
 
-def test_the_choice_among_equally_good_layouts_does_not_depend_on_the_order_of_the_sharding_types():
+def test_the_order_of_the_sharding_types_does_not_change_the_plan():
     equal_types = config("column_wise", "table_wise")  # both keep a table of 64 columns in one shard
     assert make_plan(equal_types, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
     layout_orders = []
@@ -142,7 +142,7 @@ def test_the_choice_among_equally_good_layouts_does_not_depend_on_the_order_of_t
     assert sorted(layout_orders[0]) == sorted(SHARDING_TYPES) and layout_orders[0] == layout_orders[1]
 
 
-def test_a_cached_table_keeps_its_cache_settings_and_an_ssd_table_can_be_planned_but_not_trained(tmp_path):
+def test_a_cached_table_keeps_its_settings_and_an_ssd_table_cannot_be_trained(tmp_path):
     cached_constraint = TableConstraint(compute_kernels=("fused_uvm_caching",), cache_load_factor=0.3)
     plan = make_plan(
         ShardingConfig(cluster=ClusterConfig(device="cuda"), tables={"item": cached_constraint}), model=SPEC, batch_size=64
@@ -159,7 +159,7 @@ def test_a_cached_table_keeps_its_cache_settings_and_an_ssd_table_can_be_planned
         plan_sharding(ssd_config, model=SPEC, batch_size=64, folder=tmp_path / "plan")
 
 
-def test_device_auto_uses_the_memory_of_this_machine_and_other_devices_the_configured_or_default_memory() -> None:
+def test_only_device_auto_plans_with_the_memory_of_this_machine() -> None:
     automatic = with_default_memory(ClusterConfig())
     limit_gb = min(psutil.virtual_memory().total, cgroup_limits().memory_bytes or psutil.virtual_memory().total) / 2**30
     assert automatic.ddr_gb is not None and limit_gb - 1 < automatic.ddr_gb <= limit_gb

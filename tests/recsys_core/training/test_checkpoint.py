@@ -159,9 +159,7 @@ def restore_checkpoints(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_tables_accumulators_and_layers_are_restored_on_another_number_of_ranks_and_with_another_sharding(
-    saved_folder, world_size
-):
+def test_a_checkpoint_is_restored_on_another_number_of_ranks_and_with_another_sharding(saved_folder, world_size):
     run_ranks(restore_checkpoints, world_size=world_size, arguments=(saved_folder,))
 
 
@@ -171,7 +169,7 @@ def assert_restore_fails(rank: int, checkpoint_folder: Path, spec: ModelSpec, me
         restore(training.model, training.optimizer, checkpoint=checkpoint_folder)
 
 
-def test_a_checkpoint_of_another_model_is_rejected_and_the_message_names_tables_and_shapes(saved_folder):
+def test_the_error_about_a_checkpoint_of_another_model_names_tables_and_shapes(saved_folder):
     checkpoint_folder = saved_folder / "row_wise" / checkpoint_name(NUM_STEPS)
     spec = spec_of()
     larger_table = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})

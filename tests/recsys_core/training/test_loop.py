@@ -113,7 +113,7 @@ SLOW_CASES = ("replicated tables", "sharded layers")
         for name, settings in SETTINGS_BY_CASE.items()
     ],
 )
-def test_a_training_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_training(dataset, settings, tmp_path):
+def test_a_training_that_is_stopped_twice_equals_an_undisturbed_training_bit_for_bit(dataset, settings, tmp_path):
     experiment = make_experiment(dataset, tmp_path / "plan", **{"training": two_epochs_with()} | settings)
     undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
     steps_per_epoch = undisturbed.lines[0].total_steps // 2
@@ -132,7 +132,7 @@ def test_a_training_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_t
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)
 
 
-def test_the_few_steps_before_the_first_line_of_a_resumed_run_do_not_shorten_the_heartbeat_timeout(dataset, tmp_path):
+def test_the_first_steps_after_a_resume_do_not_shorten_the_heartbeat_timeout(dataset, tmp_path):
     training = training_with(validation=None, log_every_steps=5, checkpoint_every_steps=4)  # lines after steps 4, 5, 8, 10, 12
     experiment = make_experiment(dataset, tmp_path / "plan", training=training)
     heartbeat_path = tmp_path / "work" / "heartbeat"
@@ -212,7 +212,7 @@ def test_tables_with_and_without_a_cache_have_the_same_losses(dataset, tmp_path)
     assert losses_by_kernel["fused_uvm_caching"] == losses_by_kernel["fused"]
 
 
-def test_training_stops_when_the_metric_no_longer_improves_and_the_best_epoch_is_the_result(dataset, tmp_path):
+def test_early_stopping_ends_the_training_and_keeps_the_best_epoch(dataset, tmp_path):
     with_patience = training_with(
         epochs=6, validation=ValidationConfig(patience=2), keep_checkpoints=1, table_optimizer=TableOptimizer(warmup_steps=5)
     )

@@ -212,7 +212,7 @@ def test_a_training_that_was_interrupted_in_a_trial_of_the_temperature_is_resume
     assert log_folders == [tmp_path / "train.work" / "temperature" / "0.07" / "logs" / "attempt-1"] * 2
 
 
-def test_a_training_with_an_empty_job_file_as_after_a_power_failure_starts_from_scratch(experiment, tmp_path, monkeypatch):
+def test_a_training_with_an_empty_job_file_starts_from_scratch(experiment, tmp_path, monkeypatch):
     work_folder = tmp_path / "train.work"
     (work_folder / "checkpoints").mkdir(parents=True)
     (work_folder / JOB_FILE).write_bytes(b"")
@@ -240,7 +240,7 @@ def test_a_work_folder_that_is_a_link_is_rejected_and_the_files_behind_it_remain
 
 
 @pytest.mark.drill
-def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_is_left(experiment, tmp_path):
+def test_after_the_last_attempt_the_error_names_rank_and_signal(experiment, tmp_path):
     config = LONG_CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
         run_train(experiment, tmp_path / "train", config=config, on_progress=once_at_step(5, kill_a_rank))
@@ -363,9 +363,7 @@ def test_a_catalogue_above_the_limit_catalogue_gb_is_rejected_before_the_launch(
 
 
 @pytest.mark.drill
-def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same_global_batch(
-    experiment, tmp_path, monkeypatch
-):
+def test_after_a_second_failure_training_continues_with_fewer_ranks(experiment, tmp_path, monkeypatch):
     config = LONG_CONFIG.model_copy(update={"max_attempts": 3, "min_processes": 1})
     lines: list[Progress] = []
     kill_steps: list[int] = []

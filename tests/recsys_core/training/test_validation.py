@@ -25,7 +25,7 @@ from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 NUM_ITEMS, NUM_NEW_USERS = 40, 30
 
 
-def test_users_without_history_are_validated_with_the_popular_items_that_they_are_served(tmp_path: Path) -> None:
+def test_users_without_history_are_validated_with_popular_items(tmp_path: Path) -> None:
     run_ranks(_validate_new_users, world_size=1, arguments=(tmp_path,))
 
 

@@ -167,7 +167,7 @@ def test_a_crash_before_the_switch_keeps_the_alias_and_the_next_push_moves_it(
     )
 
 
-def test_a_collection_that_an_interrupted_push_left_incomplete_is_loaded_again(
+def test_a_push_loads_the_incomplete_collection_of_an_interrupted_push_again(
     settings: AnyStore, package: PackageManifest
 ) -> None:
     retriever = load_version(package, 1)
@@ -180,9 +180,7 @@ def test_a_collection_that_an_interrupted_push_left_incomplete_is_loaded_again(
     assert read_collections(settings)[0] == collection_name(retriever)
 
 
-def test_a_collection_that_an_interrupted_push_left_without_an_index_gets_the_index(
-    package: PackageManifest, tmp_path: Path
-) -> None:
+def test_a_push_adds_the_missing_index_of_an_interrupted_push(package: PackageManifest, tmp_path: Path) -> None:
     import lancedb
 
     retriever, settings = load_version(package, 1), store_config("lancedb", tmp_path, index="approximate", min_overlap=0.5)
@@ -222,7 +220,7 @@ def test_a_push_of_wrong_vectors_fails_at_the_golden_queries_and_keeps_the_alias
     assert push(new_version, settings, model_name="films").num_loaded == NUM_ITEMS
 
 
-def test_a_damaged_collection_that_the_alias_names_is_reported_and_kept(settings: AnyStore, package: PackageManifest) -> None:
+def test_a_damaged_collection_is_kept_while_the_alias_names_it(settings: AnyStore, package: PackageManifest) -> None:
     retriever = load_version(package, 1)
     push(retriever, settings, model_name="films")
     with settings.connect() as store:
@@ -252,9 +250,7 @@ def test_lancedb_finds_an_alias_among_more_tables_than_it_lists_at_once(
 
 
 @pytest.mark.parametrize("kind", ["lancedb", "milvus"])
-def test_an_approximate_index_is_accepted_with_a_part_of_the_exact_items(
-    kind: str, package: PackageManifest, tmp_path: Path
-) -> None:
+def test_an_approximate_index_is_accepted_from_min_overlap_on(kind: str, package: PackageManifest, tmp_path: Path) -> None:
     retriever = load_version(package, 1)
     settings = store_config(kind, tmp_path, index="approximate", min_overlap=0.5)
     assert 0.5 <= push(retriever, settings, model_name="films").overlap <= 1.0

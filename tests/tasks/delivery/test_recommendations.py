@@ -219,7 +219,7 @@ def test_a_model_without_users_needs_files_of_users(build_packaged_model: ModelB
     assert not output_folder.exists()
 
 
-def test_recommendations_count_as_written_if_version_and_settings_are_equal_and_no_file_is_missing(
+def test_recommendations_of_another_version_or_with_a_missing_file_are_not_current(
     retriever: Retriever, output_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_written_now(**changes: object) -> bool:

@@ -70,9 +70,7 @@ def three_versions(workspace: Path, build_stages: BuildStages, in_process_predic
     return workspace
 
 
-def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_former_champion(
-    three_versions: Path, decide: Decide, changes: list[AliasChange]
-) -> None:
+def test_a_rollback_undoes_a_promotion_by_hand(three_versions: Path, decide: Decide, changes: list[AliasChange]) -> None:
     client = connect(three_versions)
     assert promote_version(3, decide("legal: item 7")).startswith(
         "m version 3 is champion instead of version 2: recall@20 is 0."
@@ -125,7 +123,7 @@ def test_a_version_is_withdrawn_even_if_another_process_promotes_the_target_of_t
     assert FORMER_CHAMPION_TAG not in version_tags(connect(three_versions), "2")
 
 
-def test_a_promotion_restores_the_whole_margin_and_a_rollback_restores_the_margin_of_the_former_champion(
+def test_a_promotion_by_hand_resets_the_margin_and_a_rollback_restores_the_earlier_margin(
     three_versions: Path, decide: Decide
 ) -> None:
     client = connect(three_versions)
@@ -184,7 +182,7 @@ def test_an_impossible_promotion_raises_one_message_and_changes_nothing(
             change()
 
 
-def test_a_version_whose_log_is_removed_may_recommend_items_that_the_newest_log_does_not_have(
+def test_a_version_whose_log_is_removed_may_recommend_items_outside_the_newest_log(
     three_versions: Path, decide: Decide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_items_per_user = K

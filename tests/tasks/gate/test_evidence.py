@@ -44,7 +44,7 @@ def verdict(new_version: ServedMetrics, champion: ServedMetrics, *, spent_drop: 
     return name, reasons[0]
 
 
-def test_a_version_that_loses_one_percent_is_promoted_until_earlier_promotions_have_used_up_the_margin() -> None:
+def test_a_loss_of_one_percent_is_accepted_until_earlier_losses_have_used_up_the_margin() -> None:
     new_version, champion = metrics_of(hits(0.198)), metrics_of(hits(0.2))
     assert verdict(new_version, champion)[0] == "promoted"
     name, reason = verdict(new_version, champion, spent_drop=0.045)
@@ -137,9 +137,7 @@ def test_a_version_that_is_worse_on_one_guarded_feature_slice_alone_is_refused()
 
 
 @pytest.mark.parametrize(("num_slice_users", "min_users"), [(150, None), (900, 1_000), (0, None)])
-def test_a_guarded_feature_slice_with_too_few_users_is_named_in_the_reasons_of_the_promotion(
-    num_slice_users: int, min_users: int | None
-) -> None:
+def test_a_guarded_slice_with_too_few_users_is_named_in_the_reasons(num_slice_users: int, min_users: int | None) -> None:
     champion_U = hits(0.2)
     new_U = champion_U.copy()
     new_U[: num_slice_users // 2] = False
@@ -189,7 +187,7 @@ def test_a_first_version_must_beat_popularity(
     assert (name, reason in reasons[0]) == (expected_name, True), reasons
 
 
-def test_a_first_version_that_beats_popularity_but_not_the_nearest_neighbours_of_the_vectors_is_refused() -> None:
+def test_a_first_version_that_does_not_beat_the_zero_shot_baseline_is_refused() -> None:
     baselines = {"popularity": metrics_of(hits(0.1)).user_metrics, "zero_shot": metrics_of(hits(0.25)).user_metrics}
     evidence = baseline_evidence(CONFIG, metrics_of(hits(0.2)), baselines)
     assert {item.baseline: item.comparison.outcome for item in evidence} == {"popularity": "accepted", "zero-shot": "rejected"}
@@ -246,7 +244,7 @@ def test_an_index_that_misses_most_items_is_refused() -> None:
         (0.2, 0.199, 0.198, None),
     ],
 )
-def test_a_package_is_refused_only_if_its_answers_are_clearly_worse_than_the_answers_of_its_model(
+def test_a_package_is_refused_only_if_it_answers_clearly_worse_than_its_model(
     trained_rate: float, packaged_rate: float, served_rate: float, reason: str | None
 ) -> None:
     exact = {

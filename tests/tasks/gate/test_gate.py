@@ -66,7 +66,7 @@ def append_code(workspace: Path, version: str, code: str) -> None:
     record_logged_model(source, client=client, workspace=workspace)
 
 
-def test_a_version_is_also_compared_with_a_champion_that_is_promoted_during_its_comparison(
+def test_a_champion_promoted_during_a_comparison_is_compared_too(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
@@ -85,7 +85,7 @@ def test_a_version_is_also_compared_with_a_champion_that_is_promoted_during_its_
     assert in_process_predictions.count("models:/m/2") == 1  # the answers of version 2 are used twice
 
 
-def test_a_version_is_compared_again_if_its_champion_is_withdrawn_during_the_comparison(
+def test_a_version_is_compared_again_if_its_champion_is_withdrawn_meanwhile(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id, is_shuffled in (("one", True), ("two", False)):
@@ -167,7 +167,7 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     assert version_tags(connect(workspace), "1")[LOAD_ERROR_TAG].startswith("models:/m/1: ")
 
 
-def test_a_champion_that_gives_no_answer_is_replaced_by_the_last_champion_that_answers(
+def test_a_champion_without_answers_is_replaced_by_the_last_champion_that_answers(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run_id in ("one", "two", "three"):
@@ -192,7 +192,7 @@ def test_a_champion_that_gives_no_answer_is_replaced_by_the_last_champion_that_a
     assert version_tags(client, "2")[LOAD_ERROR_TAG].endswith("(exit 1): no \ufffd")
 
 
-def test_if_the_new_version_is_worse_than_the_last_loadable_champion_this_champion_is_restored(
+def test_a_broken_champion_is_replaced_by_a_former_champion_that_beats_the_new_version(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     for run_id in ("one", "two"):
@@ -206,7 +206,7 @@ def test_if_the_new_version_is_worse_than_the_last_loadable_champion_this_champi
     assert (better_registration.alarm, version_by_alias(connect(workspace))["champion"]) == (None, "4")
 
 
-def test_if_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_again(
+def test_if_no_version_can_be_champion_the_stage_fails(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
@@ -256,7 +256,7 @@ def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_wo
         assert LOAD_ERROR_TAG in version_tags(connect(workspace), "1")
 
 
-def test_with_too_few_users_the_champion_stays_and_reasons_and_page_have_the_number_of_users_that_is_needed(
+def test_with_too_few_users_the_champion_stays_and_the_page_has_the_needed_number(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
@@ -289,7 +289,7 @@ def test_with_too_few_users_not_even_the_first_version_becomes_champion(
         load_version(workspace, model_name="m")
 
 
-def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the_reasons_say_so(
+def test_a_champion_of_another_catalogue_is_compared_on_the_common_items(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
@@ -311,7 +311,7 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the
     )
 
 
-def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_the_champion(
+def test_a_version_as_good_as_the_champion_is_refused_below_popularity(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
@@ -367,7 +367,7 @@ def test_a_champion_that_loses_to_a_version_that_is_not_promoted_is_reported(
         assert registered.reasons[1].startswith("version 1 has been losing to versions that were not promoted")
 
 
-def test_a_version_counts_once_as_evidence_against_the_champion_if_its_run_is_resumed(
+def test_a_resumed_run_counts_once_as_evidence_against_the_champion(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
@@ -381,7 +381,7 @@ def test_a_version_counts_once_as_evidence_against_the_champion_if_its_run_is_re
     assert resumed_registration.reasons == first_registration.reasons
 
 
-def test_the_reasons_of_a_version_that_is_compared_only_with_baselines_do_not_mention_the_margin(
+def test_a_version_compared_only_with_baselines_has_no_reason_about_the_margin(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     rule = PairedBootstrap(min_users=2, max_relative_drop=0.001)

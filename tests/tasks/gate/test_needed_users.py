@@ -41,7 +41,7 @@ def interactions(tmp_path: Path) -> InteractionsManifest:
 
 
 @pytest.mark.parametrize(("num_users", "days"), [(1, 1), (2, 2), (3, 3), (40, 40), (41, None)])
-def test_the_days_are_the_fewest_last_days_with_events_of_the_requested_number_of_users(
+def test_the_days_are_the_fewest_with_the_requested_number_of_users(
     num_users: int, days: int | None, interactions: InteractionsManifest
 ) -> None:
     assert days_with_users(EventStore.open(interactions), num_users) == days
@@ -64,7 +64,7 @@ def evidence_of_too_few_users(rule: Margin | PairedBootstrap, *, num_users: int,
         (60, "about 60 test users would be enough for a decision, but the whole log has 40"),
     ],
 )
-def test_a_decision_without_enough_users_names_the_users_and_days_that_would_be_enough(
+def test_a_decision_without_enough_users_has_the_needed_users_and_days(
     min_users: int, sentence: str, interactions: InteractionsManifest, tmp_path: Path
 ) -> None:
     sample = prepare_sample(interactions, max_users=9, folder=tmp_path / "sample")
@@ -79,7 +79,7 @@ def test_a_decision_without_enough_users_names_the_users_and_days_that_would_be_
     assert needed_users_sentences(evidence[1:], config=RegistryConfig(), **arguments) == ()
 
 
-def test_if_the_sample_is_smaller_than_the_test_users_the_sentence_names_its_setting(
+def test_a_sample_smaller_than_the_test_users_is_reported_with_its_setting(
     interactions: InteractionsManifest, tmp_path: Path
 ) -> None:
     sample = prepare_sample(interactions, max_users=2, folder=tmp_path / "sample")

@@ -94,7 +94,7 @@ def test_the_trend_has_thirty_versions_and_ends_with_the_new_one(tmp_path: Path)
     assert draw_trend(registration, context_without_runs, metric="recall@20") is None
 
 
-def test_the_items_of_sample_users_are_shown_by_title_or_by_id_if_they_have_no_title(tmp_path: Path) -> None:
+def test_sample_users_have_titles_of_items_and_ids_of_items_without_title(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user_id": ["ann"], "history": [[5, 7]]}), tmp_path / "cases.parquet")
     pq.write_table(pa.table({"item_ids": [[7, 9]], "scores": [[0.9, 0.8]]}), tmp_path / "answers-3.parquet")
     users = _sample_users(tmp_path, version="3", title_by_id={7: "Seven", 5: "Five"})

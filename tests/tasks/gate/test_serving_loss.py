@@ -31,7 +31,7 @@ def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(
     assert recalls[1] == pytest.approx(recalls[0], abs=0.05)  # the package rounds vectors to 8 bits per value
 
 
-def test_a_registration_has_the_metrics_of_each_step_from_the_trained_model_to_the_served_model(
+def test_a_registration_has_metrics_of_each_step_from_training_to_serving(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     metrics = register_version(build_stages(), prepare_run(workspace, "one")).metrics

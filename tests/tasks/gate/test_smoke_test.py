@@ -49,7 +49,7 @@ def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test
     assert pq.read_table(sample.histories_file).to_pydict() == {"user_id": [7, 9], "history": [[100, 101, 102], [103]]}
 
 
-def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: UserSample) -> None:
+def test_metrics_count_each_target_once_and_leave_out_items_of_the_history(sample: UserSample) -> None:
     metrics = measure_answers(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).user_metrics.means(
         "served"
     )
@@ -137,7 +137,7 @@ def test_a_log_whose_test_items_are_all_in_the_histories_stops_the_stage(
         prepare_sample(interactions, max_users=5, folder=tmp_path / "sample")
 
 
-def test_the_slices_of_users_depend_on_their_training_events_alone_as_in_the_evaluation(tmp_path: Path) -> None:
+def test_the_slices_of_users_depend_on_training_events_alone(tmp_path: Path) -> None:
     interactions = write_interactions_stage(
         tmp_path / "interactions",
         train=[[0], [], [3, 3, 3]],
@@ -213,7 +213,7 @@ def test_the_sample_is_reproducible(tmp_path: Path) -> None:
     assert pq.read_table(sample.histories_file).equals(pq.read_table(repeated_sample.histories_file))
 
 
-def test_a_process_answers_after_a_failed_request_and_is_replaced_after_a_timeout_or_a_kill(
+def test_a_model_process_survives_a_failed_request_and_is_replaced_after_a_timeout_or_kill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start = ModelProcess._start

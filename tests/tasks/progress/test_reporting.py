@@ -17,7 +17,7 @@ def trained(build_stages: Callable[..., Stages]) -> TrainManifest:
     return build_stages(shuffled=False).train_manifest
 
 
-def test_the_log_line_of_training_mentions_early_stopping_the_best_epoch_and_the_chosen_temperature(
+def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(
     trained: TrainManifest,
 ) -> None:
     stopped = trained.model_copy(update={"num_epochs": 5, "best_epoch": 2})

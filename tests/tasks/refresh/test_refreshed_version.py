@@ -127,9 +127,7 @@ def test_the_delta_file_is_an_artifact_of_the_mlflow_run(parent: SmallPipeline, 
     assert RUN_ID_TAG not in run.data.tags  # a resumed run would continue this MLflow run
 
 
-def test_a_second_refresh_has_the_first_as_parent_and_one_refresh_sentence_in_its_description(
-    parent: SmallPipeline, client: MlflowClient, workspace: Path
-) -> None:
+def test_a_second_refresh_has_the_first_refresh_as_parent(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
     for stop in (1310, 1320):
         set_items(parent, range(1000, stop))
         refresh(parent, workspace)
@@ -138,7 +136,7 @@ def test_a_second_refresh_has_the_first_as_parent_and_one_refresh_sentence_in_it
     assert version.description.count("Refreshed from version") == 1
 
 
-def test_a_refreshed_version_is_promoted_again_although_its_new_items_are_not_in_the_log(
+def test_a_refreshed_version_with_items_outside_the_log_is_promoted_again(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, in_process_predictions: list[str]
 ) -> None:
     set_items(parent, range(1000, 1310))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("empty_plots")
 BuildStages = Callable[..., Stages]
 
 
-def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promotes(
+def test_with_never_a_version_is_compared_but_promoted_only_by_a_resume(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
@@ -55,7 +55,7 @@ def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
     return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
 
-def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_the_reason(
+def test_force_promotes_a_worse_version_and_records_the_reason(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))

@@ -109,7 +109,7 @@ def test_a_version_requires_public_releases_of_the_packages_that_serving_imports
     }
 
 
-def test_a_version_answers_in_a_fresh_interpreter_without_torchrec_fbgemm_and_our_checkout(
+def test_a_version_answers_in_a_process_without_torchrec_fbgemm_and_nightjar(
     workspace: Path, model: PyFuncModel, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", PREDICT_PROGRAM, mlflow.get_tracking_uri(), URI]
@@ -149,7 +149,7 @@ def test_invalid_records_get_an_error_and_valid_records_get_recommendations(serv
     assert post(server, [invalid_record], k=3)[1] == answers[1:2]
 
 
-def test_a_record_without_a_history_uses_the_stored_history_next_to_a_record_with_a_history(server: TestClient) -> None:
+def test_only_records_without_a_history_use_the_stored_history(server: TestClient) -> None:
     record_with_history = {"user_id": "user-1", "history": [5003, 5006]}
     status, answers = post(server, [{"user_id": "user-0"}, record_with_history, {"user_id": "user-2", "history": None}], k=4)
     answers_alone = [
@@ -300,7 +300,7 @@ def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored_model_folder
         load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
-def test_an_edited_package_with_its_new_sha256_in_mlmodel_does_not_match_the_tag_of_its_version(
+def test_a_package_edited_together_with_its_sha256_is_rejected_by_the_tag_of_its_version(
     stored_model_folder: Path,
 ) -> None:
     package_file, mlmodel = next(stored_model_folder.rglob("package.json")), stored_model_folder / "MLmodel"

@@ -46,7 +46,7 @@ def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(
     assert changes(registry) == [("champion", "1", "2")]
 
 
-def test_the_first_former_champion_is_the_version_that_was_replaced_last_even_if_another_has_a_future_time(
+def test_the_first_former_champion_is_the_version_that_was_replaced_last(
     registry: Registry,
 ) -> None:
     assert registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
@@ -63,7 +63,7 @@ def test_a_version_that_was_not_compared_with_the_current_champion_is_not_promot
     assert (version_number_text(registry.champion()), registry.former_champions(), changes(registry)) == ("1", [], [])
 
 
-def test_of_two_processes_that_move_the_alias_at_the_same_time_only_the_last_process_succeeds(
+def test_only_one_of_two_concurrent_moves_of_an_alias_succeeds(
     registry: Registry, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other_registry = Registry.connect(workspace, "m", publishers=[Recorder()])
@@ -90,7 +90,7 @@ def test_each_move_or_removal_of_the_challenger_is_one_change(registry: Registry
 
 
 @pytest.mark.parametrize("next_move", ["resume", "next champion", "next challenger"])
-def test_the_next_move_publishes_a_move_whose_process_was_killed_before_it_could_publish(
+def test_the_next_move_publishes_the_move_of_a_killed_process(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, next_move: str
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -65,7 +65,7 @@ def test_metric_names_lose_the_at_sign_and_undefined_values_are_left_out() -> No
     assert [(metric.key, metric.value) for metric in metrics] == [("test/recall_at_20", 0.25)]
 
 
-def test_the_description_of_a_run_is_its_end_and_each_complete_stage_has_duration_and_size(
+def test_a_run_is_described_by_its_end_and_a_stage_by_duration_and_size(
     workspace: Path, build_stages: Callable[..., Stages]
 ) -> None:
     context, manifests = prepare_run(workspace, "one"), build_stages()

@@ -40,9 +40,7 @@ def clean(workspace: Path, *, aliased: Collection[str] = (), config: RetentionCo
     return {removal.run_id: removal.action for removal in removals}
 
 
-def test_the_newest_runs_stay_whole_older_runs_keep_reports_and_the_oldest_runs_are_removed(
-    tmp_path: Path, add_run: AddRun
-) -> None:
+def test_runs_lose_first_their_large_files_and_later_their_folder(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(6)]
     complete_files = files_below(runs[0].folder)
     (removal, *_) = find_removals(tmp_path, CONFIG, aliased_run_ids=())
@@ -105,9 +103,7 @@ def test_files_behind_a_link_in_a_stage_of_a_reduced_run_are_kept(tmp_path: Path
     assert (tmp_path / "archive" / "values.npy").stat().st_size == 100 * STAGE_BYTES
 
 
-def test_a_run_with_an_aliased_version_and_the_champion_of_a_whole_run_are_never_changed(
-    tmp_path: Path, add_run: AddRun
-) -> None:
+def test_runs_of_aliased_versions_and_their_starting_champions_are_never_changed(tmp_path: Path, add_run: AddRun) -> None:
     for index in range(6):
         add_run(tmp_path, f"2026{index}", champion="20261" if index == 5 else None)
     files_before = {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in ("20260", "20261")}
@@ -115,9 +111,7 @@ def test_a_run_with_an_aliased_version_and_the_champion_of_a_whole_run_are_never
     assert {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in files_before} == files_before
 
 
-def test_the_newest_vocabulary_and_data_report_are_kept_after_many_rejected_and_failed_runs(
-    tmp_path: Path, add_run: AddRun
-) -> None:
+def test_failed_runs_do_not_displace_the_newest_vocabulary_and_data_report(tmp_path: Path, add_run: AddRun) -> None:
     add_run(tmp_path, "20260")
     accepted_run = add_run(tmp_path, "20261")
     for index in range(2, 9):
@@ -207,9 +201,7 @@ def _clean_until_killed(workspace: Path, num_operations: int) -> None:
     clean(workspace)
 
 
-def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_clean_completes_it(
-    tmp_path: Path, add_run: AddRun
-) -> None:
+def test_a_clean_that_is_killed_at_any_point_is_completed_by_the_next_clean(tmp_path: Path, add_run: AddRun) -> None:
     original_workspace = tmp_path / "original"
     for index in range(5):
         add_run(original_workspace, f"2026{index}")
@@ -250,7 +242,7 @@ STEPS = st.lists(
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, num_full_runs=st.integers(1, 3), num_reduced_runs=st.integers(0, 3))
-def test_in_any_workspace_a_clean_keeps_aliased_runs_the_newest_runs_and_the_files_of_a_new_run(
+def test_a_clean_keeps_aliased_runs_the_newest_runs_and_the_files_of_a_new_run(
     add_run: AddRun, steps: list[Step], num_full_runs: int, num_reduced_runs: int
 ) -> None:
     config = RetentionConfig(keep_full_runs=num_full_runs, keep_report_runs=num_full_runs + num_reduced_runs)

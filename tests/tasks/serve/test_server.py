@@ -144,7 +144,7 @@ def damage(workspace: Path, client: MlflowClient, version: str) -> None:
         file.write(b"damaged")
 
 
-def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_has_the_reason(
+def test_a_damaged_champion_is_not_served_even_after_a_restart(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     for run_id in ("one", "two", "three"):

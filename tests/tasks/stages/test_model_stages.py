@@ -68,7 +68,7 @@ def test_a_resumed_run_starts_from_the_champion_that_it_began_with(run: Run, set
     assert json.loads((run.folder / CHAMPION_FILE_NAME).read_bytes()) == {"run_id": "first"}
 
 
-def test_a_run_does_not_start_from_a_champion_whose_stages_are_missing_and_logs_this_once(
+def test_a_run_does_not_start_from_a_champion_whose_stages_are_missing(
     run: Run, set_champion: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_champion("removed")

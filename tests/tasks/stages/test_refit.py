@@ -102,7 +102,7 @@ def run_refit(
 
 @pytest.mark.usefixtures("empty_plots")
 @pytest.mark.parametrize("is_refreshed_before", [True, False])
-def test_a_refit_whose_version_is_refreshed_becomes_champion_with_the_items_of_the_refresh(
+def test_a_refit_of_a_refreshed_version_has_the_items_of_the_refresh(
     parent: SmallPipeline,
     client: MlflowClient,
     workspace: Path,
@@ -126,7 +126,7 @@ def test_a_refit_whose_version_is_refreshed_becomes_champion_with_the_items_of_t
 
 
 @pytest.mark.usefixtures("empty_plots")
-def test_a_refit_replaces_a_refreshed_version_although_its_new_items_are_no_longer_in_the_inputs(
+def test_a_refit_replaces_a_refreshed_version_whose_new_items_are_gone(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, run_refit: Callable[[Callable[[], object]], str]
 ) -> None:
     set_items(parent, range(1000, 1310))

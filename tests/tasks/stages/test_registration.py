@@ -163,7 +163,7 @@ def test_a_resumed_run_accepts_that_a_person_has_promoted_its_version(
     assert version_by_alias(client) == {"champion": "1"}
 
 
-def test_a_resumed_run_removes_the_logged_model_for_which_the_killed_run_created_no_version(
+def test_a_resumed_run_removes_a_logged_model_without_a_version(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     context, client = prepare_run(workspace, "one"), connect(workspace)

@@ -25,7 +25,7 @@ CONFIG = TuningConfig(
 )
 
 
-def test_a_study_that_is_interrupted_in_each_trial_has_the_same_settings_as_an_uninterrupted_study(tmp_path: Path) -> None:
+def test_interruptions_do_not_change_the_settings_that_a_study_tries(tmp_path: Path) -> None:
     def settings_of_trials(folder: Path, *, is_interrupted: bool) -> list[dict[str, Any]]:
         study = open_study(folder)
         for number in range(12):  # the settings of trials 10 and 11 depend on earlier results
@@ -56,7 +56,7 @@ def test_the_first_trials_have_the_given_settings_and_later_trials_have_sampled_
     assert settings[2] not in first_settings and settings[3] not in first_settings
 
 
-def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_continues_it(tmp_path: Path) -> None:
+def test_a_trial_that_the_deadline_interrupts_is_continued_by_a_later_call(tmp_path: Path) -> None:
     study = open_study(tmp_path / "study")
     trained_epochs: list[int] = []
 

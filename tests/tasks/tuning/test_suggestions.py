@@ -17,7 +17,7 @@ def suggested_settings(facts: DataFacts, **changes: Any) -> dict[str, Any]:
     return {suggestion.setting: suggestion.value for suggestion in suggestions(facts.model_copy(update=changes))}
 
 
-def test_a_sparse_log_with_order_and_features_gets_a_history_of_candidate_vectors_and_three_members() -> None:
+def test_a_sparse_ordered_log_with_features_gets_these_suggestions() -> None:
     expected = {
         "model.temperature": 0.1,
         "model.history.length": 30,
@@ -32,7 +32,7 @@ def test_a_sparse_log_with_order_and_features_gets_a_history_of_candidate_vector
     assert suggested_settings(SPARSE) == expected
 
 
-def test_a_sparse_log_without_order_gets_an_embedding_per_user_and_keeps_the_item_vectors() -> None:
+def test_a_sparse_unordered_log_gets_an_embedding_per_user_and_keeps_item_vectors() -> None:
     expected = {
         "model.temperature": 0.1,
         "model.learn_user_embedding": True,
@@ -88,7 +88,7 @@ def test_a_dense_log_without_order_gets_a_matrix_factorisation_over_the_whole_ca
     assert "model.spectral_block" not in suggested_settings(DENSE, num_items=150)
 
 
-def test_a_sparse_log_with_order_gets_three_members_and_keeps_its_learning_rates_for_ids_alone() -> None:
+def test_a_sparse_ordered_log_of_ids_alone_gets_these_suggestions() -> None:
     expected = {
         "model.temperature": 0.1,
         "model.history.length": 30,
@@ -113,7 +113,7 @@ def test_cold_items_with_vectors_keep_their_vectors() -> None:
     assert "tables.item.transfer" not in suggested_settings(SPARSE)
 
 
-def test_the_id_dropout_rises_with_the_share_of_cold_items_and_if_most_are_cold_they_choose_the_epoch() -> None:
+def test_the_id_dropout_rises_with_the_share_of_cold_items() -> None:
     mixed = suggested_settings(SPARSE_UNORDERED, cold_share=0.3, cold_validation_share=0.3, cold_test_share=0.3)
     assert mixed["tables.item.id_dropout"] == 0.1 and "training.validation.candidates" not in mixed
     cold = suggested_settings(SPARSE_UNORDERED, cold_share=1.0, cold_validation_share=1.0, cold_test_share=1.0)
@@ -121,7 +121,7 @@ def test_the_id_dropout_rises_with_the_share_of_cold_items_and_if_most_are_cold_
     assert "interactions.split.validation_unit" not in cold
 
 
-def test_the_validation_holds_out_items_if_the_test_items_are_cold_and_the_validation_items_are_not() -> None:
+def test_if_only_the_test_items_are_cold_the_validation_holds_out_items() -> None:
     shares = {"cold_share": 0.6, "cold_validation_share": 0.01, "cold_test_share": 1.0}
     suggested = suggested_settings(SPARSE_UNORDERED, **shares, is_validation_sampled=True)
     assert suggested["interactions.split.validation_unit"] == "item"

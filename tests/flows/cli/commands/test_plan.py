@@ -92,7 +92,7 @@ def test_sizes_are_planned_and_estimated_without_reading_data(config_path: Path)
     assert [word for word in words if word not in result.output] == []
 
 
-def test_a_second_plan_in_a_workspace_is_an_input_error_while_the_first_plan_is_computed(config_path: Path) -> None:
+def test_two_plans_at_the_same_time_in_a_workspace_are_an_input_error(config_path: Path) -> None:
     folder = config_path.parent / "workspace" / "plan"
     folder.mkdir(parents=True)
     with FileLock(folder / LOCK_NAME):

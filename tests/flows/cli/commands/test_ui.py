@@ -16,7 +16,7 @@ from recsys_core.errors import InputError, StageError
 
 
 @pytest.mark.parametrize("option", ["--prefect-port", "--mlflow-port"])
-def test_a_port_in_use_is_an_input_error_that_names_port_and_option_before_anything_starts(
+def test_the_error_about_a_port_in_use_names_the_port_and_its_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
@@ -44,7 +44,7 @@ def test_servers_of_the_user_are_named_and_no_second_server_is_started(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_error_for_an_mlflow_database_with_another_schema_has_both_schemas_and_the_migration(
+def test_the_error_about_another_mlflow_schema_has_both_schemas_and_the_migration(
     tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -71,9 +71,7 @@ def test_a_second_nightjar_up_in_a_workspace_is_an_input_error(tmp_path: Path) -
         pass
 
 
-def test_the_password_of_the_pages_is_kept_in_a_file_of_the_user_and_not_printed_into_a_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_password_of_the_pages_is_kept_in_a_private_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
     password, password_hint = ui._server_credentials(tmp_path)
     password_path = tmp_path / "server-password"

@@ -59,7 +59,7 @@ def test_unknown_queries_are_ranked_by_popularity(
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), lists_of_item_rows, lists_of_item_rows, st.sets(st.integers(0, NUM_ITEMS - 1)))
-def test_a_ranking_among_candidates_is_the_full_ranking_without_other_items_and_queries(
+def test_a_ranking_of_candidates_is_the_full_ranking_without_the_other_items(
     seed: int, seen: list[list[int]], targets: list[list[int]], candidates: set[int]
 ) -> None:
     random = np.random.default_rng(seed)

@@ -353,9 +353,7 @@ def test_filter_columns_are_stored_by_row_in_their_types(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("second_type", [pa.float32(), pa.float64()], ids=str)
-def test_a_filter_column_in_single_precision_has_the_decimal_numbers_that_a_request_has(
-    tmp_path: Path, second_type: pa.DataType
-) -> None:
+def test_filter_columns_in_single_precision_are_stored_as_decimal_numbers(tmp_path: Path, second_type: pa.DataType) -> None:
     paths = [
         write_parquet(tmp_path / "1.parquet", id=[10, 11, 12], price=pa.array([39.99, 0.7, math.nan], pa.float32())),
         write_parquet(tmp_path / "2.parquet", id=[13, 14], price=pa.array([0.1, None], second_type)),

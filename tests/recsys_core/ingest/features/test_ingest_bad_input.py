@@ -295,7 +295,7 @@ def test_a_config_without_features_or_with_two_features_of_one_name_is_rejected(
     assert message in str(caught.value)
 
 
-def test_titles_that_are_not_text_and_a_table_without_titles_and_features_are_rejected(tmp_path: Path) -> None:
+def test_titles_that_are_not_text_are_rejected(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", user_ids=["ann", "bob"], item_ids=[10, 11, 12], log=LOG)
     path = write_parquet(tmp_path / "items.parquet", id=[10, 11, 12], title=[1.5, 2.5, 3.5])
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "title_column": "title"}})

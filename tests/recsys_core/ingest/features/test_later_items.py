@@ -95,9 +95,7 @@ def test_the_items_of_the_training_have_the_same_rows_and_weights_again(
                 np.testing.assert_array_equal(*arrays, err_msg=file_name)
 
 
-def test_new_items_use_the_encodings_of_the_training_and_unknown_values_have_row_zero(
-    training_manifest: FeaturesManifest, tmp_path: Path
-) -> None:
+def test_later_items_use_the_encodings_of_the_training(training_manifest: FeaturesManifest, tmp_path: Path) -> None:
     path = write_table(
         tmp_path / "new.parquet",
         id=[20, 10, 21, 22, 99],

@@ -127,7 +127,7 @@ def test_the_store_returns_each_number_as_the_weight_of_row_1(tmp_path: Path) ->
 @given(st.lists(st.none() | st.floats(), min_size=1, max_size=8))
 @example([1.7e308, -1.7e308, 1.7e308])
 @example([5e-324, 0.0])
-def test_standardised_numbers_are_finite_with_mean_0_and_standard_deviation_1_over_the_training_events(
+def test_standardised_numbers_have_mean_0_and_deviation_1_over_the_training_events(
     tmp_path_factory: pytest.TempPathFactory, prices: list[float | None]
 ) -> None:
     manifest = ingest(tmp_path_factory.mktemp("case"), pa.array(prices, pa.float64()))

@@ -212,7 +212,7 @@ def test_settings_that_do_not_fit_together_are_rejected(settings: dict[str, obje
         InteractionsConfig(**{"paths": "log.parquet", "split": split} | settings)
 
 
-def test_the_test_period_ends_with_the_newest_event_that_reaches_the_label_threshold(tmp_path: Path) -> None:
+def test_the_test_period_ends_with_the_newest_event_above_the_label_threshold(tmp_path: Path) -> None:
     log = [(1, 1, 0), (2, 2, 0), (1, 3, 2 * DAY_US), (1, 4, 9 * DAY_US)]
     path = write_parquet(
         tmp_path / "a.parquet",

@@ -251,7 +251,7 @@ def test_a_file_without_rows_may_be_deleted(tmp_path: Path) -> None:
     assert_same_events(ingest(tmp_path / "run3", log_path, split=TIME_SPLIT, previous=second_manifest), first_manifest)
 
 
-def test_an_id_that_occurs_only_in_a_deleted_file_gets_no_row_when_the_filter_is_removed(tmp_path: Path) -> None:
+def test_removing_a_filter_gives_no_row_to_ids_of_deleted_files(tmp_path: Path) -> None:
     old_path, new_path = (
         write_log(tmp_path / "old.parquet", [("rare", "r", 5)]),
         write_log(tmp_path / "new.parquet", [event for events in DAYS for event in events]),

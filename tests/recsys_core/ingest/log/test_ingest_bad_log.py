@@ -40,7 +40,7 @@ def test_a_nan_label_or_order_is_rejected(tmp_path: Path, settings: dict[str, An
     )
 
 
-def test_the_error_names_the_row_of_a_null_in_a_log_with_columns_named_like_internal_columns(tmp_path: Path) -> None:
+def test_columns_named_like_internal_columns_do_not_change_the_row_in_an_error(tmp_path: Path) -> None:
     columns = VALID_COLUMNS | {"filename": ["x"] * 4, "source": [9] * 4, "row": [9] * 4, "item_id": [1, 2, 3, None]}
     assert_rejects(
         stage_of(write_parquet(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null"

@@ -60,7 +60,7 @@ def test_a_decimal_order_that_does_not_fit_into_int64_is_a_bad_row(tmp_path: Pat
     "label_types",
     [(pa.float32(), pa.float64()), (pa.float64(), pa.float32()), (pa.float16(), pa.float32()), (pa.float64(), pa.float16())],
 )
-def test_a_label_that_equals_the_threshold_is_kept_if_only_some_files_are_in_low_precision(
+def test_a_label_at_the_threshold_is_kept_in_files_of_different_precision(
     tmp_path: Path, label_types: tuple[pa.DataType, ...]
 ) -> None:
     for file_number, label_type in enumerate(label_types):

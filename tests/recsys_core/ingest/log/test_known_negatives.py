@@ -104,7 +104,7 @@ def test_known_negatives_of_a_split_by_time_equal_the_results_of_plain_python(
 
 @settings(max_examples=25, deadline=None)
 @given(log=logs)
-def test_known_negatives_of_leave_last_out_end_before_the_held_out_events_of_the_user(
+def test_leave_last_out_holds_out_known_negatives_from_the_held_out_events_on(
     log: list[Row], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     log += [("p", item, time, 5) for time, item in enumerate("uvw")] + [("q", "v", 0, 5)]
@@ -125,7 +125,7 @@ def test_known_negatives_of_leave_last_out_end_before_the_held_out_events_of_the
     assert_negatives(manifest, log, splits=splits, period_starts=period_starts)
 
 
-def test_each_file_is_a_split_and_the_validation_share_holds_out_negatives_of_the_same_items(tmp_path: Path) -> None:
+def test_the_validation_share_holds_out_events_and_negatives_of_the_same_items(tmp_path: Path) -> None:
     items = range(200)
     # User 2 rejects the items that user 1 likes.
     rows_by_item = [((1, item, item, 5), (2, item, item, 1), (2, 1000 + item, item, 5)) for item in items]
@@ -256,7 +256,7 @@ def test_an_incremental_ingest_has_the_negatives_of_a_complete_ingest(tmp_path: 
     assert "w" in negatives["bob"][0] and "x" in negatives["dan"][0] and manifest.num_known_negatives >= 4
 
 
-def test_after_a_change_of_explicit_negatives_the_files_are_read_again_and_ids_keep_their_rows(tmp_path: Path) -> None:
+def test_a_change_of_explicit_negatives_reads_the_files_again_and_ids_keep_their_rows(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "log.parquet", [row for day in DAYS for row in day])
     first_manifest = ingest(tmp_path / "run1", path, split=TIME_SPLIT, **LABEL_SETTINGS)
     second_manifest = ingest(

@@ -40,7 +40,7 @@ def test_files_that_do_not_depend_on_the_split_are_hard_links(tmp_path: Path) ->
     assert merge_splits(interactions, tmp_path / "merged") == merged
 
 
-def test_known_negatives_of_all_splits_are_training_negatives_except_items_that_the_user_has(tmp_path: Path) -> None:
+def test_merged_known_negatives_leave_out_items_that_the_user_has(tmp_path: Path) -> None:
     """User 1 rejects the items 7, 8 and 9, then likes 7, which becomes the test event, and finally rejects 5."""
     log = [(1, 7, 0), (1, 8, 1), (1, 0, 2), (1, 1, 3), (1, 9, 4), (1, 2, 5), (1, 5, 6), (1, 7, 7), (1, 5, 8)]
     stars = [1, 1, 5, 5, 1, 5, 5, 5, 1]

@@ -214,7 +214,7 @@ def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -
     assert [Path(source.path).name for source in manifest.sources] == ["a.parquet", "map.parquet"]
 
 
-def test_an_id_of_two_entries_has_the_vector_of_the_first_entry_and_each_table_has_its_own_files(tmp_path: Path) -> None:
+def test_an_id_in_two_entries_has_the_vector_of_the_first_entry(tmp_path: Path) -> None:
     first_items_path = write_parquet(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
     second_items_path = write_parquet(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
     users_path = write_parquet(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])

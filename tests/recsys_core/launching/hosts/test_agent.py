@@ -52,7 +52,7 @@ def run_agent(folder: LaunchFolder, *, host: int, launch: str = "ours") -> int:
     return agent.run_agent(folder.spec_path, launch, str(host), "")
 
 
-def test_a_missing_spec_is_reported_on_stderr_because_the_folder_seems_not_to_be_shared(tmp_path: Path, capfd) -> None:
+def test_a_missing_spec_is_reported_as_a_folder_that_is_not_shared(tmp_path: Path, capfd) -> None:
     assert run_agent(LaunchFolder(tmp_path), host=1) == agent.EXIT_REJECTED
     message = capfd.readouterr().err
     assert message.startswith(STDERR_PREFIX) and f"cannot find {tmp_path}/launch.json" in message

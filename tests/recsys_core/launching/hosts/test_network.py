@@ -27,7 +27,7 @@ def test_an_unknown_interface_is_reported_with_the_interfaces_of_the_host() -> N
         find_network(launcher, host=Host(index=1, name="alpha"), host_0_name="")
 
 
-def test_a_host_whose_name_resolves_to_a_loopback_address_is_rejected_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_name_resolves_to_loopback_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "localhost")
     with pytest.raises(
         HostRejected, match=r"resolves its own address to 127\.0\.0\.1, which other hosts cannot reach.*launcher\.interface"

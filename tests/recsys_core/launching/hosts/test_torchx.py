@@ -54,9 +54,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return state_folder
 
 
-def test_the_request_to_slurm_has_one_task_per_host_with_the_gpus_and_the_index_of_the_host(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_request_to_slurm_equals_the_stored_request(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["nightjar"])  # TorchX writes the command into the script
     launcher = TorchxLauncher(
         scheduler="slurm",

@@ -253,7 +253,7 @@ def test_bce_can_reach_zero_because_scores_can_be_negative():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_distillation_is_the_kl_divergence_over_the_pairs_with_a_teacher(seed, has_teacher_C):
+def test_the_distillation_loss_equals_the_kl_divergence_computed_in_a_loop(seed, has_teacher_C):
     generator = torch.Generator().manual_seed(seed)
     student_CD, teacher_CD = (torch.randn(4, width, generator=generator) for width in (2, 5))
     teacher_CD[~torch.tensor(has_teacher_C)] = 0
@@ -295,7 +295,7 @@ def test_distillation_is_zero_where_the_student_agrees_with_a_wider_teacher():
     assert abs(loss.item()) < 1e-6 and loss.dtype == torch.float32
 
 
-def test_the_teacher_gets_no_gradient_and_may_be_zero_for_items_without_a_vector():
+def test_distillation_trains_no_teacher_and_ignores_items_with_a_zero_teacher():
     teacher_CD = torch.tensor([[1.0, 0.5], [1.0, 1.0], [0.0, 1.0], [0.0, 0.0]], requires_grad=True)
     student_CD = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 2.0]], requires_grad=True)
     loss = distillation_loss(

@@ -157,7 +157,7 @@ def served_batches(
     return batches, served_vectors
 
 
-def test_exported_files_give_the_vectors_of_the_served_tower_in_a_process_without_this_project(
+def test_exported_files_give_the_served_vectors_in_a_process_without_nightjar(
     build_packaged_model: Callable[..., Any], tmp_path: Path
 ) -> None:
     batches_by_folder: dict[Path, list[dict[str, tuple[str, Any]]]] = {}

@@ -89,7 +89,7 @@ def test_queries_without_a_large_segment_are_answered_as_without_segments(
         assert (answer.item_ids, answer.scores, answer.fallback) == (expected.item_ids, expected.scores, "popularity")
 
 
-def test_an_answer_longer_than_its_segment_continues_with_the_popular_items_of_all_users(
+def test_an_answer_longer_than_its_segment_continues_with_overall_popular_items(
     model_and_package: tuple[ExportedModel, PackageManifest],
 ) -> None:
     exported_model, package = model_and_package

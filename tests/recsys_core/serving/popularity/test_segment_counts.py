@@ -39,7 +39,7 @@ def stages(tmp_path: Path) -> tuple[InteractionsManifest, FeaturesManifest]:
 
 @pytest.mark.parametrize("key", ["user.single", "context.single"])
 @pytest.mark.parametrize("chunk_events", [1, 100, 1 << 25])
-def test_items_are_ranked_by_their_events_before_the_test_for_each_value_with_enough_events(
+def test_each_value_with_enough_events_has_its_own_ranking_of_items(
     stages: tuple[InteractionsManifest, FeaturesManifest],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

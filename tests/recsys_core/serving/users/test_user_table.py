@@ -61,7 +61,7 @@ def test_users_are_found_by_id_with_their_histories(
     assert [history.tolist() for history in stored_histories] == [histories[row] if row >= 0 else [] for row in rows]
 
 
-def test_replaced_items_have_new_rows_in_the_histories_and_removed_items_leave_them(tmp_path: Path) -> None:
+def test_replacing_items_renumbers_the_histories_and_drops_removed_items(tmp_path: Path) -> None:
     path, _ = write_user_file(tmp_path, ["a", "b", "c"], [[5, 2, 5], [], [2, 9]])
     new_row_I = np.full(NUM_ITEMS, -1, np.int32)
     new_row_I[[5, 9]] = [0, 1]
@@ -98,7 +98,7 @@ def test_a_changed_block_fails_only_the_lookups_that_read_it(tmp_path: Path) -> 
         table.histories(row)
 
 
-def test_opening_a_file_of_more_users_reads_no_more_blocks(tmp_path: Path) -> None:
+def test_opening_a_file_reads_equally_many_blocks_for_any_number_of_users(tmp_path: Path) -> None:
     num_blocks_read = []
     for num_users in (100_000, 400_000):
         (folder := tmp_path / str(num_users)).mkdir()

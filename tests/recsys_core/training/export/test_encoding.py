@@ -37,7 +37,7 @@ def write_parts(rank: int, folder: Path) -> None:
     writer.build(folder / "accumulator.npy", shape=(NUM_ROWS,), accumulate=True)
 
 
-def test_the_rows_or_columns_of_two_ranks_make_one_array_and_overlapping_records_add_up(tmp_path: Path) -> None:
+def test_rows_or_columns_of_two_ranks_make_one_array(tmp_path: Path) -> None:
     run_ranks(write_parts, world_size=2, arguments=(tmp_path,))
     np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), VALUE_RC.numpy())
     np.testing.assert_array_equal(np.load(tmp_path / "columns.npy"), VALUE_RC.numpy())

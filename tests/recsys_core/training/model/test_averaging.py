@@ -43,7 +43,7 @@ def test_the_average_is_the_mean_of_the_first_epochs_and_then_moves_by_a_fixed_s
     assert values == pytest.approx([6, 4, 4, 7, 1.5])
 
 
-def test_the_block_loads_the_averaged_weights_and_restores_the_weights_of_the_model_even_after_an_error() -> None:
+def test_averaged_weights_are_loaded_only_inside_the_block_even_after_an_error() -> None:
     model = nn.Linear(2, 2)
     set_weights(model, 1.0)
     average = WeightAverage(model, num_epochs=2)
@@ -76,7 +76,7 @@ def test_the_cache_of_every_table_is_emptied_when_the_weights_are_exchanged() ->
     run_ranks(assert_caches_are_emptied, world_size=2)
 
 
-def test_with_averaging_the_export_has_the_mean_over_the_epochs_of_a_training_without_averaging(tmp_path):
+def test_with_averaging_the_export_has_the_mean_of_the_epochs(tmp_path):
     num_epochs = 3
     training = TrainingConfig(
         epochs=num_epochs,

@@ -230,7 +230,7 @@ def restore_checkpoints(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sharded_and_replicated_checkpoints_are_restored_in_both_modes_on_any_number_of_ranks(saved_folder, world_size):
+def test_sharded_and_replicated_checkpoints_are_restored_in_both_modes(saved_folder, world_size):
     run_ranks(restore_checkpoints, world_size=world_size, arguments=(saved_folder,))
 
 
@@ -264,7 +264,7 @@ def raise_on_rank_1(rank: int) -> None:
             raise_if_not_finite(torch.tensor(torch.nan), step=3, epoch=1, model=training.model, spec=spec, rank=rank)
 
 
-def test_a_rank_reports_which_of_its_layers_are_not_finite_without_waiting_for_other_ranks():
+def test_a_rank_reports_its_layers_that_are_not_finite():
     run_ranks(raise_on_rank_1, world_size=2, timeout_s=30)
 
 

@@ -211,7 +211,7 @@ def test_ranks_that_share_candidates_train_like_one_rank_with_all_their_queries(
 
 
 @pytest.mark.parametrize("mask", ["positive", "seen"])
-def test_ranks_that_each_score_a_share_of_the_catalogue_train_like_one_rank_with_all_queries_and_items(mask):
+def test_ranks_with_shares_of_the_catalogue_train_like_one_rank_with_all_items(mask):
     assert_equals_unsharded(Case("row_wise", LossConfig(negatives="all", mask_negatives=mask)))
 
 

@@ -167,9 +167,7 @@ def test_transfer_residual_learns_offsets_that_start_at_zero_and_keeps_the_vecto
         ("data_parallel", "adam"),
     ],
 )
-def test_transfer_gradual_trains_the_most_frequent_rows_first_and_leaves_rarer_rows_unchanged(
-    sharding_type, optimizer, tmp_path
-):
+def test_transfer_gradual_trains_the_most_frequent_rows_first(sharding_type, optimizer, tmp_path):
     gradual = TableConfig(transfer="gradual", unfreeze=UNFREEZE_STEPS)
     spec = spec_of(sharding_type, item=gradual, user=gradual)
     model = train(tmp_path, spec, sharding_type=sharding_type, training=training_of(kind=optimizer), num_epochs=3)

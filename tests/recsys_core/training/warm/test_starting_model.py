@@ -108,7 +108,7 @@ def test_the_same_model_is_compatible_even_with_other_settings_of_the_training(r
         ({"tables": {"user": TableConfig(dim=12)}}, "the width of tables.user is 12 in this run, but 8 in the champion"),
     ],
 )
-def test_another_architecture_is_rejected_and_the_error_names_the_setting_and_both_values(
+def test_the_error_about_another_architecture_names_the_setting_and_both_values(
     run: PreparedRun, champion: Champion, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=f"{message}.*{ADVICE}"):
@@ -270,9 +270,7 @@ def test_every_nth_run_trains_from_scratch(
         assert f"run 4 since the last training from scratch ({setting})" in reason
 
 
-def test_without_the_setting_or_a_champion_the_training_starts_from_scratch_without_a_message(
-    run: PreparedRun, champion: Champion
-) -> None:
+def test_without_warm_start_or_champion_the_training_starts_from_scratch(run: PreparedRun, champion: Champion) -> None:
     assert choose_start(None, champion=champion, interactions=run.interactions) == (None, None)
     assert choose_start(WarmStartConfig(), champion=None, interactions=run.interactions) == (None, None)
 

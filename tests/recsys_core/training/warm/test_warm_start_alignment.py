@@ -7,7 +7,7 @@ from recsys_core.training.warm.warm_start import aligned_vectors
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_vectors_that_are_rotated_rows_of_the_champion_are_rotated_back_with_the_vectors_of_new_items(seed: int) -> None:
+def test_rotated_vectors_are_rotated_back_to_the_rows_of_the_champion(seed: int) -> None:
     random = np.random.default_rng(seed)
     true_ID = random.normal(size=(30, 5)).astype(np.float32)
     rotation = np.linalg.qr(random.normal(size=(5, 5)))[0].astype(np.float32)

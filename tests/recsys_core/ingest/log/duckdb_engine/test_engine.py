@@ -29,9 +29,7 @@ def test_the_error_names_a_memory_limit_that_is_too_small(tmp_path: Path, memory
 
 
 @pytest.mark.parametrize("num_distinct_values", [7, 3_000])
-def test_context_values_are_stored_unchanged_whether_or_not_the_part_encodes_them_as_a_dictionary(
-    tmp_path: Path, num_distinct_values: int
-) -> None:
+def test_context_values_are_stored_unchanged_with_and_without_a_dictionary(tmp_path: Path, num_distinct_values: int) -> None:
     row_range = range(6_000)
     context_columns: dict[str, Any] = {
         "text": [None if row % 5 == 0 else f"shop {row % num_distinct_values}" for row in row_range],

@@ -229,7 +229,7 @@ class StubSession:
         ),
     ],
 )
-def test_a_versioned_table_is_read_at_its_newest_version_or_at_the_version_in_its_path(
+def test_a_table_is_read_at_the_version_in_its_path_or_at_its_newest_version(
     session: "SparkSession",
     monkeypatch: pytest.MonkeyPatch,
     table_format: Any,

@@ -35,6 +35,7 @@ def registration(
     build_stages: Callable[..., Stages],  # noqa: F811
     in_process_predictions: list[str],  # noqa: F811
 ) -> RegistrationManifest:
+    """The registration of a first version, which is champion."""
     return register_version(build_stages(), prepare_run(workspace, "one"))
 
 

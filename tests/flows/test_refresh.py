@@ -52,6 +52,7 @@ def config_path(workspace: Path, parent_pipeline: SmallPipeline) -> Path:  # noq
 
 @pytest.fixture
 def client(config_path: Path, parent_pipeline: SmallPipeline) -> MlflowClient:
+    """A client of an MLflow whose champion is the package of the parent, for unchanged input files."""
     client = connect(config_path.parent)
     make_champion(client, config_path.parent, parent_pipeline)
     set_items(parent_pipeline, ITEMS)

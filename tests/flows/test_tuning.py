@@ -20,6 +20,7 @@ CONFIG_WITHOUT_RANGES = CONFIG.partition("tuning:")[0] + "tuning: {trials: 2}\n"
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory, new_database: Path) -> StudyResult:
+    """A finished study of two trials."""
     folder = tmp_path_factory.mktemp("tuning")
     generate(folder / "data", num_users=300, num_items=200, num_events=4_000, num_days=10, dim=16, num_cold_items=10)
     shutil.copy(new_database, folder / "mlflow.db")

@@ -118,6 +118,7 @@ def build_stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stag
 
 
 def _build(folder: Path, *, shuffled: bool) -> Stages:
+    """Build the stages of a run up to the package. Shuffled item vectors give a model with a low recall."""
     random = np.random.default_rng(5)
     cluster_I = np.arange(NUM_ITEMS) % NUM_CLUSTERS
     item_vector_ID = (np.eye(DIM)[cluster_I] + random.normal(0, 0.1, (NUM_ITEMS, DIM))).astype(np.float32)

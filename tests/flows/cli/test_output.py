@@ -22,6 +22,7 @@ STAGE_FACTS = (
 
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> Console:
+    """A console of 80 columns that receives stdout and stderr."""
     console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
     monkeypatch.setattr(output, "stderr", console)
     monkeypatch.setattr(output, "stdout", console)

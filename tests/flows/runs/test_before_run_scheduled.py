@@ -32,6 +32,7 @@ def config(tmp_path: Path) -> PipelineConfig:
 def add_run(
     config: PipelineConfig, run_id: str, state: RunState = "Failed", *, num_starts: int = 1, options: RunOptions | None = None
 ) -> Run:
+    """Write the config and the record of a run that has ended in `state`."""
     run = Run(run_id, workspace=config.workspace)
     dump_config(config, run.config_file)
     record = RunRecord(

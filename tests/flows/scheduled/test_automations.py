@@ -20,6 +20,7 @@ CONFIG = starter_config().model_copy(update={"name": "films", "schedule": Schedu
 
 
 def block(slug: str, *capabilities: str) -> BlockDocument:
+    """Return a Prefect block of the type `slug`."""
     return BlockDocument(
         name="nightjar-alerts",
         block_type=BlockType(name=slug, slug=slug),
@@ -30,6 +31,7 @@ def block(slug: str, *capabilities: str) -> BlockDocument:
 
 
 def automations(document: BlockDocument) -> dict[str, AutomationCore]:
+    """Return the automations that send to a block, by the name of their file."""
     return {
         automation_path.stem: automation_of(automation_path, CONFIG, deployment_id=DEPLOYMENT_ID, block=document)
         for automation_path in AUTOMATION_PATHS

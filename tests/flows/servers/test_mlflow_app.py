@@ -18,6 +18,7 @@ PAGES = ("/", SEARCH, "/ajax-api/2.0/mlflow/experiments/search?max_results=5", "
 
 
 def status_of(url: str, *, login: str | None = None) -> int:
+    """Return the HTTP status of a request, with `login` (user:password) or without a login."""
     request = urllib.request.Request(url)
     if login is not None:
         request.add_header("Authorization", "Basic " + b64encode(login.encode()).decode())

@@ -49,6 +49,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(log: Path) -> Iterator[PrefectServer]:
+    """A running server, with its own PREFECT_HOME, for all tests of this module."""
     with isolated_home(log.parent), embedded_server() as server:
         assert server is not None
         server.start_prefect(log_file=log)

@@ -174,6 +174,7 @@ NAMES = sorted({name.replace("*", "item") for name in setting_keys(PipelineConfi
 
 
 def with_setting(name: str, value: Any) -> dict[str, Any]:
+    """Return a valid config in which the setting `name` (a dotted key) is `value`, if its group allows that."""
     raw: dict[str, Any] = {"interactions": dict(VALID_CONFIG["interactions"])}
     *parents, last = name.split(".")
     level = raw

@@ -16,6 +16,7 @@ CRON_HELP = "write the five fields minute, hour, day of month, month and day of 
 
 
 def error_message(folder: Path, **schedule: object) -> str:
+    """Return the error of a config with these settings of the schedule."""
     config_path = folder / "nightly.yaml"
     config_path.write_text(yaml_loader.dump({**INTERACTIONS, "schedule": schedule}))
     with pytest.raises(InputError) as error_info:

@@ -16,6 +16,7 @@ ORDER, NO_ORDER = "order_column: t, split: {kind: leave_last_out}", "split: {kin
 
 
 def config_of(folder: Path, facts: DataFacts, *overrides: str) -> PipelineConfig:
+    """Return a config for data with these facts."""
     config_path = folder / "nightly.yaml"
     vectors = "embeddings: {paths: vectors.parquet, vector_column: v}\n" if facts.vector_share else ""
     config_path.write_text(LOG % (ORDER if facts.is_ordered else NO_ORDER, vectors))

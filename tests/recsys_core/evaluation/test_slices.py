@@ -41,6 +41,8 @@ INGESTED_BY_FEATURE = {
 
 @pytest.fixture
 def features(tmp_path: Path) -> FeaturesManifest:
+    """Features of four items, three users and eight events. Brands and tags have a vocabulary."""
+
     def feature(rows: list[int], **arrays: np.ndarray) -> Feature:
         return Feature(np.array(rows, np.int32), arrays.get("offset"), arrays.get("weights"))
 
@@ -113,6 +115,7 @@ def test_a_slice_is_rejected_if_no_feature_is_declared() -> None:
 
 
 def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest) -> EvaluationManifest:
+    """Evaluate a model for three users. Their scores of the four items are the rows of `query_vectors`."""
     interactions = write_interactions_stage(
         folder / "interactions", train=[[0, 1], [0], [3]], validation=[[], [], []], test=[[2], [1, 3], [0]], num_items=4
     )

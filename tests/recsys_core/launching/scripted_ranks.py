@@ -22,6 +22,7 @@ def main(job_path: str) -> None:
 
 
 def run_rank(job_path: Path) -> None:
+    """Join the other ranks, then execute the action that the job file has for this rank."""
     import torch
     from torch import distributed as dist
 

@@ -45,6 +45,8 @@ def run_store() -> Iterator[FakeStore]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers HEAD and GET requests for objects and listings of the bucket `bucket`."""
+
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16  # with two packets per answer, the second would wait 40 ms for the acknowledgement of the first
 
@@ -107,6 +109,7 @@ def _error(code: str) -> bytes:
 
 
 def _listing(objects: dict[str, bytes], query: dict[str, list[str]]) -> bytes:
+    """Return the XML answer to a request for the keys with a prefix. Keys are grouped into folders by the delimiter."""
     prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
     folders, entries = set(), []
     for key in sorted(key for key in objects if key.startswith(prefix)):

@@ -177,6 +177,7 @@ def build_pipeline(
 
 
 def _ingest(inputs: InputConfig, folder: Path) -> Dataset:
+    """Ingest vectors, log and features of a config as a run does."""
     embeddings = ingest_embeddings(inputs.embeddings, folder=folder / "embeddings") if inputs.embeddings else None
     interactions = ingest_interactions(inputs.interactions, embeddings=embeddings, folder=folder / "interactions")
     dataset = Dataset(interactions, embeddings=embeddings)
@@ -214,6 +215,7 @@ def _table_weight(task: RetrievalTask, table: str) -> torch.Tensor:
 
 
 def _write_export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
+    """Write the export of an untrained model: its vectors of all items and of the test users."""
     store = EventStore.open(dataset.interactions)
     features = None if dataset.features is None else FeatureStore.open(dataset.features)
     assembler = Assembler(user_batch_key=task.head.spec.user_batch_key, features=features)

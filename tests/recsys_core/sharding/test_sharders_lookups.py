@@ -32,6 +32,7 @@ HISTORIES_BY_CASE = {
 
 
 def make_spec() -> ModelSpec:
+    """Return a spec with a table of every kind of lookup and with frozen vectors."""
     return ModelSpec.sized(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=NUM_USERS,
@@ -57,6 +58,7 @@ def loop_output(spec: ModelSpec, table: str, store: FeatureStore, owners: list[i
 
 
 def compare_lookups(rank: int, sharding_type: str) -> None:
+    """Assert on each rank that the lookups of sharded tables equal those of whole tables."""
     spec, process = make_spec(), cpu_process(rank)
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),

@@ -133,6 +133,7 @@ def make_experiment(
     constraints: dict[str, TableConstraint] | None = None,
     world_size: int = 2,
 ) -> Experiment:
+    """Return an experiment with a sharding plan for `world_size` ranks."""
     spec = ModelSpec.of(model, dataset=dataset, tables=tables, loss=loss, optimizer=training.table_optimizer)
     plan = plan_sharding(
         ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=world_size), tables=constraints or {}),

@@ -62,6 +62,7 @@ class UndisturbedResult(NamedTuple):
 
 
 def train_undisturbed(experiment: Experiment, folder: Path) -> UndisturbedResult:
+    """Train and export without an interruption."""
     finished_training = train_in_forks(experiment, folder / "work")
     assert finished_training.result.num_steps == NUM_STEPS
     export = export_in_forks(experiment, checkpoint_of(finished_training), folder / "export")

@@ -78,6 +78,7 @@ def start_training(rank: int, sharding_type: str, *, spec: ModelSpec, num_steps:
 
 
 def train(training: ShardedTraining, rank: int, *, spec: ModelSpec, steps: range) -> None:
+    """Execute the training steps `steps`."""
     batches = iter([make_batch(spec, ranks=[rank], step=step, num_queries=6, num_negatives=5) for step in steps])
     pipeline = TrainPipelineSparseDist(training.model, training.optimizer, torch.device("cpu"))
     for _ in steps:
@@ -87,6 +88,7 @@ def train(training: ShardedTraining, rank: int, *, spec: ModelSpec, steps: range
 
 
 def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
+    """Return a checkpointer that keeps nine checkpoints, unless `settings` say otherwise."""
     process = cpu_process(rank)
     heartbeat = HeartbeatWriter(folder.with_name("heartbeat"), is_main=process.is_main)
     defaults = {"keep_checkpoints": 9, "text_by_extra_file": {"job.json": "{}"}, "heartbeat": heartbeat}
@@ -125,6 +127,7 @@ def whole_state(training: ShardedTraining, spec: ModelSpec) -> dict[str, np.ndar
 
 
 def save_checkpoint(rank: int, sharding_type: str, folder: Path) -> None:
+    """Save a checkpoint while the training continues, and write the saved state into `<sharding_type>.npz`."""
     spec = spec_of()
     training = start_training(rank, sharding_type, spec=spec, num_steps=NUM_STEPS)
     saver = checkpointer(rank, folder / sharding_type)
@@ -145,6 +148,7 @@ def saved_folder(tmp_path_factory) -> Path:
 
 
 def restore_checkpoints(rank: int, folder: Path) -> None:
+    """Assert that the checkpoint of each sharding type is restored with each sharding type."""
     spec = spec_of()
     for saved_type, sharding_type in itertools.product(NUM_SAVING_RANKS, repeat=2):
         training = start_training(rank, sharding_type, spec=spec)
@@ -230,6 +234,7 @@ def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder
 
 
 def save_five_times(rank: int, folder: Path) -> None:
+    """Assert that of five checkpoints the best one and the last two remain."""
     training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=2)
     for step, best_step in enumerate((None, 2, 2, 2, 5), 1):
@@ -245,6 +250,7 @@ def test_the_newest_checkpoints_and_the_best_checkpoint_of_each_of_them_are_kept
 
 
 def save_before_a_damaged_checkpoint(rank: int, folder: Path) -> None:
+    """Assert that an empty checkpoint folder of a later step is kept and is not counted."""
     training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=1)
     (folder / checkpoint_name(9)).mkdir(parents=True)
@@ -261,6 +267,7 @@ def test_a_new_checkpoint_is_kept_if_a_checkpoint_of_a_later_step_is_damaged(tmp
 
 
 def save_next_to_a_link(rank: int, folder: Path, linked_folder: Path) -> None:
+    """Assert that a link with the name of an old checkpoint is not removed."""
     training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=1)
     folder.mkdir()
@@ -272,6 +279,7 @@ def save_next_to_a_link(rank: int, folder: Path, linked_folder: Path) -> None:
 
 
 def save_through_a_link(rank: int, folder: Path) -> None:
+    """Assert that no checkpoint is written if the checkpoint folder is a link."""
     training = start_training(rank, "row_wise", spec=spec_of())
     with pytest.raises(InputError, match="checkpoints: is a link"):
         saver = checkpointer(rank, folder, keep_checkpoints=1)
@@ -336,6 +344,7 @@ def test_the_heartbeat_continues_while_a_checkpoint_is_hashed(tmp_path: Path) ->
 
 
 def hash_own_files(rank: int, folder: Path) -> None:
+    """Assert that each rank hashes only its own files, and rank 0 also the shared files."""
     hashed_names, record_file = [], stage_folder.record_file
 
     def record_and_remember(path: Path) -> stage_folder.FileRecord:

@@ -14,6 +14,7 @@ LAST_STEPS = (20, 25, 40, 50)
 
 
 def write_lines(rank: int, path: Path) -> None:
+    """Write a line after each of LAST_STEPS, as on a GPU; assert that one step per line is timed."""
     metrics_log = MetricsLog(
         path, spec=small_spec(), process=cpu_process(rank), total_steps=LAST_STEPS[-1], num_completed_steps=0
     )

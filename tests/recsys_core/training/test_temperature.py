@@ -46,6 +46,7 @@ class FakeTrainings:
 
 
 def train_job(folder: Path, *, temperature: object = "auto", training: TrainingConfig = TRAINING) -> TrainJob:
+    """Return a job whose temperature is chosen by trainings."""
     config = TwoTowerConfig.model_validate({"temperature": temperature})
     spec = ModelSpec.sized(config, num_users=3, num_items=4, ingested_by_feature={}, vector_dim_by_table={})
     folder.mkdir(exist_ok=True)

@@ -66,6 +66,7 @@ def run_train(
     on_progress=lambda progress: None,
     sharding=None,
 ) -> TrainManifest:
+    """Execute the stage `train` of an experiment."""
     return train(
         TrainingSetup(experiment.spec, config, experiment.loss, sharding or ShardingConfig()),
         dataset=experiment.dataset,
@@ -97,6 +98,7 @@ def run_export(
     *,
     evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008  it is frozen
 ):
+    """Execute the stage `export` of an experiment."""
     return export_vectors(
         TrainingSetup(experiment.spec, CONFIG, experiment.loss),
         dataset=Dataset(experiment.dataset.interactions, features=experiment.dataset.features),

@@ -30,6 +30,7 @@ def test_users_without_history_are_validated_with_popular_items(tmp_path: Path) 
 
 
 def _validate_new_users(rank: int, folder: Path) -> None:
+    """Assert that users without history have the popular item first, whatever the random weights are."""
     interactions = _log_with_new_users(folder)
     for seed in range(3):
         validator = _validator_of(interactions, rank, folder, seed=seed)
@@ -77,6 +78,7 @@ def test_each_batch_of_validated_users_sends_a_heartbeat(tmp_path: Path) -> None
 
 
 def _validate_in_batches(rank: int, folder: Path) -> None:
+    """Assert that a heartbeat is sent in each of three batches and after the last."""
     validator = _validator_of(_log_with_new_users(folder), rank, folder, seed=0)
     heartbeat_path, rank_users, was_sent = folder / "heartbeat", validator._target_positions, []
 

@@ -67,6 +67,7 @@ def set_items(parent: SmallPipeline, ids: Any) -> None:
 def make_champion(
     client: MlflowClient, workspace: Path, parent: SmallPipeline, *, run_id: str = "20261121-070312-ab12"
 ) -> ModelVersion:
+    """Register the package of the parent as a version, and make the version champion."""
     experiment = client.get_experiment_by_name("tests")
     artifacts = (workspace / "mlartifacts").as_uri()
     experiment_id = experiment.experiment_id if experiment else client.create_experiment("tests", artifact_location=artifacts)

@@ -29,6 +29,7 @@ RunServer = Callable[[], AbstractContextManager[str]]
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the timeouts of MLflow clients, and let caplog receive the log of nightjar."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 3.0)
     monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 0.0)

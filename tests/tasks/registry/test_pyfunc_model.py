@@ -231,6 +231,7 @@ def recommend_with_query(workspace: Path, interactions: InteractionsManifest) ->
 
 
 def recommend_with_smoke_test(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return a request with users of the smoke test, and the item ids that the smoke test gets for it."""
     sample = prepare_sample(interactions, max_users=20, folder=workspace / "sample")
     with ModelProcess() as process:
         answers = predict_in_subprocess(

@@ -27,6 +27,7 @@ ModelBuilder = Callable[..., tuple[Any, PackageManifest]]
 
 @pytest.fixture(scope="module")
 def model(build_packaged_model: ModelBuilder, tmp_path_factory: pytest.TempPathFactory) -> PyFuncModel:
+    """An MLflow model of a package with features, 8-bit rows and an approximate index."""
     _, manifest = build_packaged_model(
         index_kind="hnsw", quantization="int8", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES
     )

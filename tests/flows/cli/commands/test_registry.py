@@ -42,6 +42,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
 
 
 def printed_table(removals: Removals, *, dry_run: bool) -> str:
+    """Return the printed text of `nightjar clean` for these removals."""
     stream = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "stdout", Console(file=stream, width=120))

@@ -15,6 +15,7 @@ STATE_FOLDER = Path(os.environ.get("FAKE_SLURM", "."))
 
 
 def sbatch(script_path: str) -> None:
+    """Start a batch script in the background, and print its job id."""
     job_id = str(len(list(STATE_FOLDER.glob("*.state"))) + 100)
     (STATE_FOLDER / f"{job_id}.sh").write_text(Path(script_path).read_text())
     (STATE_FOLDER / f"{job_id}.state").write_text("PENDING")
@@ -33,6 +34,7 @@ def sbatch(script_path: str) -> None:
 
 
 def srun(*arguments: str) -> int:
+    """Execute the tasks of a job, and end all tasks if one of them fails."""
     state_path = STATE_FOLDER / f"{os.environ['SLURM_JOB_ID']}.state"
     arguments_by_task: list[list[str]] = [[]]
     for argument in arguments:
@@ -60,6 +62,7 @@ def srun(*arguments: str) -> int:
 
 
 def sacct(job_id: str) -> None:
+    """Print the state of a job and its tasks."""
     state = (STATE_FOLDER / f"{job_id}.state").read_text()
     num_tasks = (STATE_FOLDER / f"{job_id}.sh").read_text().count("#SBATCH --job-name")
     rows = "".join(f"{job_id}+{task}|nightjar-{task}|{state}\n" for task in range(num_tasks))

@@ -28,6 +28,7 @@ LOSS_WEIGHT_B = np.array([0.5, 1.0, 3.0, 0.0, 1.0, 2.0], np.float32)
 
 
 def objective_of(*, mask: Any, group: Any = None, temperature: float = 0.3, exponent: float = 1.0) -> Objective:
+    """Return a softmax over the whole catalogue. mask: which negatives are masked (`loss.mask_negatives`)."""
     config = TwoTowerConfig(
         embedding_dim=WIDTH, history=MeanHistory(length=HISTORY_LENGTH), temperature=temperature, learn_temperature=True
     )
@@ -48,6 +49,7 @@ def histories_and_positives() -> tuple[list[list[int]], list[int]]:
 
 
 def batch_of(queries: range, *, share_row_C: np.ndarray) -> Batch:
+    """Return the batch of the queries with these indices, and with the items of a share of the catalogue as candidates."""
     all_histories, all_positives = histories_and_positives()
     histories, positives = ([values[query] for query in queries] for values in (all_histories, all_positives))
     history_items = [item for items in histories for item in items]
@@ -126,6 +128,7 @@ def test_an_exponent_with_sampled_negatives_is_rejected() -> None:
 
 
 def compare_with_one_process(rank: int, mask: str, block_scores: int) -> None:
+    """Assert on each rank that loss and gradients, as means over the ranks, equal those of one process."""
     catalogue.MAX_BLOCK_SCORES = block_scores
     expected_loss, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
     world_size = dist.get_world_size()

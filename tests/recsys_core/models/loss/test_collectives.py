@@ -29,6 +29,7 @@ def gathered_loss(query_BD, candidate_CD, item_row_C, all_candidates, all_item_r
 
 
 def compare_gathered(rank: int) -> None:
+    """Assert on each rank that gathered candidates give the loss and the gradients of one process with all candidates."""
     warnings.simplefilter("error")  # fail if torch deprecates one of the collectives
     query_WBD, candidate_WCD = QUERY_WBD.clone().requires_grad_(), CANDIDATE_WCD.clone().requires_grad_()
     all_candidates, all_item_rows = candidate_WCD.flatten(0, 1), ITEM_ROW_WC.flatten()

@@ -66,6 +66,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    """Draw queries with histories, candidates, weights or none, and known negatives."""
     num_queries, num_negatives = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     rows = st.integers(0, NUM_ITEMS - 1)
     weights = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=num_queries, max_size=num_queries)

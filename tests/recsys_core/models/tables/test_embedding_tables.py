@@ -41,6 +41,7 @@ def spec_of(
 
 
 def embedding_tables_of(spec: ModelSpec, *, seed: int = 0) -> EmbeddingTables:
+    """Return embedding tables with normally distributed values."""
     torch.manual_seed(seed)
     embedding_tables = EmbeddingTables(spec, device=torch.device("cpu"))
     for parameter in embedding_tables.parameters():

@@ -87,6 +87,7 @@ def queries_for(exported_model: ExportedModel) -> tuple[np.ndarray, JaggedArray,
 
 
 def served_tower(exported_model: ExportedModel, *, quantization: Any = "fp32") -> ServedQueryTower:
+    """Return the query tower as a package stores it."""
     return build_tower(
         exported_model.spec,
         history_items=exported_model.history_items,

@@ -22,6 +22,7 @@ NUM_USERS, NUM_ITEMS, MIN_EVENTS = 60, 30, 40
 
 @pytest.fixture
 def stages(tmp_path: Path) -> tuple[InteractionsManifest, FeaturesManifest]:
+    """Random events, and a feature of users and a feature of events with four values each."""
     rng = np.random.default_rng(3)
     splits = [[rng.integers(0, NUM_ITEMS, size).tolist() for size in rng.integers(0, 9, NUM_USERS)] for _ in range(3)]
     interactions = write_interactions_stage(

@@ -89,6 +89,7 @@ def spec_of(history_length: int, model: dict[str, Any]) -> ModelSpec:
 
 @pytest.fixture(params=[0, 4], ids=["no trained history", "trained history"])
 def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
+    """An export of random items, users and layers; the parameter is the config of its query tower."""
     random, folder = np.random.default_rng(2), tmp_path / "export"
     folder.mkdir()
     share_I = random.dirichlet(np.full(NUM_ITEMS, 0.5)) * 0.9 + 0.1 / NUM_ITEMS

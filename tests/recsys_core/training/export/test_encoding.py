@@ -24,6 +24,7 @@ def writer_of(rank: int, folder: Path, *, world_size: int | None = None) -> Rank
 
 
 def write_parts(rank: int, folder: Path) -> None:
+    """Write from two ranks an array by rows, an array by columns, and an array whose parts overlap."""
     writer = writer_of(rank, folder)
     own_rows, own_columns = (slice(0, 300), slice(300, NUM_ROWS))[rank], (slice(0, 2), slice(2, NUM_COLUMNS))[rank]
     all_rows, all_columns = slice(0, NUM_ROWS), slice(0, NUM_COLUMNS)
@@ -62,6 +63,7 @@ def test_no_rank_opens_or_maps_a_file_that_another_rank_writes(tmp_path: Path) -
 
 
 def fill_the_disk(rank: int, folder: Path, part_mib: float) -> None:
+    """Write a part that does not fit on the disk, and store the error of this rank in a file."""
     writer = writer_of(rank, folder)
     value_RC = torch.ones(int(part_mib * 2**18) // NUM_COLUMNS, NUM_COLUMNS)
     try:

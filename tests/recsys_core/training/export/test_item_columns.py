@@ -11,6 +11,7 @@ from tests.recsys_core.training.export.shares import share_of
 
 
 def receive_all_columns(rank: int) -> None:
+    """Assert that each rank receives the vectors of all requested items in blocks of four."""
     item_vector_ID, process = torch.arange(70.0).reshape(35, 2), cpu_process(rank)
     item_row_C = np.random.default_rng(0).permutation(35)[:33]
     columns = TravellingColumns(share_of(item_vector_ID, process), item_row_C=item_row_C, block_columns=4, process=process)

@@ -21,6 +21,7 @@ SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK
 
 
 def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
+    """Write the rankings of the queries of this rank: full, without positions, and of cold items alone."""
     for name, size in SIZES.items():
         setattr(chunks, name, size)
     process = cpu_process(rank)

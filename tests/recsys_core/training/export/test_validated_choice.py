@@ -33,6 +33,7 @@ class Exported(NamedTuple):
 
 @pytest.fixture
 def exported_vectors(tmp_path: Path) -> Exported:
+    """An export of random vectors, in which some items have more events than others."""
     random, folder = np.random.default_rng(5), tmp_path / "export"
     folder.mkdir()
     share_I = random.dirichlet(np.full(NUM_ITEMS, 0.4)) * 0.95 + 0.05 / NUM_ITEMS

@@ -56,6 +56,7 @@ def test_averaged_weights_are_loaded_only_inside_the_block_even_after_an_error()
 
 
 def assert_caches_are_emptied(rank: int) -> None:
+    """Assert on each rank that FBGEMM's caches are emptied whenever the weights of a model are exchanged."""
     spec = small_spec()
     model, _ = sharded_model(
         spec,

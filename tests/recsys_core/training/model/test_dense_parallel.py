@@ -71,6 +71,7 @@ class ShardedTraining(NamedTuple):
 
 
 def start_training(rank: int, spec: ModelSpec, **settings: Any) -> ShardedTraining:
+    """Return a new training, and assert that exactly the layers of the towers are sharded."""
     config = TrainingConfig(seed=1, **{"dense_optimizer": ADAM} | settings)
     sharding_type_by_table = {name: SHARDING_TYPE_BY_TABLE.get(name, "row_wise") for name in spec.tables}
     model, _ = sharded_model(
@@ -127,6 +128,7 @@ def local_shards(training: ShardedTraining, table: str) -> list[np.ndarray]:
 
 
 def compare_steps(rank: int, cases: list[str], spec: ModelSpec) -> None:
+    """Assert that training steps with sharded and with replicated layers have the same losses, weights and tables."""
     for case in cases:
         settings = SETTINGS_BY_CASE[case]
         replicated, sharded = (
@@ -167,6 +169,7 @@ def test_steps_with_sharded_layers_equal_steps_with_replicated_layers(world_size
 
 
 def compare_vectors(rank: int) -> None:
+    """Assert that sharded and replicated layers encode the same vectors before and after training steps."""
     spec = spec_of(RecencyHistory(length=4, item_representation="candidate_tower"))
     vectors_by_mode: list[list[torch.Tensor]] = []
     for mode in ("replicated", "sharded"):
@@ -189,6 +192,7 @@ def test_sharded_and_replicated_layers_encode_the_same_vectors_before_and_after_
 
 
 def save_checkpoint(rank: int, mode: str, folder: Path) -> None:
+    """Save a checkpoint while the training continues, and write the saved state into `<mode>.npz`."""
     spec = spec_of()
     training = start_training(rank, spec, dense_parallel=mode)
     train(training, rank, spec, steps=range(2))
@@ -219,6 +223,7 @@ def saved_folder(tmp_path_factory) -> Path:
 
 
 def restore_checkpoints(rank: int, folder: Path) -> None:
+    """Assert that both modes restore the checkpoints of both modes without a change."""
     spec = spec_of()
     for saved_mode, mode in itertools.product(("replicated", "sharded"), repeat=2):
         training = start_training(rank, spec, dense_parallel=mode)
@@ -235,6 +240,7 @@ def test_sharded_and_replicated_checkpoints_are_restored_in_both_modes(saved_fol
 
 
 def load_champion_layers(rank: int, folder: Path) -> None:
+    """Assert that sharded layers get the weights of a champion's replicated layers."""
     training = start_training(rank, spec_of(), dense_parallel="sharded")
     layers_list = [{name: torch.rand(value.shape) for name, value in training.head.named_parameters()}]
     dist.broadcast_object_list(layers_list)  # all ranks get the random layers of rank 0
@@ -254,6 +260,7 @@ def test_the_layers_of_the_champion_are_loaded_into_sharded_layers(tmp_path):
 
 
 def raise_on_rank_1(rank: int) -> None:
+    """Assert that rank 1 names a layer with a NaN while rank 0 takes part in no collective."""
     spec = spec_of()
     training = start_training(rank, spec, dense_parallel="sharded")
     weight = dict(training.head.named_parameters())["query.tower.layers.0.weight"]

@@ -19,6 +19,7 @@ LEARNING_RATE, WEIGHT_DECAY = 0.1, 0.5
 
 
 def step_without_gradients(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
+    """Assert that an optimizer step without gradients changes only matrices, by the weight decay."""
     spec = small_spec(forms={})
     query_tower = TowerConfig(layers=(12, 8), skip_connection=True, layer_norm=True)
     spec = spec.model_copy(update={"config": spec.config.model_copy(update={"query": query_tower, "learn_temperature": True})})

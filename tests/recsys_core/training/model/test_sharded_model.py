@@ -126,6 +126,7 @@ def train_unsharded(case: Case, *, num_ranks: int) -> Expected:
 
 
 def train_sharded(rank: int, case: Case, expected: Expected) -> None:
+    """Assert that sharded training steps on this rank give the losses and weights of the unsharded model."""
     world_size, spec, config = dist.get_world_size(), case.spec, case.training
     sharding_type_by_table = {name: case.sharding_type_of(name) for name in spec.tables}
     process = cpu_process(rank)

@@ -68,6 +68,7 @@ def spec_of(sharding_type: str, **settings: TableConfig) -> ModelSpec:
 
 
 def train_rank(rank: int, folder: Path, spec: ModelSpec, sharding_type: str, training: TrainingConfig, num_epochs: int) -> None:
+    """Train one rank, and write its shards before the training and after each epoch."""
     process = cpu_process(rank)
     model, _ = sharded_model(
         spec,
@@ -106,6 +107,7 @@ def train_rank(rank: int, folder: Path, spec: ModelSpec, sharding_type: str, tra
 def train(
     folder: Path, spec: ModelSpec, *, sharding_type: str, training: TrainingConfig | None = None, num_epochs: int = 1
 ) -> TrainedModel:
+    """Train on two ranks. Return the whole tables before the training (epoch 0) and after each epoch."""
     training = training or training_of()
     spec = with_optimizer(spec, training.table_optimizer)
     run_ranks(train_rank, world_size=2, arguments=(folder, spec, sharding_type, training, num_epochs))

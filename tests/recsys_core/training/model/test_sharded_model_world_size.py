@@ -48,6 +48,7 @@ def batch_of(spec: ModelSpec, *, parts: range, step: int) -> Batch:
 
 
 def train_rank(rank: int, lookup: str, folder: Path) -> None:
+    """Train one rank, and write its losses, table shards and layers."""
     world_size = dist.get_world_size()
     tables = {"item": TableConfig(transfer="residual"), "user": TableConfig.model_validate({"lookup": lookup})}
     spec = small_spec(tables=tables, forms=FORM_BY_FEATURE, optimizer=TRAINING.table_optimizer)

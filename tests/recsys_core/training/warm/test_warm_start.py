@@ -264,6 +264,7 @@ def train_step(
 
 
 def compare_next_steps(rank: int, job: TrainJob, folder: Path) -> None:
+    """Assert that the next step of a warm start equals the next step of a continued training, if accumulators are loaded."""
     train_and_export(rank, job, folder)
     (checkpoint,) = (job.work_folder / CHECKPOINTS_FOLDER).glob("step-*[0-9]")
     warm_start = WarmStart(run_id="first", export_folder=folder, prepared_folder=folder)

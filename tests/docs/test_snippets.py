@@ -40,7 +40,7 @@ SETTING_GROUPS = {key.partition(".")[0] for key in SETTING_KEYS}
 COMMAND = get_command(app)
 
 
-def blocks(language: str) -> list[Any]:
+def code_blocks(language: str) -> list[Any]:
     """Return the code blocks of the pages as test parameters."""
     pattern = re.compile(rf"^( *)```{language}\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
     return [
@@ -81,16 +81,16 @@ def merged(base: Any, update: Any) -> Any:
     return {**base, **{name: merged(base.get(name), value) for name, value in update.items()}}
 
 
-@pytest.mark.parametrize("text", [*blocks("yaml")])
-def test_a_yaml_block_of_the_documentation_is_a_valid_config(text: str, tmp_path: Path) -> None:
-    settings = merged(BASE_CONFIG, YAML(typ="safe", pure=True).load(text))
+@pytest.mark.parametrize("block", [*code_blocks("yaml")])
+def test_a_yaml_block_of_the_documentation_is_a_valid_config(block: str, tmp_path: Path) -> None:
+    settings = merged(BASE_CONFIG, YAML(typ="safe", pure=True).load(block))
     (tmp_path / "nightly.yaml").write_text(yaml_loader.dump(settings))
     assert load_config(tmp_path / "nightly.yaml").model_fields_set >= settings.keys()
 
 
-@pytest.mark.parametrize("text", [*blocks("python")])
-def test_a_python_block_of_the_documentation_compiles_and_imports_names_that_exist(text: str) -> None:
-    tree = ast.parse(textwrap.dedent(text))
+@pytest.mark.parametrize("block", [*code_blocks("python")])
+def test_a_python_block_of_the_documentation_compiles_and_imports_names_that_exist(block: str) -> None:
+    tree = ast.parse(textwrap.dedent(block))
     compile(tree, "documentation", "exec")
     missing_names = [
         f"{node.module}.{alias.name}"
@@ -107,14 +107,14 @@ def test_an_example_is_a_valid_config_with_the_name_of_its_file(path: Path) -> N
     assert load_config(path).name == path.stem.replace("_", "-")
 
 
-@pytest.mark.parametrize("line", [*commands()])
-def test_a_command_of_the_documentation_exists_with_its_options(line: str) -> None:
-    words = shlex.split(line)[1:]
-    subcommand = COMMAND.commands.get(words[0])  # type: ignore[attr-defined]
-    assert subcommand is not None, f"nightjar {words[0]} does not exist"
+@pytest.mark.parametrize("command", [*commands()])
+def test_a_command_of_the_documentation_exists_with_its_options(command: str) -> None:
+    name, *arguments = shlex.split(command)[1:]
+    subcommand = COMMAND.commands.get(name)  # type: ignore[attr-defined]
+    assert subcommand is not None, f"nightjar {name} does not exist"
     options = {option for parameter in subcommand.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    unknown_options = [word for word in words[1:] if word.startswith("-") and word.partition("=")[0] not in options]
-    assert not unknown_options, f"nightjar {words[0]} has no {unknown_options}; it has {sorted(options)}"
+    unknown_options = [word for word in arguments if word.startswith("-") and word.partition("=")[0] not in options]
+    assert not unknown_options, f"nightjar {name} has no {unknown_options}; it has {sorted(options)}"
 
 
 @pytest.mark.parametrize("name", [*named_settings()])
@@ -138,7 +138,8 @@ def test_the_config_reference_describes_each_class_once_and_links_to_it_elsewher
     assert "| `max_user_events` | no limit |" in section_by_title["`interactions.filter`"]
     assert "those of [`features.users.features`](#featuresusersfeatures)" in section_by_title["`features.items.features`"]
     rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
-    assert len(rows) - len(set(rows)) <= 6  # some single rows, such as `paths` and `rescore`, are equal in several tables
+    num_repeated_rows = len(rows) - len(set(rows))  # rows such as those of `paths` are equal in several tables
+    assert num_repeated_rows <= 6
 
 
 def test_every_link_of_the_documentation_leads_to_a_file_and_heading() -> None:

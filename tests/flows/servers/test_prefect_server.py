@@ -38,30 +38,31 @@ def isolated_home(folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a new PREFECT_HOME, for a test that starts its own server."""
     with isolated_home(tmp_path):
         yield tmp_path
 
 
 @pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("served") / "prefect.log"
 
 
 @pytest.fixture(scope="module")
-def server(log: Path) -> Iterator[PrefectServer]:
+def server(log_path: Path) -> Iterator[PrefectServer]:
     """A running server, with its own PREFECT_HOME, for all tests of this module."""
-    with isolated_home(log.parent), embedded_server() as server:
+    with isolated_home(log_path.parent), embedded_server() as server:
         assert server is not None
-        server.start_prefect(log_file=log)
+        server.start_prefect(log_file=log_path)
         server.wait_until_ready()
         yield server
 
 
-def status(url: str, *, secret: str | None = None) -> int:
-    """Return the HTTP status of a request for flow runs."""
+def status(url: str, *, login: str | None = None) -> int:
+    """Return the HTTP status of a request for flow runs, with `login` (user:password) or without a login."""
     manager = urllib.request.HTTPPasswordMgrWithPriorAuth()
-    if secret is not None:
-        manager.add_password(None, url, *secret.split(":", 1), is_authenticated=True)
+    if login is not None:
+        manager.add_password(None, url, *login.split(":", 1), is_authenticated=True)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPBasicAuthHandler(manager))
     request = urllib.request.Request(f"{url}/flow_runs/filter", data=b"{}", headers={"Content-Type": "application/json"})
     try:
@@ -71,14 +72,14 @@ def status(url: str, *, secret: str | None = None) -> int:
         return error.code
 
 
-def test_requests_need_a_password_that_is_in_no_command_line_and_no_log(server: PrefectServer, log: Path) -> None:
-    secret = os.environ["PREFECT_API_AUTH_STRING"]
+def test_requests_need_a_password_that_is_in_no_command_line_and_no_log(server: PrefectServer, log_path: Path) -> None:
+    login = os.environ["PREFECT_API_AUTH_STRING"]
     assert status(server.api_url) == 401
-    assert status(server.api_url, secret="nightjar:guess") == 401
-    assert status(server.api_url, secret=secret) == 200
-    password = secret.partition(":")[2]
+    assert status(server.api_url, login="nightjar:guess") == 401
+    assert status(server.api_url, login=login) == 200
+    password = login.partition(":")[2]
     assert password not in " ".join(psutil.Process(server.pid).cmdline())
-    assert password not in log.read_text()
+    assert password not in log_path.read_text()
 
 
 def test_the_server_is_in_a_session_of_its_own(server: PrefectServer) -> None:
@@ -88,14 +89,14 @@ def test_the_server_is_in_a_session_of_its_own(server: PrefectServer) -> None:
 def test_a_killed_server_is_restarted_and_clients_wait_meanwhile(
     server: PrefectServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    secret, killed_pid = os.environ["PREFECT_API_AUTH_STRING"], server.pid
+    login, killed_pid = os.environ["PREFECT_API_AUTH_STRING"], server.pid
     os.kill(killed_pid, signal.SIGKILL)
-    # Not psutil's wait: it would take the exit status from the supervisor, which waits for the same child.
+    # Poll the pid, because psutil's wait would take the exit status of the server before its supervisor reads it.
     deadline = time.monotonic() + 30
     while server.pid == killed_pid and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server.pid != killed_pid
-    assert status(server.api_url, secret=secret) == 200
+    assert status(server.api_url, login=login) == 200
     assert "the embedded Prefect server was ended by SIGKILL; another server is started" in caplog.text
 
 
@@ -145,7 +146,7 @@ def test_the_embedded_prefect_server_is_not_started_on_a_disk_without_room(
 @pytest.mark.drill
 def test_the_embedded_server_deletes_old_flow_runs_with_their_logs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    os.environ["PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS"] = "1"  # so that the test sees it within a second
+    os.environ["PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS"] = "1"  # the default is an hour
     set_flow_run_retention(num_days=7)
     with embedded_server() as server:
         assert server is not None
@@ -158,11 +159,11 @@ def test_the_embedded_server_deletes_old_flow_runs_with_their_logs(home: Path, m
             with closing(sqlite3.connect(home / "prefect" / "prefect.db", timeout=60)) as database, database:
                 database.execute("UPDATE flow_run SET end_time = '2020-01-01 00:00:00.000000' WHERE id = ?", [old_id])
             deadline = time.monotonic() + 120
-            while client.get(f"/flow_runs/{old_id}").status_code != 404 or len(_log_runs(client)) > 1:
+            while client.get(f"/flow_runs/{old_id}").status_code != 404 or len(_run_ids_of_logs(client)) > 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
             assert client.get(f"/flow_runs/{new_id}").status_code == 200
-            assert _log_runs(client) == {new_id}
+            assert _run_ids_of_logs(client) == {new_id}
 
 
 def _post(client: httpx.Client, path: str, content: Any) -> Any:
@@ -181,13 +182,13 @@ def _completed_run(client: httpx.Client, flow_id: str) -> str:
     return run_id
 
 
-def _log_runs(client: httpx.Client) -> set[str]:
+def _run_ids_of_logs(client: httpx.Client) -> set[str]:
     return {entry["flow_run_id"] for entry in _post(client, "/logs/filter", {})}
 
 
-@pytest.mark.parametrize(("variable_value", "heartbeat_seconds"), [(None, None), ("60", 60)])
+@pytest.mark.parametrize(("variable_value", "heartbeat_s"), [(None, None), ("60", 60)])
 def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
-    variable_value: str | None, heartbeat_seconds: int | None, tmp_path: Path
+    variable_value: str | None, heartbeat_s: int | None, tmp_path: Path
 ) -> None:
     environment = dict(os.environ)
     environment.pop("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", None)
@@ -202,16 +203,17 @@ def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
     process = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "log")], env=environment, capture_output=True, text=True, check=True
     )
-    assert process.stdout.strip() == str(heartbeat_seconds)
+    assert process.stdout.strip() == str(heartbeat_s)
 
 
 @pytest.mark.parametrize("python_version", ["3.11", "3.12", "3.13"])
 def test_prefect_requires_the_libraries_that_nightjar_imports_before_it(python_version: str) -> None:
     environment = {"python_version": python_version, "python_full_version": f"{python_version}.0", "extra": ""}
-    required = {
+    required_distributions = {
         requirement.name
         for requirement in map(Requirement, metadata.requires("prefect") or ())
         if requirement.marker is None or requirement.marker.evaluate(environment)
     }
-    distribution_of = {"docket": "pydocket"}
-    assert {distribution_of.get(library, library) for library in ("uvicorn", *LIBRARIES)} <= required
+    distribution_by_library = {"docket": "pydocket"}  # other distributions have the name of their library
+    imported_libraries = ("uvicorn", *LIBRARIES)
+    assert {distribution_by_library.get(library, library) for library in imported_libraries} <= required_distributions

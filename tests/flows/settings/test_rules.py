@@ -8,7 +8,8 @@ from flows.settings.config_file import load_config
 from recsys_core.evaluation.config import FeatureSlice
 from tests.flows.settings.rejected_config import error_message
 
-UNORDERED = "interactions={paths: x, split: {kind: files, test_paths: y}}"
+LOG_WITHOUT_ORDER = "interactions={paths: x, split: {kind: files, test_paths: y}}"
+NO_LAST_ITEM = "model.history.last_item_feature=false"
 
 
 @pytest.mark.parametrize(
@@ -19,10 +20,6 @@ UNORDERED = "interactions={paths: x, split: {kind: files, test_paths: y}}"
             "index: pq_m of the kind ivf_pq is 7, which does not divide the vector width 64",
         ),
         ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has no such table; it has"),
-        (
-            "interactions={paths: x, split: {kind: files, test_paths: y}}",
-            "model.history.last_item_feature is true, but interactions has nei",
-        ),
         (
             "model.history={length: 0, last_item_feature: false}",
             "the query tower has no feature: set model.learn_user_embedding to true or",
@@ -63,32 +60,38 @@ def test_a_setting_of_an_unknown_table_lists_the_known_tables(config_path: Path)
 
 
 def test_settings_that_need_an_order_are_rejected_for_a_log_without_order(config_path: Path) -> None:
-    no_last = "model.history.last_item_feature=false"
-    assert not load_config(config_path, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.is_ordered
-    assert "model.history.include_target is for logs without order" in error_message(
-        config_path, "model.history.include_target=true"
-    )
-    error = error_message(config_path, UNORDERED, no_last, "model.history.pooling=recency")
+    error = error_message(config_path, LOG_WITHOUT_ORDER)
+    assert "model.history.last_item_feature is true, but interactions has neither" in error and "set " in error
+    error = error_message(config_path, LOG_WITHOUT_ORDER, NO_LAST_ITEM, "model.history.pooling=recency")
     assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in error
 
 
+def test_the_target_can_be_in_the_history_only_if_the_log_has_no_order(config_path: Path) -> None:
+    include_target = "model.history.include_target=true"
+    assert not load_config(config_path, [LOG_WITHOUT_ORDER, NO_LAST_ITEM, include_target]).interactions.is_ordered
+    assert "model.history.include_target is for logs without order" in error_message(config_path, include_target)
+
+
 @pytest.mark.parametrize(
-    ("override", "problem"),
+    ("override", "expected"),
     [
         ("training.validation=null", "training.validation is null; set it, or set model.temperature to a number"),
         ("loss.kind=cosine_contrastive", "loss.kind is cosine_contrastive, which has no temperature; set another kind"),
     ],
 )
 def test_an_automatic_temperature_needs_validation_and_a_loss_with_a_temperature(
-    config_path: Path, override: str, problem: str
+    config_path: Path, override: str, expected: str
 ) -> None:
     assert load_config(config_path, ["model.temperature=auto"]).model.temperature == "auto"
-    assert problem in error_message(config_path, "model.temperature=auto", override)
+    assert expected in error_message(config_path, "model.temperature=auto", override)
+
+
+def test_a_loss_with_known_negatives_needs_a_log_with_known_negatives(config_path: Path) -> None:
+    error = error_message(config_path, "loss.explicit_negatives=4")
+    assert "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error and "set it to true" in error
 
 
 def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:
-    error = error_message(config_path, "loss.explicit_negatives=4")
-    assert "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error and "set it to true" in error
     error = error_message(config_path, "loss.kind=cosine_contrastive", "model.similarity=dot")
     assert (
         "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set model.similarity to cosine"
@@ -97,7 +100,7 @@ def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "text"),
+    ("feature_overrides", "expected"),
     [
         ([], "item.brand is not a declared feature; declare it under features, or set one of the features that you declare"),
         (["features={context: [{name: device}]}"], "or set one of context.device"),
@@ -107,12 +110,12 @@ def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:
         ),
     ],
 )
-def test_a_slice_needs_a_declared_feature_with_values(features: list[str], text: str, config_path: Path) -> None:
-    assert text in error_message(config_path, "evaluation.slices=[{feature: item.brand}]", *features)
+def test_a_slice_needs_a_declared_feature_with_values(feature_overrides: list[str], expected: str, config_path: Path) -> None:
+    assert expected in error_message(config_path, "evaluation.slices=[{feature: item.brand}]", *feature_overrides)
 
 
 @pytest.mark.parametrize(
-    ("features", "key", "text"),
+    ("feature_overrides", "feature", "expected"),
     [
         ([], "user.country", "set one of those that you declare under features"),
         (["features={context: [{name: device}, {name: hour, kind: numeric, buckets: 4}]}"], "context.hour", "context.device"),
@@ -121,11 +124,11 @@ def test_a_slice_needs_a_declared_feature_with_values(features: list[str], text:
     ],
 )
 def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
-    features: list[str], key: str, text: str, config_path: Path
+    feature_overrides: list[str], feature: str, expected: str, config_path: Path
 ) -> None:
-    error = error_message(config_path, f"package.popularity_by={key}", *features)
-    assert f"package.popularity_by: {key} is not a categorical user or context feature with a vocabulary" in error
-    assert text in error
+    error = error_message(config_path, f"package.popularity_by={feature}", *feature_overrides)
+    assert f"package.popularity_by: {feature} is not a categorical user or context feature with a vocabulary" in error
+    assert expected in error
 
 
 @pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
@@ -138,21 +141,20 @@ def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, c
 
 
 def test_a_feature_of_the_guardrails_must_be_a_slice_of_the_evaluation(config_path: Path) -> None:
-    features = ["features={context: [{name: device}]}", "evaluation.slices=[{feature: context.device, min_users: 40}]"]
+    overrides = ["features={context: [{name: device}]}", "evaluation.slices=[{feature: context.device, min_users: 40}]"]
     assert (
         "registry.guardrails.features: item.brand is not a feature of evaluation.slices (its features: context.device); add "
         "{feature: item.brand} to evaluation.slices"
-    ) in error_message(config_path, "registry.guardrails.features=[item.brand]", *features)
-    config = load_config(config_path, overrides=["registry.guardrails.features=[context.device]", *features])
+    ) in error_message(config_path, "registry.guardrails.features=[item.brand]", *overrides)
+    config = load_config(config_path, overrides=["registry.guardrails.features=[context.device]", *overrides])
     assert config.guarded_slices == (FeatureSlice(feature="context.device", min_users=40),)
-    assert load_config(config_path, overrides=features).guarded_slices == ()
+    assert load_config(config_path, overrides=overrides).guarded_slices == ()
 
 
 def test_distillation_needs_pretrained_item_vectors(config_path: Path) -> None:
-    vectors = "embeddings={paths: a, vector_column: v}"
-    distils = "loss.distillation={weight: 0.5}"
-    assert load_config(config_path, [vectors, distils]).loss.distillation is not None
+    vectors_override, distillation_override = "embeddings={paths: a, vector_column: v}", "loss.distillation={weight: 0.5}"
+    assert load_config(config_path, [vectors_override, distillation_override]).loss.distillation is not None
     assert (
         "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors"
-        in error_message(config_path, distils)
+        in error_message(config_path, distillation_override)
     )

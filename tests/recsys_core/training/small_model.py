@@ -44,7 +44,7 @@ FORM_BY_FEATURE: dict[str, FeatureForm] = {
 }
 NUM_ROWS_BY_FORM = {"single": 7, "list": 9, "weighted_list": 11, "number": 2}
 ITEM_COUNT_I = np.arange(NUM_ITEMS, dtype=np.int64) % 13
-"""Training events of each item; some items have none."""
+"""Training events of each item: 0 to 12."""
 POPULARITY_RANK_BY_TABLE = {
     "item": np.argsort(np.argsort(-ITEM_COUNT_I, kind="stable"), kind="stable"),
     "user": np.random.default_rng(3).permutation(NUM_USERS),
@@ -137,14 +137,15 @@ def make_batch(
     share_row_C: NDArray[np.int64] | None = None,
     num_known_negatives: int = 0,
 ) -> Batch:
-    """Return the batches of `ranks` in `step` as one batch: first their queries in order of rank, then their negatives.
+    """Return the batches of `ranks` in `step` as one batch.
 
-    Known negatives come last. Histories have 0 to HISTORY_LENGTH items, so the number of items differs by rank and step.
+    The candidates are first the positives of all ranks, then the sampled negatives, and last the known negatives. Histories
+    have 0 to HISTORY_LENGTH items, so the number of items differs by rank and step.
 
     Args:
         num_queries: queries of each rank.
         num_negatives: sampled negatives of each rank.
-        share_row_C: items of the catalogue that are candidates instead of sampled negatives.
+        share_row_C: the items of a share of the catalogue, which replace the sampled negatives.
         num_known_negatives: known negatives of each query.
     """
     assembler = Assembler(
@@ -152,20 +153,22 @@ def make_batch(
         features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()}),
     )
     names = ("user", "event", "positive", "negative", "history_length", "history_item", "known_negative")
-    arrays_by_name: dict[str, list[Any]] = {name: [] for name in names}
+    rank_arrays_by_name: dict[str, list[Any]] = {name: [] for name in names}
     for rank in ranks:
         random = np.random.default_rng([step, rank])
-        arrays_by_name["user"].append(random.integers(0, NUM_USERS, num_queries))
-        arrays_by_name["event"].append(random.integers(0, NUM_EVENTS, num_queries))
-        arrays_by_name["positive"].append(random.choice(np.flatnonzero(ITEM_COUNT_I), num_queries))
-        arrays_by_name["negative"].append(random.choice(np.flatnonzero(ITEM_COUNT_I), num_negatives))
-        arrays_by_name["history_length"].append(random.integers(0, HISTORY_LENGTH + 1, num_queries))
-        arrays_by_name["history_item"].append(random.integers(0, NUM_ITEMS, int(arrays_by_name["history_length"][-1].sum())))
+        rank_arrays_by_name["user"].append(random.integers(0, NUM_USERS, num_queries))
+        rank_arrays_by_name["event"].append(random.integers(0, NUM_EVENTS, num_queries))
+        rank_arrays_by_name["positive"].append(random.choice(np.flatnonzero(ITEM_COUNT_I), num_queries))
+        rank_arrays_by_name["negative"].append(random.choice(np.flatnonzero(ITEM_COUNT_I), num_negatives))
+        rank_arrays_by_name["history_length"].append(random.integers(0, HISTORY_LENGTH + 1, num_queries))
+        rank_arrays_by_name["history_item"].append(
+            random.integers(0, NUM_ITEMS, int(rank_arrays_by_name["history_length"][-1].sum()))
+        )
         known_negative_BN = random.integers(0, NUM_ITEMS, (num_queries, num_known_negatives))
         # Every second query has at most one known negative: copies of the positive fill the other places.
-        known_negative_BN[::2, 1:] = arrays_by_name["positive"][-1][::2, None]
-        arrays_by_name["known_negative"].append(known_negative_BN.ravel())
-    array_by_name = {name: np.concatenate(arrays) for name, arrays in arrays_by_name.items()}
+        known_negative_BN[::2, 1:] = rank_arrays_by_name["positive"][-1][::2, None]
+        rank_arrays_by_name["known_negative"].append(known_negative_BN.ravel())
+    array_by_name = {name: np.concatenate(arrays) for name, arrays in rank_arrays_by_name.items()}
     return assembler.batch(
         user_row_B=array_by_name["user"],
         event_index_B=array_by_name["event"],
@@ -180,8 +183,8 @@ def make_batch(
     )
 
 
-def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
-    """Return the unsharded task, and the weights of its tables by name. Their initial values equal those of sharded tables."""
+def unsharded_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
+    """Return the model without sharding, and the weight of each table. All initial values equal those of `sharded_model`."""
     torch.manual_seed(seed)
     task = RetrievalTask(
         RetrievalHead(spec, loss=loss, item_count_I=ITEM_COUNT_I, popularity_rank={}, weight_decay={}, group=None),

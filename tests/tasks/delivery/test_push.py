@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +39,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> AnyStore:
 
 
 def store_config(kind: str, folder: Path, **options: Any) -> AnyStore:
+    """Return the settings of a store of this kind with its files in `folder`."""
     location = {"file": folder / "milvus.db"} if kind == "milvus" else {"folder": folder / kind}
     return STORE_ADAPTER.validate_python({"kind": kind, **location, **options})
 
@@ -79,7 +81,7 @@ def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path
     retriever = load_version(package, 1)
     for kind in KINDS:
         push(retriever, store_config(kind, tmp_path), model_name="films")
-    row = 4  # an item with a title and the genre pop
+    row = 4  # its item has a title and the genre pop
     rows = lancedb.connect(tmp_path / "lancedb").open_table(collection_name(retriever)).search()
     (lancedb_item,) = rows.where(f"item_id = '{ITEM_IDS[row]}'").select(["title", "genre", "price", "is_new"]).to_list()
     assert lancedb_item == {"title": "title 4", "genre": "pop", "price": 4.0, "is_new": True}
@@ -101,17 +103,17 @@ def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path
     assert milvus_item == {"item_id": ITEM_IDS[row], "title": "title 4", "genre": "pop", "stock": 4, "is_new": True}
 
 
-@pytest.mark.parametrize("ids", [[-5, 0, 2**62], ["a b", "ü", "0"]])
-def test_integer_ids_and_string_ids_are_returned_unchanged(settings: AnyStore, ids: list[Any]) -> None:
+@pytest.mark.parametrize("item_ids", [[-5, 0, 2**62], ["a b", "ü", "0"]])
+def test_integer_ids_and_string_ids_are_returned_unchanged(settings: AnyStore, item_ids: list[Any]) -> None:
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.eye(3, 4, dtype=np.float32).reshape(-1)), 4)
     prices = pa.array([1.0, None, float("nan")])
-    items = pa.table({"item_id": ids, "price": prices, "vector": vectors})
+    items = pa.table({"item_id": item_ids, "price": prices, "vector": vectors})
     with settings.connect() as store:
-        store.create("few", items.schema)
-        store.add("few", items)
-        store.finish("few")
-        nearest_ids = store.search("few", np.eye(3, 4, dtype=np.float32), 1)
-    assert nearest_ids == [[item_id] for item_id in ids]
+        store.create("three_items", items.schema)
+        store.add("three_items", items)
+        store.finish("three_items")
+        nearest_ids = store.search("three_items", np.eye(3, 4, dtype=np.float32), 1)
+    assert nearest_ids == [[item_id] for item_id in item_ids]
 
 
 def test_a_push_keeps_the_previous_collection_and_drops_older_ones(settings: AnyStore, package: PackageManifest) -> None:
@@ -147,12 +149,12 @@ def test_a_crash_before_the_switch_keeps_the_alias_and_the_next_push_moves_it(
     connect = type(settings).connect
 
     @contextmanager
-    def connect_without_switch(self: AnyStore) -> Iterator[VectorStore]:
+    def connect_and_interrupt_the_switch(self: AnyStore) -> Iterator[VectorStore]:
         with connect(self) as store:
-            monkeypatch.setattr(store, "switch", lambda alias, collection: (_ for _ in ()).throw(KeyboardInterrupt))
+            monkeypatch.setattr(store, "switch", Mock(side_effect=KeyboardInterrupt))
             yield store
 
-    monkeypatch.setattr(type(settings), "connect", connect_without_switch)
+    monkeypatch.setattr(type(settings), "connect", connect_and_interrupt_the_switch)
     with pytest.raises(KeyboardInterrupt):
         push(new_version, settings, model_name="films")
     monkeypatch.setattr(type(settings), "connect", connect)
@@ -188,7 +190,7 @@ def test_a_push_adds_the_missing_index_of_an_interrupted_push(package: PackageMa
         items = next(retriever.item_batches(NUM_ITEMS)).replace_schema_metadata()
         store.create(collection_name(retriever), items.schema)
         store.add(collection_name(retriever), items)
-    for _ in range(2):  # the second push keeps the index
+    for _ in range(2):  # the second push creates no second index
         assert push(retriever, settings, model_name="films").num_loaded == 0
         (index,) = lancedb.connect(tmp_path / "lancedb").open_table(collection_name(retriever)).list_indices()
         assert index.columns == ["vector"]
@@ -240,7 +242,7 @@ def test_lancedb_finds_an_alias_among_more_tables_than_it_lists_at_once(
 ) -> None:
     monkeypatch.setattr(lancedb_store, "_TABLES_PER_PAGE", 2)
     settings = store_config("lancedb", tmp_path)
-    other_collections = ["a", "b", "c", "d"]
+    other_collections = ["a", "b", "c", "d"]  # with two tables per page, they come before the table of the aliases
     with settings.connect() as store:
         for name in other_collections:
             store.create(name, pa.schema({"item_id": pa.string()}))

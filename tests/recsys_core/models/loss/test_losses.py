@@ -29,7 +29,8 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def test_logq_lowers_the_logit_of_a_popular_candidate():
-    # All scores are 0. The positive is expected once in a batch (log 1 = 0), and the two columns three times and once.
+    # All scores are 0, so a weight in the softmax is 1 divided by the expected count. The expected counts are 3 and 1 for the
+    # columns, and 1 for the positive.
     log_q_N = log_expected_count(torch.tensor([0.75, 0.25]), torch.zeros(2), num_positives=4, num_negatives=0)
     positive_score_B, negative_score_BN = torch.zeros(1), torch.zeros(1, 2, requires_grad=True)
     loss = partial(softmax_loss, positive_score_B, is_masked_BN=None, temperature=1.0)
@@ -44,8 +45,8 @@ def test_logq_lowers_the_logit_of_a_popular_candidate():
 
 
 def test_logq_lowers_the_logit_of_a_popular_positive():
-    # Both scores are 0. The positive is expected three times, so its weight is 1/3 and the weight of the column is 1. The
-    # gradient of the positive is its share of the weights minus 1.
+    # Both scores are 0, and the positive has the expected count 3. The weights in the softmax are 1/3 for the positive and 1
+    # for the column, so the positive has a quarter of the weights. Its gradient is 0.25 - 1.
     positive_score_B = torch.zeros(1, requires_grad=True)
     loss = softmax_loss(
         positive_score_B,
@@ -65,9 +66,9 @@ CHOICE_PROBABILITIES = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.6, 0.2, 0.15, 0.05
 
 
 def learned_probabilities(correction, *, masks_positives, batch_size=128, num_steps=120):
-    """Train the scores of all items with in-batch negatives, and return their softmax for each type of query.
+    """Train the scores of all items with in-batch negatives. Return the softmax of the trained scores for each type of query.
 
-    correction: which logits are corrected by logQ, or "wrong sign".
+    correction: which logits logQ corrects: "none", "columns", "positive and columns", or both with the "wrong sign".
     masks_positives: whether all columns with the positive item are masked. Otherwise only the column of the query is masked.
     """
     torch.manual_seed(0)
@@ -92,12 +93,12 @@ def learned_probabilities(correction, *, masks_positives, batch_size=128, num_st
             scores[query_B][:, item_B],
             is_masked_BN=item_B[:, None] == item_B if masks_positives else is_own_column_BB,
             temperature=1.0,
-            log_q_B=positive_sign and positive_sign * log_q_B,
-            log_q_N=column_sign and column_sign * log_q_B,
+            log_q_B=None if positive_sign is None else positive_sign * log_q_B,
+            log_q_N=None if column_sign is None else column_sign * log_q_B,
         ).mean()
         (gradient,) = torch.autograd.grad(loss, scores)
-        is_second_half = step >= num_steps // 2  # its scores are averaged, and its learning rate is lower
-        with torch.no_grad():
+        is_second_half = step >= num_steps // 2
+        with torch.no_grad():  # the second half has a lower learning rate, and the result is the mean of its scores
             scores -= (0.5 if is_second_half else 5.0) * gradient
             mean_scores += is_second_half * scores / (num_steps - num_steps // 2)
     return mean_scores.softmax(dim=1)
@@ -110,7 +111,7 @@ def ranked_items(scores):
 
 @pytest.mark.parametrize(("correction", "masks_positives"), [("positive and columns", False), ("columns", True)])
 def test_logq_recovers_the_choice_probabilities_under_popularity_skew(correction, masks_positives):
-    # The positive is corrected only if its item may also be a negative.
+    # With masked positives, the item of the positive is never a negative, so only the columns need a correction.
     probabilities = learned_probabilities(correction, masks_positives=masks_positives)
     assert ranked_items(probabilities) == ranked_items(CHOICE_PROBABILITIES)
     torch.testing.assert_close(probabilities, CHOICE_PROBABILITIES, atol=0.03, rtol=0)
@@ -214,10 +215,10 @@ def test_a_query_whose_columns_are_all_masked_has_a_finite_loss_and_gradient(nam
 def test_the_values_of_masked_scores_do_not_matter(name):
     is_masked_BN = torch.tensor([[True, False]])
     loss = partial(LOSSES[name], torch.tensor([0.5]), is_masked_BN=is_masked_BN)
-    huge_BN = torch.tensor([[1e30, 0.9]], requires_grad=True)
-    loss(huge_BN).backward()
-    assert loss(huge_BN).item() == loss(torch.tensor([[0.0, 0.9]])).item()
-    assert huge_BN.grad[0, 0] == 0 and huge_BN.grad.isfinite().all()
+    negative_score_BN = torch.tensor([[1e30, 0.9]], requires_grad=True)
+    loss(negative_score_BN).backward()
+    assert loss(negative_score_BN).item() == loss(torch.tensor([[0.0, 0.9]])).item()
+    assert negative_score_BN.grad[0, 0] == 0 and negative_score_BN.grad.isfinite().all()
 
 
 @every_loss
@@ -230,11 +231,12 @@ def test_losses_do_not_change_their_inputs(name):
 @every_loss
 def test_losses_of_bfloat16_scores_are_computed_in_float32(name):
     torch.manual_seed(0)
-    scores = (torch.rand(3) - 0.5).bfloat16(), (torch.rand(3, 5_000) - 0.5).bfloat16()
+    positive_score_B, negative_score_BN = (torch.rand(3) - 0.5).bfloat16(), (torch.rand(3, 5_000) - 0.5).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        loss_B = LOSSES[name](*scores, is_masked_BN=None)
+        loss_B = LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=None)
+    expected_loss_B = LOSSES[name](positive_score_B.float(), negative_score_BN.float(), is_masked_BN=None)
     assert loss_B.dtype == torch.float32
-    assert loss_B.tolist() == LOSSES[name](*(score.float() for score in scores), is_masked_BN=None).tolist()
+    assert loss_B.tolist() == expected_loss_B.tolist()
 
 
 @pytest.mark.parametrize("loss", [softmax_loss, bce_loss, bpr_loss])
@@ -263,7 +265,8 @@ def test_the_distillation_loss_equals_the_kl_divergence_computed_in_a_loop(seed,
         student_CD, teacher_CD=teacher_CD, item_C=item_C, num_queries=3, temperature=TEMPERATURE, min_norm=0.01
     )
 
-    def shares(vector_CD, query_index, columns):  # the softmax of the similarities of an item with the columns
+    def similarity_softmax(vector_CD, query_index, columns):
+        """Return the softmax of the cosines between the item of a query and the items of `columns`."""
         weights = [
             math.exp(torch.cosine_similarity(vector_CD[query_index], vector_CD[column], dim=0).item() / TEMPERATURE)
             for column in columns
@@ -274,10 +277,8 @@ def test_the_distillation_loss_equals_the_kl_divergence_computed_in_a_loop(seed,
     for query_index in range(3):
         columns = [column for column in range(4) if has_teacher_C[column] and item_C[query_index] != item_C[column]]
         if has_teacher_C[query_index] and columns:
-            share_pairs = zip(shares(teacher_CD, query_index, columns), shares(student_CD, query_index, columns), strict=True)
-            divergences.append(
-                sum(teacher_share * math.log(teacher_share / student_share) for teacher_share, student_share in share_pairs)
-            )
+            teacher, student = (similarity_softmax(vectors, query_index, columns) for vectors in (teacher_CD, student_CD))
+            divergences.append(sum(p * math.log(p / q) for p, q in zip(teacher, student, strict=True)))
     assert loss.item() == pytest.approx(sum(divergences) / 3, rel=1e-4, abs=1e-6)
     loss.backward()
     assert student_CD.grad.isfinite().all() and (student_CD.grad[~torch.tensor(has_teacher_C)] == 0).all()

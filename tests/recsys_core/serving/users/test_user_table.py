@@ -56,21 +56,21 @@ def test_users_are_found_by_id_with_their_histories(
     rows = table.ids.rows(ids)
     assert rows.tolist() == [known_ids.index(user_id) if user_id in known_ids else -1 for user_id in ids]
     assert table.ids.ids(np.arange(len(known_ids))).tolist() == known_ids
-    stored = table.histories(rows)
-    stored_histories = np.split(stored.values_L, stored.offset[1:-1])
-    assert [history.tolist() for history in stored_histories] == [histories[row] if row >= 0 else [] for row in rows]
+    stored_histories = table.histories(rows)
+    history_lists = np.split(stored_histories.values_L, stored_histories.offset[1:-1])
+    assert [history.tolist() for history in history_lists] == [histories[row] if row >= 0 else [] for row in rows]
 
 
 def test_replacing_items_renumbers_the_histories_and_drops_removed_items(tmp_path: Path) -> None:
     path, _ = write_user_file(tmp_path, ["a", "b", "c"], [[5, 2, 5], [], [2, 9]])
-    new_row_I = np.full(NUM_ITEMS, -1, np.int32)
+    new_row_I = np.full(NUM_ITEMS, -1, np.int32)  # every item is removed, except 5 and 9
     new_row_I[[5, 9]] = [0, 1]
     replaced_path = tmp_path / "replaced.arrow"
     replace_history_items(path, replaced_path, new_row_I)
     write_block_checksums(replaced_path, tmp_path / "replaced.sha256")
     table = open_user_table(replaced_path, (tmp_path / "replaced.sha256").read_bytes(), num_users=3)
-    stored = table.histories(table.ids.rows(["a", "b", "c", "d"]))
-    assert (stored.offset.tolist(), stored.values_L.tolist()) == ([0, 2, 2, 3, 3], [0, 0, 1])
+    replaced_histories = table.histories(table.ids.rows(["a", "b", "c", "d"]))
+    assert (replaced_histories.offset.tolist(), replaced_histories.values_L.tolist()) == ([0, 2, 2, 3, 3], [0, 0, 1])
 
 
 def test_users_without_any_event_have_empty_histories(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_a_changed_block_fails_only_the_lookups_that_read_it(tmp_path: Path) -> 
     content[position] ^= 1
     path.write_bytes(content)
     table = open_user_table(path, checksums, num_users=num_users)
-    block_users = BLOCK_BYTES // (4 * history_length) + 1  # at least the users of one block
-    intact_rows = np.array([0, changed_row - block_users, changed_row + block_users, num_users - 1])
+    max_users_per_block = BLOCK_BYTES // (4 * history_length) + 1
+    intact_rows = np.array([0, changed_row - max_users_per_block, changed_row + max_users_per_block, num_users - 1])
     rows = table.ids.rows([f"user-{row}" for row in intact_rows])
     assert (table.histories(rows).values_L == histories[intact_rows].reshape(-1)).all()
     row = table.ids.rows([f"user-{changed_row}"])

@@ -23,7 +23,14 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.model.optimizers import LearningRates, make_optimizer
 from recsys_core.training.model.sharded_model import EPS, zero_unknown_users
 from tests.gloo import cpu_process, run_ranks
-from tests.recsys_core.training.small_model import ITEM_COUNT_I, NUM_USERS, make_batch, plain_task, sharded_model, small_spec
+from tests.recsys_core.training.small_model import (
+    ITEM_COUNT_I,
+    NUM_USERS,
+    make_batch,
+    sharded_model,
+    small_spec,
+    unsharded_task,
+)
 
 COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 SHARDING_TYPES = ("table_wise", "row_wise", "table_row_wise", "data_parallel", *COLUMN_SHARDING_TYPES)
@@ -101,7 +108,7 @@ class Expected(NamedTuple):
 def train_unsharded(case: Case, *, num_ranks: int) -> Expected:
     """Train on the batches of all ranks in one process, with dense gradients and without a process group."""
     spec, config = case.spec, case.training
-    task, weight_by_table = plain_task(spec, loss=case.loss, seed=config.seed)
+    task, weight_by_table = unsharded_task(spec, loss=case.loss, seed=config.seed)
     trained_weights = [weight for name, weight in weight_by_table.items() if not spec.tables[name].is_frozen]
     adagrad_class = torch.optim.Adagrad if config.table_optimizer.kind == "adagrad" else RowWiseAdagrad
     adagrad = adagrad_class(trained_weights, eps=EPS)

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from recsys_core.comparison.decision import e_value
+from recsys_core.comparison.decision import ALARM_E_VALUE, e_value
 
 NUM_SERIES, NUM_RUNS, NUM_CHANGED_USERS = 500, 60, 200
-ALARM_THRESHOLD = 20.0
 
 
 def largest_products(win_rate: float) -> np.ndarray:
@@ -20,11 +19,11 @@ def largest_products(win_rate: float) -> np.ndarray:
 
 
 def test_an_equal_champion_raises_an_alarm_in_at_most_one_of_twenty_series() -> None:
-    assert np.mean(largest_products(0.5) >= ALARM_THRESHOLD) <= 1 / ALARM_THRESHOLD + 0.01
+    assert np.mean(largest_products(0.5) >= ALARM_E_VALUE) <= 1 / ALARM_E_VALUE + 0.01
 
 
 def test_a_champion_that_keeps_losing_raises_an_alarm_in_most_series() -> None:
-    assert np.mean(largest_products(0.57) >= ALARM_THRESHOLD) >= 0.95
+    assert np.mean(largest_products(0.57) >= ALARM_E_VALUE) >= 0.95
 
 
 def test_the_evidence_grows_with_the_users_that_are_better_off() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recsys_core.comparison.decision import read_evidence
+from recsys_core.comparison.decision import ALARM_E_VALUE, read_evidence
 from recsys_core.comparison.rules import PairedBootstrap
 from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import InputError, StageError, TrackingServerError
@@ -32,6 +32,7 @@ from tests.tasks.registration import prepare_run, register_version, version_by_a
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
+PERFECT_METRICS = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in COMPARED_METRICS})
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_a_champion_promoted_during_a_comparison_is_compared_too(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
-    predict, better_stages = version_tester.predict_in_subprocess, [build_stages()]
+    predict, better_stages = version_tester.predict_in_subprocess, [build_stages()]  # a list, to register them only once
 
     def promote_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         answers = predict(sample, model_uri=model_uri, **options)
@@ -81,8 +82,8 @@ def test_a_champion_promoted_during_a_comparison_is_compared_too(
     monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
     worse_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "worse"))
     assert version_by_alias(connect(workspace)) == {"champion": "3", "challenger": "2"}
-    assert (worse_registration.alias, worse_registration.reasons[0].endswith("of version 3")) == ("challenger", True)
-    assert in_process_predictions.count("models:/m/2") == 1  # the answers of version 2 are used twice
+    assert worse_registration.alias == "challenger" and worse_registration.reasons[0].endswith("of version 3")
+    assert in_process_predictions.count("models:/m/2") == 1  # the same answers are compared with version 1 and version 3
 
 
 def test_a_version_is_compared_again_if_its_champion_is_withdrawn_meanwhile(
@@ -210,10 +211,9 @@ def test_if_no_version_can_be_champion_the_stage_fails(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
-    package_copy = shutil.copytree(package_folder(workspace, "1"), workspace / "kept")
+    package_copy = shutil.copytree(package_folder(workspace, "1"), workspace / "intact")
     flip_a_bit(workspace, "1")
-    perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in COMPARED_METRICS})
-    monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": perfect})
+    monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": PERFECT_METRICS})
     baselines: tuple[str, ...] = ("popularity",)
     with pytest.raises(
         StageError,
@@ -315,8 +315,7 @@ def test_a_version_as_good_as_the_champion_is_refused_below_popularity(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
-    perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in COMPARED_METRICS})
-    monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": perfect})
+    monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": PERFECT_METRICS})
     worse_registration = register_version(build_stages(), prepare_run(workspace, "two"), baselines=("popularity",))
     assert (worse_registration.state_name, version_by_alias(connect(workspace))["champion"]) == ("NotPromoted", "1")
     assert len(worse_registration.reasons) == 1 and worse_registration.reasons[0].endswith(
@@ -351,33 +350,32 @@ def test_the_slices_of_a_guarded_feature_are_compared_and_reject_a_worse_version
     }
     assert len(brand_evidence) == 2
     assert {item.comparison.outcome for item in brand_evidence} == {"rejected"} and not registration.promoted
-    for item in brand_evidence:  # the mean over the users with a target of the brand
+    for item in brand_evidence:  # only users with a target of the brand are compared
         assert 10 <= item.comparison.num_users <= NUM_USERS and item.comparison.baseline_mean > 0.5
 
 
-@pytest.mark.parametrize("is_worse", [False, True])
-def test_a_champion_that_loses_to_a_version_that_is_not_promoted_is_reported(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], is_worse: bool
+def test_a_champion_that_does_not_lose_is_not_reported(
+    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
-    register_version(build_stages(shuffled=is_worse), prepare_run(workspace, "one"))
-    registered = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
-    evidence = float(version_tags(connect(workspace), "1")["nightjar.evidence_for_challengers"])
-    assert (evidence > 20, len(registered.reasons)) == (is_worse, 1 + is_worse)
-    if is_worse:
-        assert registered.reasons[1].startswith("version 1 has been losing to versions that were not promoted")
+    register_version(build_stages(), prepare_run(workspace, "one"))
+    registration = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
+    evidence = float(version_tags(connect(workspace), "1")[CHALLENGERS_TAG])
+    assert evidence < ALARM_E_VALUE and len(registration.reasons) == 1
 
 
-def test_a_resumed_run_counts_once_as_evidence_against_the_champion(
+def test_a_champion_that_loses_is_reported_and_a_resumed_run_counts_once_against_it(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
     first_registration = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
+    assert len(first_registration.reasons) == 2
+    assert first_registration.reasons[1].startswith("version 1 has been losing to versions that were not promoted")
     client = connect(workspace)
     evidence = version_tags(client, "1")[CHALLENGERS_TAG]
     context = prepare_run(workspace, "two", promote="never")
     shutil.rmtree(context.folder(RegistrationManifest))  # the run was killed before the stage was complete
     resumed_registration = register_version(build_stages(), context)
-    assert version_tags(client, "1")[CHALLENGERS_TAG] == evidence and float(evidence) > 20
+    assert version_tags(client, "1")[CHALLENGERS_TAG] == evidence and float(evidence) >= ALARM_E_VALUE
     assert resumed_registration.reasons == first_registration.reasons
 
 

@@ -15,6 +15,8 @@ METRIC = "recall@20"
 FIRST_START = datetime(2026, 10, 24, 2, 15, tzinfo=UTC)
 _STAGE_SECONDS = (34, 210, 52, 3, 12, 9, 1900, 75, 120, 62, 21, 88)
 """Duration of each stage, in the order of STAGES."""
+REJECTED_DAY, FAILED_DAY, KILLED_DAY = 11, 19, 23
+"""Days of `month_of_runs` whose run has rejected data, failed, or was killed."""
 
 
 def past_run(
@@ -44,7 +46,7 @@ def past_run(
 
 
 def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_000) -> list[Run]:
-    """Write one run per day: most promoted, some not, one with rejected data, one failed and one still running."""
+    """Write one run per day. Most are promoted, some are not promoted, and three have no version (see REJECTED_DAY)."""
     random_generator = random.Random(7)
     runs, champion_value, version = [], 0.212, 40
     for day in range(num_runs):
@@ -58,7 +60,7 @@ def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_0
             "test_users": 5_678,
             "items": int(86_000 + 310 * day),
         }
-        if day == 11:
+        if day == REJECTED_DAY:
             message = (
                 "the data violates 1 of the limits in data_report: - 8,912,004 training events, 52 % fewer than the run before"
             )
@@ -73,12 +75,12 @@ def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_0
                 )
             )
             continue
-        if day == 19:
+        if day == FAILED_DAY:
             message = "the launch failed: rank 1 (pid 28123) ended with SIGKILL; the kernel killed it, probably for memory"
             runs.append(past_run(workspace, start, state="Failed", num_stages=5, message=message, **common_fields))
             (runs[-1].folder / "error.log").write_text("Traceback")
             continue
-        if day == 23:
+        if day == KILLED_DAY:
             runs.append(past_run(workspace, start, state="Running", num_stages=0, ended=None, stage_bytes=stage_bytes))
             continue
         version += 1

@@ -298,8 +298,15 @@ def test_a_full_retrain_builds_the_vocabularies_again_and_starts_from_no_champio
     assert (config_of_run.training.warm_start, config_of_run.interactions.vocabulary.rebuild) == (None, "always")
 
 
-@pytest.mark.parametrize("run_id", ["../../theirs", "theirs", "link"])
-def test_the_flow_changes_no_folder_that_nightjar_did_not_create(tmp_path: Path, run_id: str) -> None:
+@pytest.mark.parametrize(
+    ("run_id", "message"),
+    [
+        ("../../theirs", "a run id consists of letters"),
+        ("theirs", "holds files, but not the marker"),
+        ("link", "is a link"),
+    ],
+)
+def test_the_flow_changes_no_folder_that_nightjar_did_not_create(tmp_path: Path, run_id: str, message: str) -> None:
     folder_by_run_id = {
         "../../theirs": tmp_path / "theirs",
         "theirs": tmp_path / "workspace/runs/theirs",
@@ -312,7 +319,7 @@ def test_the_flow_changes_no_folder_that_nightjar_did_not_create(tmp_path: Path,
     if run_id == "link":
         (tmp_path / "workspace/runs").mkdir(parents=True)
         (tmp_path / "workspace/runs/link").symlink_to(user_folder)
-    with pytest.raises(InputError, match=r"a run id consists of letters|holds files, but not the marker|is a link"):
+    with pytest.raises(InputError, match=message):
         nightly.nightly_retrain.fn(starter_config().with_absolute_paths(tmp_path), run_id=run_id)
     assert (user_folder / "config.yaml").read_text() == (user_folder / "embeddings" / "mine.npy").read_text() == "kept"
     assert sorted(path.name for path in user_folder.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]

@@ -39,9 +39,8 @@ def test_a_command_prints_one_line_and_returns_exit_code_1(
     config_path: Path, command: list[str], trouble: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(
-        environment, "prepare_environment", lambda *_, **__: None
-    )  # it would change the environment of this process
+    # The real functions would change the environment and the logging of this process.
+    monkeypatch.setattr(environment, "prepare_environment", lambda *_, **__: None)
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)
     monkeypatch.setattr(sys, "argv", ["nightjar", command[0], str(config_path), *command[1:]])
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

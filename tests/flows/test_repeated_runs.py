@@ -116,18 +116,19 @@ def test_a_backtest_with_other_settings_or_days_has_a_workspace_and_a_model_of_i
 def test_a_backtest_continues_in_its_workspace_if_a_change_does_not_affect_its_runs(
     config_path: Path, executed_configs: list[PipelineConfig]
 ) -> None:
-    first = backtest.fn(load_config(config_path), 2)
-    second = backtest.fn(load_config(config_path, ["schedule.cron=0 2 * * *", "training.max_attempts=7"]), 2)
-    assert first.folder == second.folder and [run.run_id for run in first.runs] == [run.run_id for run in second.runs]
-    assert [run.until.day for run in first.runs] == [19, 20]
-    assert (first.folder / "backtest.json").is_file() and (first.folder / "backtest.png").is_file()
+    result = backtest.fn(load_config(config_path), 2)
+    continued_result = backtest.fn(load_config(config_path, ["schedule.cron=0 2 * * *", "training.max_attempts=7"]), 2)
+    assert result.folder == continued_result.folder
+    assert [run.run_id for run in result.runs] == [run.run_id for run in continued_result.runs]
+    assert [run.until.day for run in result.runs] == [19, 20]
+    assert (result.folder / "backtest.json").is_file() and (result.folder / "backtest.png").is_file()
 
 
 def test_a_run_without_its_large_files_is_not_executed_again(config_path: Path, executed_configs: list[PipelineConfig]) -> None:
-    first = backtest.fn(load_config(config_path), 2)
-    (first.folder / "runs" / first.runs[0].run_id / REDUCED_FILE_NAME).touch()
+    result = backtest.fn(load_config(config_path), 2)
+    (result.folder / "runs" / result.runs[0].run_id / REDUCED_FILE_NAME).touch()
     executed_configs.clear()
-    assert backtest.fn(load_config(config_path), 2).runs == first.runs
+    assert backtest.fn(load_config(config_path), 2).runs == result.runs
     assert len(executed_configs) == 1
 
 

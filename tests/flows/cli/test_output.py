@@ -109,9 +109,9 @@ def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(output, "stdout", Console(file=sys.stdout, width=200))
-    hostile = "a\x1b]0;title\x07\x1b[31m\nb\u202e"
-    output.print_table(["item", "score"], [[hostile, "0.5"]])
-    output.print_labelled({"item": hostile})
+    hostile_text = "a\x1b]0;title\x07\x1b[31m\nb\u202e"
+    output.print_table(["item", "score"], [[hostile_text, "0.5"]])
+    output.print_labelled({"item": hostile_text})
     printed_text = capsys.readouterr().out
     assert "\x1b" not in printed_text and "\x07" not in printed_text and "\u202e" not in printed_text
     assert len(printed_text.splitlines()) == 4 and r"a\x1b]0;title\x07\x1b[31m\nb\u202e" in printed_text
@@ -120,13 +120,13 @@ def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row
 def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hostile = "a\x1b]0;title\x07\nb\u202e"
+    hostile_text = "a\x1b]0;title\x07\nb\u202e"
     for stream in ("stderr", "stdout"):
         monkeypatch.setattr(output, stream, Console(file=sys.stdout, width=200))
-    output.print_warning(hostile)
-    output.print_labelled({"log": hostile}, status_by_label={"log": "[red]problem[/]"})
+    output.print_warning(hostile_text)
+    output.print_labelled({"log": hostile_text}, status_by_label={"log": "[red]problem[/]"})
     with output.stage_lines():
-        logging.getLogger("nightjar").info("read %s", hostile)
+        logging.getLogger("nightjar").info("read %s", hostile_text)
     printed_text = capsys.readouterr().out
     assert "\x1b]0" not in printed_text and "\x07" not in printed_text and "\u202e" not in printed_text
     assert printed_text.count(r"a\x1b]0;title\x07") == 3 and printed_text.count("\nb") == 3

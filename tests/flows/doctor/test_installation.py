@@ -6,27 +6,31 @@ from pathlib import Path
 import pytest
 
 from flows.doctor.installation import check_disk, check_log_engine, check_shared_memory, run_checks
-from flows.doctor.servers import ok
+from flows.doctor.servers import Finding, ok
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.ingest.log.spark_engine import installation
 
 
 def test_checks_run_at_the_same_time_and_a_check_without_result_is_a_problem() -> None:
-    never, barrier = threading.Event(), threading.Barrier(2)
+    both_checks_run, test_has_ended = threading.Barrier(2), threading.Event()
 
-    def wait() -> None:
-        barrier.wait(5)
+    def succeed() -> Finding:
+        both_checks_run.wait(5)
+        return ok("fine")
 
-    def fail() -> None:
-        barrier.wait(5)
+    def fail() -> Finding:
+        both_checks_run.wait(5)
         raise OSError("s3://ada:s3cret@bucket is gone")
 
-    checks = {"first": lambda: (wait(), ok("fine"))[1], "second": fail, "third": lambda: (never.wait(), ok(""))[1]}
-    findings = run_checks(checks, timeout_s=0.5)  # type: ignore[arg-type]
+    def wait() -> Finding:
+        test_has_ended.wait()
+        return ok("too late")
+
+    findings = run_checks({"first": succeed, "second": fail, "third": wait}, timeout_s=0.5)
     assert findings["first"] == ok("fine")
     assert findings["second"] == ("problem", "OSError: s3://ada:***@bucket is gone")
     assert findings["third"].status == "problem" and findings["third"].text.startswith("no result within 0.5 s")
-    never.set()
+    test_has_ended.set()
 
 
 def test_little_shared_memory_is_a_problem_with_the_option_that_enlarges_it(small_disk: Path) -> None:

@@ -66,7 +66,7 @@ def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_
         ("/dev/null", "/dev/null is not a folder"),
         ("/dev/null/x", "is not a folder"),
         ("/proc/x", "cannot be written"),
-        ("log.parquet", "is no"),
+        ("log.parquet", "is not a folder"),
     ],
 )
 def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Path, workspace: str, message: str) -> None:
@@ -77,15 +77,14 @@ def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Pa
 
 
 def check_config(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | None = None, **settings: Any) -> dict[str, str]:
-    """Check a config with a log (time column t) and vectors (column v); return the summaries of check_inputs by setting."""
-    raw: dict[str, Any] = {"model": {"embedding_dim": 8}, "workspace": folder / "workspace"} | settings
-    raw["interactions"] = (
-        {"timestamp_column": "t"} | raw.get("interactions", {}) | {"paths": write_parquet(folder / "log.parquet", **log)}
-    )
+    """Return the summaries of check_inputs for a log with times in column t, and for vectors in column v."""
+    config: dict[str, Any] = {"model": {"embedding_dim": 8}, "workspace": folder / "workspace"} | settings
+    log_path = write_parquet(folder / "log.parquet", **log)
+    config["interactions"] = {"timestamp_column": "t"} | config.get("interactions", {}) | {"paths": log_path}
     if vectors is not None:
-        paths = {"paths": write_parquet(folder / "vectors.parquet", row_group_size=2, **vectors), "vector_column": "v"}
-        raw["embeddings"] = paths | raw.get("embeddings", {})
-    return check_inputs(PipelineConfig.model_validate(raw))
+        vectors_path = write_parquet(folder / "vectors.parquet", row_group_size=2, **vectors)
+        config["embeddings"] = {"paths": vectors_path, "vector_column": "v"} | config.get("embeddings", {})
+    return check_inputs(PipelineConfig.model_validate(config))
 
 
 LOG = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}

@@ -65,7 +65,7 @@ def test_the_newest_run_is_resumed_if_it_failed_or_was_interrupted(
 
 
 @pytest.mark.parametrize("state", ["Promoted", "NotPromoted", "BrokenChampion", "DataRejected"])
-def test_an_unfinished_run_before_a_run_that_ended_is_history(config: PipelineConfig, state: RunState) -> None:
+def test_an_unfinished_run_is_not_resumed_after_a_later_run_has_ended(config: PipelineConfig, state: RunState) -> None:
     add_run(config, "1")
     add_run(config, "2", state)
     assert choose_run_to_resume(config) is None

@@ -23,7 +23,7 @@ def config_of(workspace: Path, *, name: str = "films") -> PipelineConfig:
 
 
 def values_by_metric(text: str) -> dict[str, dict[tuple[str, ...], float]]:
-    """Return a dict by metric name. Its values are dicts from label values, without the pipeline, to numbers."""
+    """Return the values of each metric, by the values of its labels except the label `pipeline`."""
     return {
         family.name.removeprefix("nightjar_"): {
             tuple(value for name, value in sample.labels.items() if name != "pipeline"): sample.value
@@ -57,9 +57,8 @@ def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
 def test_a_run_id_from_the_future_does_not_change_which_run_is_the_newest(tmp_path: Path) -> None:
     future_run = past_run(tmp_path, datetime(2090, 1, 1, tzinfo=UTC), state="Promoted", version="7")
     newest_run = Workspace(tmp_path).run(Workspace(tmp_path).new_run_id())
-    past_run(tmp_path, FIRST_START, state="Failed").folder.rename(
-        newest_run.folder
-    )  # the record has an earlier start than the run id
+    failed_run = past_run(tmp_path, FIRST_START, state="Failed")
+    failed_run.folder.rename(newest_run.folder)  # the start in its record is earlier than its new run id
     for run in (future_run, newest_run):
         (run.folder / MARKER_NAME).touch()
     assert [run.run.run_id for run in run_history(tmp_path)] == [newest_run.run_id, future_run.run_id]

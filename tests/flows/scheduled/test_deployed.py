@@ -50,12 +50,12 @@ def test_the_form_has_few_fields_with_titles_descriptions_defaults_and_dropdowns
     "override", ["training.epoch=3", "training.epochs", "training.epochs=-1", "training.epochs=[", "name.first=x", "=1"]
 )
 def test_an_invalid_override_in_the_form_has_the_message_of_the_command_line(config_path: Path, override: str) -> None:
-    with pytest.raises(InputError) as on_command_line:
+    with pytest.raises(InputError) as command_error:
         load_config(config_path, [override])
-    with pytest.raises(InputError) as in_form:
+    with pytest.raises(InputError) as form_error:
         deployed_retrain.fn(str(config_path), overrides=("training.epochs=2", override))
-    assert str(in_form.value) == str(on_command_line.value)
-    assert in_form.value.exit_code == 2
+    assert str(form_error.value) == str(command_error.value)
+    assert form_error.value.exit_code == 2
     assert [path.name for path in config_path.parent.iterdir()] == ["nightly.yaml"]
 
 

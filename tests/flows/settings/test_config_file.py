@@ -168,9 +168,9 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_groups(config_path: P
     config_path.write_text(
         f"{VALID_CONFIG}embeddings: [{{paths: a.parquet, vector_column: v}}, {{paths: c, dimension_prefix: d, id_map: {ids}}}]"
     )
-    first, second = load_config(config_path).embeddings
-    assert first.table == second.table == "item"
-    assert second.id_map is not None and second.id_map.paths == (str(config_path.parent / "map.parquet"),)
+    first_entry, second_entry = load_config(config_path).embeddings
+    assert first_entry.table == second_entry.table == "item"
+    assert second_entry.id_map is not None and second_entry.id_map.paths == (str(config_path.parent / "map.parquet"),)
     assert load_config(config_path, ["embeddings=null"]).embeddings == ()
 
 

@@ -40,17 +40,15 @@ def leaves(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
-    unbounded = []
+    unbounded_paths = []
     for path, schema in leaves(PipelineConfig.model_json_schema()):
         if schema["type"] in ("integer", "number"):
-            low, high = (
-                ("minimum" in schema or "exclusiveMinimum" in schema),
-                ("maximum" in schema or "exclusiveMaximum" in schema),
-            )
-            unbounded += [] if low and high else [path]
+            has_min = "minimum" in schema or "exclusiveMinimum" in schema
+            has_max = "maximum" in schema or "exclusiveMaximum" in schema
+            unbounded_paths += [] if has_min and has_max else [path]
         if schema["type"] == "string" and not {"maxLength", "enum", "const"} & set(schema) and schema.get("format") != "path":
-            unbounded.append(path)
-    assert unbounded == []
+            unbounded_paths.append(path)
+    assert unbounded_paths == []
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def test_a_name_with_a_dot_is_written_in_quotes(config_path: Path) -> None:
     [
         ("a: " + "[" * 3_000, "line 1: maximum depth of data structure exceeded"),
         ("{a: " * 3_000, "line 1: maximum depth of data structure exceeded"),
-        ("\n".join(f"key{i}: 1" for i in range(5_000)), "and 4,980 more"),
+        ("\n".join(f"key{number}: 1" for number in range(5_000)), "and 4,980 more"),
         ("tables: &a {item: *a}", "tables.item.item: unknown key"),
         ("a: " + "9" * 5_000, "cannot be read as YAML: Exceeds the limit (4300 digits)"),
         ("a: !!python/name:os.system", "cannot be read as YAML: line 1: could not determine a constructor for the tag"),
@@ -162,32 +160,32 @@ def test_a_hostile_config_is_rejected_with_a_short_message(config_path: Path, te
     assert len(error) < 20_000
 
 
-HOSTILE = [
+HOSTILE_VALUES = [
     "", " ", "~", "~stranger", "/dev/null", "it's", 'a"b', "a\nb", "a\0b", "x" * 5_000, "\ufeff", "1:30", "012", "0o7", "yes",
     "1e5", ".inf", "nan", "-0", "<<", "=", "..", "../..", "s3://", "s3://a:b@c/d", "{}", "\u202e", 2**64, -1, 1e308, 5e-324,
 ]  # fmt: skip
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.sampled_from(HOSTILE)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.sampled_from(HOSTILE_VALUES)
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
-NAMES = sorted({name.replace("*", "item") for name in setting_keys(PipelineConfig)})
+SETTING_NAMES = sorted({name.replace("*", "item") for name in setting_keys(PipelineConfig)})
 
 
 def with_setting(name: str, value: Any) -> dict[str, Any]:
     """Return a valid config in which the setting `name` (a dotted key) is `value`, if its group allows that."""
-    raw: dict[str, Any] = {"interactions": dict(VALID_CONFIG["interactions"])}
-    *parents, last = name.split(".")
-    level = raw
-    for key in parents:
-        level = level.setdefault(key, {})
-        if not isinstance(level, dict):
-            return raw
-    level[last] = value
-    return raw
+    config: dict[str, Any] = {"interactions": dict(VALID_CONFIG["interactions"])}
+    *parent_keys, last_key = name.split(".")
+    group = config
+    for key in parent_keys:
+        group = group.setdefault(key, {})
+        if not isinstance(group, dict):
+            return config
+    group[last_key] = value
+    return config
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(NAMES), values)
+@given(st.sampled_from(SETTING_NAMES), values)
 @example("tables", {"": {}})
 @example("allowed_data_root", [False, "x" * 11_000])
 @example("launcher", {"kind": "torchx", "scheduler": "slurm", "env": {"A B": "c"}})
@@ -224,10 +222,8 @@ def test_a_random_text_is_rejected_in_one_message(tmp_path: Path, text: str) -> 
 @settings(max_examples=100, deadline=None)
 @given(values)
 def test_dumped_values_load_back_unchanged(value: Any) -> None:
-    def same(one: Any, other: Any) -> bool:
-        return repr(one) == repr(other)
-
     try:
-        assert same(yaml_loader.load(yaml_loader.dump(value), subject="value"), value)
+        loaded_value = yaml_loader.load(yaml_loader.dump(value), subject="value")
+        assert repr(loaded_value) == repr(value)  # NaN is not equal to itself, and True is equal to 1
     except InputError as error:  # YAML cannot hold an unpaired surrogate
         assert "special characters" in str(error)

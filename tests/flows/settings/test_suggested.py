@@ -11,15 +11,17 @@ from flows.settings.template import to_commented_yaml
 from tasks.tuning.suggestions import DataFacts, suggestions
 from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS, SPARSE_UNORDERED
 
-LOG = "interactions: {paths: log.parquet, %s}\n%smodel: {history: {last_item_feature: false}}\ntuning: {trials: 3}\n"
-ORDER, NO_ORDER = "order_column: t, split: {kind: leave_last_out}", "split: {kind: files, test_paths: t.parquet}"
+ORDERED_LOG = "interactions: {paths: log.parquet, order_column: t, split: {kind: leave_last_out}}\n"
+UNORDERED_LOG = "interactions: {paths: log.parquet, split: {kind: files, test_paths: t.parquet}}\n"
+VECTORS = "embeddings: {paths: vectors.parquet, vector_column: v}\n"
+OTHER_SETTINGS = "model: {history: {last_item_feature: false}}\ntuning: {trials: 3}\n"
 
 
 def config_of(folder: Path, facts: DataFacts, *overrides: str) -> PipelineConfig:
     """Return a config for data with these facts."""
     config_path = folder / "nightly.yaml"
-    vectors = "embeddings: {paths: vectors.parquet, vector_column: v}\n" if facts.vector_share else ""
-    config_path.write_text(LOG % (ORDER if facts.is_ordered else NO_ORDER, vectors))
+    log_settings = ORDERED_LOG if facts.is_ordered else UNORDERED_LOG
+    config_path.write_text(log_settings + (VECTORS if facts.vector_share else "") + OTHER_SETTINGS)
     return load_config(config_path, overrides)
 
 

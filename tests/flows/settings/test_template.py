@@ -18,10 +18,10 @@ def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: 
     config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
     assert load_config(config_path) == starter_config().with_absolute_paths(tmp_path)
     assert load_config(config_path, ["embeddings.pca_dim=8"]).embeddings[0].pca_dim == 8
-    second = EmbeddingsConfig(paths=("b.parquet",), table="item.brand", dimension_prefix="d")
-    config_with_both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
-    config_path.write_text(to_commented_yaml(config_with_both, every_setting=every_setting))
-    assert load_config(config_path) == config_with_both.with_absolute_paths(tmp_path)
+    second_entry = EmbeddingsConfig(paths=("b.parquet",), table="item.brand", dimension_prefix="d")
+    config_with_two_entries = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second_entry)})
+    config_path.write_text(to_commented_yaml(config_with_two_entries, every_setting=every_setting))
+    assert load_config(config_path) == config_with_two_entries.with_absolute_paths(tmp_path)
 
 
 @pytest.mark.parametrize("every_setting", [True, False])

@@ -1,4 +1,4 @@
-"""The ranges of `nightjar tune`, `nightjar suggest` on a generated log, and `nightjar popularity-curve` on a stub run.
+"""The ranges of `nightjar tune`, `nightjar suggest` on a generated log, and `nightjar popularity-curve` for a small run.
 
 tests/drills/test_tuning.py tunes with real trainings.
 """
@@ -87,12 +87,12 @@ def test_the_bounds_of_a_range_have_the_number_type_of_the_setting(tmp_path: Pat
 def test_settings_as_yaml_writes_a_list_with_one_varied_entry_as_a_whole(tmp_path: Path) -> None:
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(CONFIG)
-    gradual = "tables={item: {transfer: gradual, unfreeze: [{epoch: 1, share: 0.2}, {epoch: 2, share: 1.0}]}}"
-    config = load_config(config_path, ["embeddings={paths: vectors.parquet, vector_column: embedding}", gradual])
+    gradual_override = "tables={item: {transfer: gradual, unfreeze: [{epoch: 1, share: 0.2}, {epoch: 2, share: 1.0}]}}"
+    config = load_config(config_path, ["embeddings={paths: vectors.parquet, vector_column: embedding}", gradual_override])
     settings = {"tables.item.unfreeze.0.share": 0.5, "loss.kind": "bce"}
-    unfreeze = [{"epoch": 1, "share": 0.5}, {"epoch": 2, "share": 1.0}]
+    expected_steps = [{"epoch": 1, "share": 0.5}, {"epoch": 2, "share": 1.0}]
     assert YAML(typ="safe", pure=True).load(settings_as_yaml(config, settings)) == {
-        "tables": {"item": {"unfreeze": unfreeze}},
+        "tables": {"item": {"unfreeze": expected_steps}},
         "loss": {"kind": "bce"},
     }
 
@@ -118,8 +118,7 @@ def test_a_file_with_the_suggested_settings_gets_no_more_suggestions(config_path
     assert "a dense log needs a higher temperature" in result.output and "nightjar tune" in result.output
     yaml = YAML(typ="safe", pure=True)
     changes = result.output.partition("for your file\n")[2].partition("\n\n")[0]
-    merged = yaml.load(config_path.read_text()) | yaml.load(changes)
-    config_path.write_text(json.dumps(merged))
+    config_path.write_text(json.dumps(yaml.load(config_path.read_text()) | yaml.load(changes)))
     result = CliRunner().invoke(app, ["suggest", str(config_path)])
     assert result.exit_code == 0 and "The file has all suggested settings." in result.output
 

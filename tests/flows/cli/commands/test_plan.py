@@ -44,9 +44,8 @@ def test_a_plan_is_written_as_json_and_as_a_page_and_shown_as_tables(config_path
     page = (config_path.parent / "workspace" / "plan" / "plan.html").read_text()
     assert plan.world_size == 8 and plan.device == "cuda"
     assert (plan.cluster.inter_host_gb_s, plan.cluster.intra_host_gb_s, plan.cluster.ddr_gb) == (25, 300, 500)
-    assert 1 < plan.tables["item"].values_per_query < 1 + 3 + 4 / 16, (
-        "a value is counted once per distinct item, so there are fewer than lookups"
-    )
+    num_items_per_query = 1 + 3 + 4 / 16  # the positive, the history, and a share of the negatives of the batch
+    assert 1 < plan.tables["item"].values_per_query < num_items_per_query, "an item that repeats is looked up once"
     for word in (plan.tables["item"].sharding_type, "HBM", "plan.html"):
         assert word in result.output
     assert "Sharding plan for 8 GPUs" in page and "Time by rank" in page
@@ -67,8 +66,8 @@ def test_the_stages_of_a_run_on_the_ingested_data_are_estimated(config_path: Pat
     assert (data.num_users, data.num_events, data.num_held_out_users) == (40, 480, 40)
     assert estimate.workload.has_linear_baselines
     assert [stage.stage for stage in estimate.stages][:3] == ["ingest_interactions", "check_data", "train"]
-    for word in ("with 1 host of", "ingest_interactions", "at this size", "cost: 0.0", "estimate.json"):
-        assert word in result.output
+    for text in ("with 1 host of", "ingest_interactions", "at this size", "cost: 0.0", "estimate.json"):
+        assert text in result.output
 
 
 def test_sizes_are_planned_and_estimated_without_reading_data(config_path: Path) -> None:
@@ -88,8 +87,8 @@ def test_sizes_are_planned_and_estimated_without_reading_data(config_path: Path)
     assert estimate.workload.machines.engine == "spark"
     assert not estimate.workload.has_linear_baselines, "100 million items are too many for these baselines"
     assert estimate.workload.training.table_bytes == 1_100_000_000 * (64 + 1) * 4
-    words = ["2 hosts of 4 GPUs and 32 cores, and spark for the ingest", "64 cores", "at 1/500", "8 GPUs", "per GPU-hour"]
-    assert [word for word in words if word not in result.output] == []
+    texts = ["2 hosts of 4 GPUs and 32 cores, and spark for the ingest", "64 cores", "at 1/500", "8 GPUs", "per GPU-hour"]
+    assert [text for text in texts if text not in result.output] == []
 
 
 def test_two_plans_at_the_same_time_in_a_workspace_are_an_input_error(config_path: Path) -> None:

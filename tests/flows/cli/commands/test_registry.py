@@ -34,10 +34,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
         "retention: {keep_full_runs: 1, keep_report_runs: 2}\n"
     )
     for index in range(4):
-        work = Run(f"2026{index}", workspace=tmp_path).stage_folder(TrainManifest).with_name("train.work")
-        create_own_folder(work.parent)
-        work.mkdir()
-        (work / "checkpoint").write_bytes(bytes(MEBIBYTE))
+        work_folder = Run(f"2026{index}", workspace=tmp_path).stage_folder(TrainManifest).with_name("train.work")
+        create_own_folder(work_folder.parent)
+        work_folder.mkdir()
+        (work_folder / "checkpoint").write_bytes(bytes(MEBIBYTE))
     return load_config(config_path, ())
 
 
@@ -50,15 +50,15 @@ def printed_table(removals: Removals, *, dry_run: bool) -> str:
     return stream.getvalue()
 
 
-def test_a_dry_run_lists_runs_and_removes_nothing_and_the_command_removes_them(config: PipelineConfig) -> None:
-    planned = printed_table(clean_workspace(config, dry_run=True), dry_run=True)
-    assert [line.split() for line in planned.splitlines()[:4]] == [
+def test_a_dry_run_lists_the_runs_that_the_command_removes(config: PipelineConfig) -> None:
+    table = printed_table(clean_workspace(config, dry_run=True), dry_run=True)
+    assert [line.split() for line in table.splitlines()[:4]] == [
         ["run", "to", "remove"],
         ["20260", "folder"],
         ["20261", "folder"],
         ["20262", "all", "but", "reports"],
     ]
-    assert "files of 3 runs and 0 model versions; remove them with the same command without --dry-run" in planned
+    assert "files of 3 runs and 0 model versions; remove them with the same command without --dry-run" in table
     assert run_ids(config.workspace) == ["20260", "20261", "20262", "20263"]
     with Workspace(config.workspace).lock(run_id="other"), pytest.raises(InputError, match="with run other, since"):
         clean_workspace(config, dry_run=False)

@@ -47,10 +47,10 @@ def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Pa
     create_own_folder(run_folder)
     dump_config(loaded.config, run_folder / "config.yaml")
 
-    def end(*_: object, **__: object) -> None:
+    def raise_tracking_server_error(*_: object, **__: object) -> None:
         raise TrackingServerError("MLflow does not work")
 
-    monkeypatch.setattr(session, "prefect_session", end)
+    monkeypatch.setattr(session, "prefect_session", raise_tracking_server_error)
     with pytest.raises(StageError, match=r"^MLflow does not work; resume the run with --resume r$"):
         run_nightly(loaded, None, options=RunOptions(), resume="r", until=None)
     assert not (run_folder / "error.log").exists()

@@ -21,15 +21,15 @@ def test_the_error_about_a_port_in_use_names_the_port_and_its_option(
 ) -> None:
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as other:
-        port, free = taken.getsockname()[1], other.getsockname()[1]
-        other.close()
-        ports = (
-            {"prefect_port": port, "mlflow_port": free}
-            if option == "--prefect-port"
-            else {"prefect_port": free, "mlflow_port": port}
-        )
-        with pytest.raises(InputError, match=re.escape(f"port {port} on 127.0.0.1: Address already in use; set {option} to")):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed_server:
+        used_port, free_port = server.getsockname()[1], closed_server.getsockname()[1]
+        closed_server.close()
+        if option == "--prefect-port":
+            ports = {"prefect_port": used_port, "mlflow_port": free_port}
+        else:
+            ports = {"prefect_port": free_port, "mlflow_port": used_port}
+        message = f"port {used_port} on 127.0.0.1: Address already in use; set {option} to"
+        with pytest.raises(InputError, match=re.escape(message)):
             ui.serve(starter_config().with_absolute_paths(tmp_path), **ports)
     assert list(tmp_path.iterdir()) == []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.flows.cli.test_main import nightjar
-from tests.flows.run_folders import month_of_runs
+from tests.flows.run_folders import FAILED_DAY, KILLED_DAY, month_of_runs
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_the_table_has_a_line_per_run_and_the_messages_of_runs_without_promotion
     assert lines[0].split()[:3] == ["run", "(UTC)", "ended"]
     assert [line.split()[0] for line in lines[1:13]] == [run.run_id for run in reversed(runs[-12:])]
     assert "promoted" in lines[1] and "44 min" in lines[1] and "20.8 M" in lines[1]
-    failed_run_id, killed_run_id = runs[19].run_id, runs[23].run_id
+    failed_run_id, killed_run_id = runs[FAILED_DAY].run_id, runs[KILLED_DAY].run_id
     assert f"{failed_run_id}  the launch failed: rank 1 (pid 28123) ended with SIGKILL" in "\n".join(lines[13:])
     assert f"{killed_run_id}  process 4711 on trainer-1 ended without a record" in "\n".join(lines[13:])
     assert lines[-1].split() == ["page", str(config_path.parent / "index.html")]

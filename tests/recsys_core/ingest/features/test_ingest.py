@@ -218,7 +218,7 @@ def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["another lineage", "another definition", "a damaged vocabulary"])
 def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, change: str) -> None:
     interactions = write_small_log(tmp_path / "log")
-    path = write_parquet(tmp_path / "items.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], kin=["a", "a", "b", "b", "b"])
+    path = write_parquet(tmp_path / "items.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], label=["a", "a", "b", "b", "b"])
     first_manifest = ingest(
         tmp_path / "run1",
         interactions,
@@ -228,7 +228,7 @@ def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, change: str) -> 
     if change == "another lineage":
         interactions = write_small_log(tmp_path / "rebuilt", lineage="second")
     elif change == "another definition":
-        feature["column"] = "kin"
+        feature["column"] = "label"
     else:
         first_manifest.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
     second_manifest = ingest(tmp_path / "run2", interactions, previous=first_manifest, **item_settings(path, feature))

@@ -56,6 +56,11 @@ BAD_ROW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a null weight": ({"x": [True, None, True, True]}, WEIGHT_SETTINGS, "'x', row 1: null (1 of 4"),
     "an infinite order": ({"x": [1.0, INF, 2.0, 3.0]}, {"order_column": "x"}, "'x', row 1: inf is infinite (1 of 4"),
+    "an order that is no number": (
+        {"x": [1.0, NAN, 2.0, 3.0]},
+        {"order_column": "x"},
+        "'x', row 1: nan is null or not a number (1 of 4",
+    ),
     "an order too large for int64": (
         {"x": pa.array([1, 2, 2**64 - 1, 2**63 - 1], pa.uint64())},
         {"order_column": "x"},
@@ -69,7 +74,6 @@ BAD_ROW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "'x', row 2: nan is null",
     ),
 }
-
 """For each case: columns that override VALID_COLUMNS, settings, and the message from the name of the column on."""
 
 
@@ -141,8 +145,8 @@ def faulty_log(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, list[
         column = str(rng.choice(list(BAD_VALUES_BY_COLUMN)))
         columns[column][row] = BAD_VALUES_BY_COLUMN[column][int(rng.integers(len(BAD_VALUES_BY_COLUMN[column])))]
         valid_rows.remove(row)
-    kept_rows = [row for row in sorted(valid_rows) if columns["x"][row] >= 1]
-    return columns, [(columns["user_id"][row], columns["item_id"][row], columns["t"][row]) for row in kept_rows]
+    stored_rows = [row for row in sorted(valid_rows) if columns["x"][row] >= 1]
+    return columns, [(columns["user_id"][row], columns["item_id"][row], columns["t"][row]) for row in stored_rows]
 
 
 def num_bad_rows_by_reason(columns: dict[str, list[Any]]) -> Counter[str]:

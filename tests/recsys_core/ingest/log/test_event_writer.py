@@ -21,14 +21,13 @@ EVENTS = {
     "context_0": pa.array(["a", "b", None, "d", "e", "f"]),
 }
 """Events sorted by user, split and position. The user in row 1 has no event."""
-
 NEGATIVES = {
     "user_row": pa.array([0, 0, 0, 0, 2, 2], pa.int32()),
     "item_row": pa.array([0, 1, 0, 1, 1, 0], pa.int32()),
     "split": pa.array([0, 1, 1, 2, 0, 2], pa.int8()),
     "num_earlier_events": pa.array([1, 0, 0, 1, 0, 0], pa.int64()),
 }
-"""Known negatives sorted by user and split. `num_earlier_events` counts the events of the same user and split before each."""
+"""Known negatives sorted by user and split. `num_earlier_events` is the number of earlier events of the same user and split."""
 
 
 @pytest.mark.parametrize("batch_bounds", [(0, 6), (0, 1, 4, 6), (0, 2, 2, 6)])

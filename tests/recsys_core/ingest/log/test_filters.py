@@ -105,7 +105,6 @@ FILTER_CASES = {
         "over_cap",
     ),
 }
-
 """For each case: filter settings, the same filter in plain Python, and the reason under which removed events are counted."""
 
 

@@ -291,10 +291,11 @@ def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
     test_path = write_log(folder / "test.parquet", log[0])
     ingest_settings = {"split": {"kind": "files", "test_paths": test_path}, "filter": {"min_item_events": min_item_events}}
     manifest: InteractionsManifest | None = None
-    for run_index, stop in enumerate(sorted({2, *(min(cut + 1, len(log)) for cut in run_bounds), len(log)})):
+    num_days_by_run = sorted({2, *(min(bound + 1, len(log)) for bound in run_bounds), len(log)})
+    for run_index, num_days in enumerate(num_days_by_run):
         previous = manifest
         manifest = ingest(
-            folder / f"run{run_index}", write_days(folder / "in", log[:stop]), previous=previous, **ingest_settings
+            folder / f"run{run_index}", write_days(folder / "in", log[:num_days]), previous=previous, **ingest_settings
         )
         if previous is not None:
             for side in ("users", "items"):
@@ -314,8 +315,7 @@ def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) ->
         times = [(first_day + day) * DAY_US for day in range(4)]
         write_parquet(path, user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=times)
     pq.write_table(pq.read_table(checked_path), checked_path, write_page_checksum=True)
-    split = {"kind": "time", "test_days": 1, "validation_days": 1}
-    manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=split)
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=TIME_SPLIT)
     assert {file.source.path: file.has_checksums for part in manifest.parts for file in part.files} == {
         str(plain_path): False,
         str(checked_path): True,

@@ -37,7 +37,7 @@ times = st.integers(0, 40).map(lambda step: step * DAY_US // 4)
 
 @st.composite
 def logs(draw: st.DrawFn, min_events: int = 1) -> list[Event]:
-    """Draw a log with few ids, which repeat, and with times on a grid, which repeat and coincide with the bounds of splits."""
+    """Draw a log with few ids and few times, so that ids repeat and times often equal the bounds of splits."""
     users, items = (draw(st.lists(draw(id_strategies), min_size=2, max_size=6, unique=True)) for _ in range(2))
     log = draw(st.lists(st.tuples(st.sampled_from(users), st.sampled_from(items), times), min_size=min_events, max_size=30))
     return [(users[0], items[0], draw(times)), (users[1], items[1], draw(times)), *log]  # a log needs two users and two items
@@ -285,7 +285,8 @@ def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_p
     manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train_path, reversed_path))]
     first_store, second_store = (read_store(manifest) for manifest in manifests)
     assert first_store == second_store
-    assert 850 < manifests[0].num_validation_events < 1150  # 5 standard deviations of 28 around 1000
+    # 1,000 validation events are expected, and 150 are five standard deviations.
+    assert 850 < manifests[0].num_validation_events < 1150
     assert sorted(first_store.splits[0] + first_store.splits[1]) == log
     assert len({user for user, _, _ in first_store.splits[1]}) > 90
 
@@ -301,7 +302,7 @@ def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tm
     held_out_items = {item for _, item, _ in validation}
     assert not held_out_items & {item for _, item, _ in train}
     assert sorted(train + validation) == sorted(log)  # all events of an item are on one side
-    assert 137 < len(held_out_items) < 263  # 5 standard deviations of 12.6 around 200
+    assert 137 < len(held_out_items) < 263  # 200 are expected, and 63 are five standard deviations
     assert sorted(test_events) == sorted([(1, id_type(60), 60), (1, id_type(1000), 60)])
 
     # The next run reads one more file and holds out the same items. A run from scratch has the same splits.
@@ -348,7 +349,9 @@ def ingest_vectors(folder: Path, item_ids: Sequence[Any]) -> EmbeddingsManifest:
 
 @pytest.mark.parametrize("id_type", [str, int])
 def test_items_with_a_vector_but_without_events_are_in_the_vocabulary(tmp_path: Path, id_type: type) -> None:
-    as_id = {str: lambda number: f"i{number}", int: lambda number: number}[id_type]
+    def as_id(number: int) -> Any:
+        return f"i{number}" if id_type is str else number
+
     log = [("u", as_id(3), 1), ("u", as_id(1), 2), ("u", as_id(3), 3), ("v", as_id(3), 3), ("u", as_id(5), 4)]
     embeddings = ingest_vectors(tmp_path / "run [1]'s", [as_id(number) for number in (9, 3, 7, 5)])
     path = write_log(tmp_path / "log.parquet", log)

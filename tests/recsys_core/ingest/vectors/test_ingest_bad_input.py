@@ -1,4 +1,4 @@
-"""Rejection of invalid vectors, with the place and a fix in the message and without any file of the stage."""
+"""Rejection of invalid vectors: the message has the place and a fix, and no file of the stage is left."""
 
 import errno
 import os
@@ -118,7 +118,6 @@ BAD_LIST_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("vectors of 1,000,000 numbers; at most 65,536 are supported",),
     ),
 }
-
 """For each case: columns of the file, and parts of the message."""
 
 
@@ -144,7 +143,6 @@ BAD_DIMENSION_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "zero": ({"d0": [1.0, 0.0], "d1": [1.0, 0.0]}, ("column 'd0', row 1: all numbers of the vector are 0", REMEDY)),
 }
-
 """For each case: dimension columns of the file, and parts of the message."""
 
 

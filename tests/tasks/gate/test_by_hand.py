@@ -1,4 +1,4 @@
-"""The commands promote and rollback, with which a person chooses the champion; real packages on a real MLflow."""
+"""The functions of `nightjar promote` and `nightjar rollback`, with real packages in a real MLflow."""
 
 import shutil
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def changes() -> list[AliasChange]:
 
 @pytest.fixture
 def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
-    """A function that returns a person's decision with a reason. Its alias changes are published to `changes`."""
+    """A function that returns a manual decision with a reason. The alias changes of the decision are added to `changes`."""
 
     def decide(reason: str = "sold-out items") -> ManualDecision:
         return ManualDecision(RegistryConfig(model_name="m"), workspace, reason, [Recorder(changes)])
@@ -161,12 +161,12 @@ def test_an_impossible_promotion_raises_one_message_and_changes_nothing(
 
     move_champion = Registry.move_champion
 
-    def promote_another(*arguments: Any, **options: Any) -> bool:
+    def promote_version_1_first(*arguments: Any, **options: Any) -> bool:
         client.set_registered_model_alias("m", "champion", "1")
         return move_champion(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Registry, "move_champion", promote_another)
+        patch.setattr(Registry, "move_champion", promote_version_1_first)
         with pytest.raises(StageError, match="nothing has changed, because the champion was replaced while version 3 was test"):
             promote_version(3, decide())
     assert (version_by_alias(client), changes) == ({"champion": "1", "challenger": "3"}, [])
@@ -177,9 +177,9 @@ def test_an_impossible_promotion_raises_one_message_and_changes_nothing(
         promote_version(2, decide())
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:s3cret@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    for change in (lambda: promote_version(2, decide()), lambda: roll_back(None, decide())):
+    for change_champion in (lambda: promote_version(2, decide()), lambda: roll_back(None, decide())):
         with pytest.raises(TrackingServerError, match=r"^MLflow at http://ada:\*\*\*@127.0.0.1:9 does not work"):
-            change()
+            change_champion()
 
 
 def test_a_version_whose_log_is_removed_may_recommend_items_outside_the_newest_log(

@@ -1,6 +1,5 @@
 """The evidence of the gate, for simulated users: slices, the used-up margin, baselines, and too few users."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,10 +36,12 @@ def hits(rate: float, *, num_users: int = NUM_USERS) -> np.ndarray:
     return np.random.default_rng(3).random(num_users) < rate
 
 
-def verdict(new_version: ServedMetrics, champion: ServedMetrics, *, spent_drop: float = 0.0, **config: Any) -> tuple[str, str]:
-    """Return the name of the decision and its first reason."""
-    gate_config = CONFIG.model_copy(update=config)
-    name, reasons = decide(version_evidence(gate_config, new_version, champion, baseline="version 7", spent_drop=spent_drop))
+def verdict(
+    new_version: ServedMetrics, champion: ServedMetrics, *, spent_drop: float = 0.0, **settings: Any
+) -> tuple[str, str]:
+    """Return the name of the decision and its first reason. spent_drop: the part of the margin that is used up."""
+    config = CONFIG.model_copy(update=settings)
+    name, reasons = decide(version_evidence(config, new_version, champion, baseline="version 7", spent_drop=spent_drop))
     return name, reasons[0]
 
 
@@ -53,7 +54,7 @@ def test_a_loss_of_one_percent_is_accepted_until_earlier_losses_have_used_up_the
 
 @pytest.mark.parametrize("rule", [Margin(), PairedBootstrap(num_resamples=200)], ids=lambda rule: rule.kind)
 def test_thirty_runs_that_each_lose_a_little_lose_at_most_the_margin_in_total(rule: Margin | PairedBootstrap) -> None:
-    """Each version is 1.5 % worse than the champion. The first such version passes."""
+    """Each version is 1.5 % worse than its champion. The first of these versions is promoted."""
     best_rate = champion_rate = 0.4
     spent_drop, num_promoted = 0.0, 0
     for _ in range(30):
@@ -72,13 +73,13 @@ def test_a_version_that_is_worse_on_one_slice_alone_is_refused() -> None:
     hit_U = hits(0.2)
     worse_U = hit_U.copy()
     worse_U[NUM_USERS // 2 :] &= np.random.default_rng(1).random(NUM_USERS // 2) < 0.75  # heavy users lose a quarter
-    gained_users = np.flatnonzero(~hit_U[: NUM_USERS // 2])[: int((hit_U ^ worse_U).sum())]
-    worse_U[gained_users] = True  # light users gain as many hits, so that the recall over all users is equal
+    num_lost_hits = int((hit_U ^ worse_U).sum())
+    light_users_without_hit = np.flatnonzero(~hit_U[: NUM_USERS // 2])
+    worse_U[light_users_without_hit[:num_lost_hits]] = True  # so that the recall over all users is equal
     name, reason = verdict(metrics_of(worse_U), metrics_of(hit_U))
     assert name == "not_promoted" and reason.startswith("recall@20 of heavy users is ")
-    assert (
-        verdict(metrics_of(worse_U), metrics_of(hit_U), guardrails=GuardrailsConfig(slices=False, metrics=()))[0] == "promoted"
-    )
+    no_guardrails = GuardrailsConfig(slices=False, metrics=())
+    assert verdict(metrics_of(worse_U), metrics_of(hit_U), guardrails=no_guardrails)[0] == "promoted"
 
 
 def test_a_slice_with_too_few_users_is_reported_and_does_not_prevent_a_promotion() -> None:
@@ -119,15 +120,19 @@ def test_a_version_that_is_worse_on_one_guarded_feature_slice_alone_is_refused()
     hit_U, num_slice_users = hits(0.2), NUM_USERS // 4
     worse_U = hit_U.copy()
     worse_U[:num_slice_users] &= np.random.default_rng(1).random(num_slice_users) < 0.7  # the slice loses 30 % of its hits
-    other_users = num_slice_users + np.flatnonzero(~hit_U[num_slice_users:])
-    worse_U[other_users[: int((hit_U ^ worse_U).sum())]] = True  # the users of other brands gain as many
+    num_lost_hits = int((hit_U ^ worse_U).sum())
+    other_users_without_hit = num_slice_users + np.flatnonzero(~hit_U[num_slice_users:])
+    worse_U[other_users_without_hit[:num_lost_hits]] = True  # so that the recall over all users is equal
     new_version, champion = (
         brand_slices(metrics_of(hits_U), hits_U, num_slice_users=num_slice_users) for hits_U in (worse_U, hit_U)
     )
     for rule in (CONFIG.gate, Margin()):
         config = CONFIG.model_copy(update={"gate": rule})
-        compare = partial(version_evidence, config, new_version, champion, baseline="version 7", spent_drop=0)
-        name, reasons = decide(compare(min_users_by_slice={"item.brand=red": None}))
+        name, reasons = decide(
+            version_evidence(
+                config, new_version, champion, baseline="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": None}
+            )
+        )
         assert name == "not_promoted" and len(reasons) == 1
         assert reasons[0].startswith("recall@20 of item.brand=red is 0.1424, ")
         without_slices = config.model_copy(update={"guardrails": GuardrailsConfig(slices=False, metrics=())})
@@ -225,13 +230,14 @@ def test_a_cpu_time_that_was_too_short_to_measure_does_not_prevent_a_promotion()
 
 
 def index_recall(recall: float) -> UserMetrics:
+    """Return the metrics of 1,000 queries for which the index has this recall."""
     return UserMetrics(np.arange(1_000), {"recall@100": np.full(1_000, recall)})
 
 
 def test_an_index_that_misses_most_items_is_refused() -> None:
-    users = metrics_of(hits(0.2)).user_metrics
-    exact = {TRAINED: users, PACKAGED: users, INDEX: index_recall(0.3)}
-    verdict_name, reasons = decide(serving_evidence(CONFIG, metrics_of(hits(0.2)), exact))
+    user_metrics = metrics_of(hits(0.2)).user_metrics
+    exact_metrics = {TRAINED: user_metrics, PACKAGED: user_metrics, INDEX: index_recall(0.3)}
+    verdict_name, reasons = decide(serving_evidence(CONFIG, metrics_of(hits(0.2)), exact_metrics))
     assert verdict_name == "not_promoted"
     assert reasons[0].startswith("recall@100 of the index is 0.3000, -70.0 %") and "of an exact search" in reasons[0]
 
@@ -247,12 +253,12 @@ def test_an_index_that_misses_most_items_is_refused() -> None:
 def test_a_package_is_refused_only_if_it_answers_clearly_worse_than_its_model(
     trained_rate: float, packaged_rate: float, served_rate: float, reason: str | None
 ) -> None:
-    exact = {
+    exact_metrics = {
         TRAINED: metrics_of(hits(trained_rate)).user_metrics,
         PACKAGED: metrics_of(hits(packaged_rate)).user_metrics,
         INDEX: index_recall(0.9),
     }
-    evidence = serving_evidence(CONFIG, metrics_of(hits(served_rate)), exact)
+    evidence = serving_evidence(CONFIG, metrics_of(hits(served_rate)), exact_metrics)
     verdict_name, reasons = decide(evidence)
     if reason is None:
         assert verdict_name == "promoted"

@@ -20,9 +20,9 @@ NUM_USERS = 40
 
 @pytest.fixture
 def interactions(tmp_path: Path) -> InteractionsManifest:
-    """A log of 40 users. User 0 has an event at the end of the log, and the last event of user u is u days and an hour earlier.
+    """A log of 40 users, of whom users 0 to 4 have test events.
 
-    The users 0 to 4 have test events.
+    The last event of user 0 ends the log. The last event of another user u is u days and an hour earlier.
     """
     event_times_us = []
     for user in range(NUM_USERS):
@@ -48,6 +48,7 @@ def test_the_days_are_the_fewest_with_the_requested_number_of_users(
 
 
 def evidence_of_too_few_users(rule: Margin | PairedBootstrap, *, num_users: int, is_guardrail: bool = False) -> Evidence:
+    """Return a comparison of two equal versions with fewer users than the rule needs."""
     comparison = rule.compare(np.ones(num_users), np.ones(num_users), baseline="version 1")
     assert comparison.outcome == "not_enough_data"
     return Evidence(subject="recall@20", baseline="version 1", is_guardrail=is_guardrail, comparison=comparison)

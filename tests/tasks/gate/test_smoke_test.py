@@ -53,7 +53,8 @@ def test_metrics_count_each_target_once_and_leave_out_items_of_the_history(sampl
     metrics = measure_answers(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).user_metrics.means(
         "served"
     )
-    # Only the target 104 of 104 and 105 is in the list, at position 2. Its gain is 1/log2(3) = 0.63 of an ideal 1 + 1/log2(3).
+    # Of the targets 104 and 105, only 104 is in the list, at position 2. Its gain is 1/log2(3) = 0.63, and both targets at the
+    # first positions would have the gain 1 + 1/log2(3).
     expected = {"served/recall@20": 0.5, "served/hit_rate@10": 1.0, "served/ndcg@20": 0.6309298 / 1.6309298}
     assert metrics == pytest.approx(expected)
 
@@ -70,10 +71,9 @@ def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample
     expected = measure_answers(answers(known_items, []), sample=sample)
     assert metrics.user_metrics.means("served") == expected.user_metrics.means("served")
     assert (metrics.coverage, expected.num_unknown) == (expected.coverage, 0)
-    metrics_of_eleventh = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
-    assert (
-        metrics_of_eleventh.user_metrics.means("served")["served/hit_rate@10"] == 1
-    )  # without 999, the target is at position 10
+    # Without the unknown item 999, the target 105 moves from position 11 to position 10.
+    metrics_of_moved_target = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
+    assert metrics_of_moved_target.user_metrics.means("served")["served/hit_rate@10"] == 1
 
 
 def test_valid_answers_have_no_problems(sample: UserSample) -> None:
@@ -155,8 +155,7 @@ def test_the_slices_of_users_depend_on_training_events_alone(tmp_path: Path) -> 
 
 
 def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
-    # Items of the users, with test events in bars: 0 1 |2 2|, 0 |0 1 3|, 3 |0|. The targets are 2 of user 0, 1 and 3 of user 1,
-    # and 0 of user 2.
+    # Targets are test items that the user does not have before: 2 for user 0, 1 and 3 for user 1, and 0 for user 2.
     interactions = write_interactions_stage(
         tmp_path / "interactions",
         train=[[0, 1], [0], [3]],
@@ -222,7 +221,7 @@ def test_a_model_process_survives_a_failed_request_and_is_replaced_after_a_timeo
         child = start(process)
         child.kill()
         child.wait()
-        patch.setattr(child, "poll", lambda: None)  # the process ends after the check
+        patch.setattr(child, "poll", lambda: None)  # as if the child had ended after the check that it is running
         return child
 
     with ModelProcess() as process:

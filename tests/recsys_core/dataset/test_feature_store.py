@@ -112,9 +112,7 @@ def weights_by_item(batch: Batch, key: str) -> list[list[float]]:
     return [part.tolist() for part in batch.item_feature_weight[key].split(lengths)]
 
 
-def test_a_batch_has_the_features_of_its_users_events_and_items(
-    stores: tuple[EventStore, FeatureStore],
-) -> None:
+def test_a_batch_has_the_features_of_its_users_events_and_items(stores: tuple[EventStore, FeatureStore]) -> None:
     event_store, feature_store = stores
     loader = loader_of(stores)
     device_rows = feature_store.feature_by_key["context.device"].table_rows
@@ -150,9 +148,7 @@ def test_a_batch_has_the_features_of_its_users_events_and_items(
     assert len(set(seen_events)) == len(seen_events) == event_store.num_train_events
 
 
-def test_a_query_has_the_event_features_of_the_first_event_of_the_split(
-    stores: tuple[EventStore, FeatureStore],
-) -> None:
+def test_a_query_has_the_event_features_of_the_first_event_of_the_split(stores: tuple[EventStore, FeatureStore]) -> None:
     event_store, feature_store = stores
     user_B = np.array([4, 1])
     num_events_U, num_train_events_U = 8 + np.arange(NUM_USERS), 5 + np.arange(NUM_USERS)

@@ -26,20 +26,20 @@ def lists_of(jagged: JaggedArray) -> list[list[int]]:
 
 @given(list_pairs, st.integers(0, 3))
 def test_jagged_arrays_behave_like_python_lists(pairs: list[tuple[list[int], list[int]]], num_last: int) -> None:
-    left = [left_rows for left_rows, _ in pairs]
-    left_jagged, right_jagged = jagged_of(left), jagged_of([right_rows for _, right_rows in pairs])
-    assert lists_of(left_jagged) == left
-    assert lists_of(left_jagged.last_values(num_last)) == [rows[max(0, len(rows) - num_last) :] for rows in left]
-    assert lists_of(left_jagged.distinct(bound=NUM_ROWS)) == [sorted(set(rows)) for rows in left]
+    left_lists = [left_rows for left_rows, _ in pairs]
+    left_jagged, right_jagged = jagged_of(left_lists), jagged_of([right_rows for _, right_rows in pairs])
+    assert lists_of(left_jagged) == left_lists
+    assert lists_of(left_jagged.last_values(num_last)) == [rows[max(0, len(rows) - num_last) :] for rows in left_lists]
+    assert lists_of(left_jagged.distinct(bound=NUM_ROWS)) == [sorted(set(rows)) for rows in left_lists]
     assert lists_of(left_jagged.union(right_jagged, bound=NUM_ROWS)) == [
         sorted({*left_rows, *right_rows}) for left_rows, right_rows in pairs
     ]
     assert lists_of(left_jagged.difference(right_jagged, bound=NUM_ROWS)) == [
         [row for row in left_rows if row not in right_rows] for left_rows, right_rows in pairs
     ]
-    assert lists_of(left_jagged.take(np.arange(len(left))[::-1])) == left[::-1]
-    assert lists_of(left_jagged.slice(1, len(left))) == left[1:] or len(left) == 1
-    is_replaced = np.arange(len(left)) % 2 == 1
+    assert lists_of(left_jagged.take(np.arange(len(left_lists))[::-1])) == left_lists[::-1]
+    assert lists_of(left_jagged.slice(1, len(left_lists))) == left_lists[1:] or len(left_lists) == 1
+    is_replaced = np.arange(len(left_lists)) % 2 == 1
     assert lists_of(left_jagged.replace(right_jagged, where=is_replaced)) == [
         right_rows if list_index % 2 else left_rows for list_index, (left_rows, right_rows) in enumerate(pairs)
     ]

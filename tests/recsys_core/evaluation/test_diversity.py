@@ -30,7 +30,8 @@ def test_diversity_equals_the_mean_over_pairs_of_items_with_a_vector() -> None:
     mean_distances = []
     for items in top_BK:
         item_vectors = [vectors_RD[item] for item in items if item >= 0 and vector_row_I[item] >= 0 and vectors_RD[item].any()]
-        distances = [1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in combinations(item_vectors, 2)]
+        unit_vectors = [vector / np.linalg.norm(vector) for vector in item_vectors]
+        distances = [1 - vector @ other_vector for vector, other_vector in combinations(unit_vectors, 2)]
         if distances:
             mean_distances.append(np.mean(distances))
     chunks = list_distances(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I)

@@ -16,7 +16,7 @@ from tests.recsys_core.http_server.conftest import ClientStarter
 from tests.recsys_core.serving.conftest import ITEM_IDS, USER_IDS
 
 TOKEN = "a-token-of-24-characters"  # noqa: S105
-ROW = {"user_id": USER_IDS[0]}
+REQUEST_ROW = {"user_id": USER_IDS[0]}
 
 
 def recommend(client: TestClient, rows: list[Any], **params: Any) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def test_a_response_has_the_answers_of_the_retriever(start_client: ClientStarter
 def test_params_reach_the_retriever(start_client: ClientStarter, retriever: Retriever) -> None:
     conditions = {"genre": {"in": ["rock"]}, "price": {"lt": 20}}
     (prediction,) = recommend(
-        start_client(), [ROW], k=4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
+        start_client(), [REQUEST_ROW], k=4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
     )
     (expected,) = retriever.recommend(
         [USER_IDS[0]], 4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
@@ -110,7 +110,7 @@ def test_a_filter_is_rejected_whatever_its_number_of_levels(start_client: Client
 
 
 def test_an_invalid_row_does_not_affect_another_row(start_client: ClientStarter) -> None:
-    invalid_prediction, prediction = recommend(start_client(), [{"user_id": "x"}, ROW], k=2)
+    invalid_prediction, prediction = recommend(start_client(), [{"user_id": "x"}, REQUEST_ROW], k=2)
     assert invalid_prediction["error"].startswith("user_id 'x' is not an integer") and invalid_prediction["item_ids"] == []
     assert prediction["error"] is None and len(prediction["item_ids"]) == 2
 
@@ -129,9 +129,9 @@ def test_a_large_body_and_another_content_type_are_refused(start_client: ClientS
 def test_with_a_token_only_requests_that_have_it_are_answered(start_client: ClientStarter) -> None:
     client = start_client(token=TOKEN)
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
-        response = client.post("/recommend", json={"rows": [ROW]}, headers=header)
+        response = client.post("/recommend", json={"rows": [REQUEST_ROW]}, headers=header)
         assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
-    accepted = client.post("/recommend", json={"rows": [ROW]}, headers={"Authorization": f"Bearer {TOKEN}"})
+    accepted = client.post("/recommend", json={"rows": [REQUEST_ROW]}, headers={"Authorization": f"Bearer {TOKEN}"})
     assert accepted.status_code == 200
     assert client.get("/healthz").status_code == 200  # a probe of an orchestrator has no token
 
@@ -158,9 +158,9 @@ def test_an_unexpected_exception_gets_status_500_and_the_next_request_is_answere
 
     with monkeypatch.context() as patch:
         patch.setattr(follower._model, "respond", fail)
-        response = client.post("/recommend", json={"rows": [ROW]})
+        response = client.post("/recommend", json={"rows": [REQUEST_ROW]})
     assert (response.status_code, response.json()) == (500, {"error": "the server could not answer; the reason is in its log"})
-    assert client.post("/recommend", json={"rows": [ROW]}).status_code == 200
+    assert client.post("/recommend", json={"rows": [REQUEST_ROW]}).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/recommend", "/similar"])

@@ -23,7 +23,7 @@ from tests.recsys_core.launching.test_launch import ranks_import_this_tree, runn
 __all__ = ["ranks_import_this_tree"]  # a fixture that pytest uses for the tests of this module
 LOOPBACK = {"127.0.0.1", "::1"}
 C10D_POLL_S = 6.0
-"""torchrun's c10d rendezvous, which nightjar does not use, would unpickle the state in the store every 5 s."""
+"""Time in which torchrun's c10d rendezvous, which nightjar does not use, would unpickle the store: it does so every 5 s."""
 
 
 def test_on_one_host_only_ranks_listen_and_only_on_loopback(tmp_path: Path) -> None:
@@ -34,9 +34,7 @@ def test_on_one_host_only_ranks_listen_and_only_on_loopback(tmp_path: Path) -> N
     assert {address for _, address in sockets} <= LOOPBACK
 
 
-def test_ranks_of_one_host_use_loopback_and_meet_in_a_private_folder(
-    tmp_path: Path,
-) -> None:
+def test_ranks_of_one_host_use_loopback_and_meet_in_a_private_folder(tmp_path: Path) -> None:
     with running_launch(tmp_path, "local") as (launching_process, _):
         environments = [process.environ() for process in psutil.Process(launching_process.pid).children(recursive=True)]
         rank_environments = [environment for environment in environments if "RANK" in environment]
@@ -73,7 +71,7 @@ def test_on_two_hosts_a_pickle_in_the_store_is_not_loaded(tmp_path: Path) -> Non
     assert not (tmp_path / "was loaded").exists()
 
 
-def test_the_store_of_the_first_host_opens_no_socket_except_the_given_listener() -> None:
+def test_the_store_of_the_first_host_opens_no_second_socket() -> None:
     layout, launcher = RankLayout(device="cpu", num_hosts=1, ranks_per_host=1), TorchxLauncher(scheduler="slurm")
     spec = LaunchSpec(token="t", versions={}, module="none", job_path=Path("job.json"), layout=layout, launcher=launcher)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -181,22 +181,22 @@ def test_every_number_is_read_back_unchanged(tmp_path: Path, value: float) -> No
 def _build_and_die(point: str, folder: Path) -> None:
     """Build the stage, and kill this process with SIGKILL just before `point`."""
 
-    def die(*_: object, **__: object) -> None:
+    def kill_this_process(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def build(output_folder: Path) -> dict[str, object]:
         if point == "first file":
-            die()
+            kill_this_process()
         (output_folder / "squares.txt").write_text("0 1 4")
         if point == "last file":
-            die()
+            kill_this_process()
         return write_squares(output_folder)
 
     function_name_by_point = {"hashing": "record_files", "manifest": "_write_durably"}
     if point in function_name_by_point:
-        mock.patch.object(stage_folder, function_name_by_point[point], die).start()
+        mock.patch.object(stage_folder, function_name_by_point[point], kill_this_process).start()
     if point == "rename":
-        mock.patch.object(Path, "rename", die).start()
+        mock.patch.object(Path, "rename", kill_this_process).start()
     commit_squares(folder, build=build, fingerprint="b")
 
 

@@ -1,4 +1,4 @@
-"""SelfAttention compared with nn.TransformerEncoderLayer, Dropout, and the groups of histories that are padded together."""
+"""SelfAttention compared with nn.TransformerEncoderLayer, its dropout, and the groups in which histories are padded."""
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_each_history_is_in_one_group_which_pads_it_to_less_than_twice_its_lengt
 def test_dropout_keeps_the_mean_and_is_off_in_evaluation() -> None:
     torch.manual_seed(0)
     dropout, values = Dropout(0.3), torch.full((200, 50), 2.0)
-    dropped = dropout(values)
-    assert dropped.unique().tolist() == pytest.approx([0.0, 2 / 0.7])
-    assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+    values_in_training = dropout(values)
+    assert values_in_training.unique().tolist() == pytest.approx([0.0, 2 / 0.7])
+    assert (values_in_training == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
     assert torch.equal(dropout.eval()(values), values)

@@ -7,7 +7,7 @@ from recsys_core.retrieval.auto import Auto, Candidate, choose_kind
 from recsys_core.retrieval.compressed import OpqPq, PqFastScan
 
 FLAT, HNSW = Candidate("flat", 1.0, 3.0, 300), Candidate("hnsw", 0.97, 0.1, 500)
-PQ = Candidate("opq_pq", 0.8, 0.05, 40)
+OPQ_PQ = Candidate("opq_pq", 0.8, 0.05, 40)
 """Candidates with recall, latency in milliseconds and size in bytes."""
 
 
@@ -60,7 +60,7 @@ def test_with_less_memory_only_more_compressed_kinds_remain() -> None:
 def test_the_fastest_kind_that_reaches_the_target_within_the_memory_is_chosen(
     recall_target: float, max_bytes: int | None, kind: str, reaches_target: bool
 ) -> None:
-    choice = choose_kind((FLAT, HNSW, PQ), recall_target=recall_target, max_bytes=max_bytes)
+    choice = choose_kind((FLAT, HNSW, OPQ_PQ), recall_target=recall_target, max_bytes=max_bytes)
     assert (choice.kind, choice.reaches_target) == (kind, reaches_target)
     assert choice.reason.startswith(
         (f"{kind} has the least latency", f"{kind} is the only kind")
@@ -71,4 +71,4 @@ def test_the_fastest_kind_that_reaches_the_target_within_the_memory_is_chosen(
 
 def test_built_indexes_that_all_exceed_max_bytes_are_rejected() -> None:
     with pytest.raises(InputError, match="max_bytes is 39, but the smallest index that was built, opq_pq, takes 40 bytes"):
-        choose_kind((FLAT, HNSW, PQ), recall_target=0.9, max_bytes=39)
+        choose_kind((FLAT, HNSW, OPQ_PQ), recall_target=0.9, max_bytes=39)

@@ -23,7 +23,7 @@ def test_the_recall_of_each_query_is_its_overlap_with_the_exact_results(
     row = np.array([random.choice(np.arange(-1, 30), size=12, replace=False) for _ in queries])
     recall = recall_per_query(row, exact_row_BK=exact_row, query_BD=queries, item_vector_ID=items)
     assert recall.tolist() == [
-        len({*found_rows} & {*exact_rows}) / 10 for found_rows, exact_rows in zip(row, exact_row, strict=True)
+        len({*result_rows} & {*exact_rows}) / 10 for result_rows, exact_rows in zip(row, exact_row, strict=True)
     ]
 
 
@@ -48,7 +48,8 @@ class ScriptedQueries:
 
 
 def test_the_fastest_setting_of_all_rescore_series_is_chosen() -> None:
-    # Each line has the points of one rescore value, up to the first point that reaches the target or is slower than the best.
+    # (recall, milliseconds) by (nprobe, rescore). A series of one rescore value ends when it reaches the target, or when it is
+    # slower than the best earlier series.
     points = {(1, 2): (0.5, 1.0), (2, 2): (0.7, 2.0), (3, 2): (0.96, 3.0)}
     points |= {(1, 4): (0.6, 1.5), (2, 4): (0.95, 2.5)}
     points |= {(1, 8): (0.8, 2.6)}

@@ -257,9 +257,7 @@ def test_an_index_is_rejected_if_a_shard_repeats_another_shard_or_is_not_used(
         )
 
 
-def test_a_mapped_index_returns_the_results_of_an_index_in_memory(
-    build_packaged_model: ModelBuilder,
-) -> None:
+def test_a_mapped_index_returns_the_results_of_an_index_in_memory(build_packaged_model: ModelBuilder) -> None:
     for kind in get_args(get_args(AnyIndexKind)[0]):
         _, package = build_packaged_model(index_kind=kind.model_fields["kind"].default)
         path = package.folder / "package" / "index.faiss"

@@ -27,9 +27,7 @@ print(json.dumps([row.tolist() for row in ids]))
 """
 
 
-def test_a_package_is_served_without_the_libraries_of_training_and_tracking(
-    build_packaged_model: ModelBuilder,
-) -> None:
+def test_a_package_is_served_without_the_libraries_of_training_and_tracking(build_packaged_model: ModelBuilder) -> None:
     _, package = build_packaged_model(quantization="int8", learn_user_embedding=True, features=USER_FEATURES)
     folder, sha256 = package.folder / "package", description_sha256(package)
     command = [sys.executable, "-c", SERVE_SCRIPT, str(folder), sha256, json.dumps(USER_IDS), ",".join(BLOCKED_MODULES)]

@@ -17,9 +17,7 @@ def trained(build_stages: Callable[..., Stages]) -> TrainManifest:
     return build_stages(shuffled=False).train_manifest
 
 
-def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(
-    trained: TrainManifest,
-) -> None:
+def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(trained: TrainManifest) -> None:
     stopped = trained.model_copy(update={"num_epochs": 5, "best_epoch": 2})
     summary = training_summary(stopped, config=TrainingConfig(epochs=10))
     assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in summary

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
@@ -59,7 +60,7 @@ print(json.dumps([answer["item_ids"] for answer in answers]))
 
 
 OTHER_WORKSPACE = Path("the folder of another workspace")
-"""A version that was registered in another workspace is verified with the sha256 in its tag."""
+"""A workspace to which the version does not belong: the version is then verified with the sha256 in its tag."""
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +180,8 @@ def test_params_exclude_items_and_return_vectors(server: TestClient) -> None:
     _, (full_answer,) = post(server, [{"user_id": "user-0"}], k=4, with_vectors=True)
     _, (answer,) = post(server, [{"user_id": "user-0"}], k=3, exclude=full_answer["item_ids"][:1], min_score=-10)
     assert answer["item_ids"] == full_answer["item_ids"][1:]
-    scores = [
-        sum(a * b for a, b in zip(vector, full_answer["query_vector"], strict=True)) for vector in full_answer["item_vectors"]
-    ]
-    assert scores == pytest.approx(full_answer["scores"], abs=1e-5)
+    inner_products = np.array(full_answer["item_vectors"]) @ np.array(full_answer["query_vector"])
+    assert inner_products.tolist() == pytest.approx(full_answer["scores"], abs=1e-5)
 
 
 def test_similar_items_are_requested_by_item_id(server: TestClient) -> None:
@@ -301,9 +300,7 @@ def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored_model_folder
         load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
-def test_a_package_edited_together_with_its_sha256_is_rejected_by_the_tag_of_its_version(
-    stored_model_folder: Path,
-) -> None:
+def test_a_package_edited_together_with_its_sha256_is_rejected_by_the_tag_of_its_version(stored_model_folder: Path) -> None:
     package_file, mlmodel = next(stored_model_folder.rglob("package.json")), stored_model_folder / "MLmodel"
     sha256_before = hashlib.sha256(package_file.read_bytes()).hexdigest()
     _replace_text(package_file, '"max_k": 120', '"max_k": 7')

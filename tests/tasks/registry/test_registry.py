@@ -46,9 +46,7 @@ def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(
     assert changes(registry) == [("champion", "1", "2")]
 
 
-def test_the_first_former_champion_is_the_version_that_was_replaced_last(
-    registry: Registry,
-) -> None:
+def test_the_first_former_champion_is_the_version_that_was_replaced_last(registry: Registry) -> None:
     assert registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
     registry.set_tag(registry.version(1), FORMER_CHAMPION_TAG, "4000000000")  # in 2096, as from a wrong clock
     assert registry.move_champion(registry.version(3), expected_champion=registry.version(2), reason="better")

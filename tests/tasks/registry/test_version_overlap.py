@@ -34,9 +34,10 @@ def test_the_mean_overlap_and_the_movers_agree_with_single_recommendations(versi
     before, after = versions
     result = compare_recommendations(before, after, num_users=1_000, k=K)
     item_lists_by_version = [[version.recommend([user], K)[0].item_ids for user in USER_IDS] for version in versions]
-    overlaps = [len({*old} & {*new}) / len(old) for old, new in zip(*item_lists_by_version, strict=True)]
+    list_pairs = list(zip(*item_lists_by_version, strict=True))
+    overlaps = [len({*items_before} & {*items_after}) / len(items_before) for items_before, items_after in list_pairs]
     assert result.mean_overlap == pytest.approx(sum(overlaps) / len(overlaps))
-    assert result.num_equal_lists == sum(old == new for old, new in zip(*item_lists_by_version, strict=True))
+    assert result.num_equal_lists == sum(items_before == items_after for items_before, items_after in list_pairs)
     count_before, count_after = (
         Counter(item for items in version_lists for item in items) for version_lists in item_lists_by_version
     )

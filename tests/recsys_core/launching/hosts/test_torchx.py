@@ -88,9 +88,7 @@ def test_a_slurm_job_whose_heartbeat_stops_is_cancelled_and_the_stacks_are_repor
     assert not alive
 
 
-def test_the_request_to_kubernetes_has_one_pod_per_host_with_the_shared_volume(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_request_to_kubernetes_has_one_pod_per_host_with_the_shared_volume(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kubernetes")
     from torchx.schedulers import kubernetes_scheduler
 

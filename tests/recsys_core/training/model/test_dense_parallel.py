@@ -147,8 +147,8 @@ def compare_steps(rank: int, cases: list[str], spec: ModelSpec) -> None:
             for index, (expected_shard, shard) in enumerate(shard_pairs):
                 expected[f"{name} {index}"], actual[f"{name} {index}"] = expected_shard, shard
         for name, value in expected.items():
-            # Adam may turn the rounding of a gradient near zero into a part of a whole step. The tolerance of a weight is
-            # therefore relative to the learning rate or to the largest weight of the tensor, whichever is larger.
+            # Adam divides a gradient by its magnitude, which enlarges the rounding errors of gradients near zero. The tolerance
+            # is therefore relative to the learning rate or to the largest weight of the tensor, whichever is larger.
             smallest_scale = 0.0 if name.startswith("optimizer.") else ADAM.learning_rate
             scale = np.abs(value).max(initial=smallest_scale)
             atol = tolerance * scale * (2 if name.endswith("exp_avg_sq") else 1)  # squaring doubles a relative error

@@ -118,7 +118,7 @@ def train_unsharded(case: Case, *, num_ranks: int) -> Expected:
         for optimizer, schedule in ((adagrad, config.table_optimizer), (sgd, config.dense_optimizer)):
             optimizer.param_groups[0]["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=NUM_STEPS)
             optimizer.zero_grad()
-        # Ranks that share candidates equal one rank with all their queries; otherwise their losses are averaged.
+        # Ranks that share candidates train like one rank with all queries. Other ranks average their losses.
         shares_candidates = case.loss.cross_rank_negatives or case.loss.negatives == "all"
         rank_groups = [list(range(num_ranks))] if shares_candidates else [[rank] for rank in range(num_ranks)]
         whole_catalogue = share_of(case, rank=0, world_size=1)
@@ -172,7 +172,7 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
         for shard in shards:
             rows, columns = shard.weight_RD.shape
             part = whole_table[shard.first_row : shard.first_row + rows, shard.first_column : shard.first_column + columns]
-            # Adagrad may turn the rounding of a gradient near zero into a part of a whole step.
+            # Adagrad divides a gradient by its magnitude, which enlarges the rounding errors of gradients near zero.
             tolerances = (
                 {"rtol": 1e-4, "atol": 1e-6}
                 if config.table_optimizer.kind == "rowwise_adagrad"
@@ -184,6 +184,7 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
 
 
 def assert_equals_unsharded(case: Case, *, world_size: int = 2) -> None:
+    """Assert that `world_size` ranks train the same model as one unsharded process."""
     run_ranks(train_sharded, world_size=world_size, arguments=(case, train_unsharded(case, num_ranks=world_size)))
 
 

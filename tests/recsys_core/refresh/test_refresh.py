@@ -81,7 +81,9 @@ def test_the_spectral_block_of_a_new_item_is_zero(output_dim: int | None, tmp_pa
     old_block, new_block = (
         load_file(path / "tower.safetensors")["tables.spectral_block.weight"] for path in (parent.package_folder, folder)
     )
-    rows_of_remaining_items = [list(vector_by_id(parent.package_folder)).index(item_id) for item_id in list(vector_by_id(folder))[:-1]]
+    rows_of_remaining_items = [
+        list(vector_by_id(parent.package_folder)).index(item_id) for item_id in list(vector_by_id(folder))[:-1]
+    ]
     assert torch.equal(new_block, torch.cat([old_block[rows_of_remaining_items], torch.zeros(1, 8)]))
     (old_answer,), (new_answer,) = (
         retriever.recommend(["new"], k=300, histories=[REMAINING_IDS[:6]]) for retriever in (old_retriever, new_retriever)

@@ -1,0 +1,50 @@
+"""Bodies that do not arrive as a whole: too slow, too large without a declared size, or interrupted."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from recsys_core.http_server.access import RequestError, read_body
+from recsys_core.http_server.config import ServeConfig
+
+
+def chunk(content: bytes, *, is_last: bool = False) -> dict[str, Any]:
+    """Return the ASGI message with a part of a body."""
+    return {"type": "http.request", "body": content, "more_body": not is_last}
+
+
+def read_messages(messages: Sequence[dict[str, Any]], **limits: object) -> bytes:
+    """Read the body of a request without a content length. After `messages`, no further message arrives."""
+    remaining_messages = list(messages)
+
+    async def receive() -> dict[str, Any]:
+        if not remaining_messages:
+            await asyncio.Event().wait()
+        return remaining_messages.pop(0)
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    return asyncio.run(read_body(Request(scope, receive), ServeConfig.model_validate(limits)))
+
+
+def test_the_chunks_of_a_body_are_joined() -> None:
+    assert read_messages([chunk(b'{"rows":'), chunk(b" []}", is_last=True)]) == b'{"rows": []}'
+
+
+@pytest.mark.parametrize(
+    ("messages", "limits", "status", "message"),
+    [
+        ([chunk(b"{")], {"timeout_s": 0.05}, 408, "the body did not arrive within 0.05 s; send it faster"),
+        ([chunk(b"x" * 600)] * 2, {"max_body_bytes": 1_024}, 413, "the body is larger than 1,024 bytes; send fewer rows"),
+        ([chunk(b"{"), {"type": "http.disconnect"}], {}, 400, "the connection was closed before the end of the body"),
+    ],
+    ids=["slow", "large", "interrupted"],
+)
+def test_a_body_that_does_not_arrive_as_a_whole_is_rejected(
+    messages: list[dict[str, Any]], limits: dict[str, object], status: int, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as rejection:
+        read_messages(messages, **limits)
+    assert rejection.value.status == status

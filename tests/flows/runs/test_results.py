@@ -1,5 +1,6 @@
 """The Python API: its names, and results that are read from the folder of a run."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import flows
 import recsys_core
 from flows import RunResults, open_run
 from recsys_core.errors import InputError, StageError
-from recsys_core.manifests import EvaluationManifest
+from recsys_core.manifests import EvaluationManifest, TrainManifest
 from tasks.runs.run import Run
+from tests.flows.run_folders import FIRST_START, past_run
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
@@ -41,6 +43,20 @@ def test_open_run_reads_the_newest_run_or_the_named_one(tmp_path: Path) -> None:
     assert '"metrics": {"test/ndcg@10": 0.5}' in results.as_json()
 
 
+def test_a_run_has_its_training_log_as_a_table_and_the_paths_of_its_pages(tmp_path: Path) -> None:
+    run = past_run(tmp_path, FIRST_START, state="Promoted")
+    lines = [{"step": 5, "loss": 0.7, "validation": {}}, {"step": 9, "loss": 0.5, "validation": {"ndcg@10": 0.25}}]
+    log_path = run.stage_folder(TrainManifest) / "metrics.jsonl"
+    log_path.parent.mkdir()
+    log_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results = open_run(tmp_path)
+    assert results.training_log[["step", "loss"]].to_numpy().tolist() == [[5, 0.7], [9, 0.5]]
+    assert results.training_log["validation.ndcg@10"].fillna(-1).tolist() == [-1, 0.25]
+    assert results.report_path == run.folder / "check_data" / "report.html"
+    assert {"report.html", "plan.html", "loss.png", "indexes.png"} <= results.page_paths.keys()
+    assert all(path.is_file() for path in results.page_paths.values())
+
+
 def test_a_missing_result_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no run; start one"):
         open_run(tmp_path)
@@ -51,3 +67,5 @@ def test_a_missing_result_is_reported_with_its_name(tmp_path: Path) -> None:
         open_run(tmp_path, "r").dataset  # noqa: B018
     with pytest.raises(StageError, match="no completed stage train"):
         open_run(tmp_path, "r").training_log  # noqa: B018
+    with pytest.raises(StageError, match="no completed stage check_data"):
+        open_run(tmp_path, "r").report_path  # noqa: B018

@@ -1,6 +1,7 @@
 """Filters of a request: the answers of every index kind, and errors."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,23 @@ def test_a_filtered_answer_has_as_many_unseen_items_as_the_filter_allows(
                 )
 
 
-def test_a_remembered_filter_does_not_keep_the_exclusions_of_a_request(
+def test_threads_that_share_a_retriever_get_the_answers_of_one_thread(
+    model_and_filtering_retriever: tuple[ExportedModel, Retriever], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", 0)  # so that filters are applied in the index
+    _, retriever = model_and_filtering_retriever
+
+    def recommend(item_filter: dict[str, Any]) -> list[tuple[list[Any], Any]]:
+        answers = retriever.recommend(USER_IDS, k=20, filter=item_filter, with_vectors=True)
+        return [(answer.item_ids, answer.item_vectors) for answer in answers]
+
+    requests = [item_filter for item_filter, _ in FILTERS] * 5
+    expected_answers = [recommend(item_filter) for item_filter in requests]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(recommend, requests)) == expected_answers
+
+
+def test_a_cached_filter_does_not_keep_the_exclusions_of_a_request(
     model_and_filtering_retriever: tuple[ExportedModel, Retriever], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", 2)

@@ -1,5 +1,6 @@
 """The automations of one pipeline, made from infra/automations; tests/drills/test_automations.py runs them on a server."""
 
+from datetime import timedelta
 from typing import Any, get_args
 from uuid import UUID, uuid4
 
@@ -77,3 +78,20 @@ def test_no_end_of_a_run_counts_as_an_overrun_and_the_config_sets_the_deadline()
     ends = set(get_args(RunState)) - {"Running", "Interrupted"} | {"Cancelled", "Crashed", "Completed"}
     assert {f"prefect.flow-run.{state}" for state in ends} <= trigger.expect
     assert trigger.within.total_seconds() == 90 * 60
+
+
+def test_the_limits_without_a_deadline_are_those_of_the_documentation() -> None:
+    config = CONFIG.model_copy(update={"schedule": ScheduleConfig()})
+    trigger_by_stem = {
+        path.stem: event_trigger(automation_of(path, config, deployment_id=DEPLOYMENT_ID, block=block("webhook")))
+        for path in AUTOMATION_PATHS
+    }
+    assert trigger_by_stem["overran"].within == timedelta(hours=4)
+    assert trigger_by_stem["did-not-start"].within == timedelta(minutes=10)
+    assert (trigger_by_stem["not-promoted"].threshold, trigger_by_stem["not-promoted"].within) == (3, timedelta(hours=60))
+
+
+def test_an_alert_about_a_failed_run_is_sent_for_each_end_that_needs_a_person() -> None:
+    failed_states = {"Failed", "Crashed", "DataRejected", "BrokenChampion", "TimedOut"}
+    expected_events = {f"prefect.flow-run.{state}" for state in failed_states}
+    assert event_trigger(automations(block("webhook"))["run-failed"]).expect == expected_events

@@ -11,12 +11,12 @@ from filelock import FileLock
 
 hypothesis.settings.register_profile("nightjar", deadline=None)  # no test depends on how long the code takes
 hypothesis.settings.load_profile("nightjar")
-gc.disable()  # until all test modules are imported, as in recsys_core.imports.fast_imports
+gc.disable()  # imports are faster without it, as in recsys_core.imports.fast_imports
 SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run first the folders whose tests start processes, so that at the end no worker has a slow file left."""
+    """Sort the slow folders to the beginning, so that at the end no test process is busy with a slow file alone."""
     items.sort(
         key=lambda item: next(
             (index for index, folder_name in enumerate(SLOW_FOLDERS) if folder_name in item.path.parts), len(SLOW_FOLDERS)
@@ -57,5 +57,5 @@ def new_database(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Pa
         if not folder.exists():
             unfinished_folder = tmp_path_factory.mktemp("mlflow")
             connect(unfinished_folder)
-            unfinished_folder.rename(folder)  # if `connect` fails, no other process uses a part of a database
+            unfinished_folder.rename(folder)  # so that no process uses an incomplete database if `connect` fails
     return folder / "mlflow.db"

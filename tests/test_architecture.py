@@ -195,7 +195,7 @@ print("loaded:", *(name for name in ("prefect", "mlflow") if name in sys.modules
 
 
 def import_all(modules: list[str], *, folder: Path) -> list[str]:
-    """Import `modules` in a new interpreter. Return a line per import of prefect or mlflow, and a line with those loaded."""
+    """Import `modules` in a new interpreter. Return the output of IMPORT_SCRIPT: the imports of prefect and mlflow."""
     command = [sys.executable, "-c", IMPORT_SCRIPT, *modules]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert completed.returncode == 0, completed.stderr
@@ -244,9 +244,9 @@ def test_no_module_has_a_catch_all_name() -> None:
 
 
 def unexplained_shapes(node: ast.AST, explained_letters: frozenset[str] = frozenset()) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the letter and the name of each variable, argument or attribute with a shape that is not explained.
+    """Yield each variable, argument and attribute whose shape has an unexplained letter: its line, the letter and its name.
 
-    The paragraph `Shapes:` of the module explains letters, and so do square brackets in the docstring of a class or function.
+    A letter is explained in the paragraph `Shapes:` of the module, or in brackets in the docstring of a class or function.
     """
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         pattern = r"^Shapes:.*?(?=\n\n|\Z)" if isinstance(node, ast.Module) else r"\[.*?\]"

@@ -1,4 +1,4 @@
-"""The packaged constants of the estimates and the pages about them equal what the committed benchmark results give."""
+"""The packaged constants of the estimates, and the pages about them, compared with the committed benchmark results."""
 
 import pytest
 

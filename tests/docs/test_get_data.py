@@ -1,4 +1,4 @@
-"""examples/get_data.py verifies and converts the public datasets. Small content_by_name replace the downloads."""
+"""examples/get_data.py verifies and converts the public datasets. Small files replace the downloads."""
 
 import hashlib
 import importlib.util

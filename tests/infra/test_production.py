@@ -207,8 +207,8 @@ def test_a_unit_has_no_privileges_and_no_secret(unit: Path) -> None:
     value_by_name = dict(named_values)
     assert value_by_name["User"] == "nightjar"
     assert value_by_name["NoNewPrivileges"] == "true" and value_by_name["ProtectSystem"] == "strict"
-    # With `mixed`, only the main process gets SIGTERM, then its children are killed. `nightjar up` ends its children itself.
-    # A worker does not, so systemd would kill the process that reports a killed run.
+    # With `mixed`, systemd sends SIGTERM only to the main process, and then kills its children. `nightjar up` ends its children
+    # itself. A worker does not, and one of its children reports that a run was killed.
     assert value_by_name["KillMode"] == ("mixed" if "up" in unit.stem else "control-group")
     assert int(value_by_name["TimeoutStopSec"]) >= 60
     assert not any(SECRET_NAME.search(value) for name, value in named_values if name == "Environment")

@@ -19,7 +19,7 @@ event_counts = st.lists(st.integers(0, 1_000), min_size=1, max_size=50).filter(a
 
 @pytest.mark.parametrize("has_same_rows", [True, False])
 def test_runs_are_compared_by_id_whether_or_not_their_rows_agree(tmp_path: Path, has_same_rows: bool) -> None:
-    """The training events are a a b c c in the previous run, and a a d d c or d d a c c in this run."""
+    """The training events have the items a a b c c in the previous run. This run has two events of a, two of d and one of c."""
     log = [user_events(0, 0), user_events(1), user_events(2, 2)]
     previous = interactions_of(tmp_path / "previous", log, item_ids=["a", "b", "c"], user_ids=[1, 2, 3])
     if has_same_rows:  # user 2 and item b keep their rows, although they have no event in this run

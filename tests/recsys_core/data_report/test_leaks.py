@@ -52,8 +52,8 @@ def test_all_counts_equal_the_counts_of_plain_python_for_any_chunk_size(log: lis
     assert counts.num_repeated_train_pairs == len(train_pairs) - len(set(train_pairs))
     assert counts.num_repeated_test_pairs == sum(part == 2 and (user, item) in train_pairs for user, part, item, _ in events)
 
-    earliest_part: dict[tuple[int, int, int], int] = {}  # by user, item and time; a user's events are in the order of the parts
-    for user, part, item, time in events:
+    earliest_part: dict[tuple[int, int, int], int] = {}  # by user, item and time
+    for user, part, item, time in events:  # the training events of a user come first, and the test events last
         earliest_part.setdefault((user, item, time), part)
     assert counts.num_leaked_events == sum(part > earliest_part[user, item, time] for user, part, item, time in events)
 

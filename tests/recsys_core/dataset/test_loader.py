@@ -251,7 +251,7 @@ def test_the_order_of_the_examples_depends_on_seed_and_epoch() -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loaders compute chunks of 14 candidates: three batches of 4 positives, or two such batches with 3 negatives each."""
+    """Let loaders compute chunks of 14 candidates: three batches of 4 positives, or two of 4 positives and 3 negatives."""
     monkeypatch.setattr("recsys_core.dataset.loader.CHUNK_CANDIDATES", 14)
 
 
@@ -331,7 +331,7 @@ def test_the_weight_of_an_example_is_the_weight_of_its_event_over_the_mean_weigh
 
 @pytest.mark.parametrize("event_weights", [None, list(range(1, 8))])
 def test_the_user_exponent_scales_the_weights_of_a_user_and_keeps_the_mean_weight(event_weights: list[int] | None) -> None:
-    """The factor of a user is the number of training events ** -0.5: 4 ** -0.5 = 0.5 for the first user, 1 for the second."""
+    """A user with n training events has the factor n ** -0.5, which is 0.5 for the first user and 1 for the second user."""
     store = store_of([([1, 2, 3, 4], [], []), ([5], [6], [7])], event_weights=event_weights)
     examples = ExampleSource(store, Assembler(user_batch_key=UNPOOLED), max_history=1, user_exponent=-0.5)
     loader = TrainLoader(examples, batch_size=2, rank_share=RankShare(0, 1), seed=3)

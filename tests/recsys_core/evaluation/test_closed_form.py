@@ -184,7 +184,7 @@ def _tile_function(score_BC: np.ndarray) -> ScoreTile:
 
 @pytest.mark.skipif(not ML1M.is_dir(), reason="the public MovieLens data is not on this machine")
 def test_ease_on_movielens_is_near_the_published_models() -> None:
-    """On the same split, the published Recall@20 and NDCG@20 are .2787 and .2642 of UltraGCN, .2802 and .2670 of SimpleX."""
+    """Published on the same split: Recall@20 .2787 and NDCG@20 .2642 for UltraGCN, .2802 and .2670 for SimpleX."""
     train, test = (pq.read_table(ML1M / f"{name}.parquet") for name in ("train", "test"))
     (user_ids, item_ids), items_by_split = [np.unique(train[column]) for column in ("user_id", "item_id")], []
     for split in (train, test):

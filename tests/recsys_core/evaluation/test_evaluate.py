@@ -169,7 +169,7 @@ def test_progress_ends_with_all_queries(tmp_path: Path) -> None:
     _evaluate(
         tmp_path, EvaluationConfig(ks=(1,)), has_embeddings=True, on_progress=lambda done, total: progress.append((done, total))
     )
-    num_queries = 3 + 4 * 4  # 3 of validation; 4 of the test for the model, zero-shot, co-occurrence and closed form each
+    num_queries = 3 + 4 * 4  # 3 in the validation; in the test, 4 for each of the model and three baselines
     assert progress[-1] == (num_queries, num_queries)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 

@@ -25,7 +25,7 @@ def listening_sockets(root: psutil.Process | None = None) -> Listening:
 
 @contextmanager
 def collect_listening() -> Iterator[Listening]:
-    """Yield a set to which the listening sockets are added again and again while the block runs."""
+    """Yield a set that collects the listening sockets of this process and of its descendants while the block runs."""
     sockets, has_ended = Listening(), threading.Event()
 
     def collect() -> None:

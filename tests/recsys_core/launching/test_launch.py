@@ -62,7 +62,7 @@ def test_the_error_names_a_killed_rank_instead_of_a_peer_without_connection(tmp_
 
 
 def test_an_agent_that_starts_too_late_is_ended_and_reported_with_the_setting(tmp_path: Path) -> None:
-    # The host may become ready while the message is written, which then names the ranks instead of the host.
+    # If the host becomes ready while the message is written, the message names the ranks instead of the host.
     with pytest.raises(LaunchError, match=r"(missing: host 0|ranks 0, 1 do not run).*raise launcher\.rendezvous_timeout_s"):
         launch_ranks(tmp_path, {}, launcher=LocalLauncher(rendezvous_timeout_s=0.01))
     assert not agents_and_ranks()

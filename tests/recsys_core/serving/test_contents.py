@@ -175,7 +175,7 @@ def test_an_index_of_other_vectors_than_the_export_is_not_packaged(package_manif
         for name, manifest_type in (("index", IndexManifest), ("export", ExportManifest))
     )
     other_index = index.model_copy(update={"dim": DIM + 1, "similarity": "dot"})
-    unread_stages = {"dataset": None, "evaluation": None}  # an index that does not match is rejected before they are read
+    unread_stages = {"dataset": None, "evaluation": None}  # the error is raised before they are read
     message = rf"has {NUM_ITEMS} vectors of width {DIM + 1} for dot similarity, but the export .* has {NUM_ITEMS} vectors of"
     with pytest.raises(StageError, match=message):
         build_package(PackageConfig(), export=export, index=other_index, folder=tmp_path / "package", **unread_stages)  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def test_a_mapped_index_returns_the_results_of_an_index_in_memory(build_packaged
 
 
 def _member_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the keys and indices that lead to each member of a JSON value, at any depth. path: those that lead to `value`."""
+    """Return the path (keys and indices) of each member of a JSON value, at any depth. path: the path of `value` itself."""
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     nested_paths = [nested for key, member in members for nested in _member_paths(member, (*path, key))]
     return [path, *nested_paths] if path else nested_paths

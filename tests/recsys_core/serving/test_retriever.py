@@ -97,7 +97,7 @@ def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat_
     rows = exported_model.train[5]
     histories = [[ITEM_IDS[row] for row in rows]]
     (ids,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, histories=histories, exclude_stored_history=False).item_ids
-    assert {*ids} == {*ITEM_IDS} - {*histories[0]}  # includes the test item, which only the stored history contains
+    assert {*ids} == {*ITEM_IDS} - {*histories[0]}  # the test item is recommended, because only the stored history has it
     (top_ids,) = retriever.recommend([USER_IDS[5]], k=8, histories=histories, exclude_stored_history=False).item_ids
     assert top_ids.tolist() == exported_model.best_ids(exported_model.query_vector(None, rows), seen=rows, k=8)
 

@@ -85,9 +85,9 @@ def kill_this_process(*_: Any, **__: Any) -> None:
 def killing_call(
     kill: Kill, call: Callable[..., Any], *, after: bool = False, when: Callable[..., bool] = lambda *_: True
 ) -> Any:
-    """Return a function that calls `call`, and that kills this process before the call or `after` it.
+    """Return a function that replaces `call`: it calls `call`, and kills this process before or, with `after`, after the call.
 
-    It kills the process only after `kill.step` steps, and only if `when` returns True for its positional arguments.
+    The process is killed only after `kill.step` steps, and only if `when` is True for the positional arguments.
     """
 
     def call_or_kill(*args: Any, **kwargs: Any) -> Any:

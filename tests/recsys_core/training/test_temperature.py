@@ -92,7 +92,7 @@ def test_a_temperature_from_the_config_or_from_the_champion_needs_no_trial(tmp_p
     assert run_trials(train_job(tmp_path, temperature=0.3), trainings) == TemperatureTrials(temperature=0.3)
     champion = Mock(train=Mock(temperature=0.2))
     assert run_trials(train_job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.2)
-    champion.train.temperature = None  # as in a manifest of an earlier version, whose model always has a number
+    champion.train.temperature = None  # as in a manifest of an earlier version of nightjar
     champion.spec = train_job(tmp_path, temperature=0.4).spec
     assert run_trials(train_job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.4)
     assert trainings.jobs == []

@@ -275,9 +275,9 @@ def _is_whole(run: Run) -> bool:
 
 
 def _read_by(run: Run) -> tuple[Path | None, Path | None, bool]:
-    """Return the folders of the interactions and of the data report that a run reads from earlier runs.
+    """Return what a run reads from earlier runs: the folder of the interactions, and the folder of the data report.
 
-    The third value is whether the run of the data report still has its interactions.
+    The third value is whether the run of this data report still has its interactions.
     """
     workspace = Workspace(run.workspace)
     interactions = workspace.newest_manifest(InteractionsManifest, before=run)

@@ -64,9 +64,9 @@ RUN_ID = "20261121-070312-ab12"
 def run_refit(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[[], object]], str]:
-    """A function that refits version 1, whose package is `parent`, without training: the refit has the same package.
+    """A function that registers the package of `parent`, which is also the package of version 1, as the refit of version 1.
 
-    The function calls its argument at the time of the training.
+    No model is trained. Instead, the argument of the function is called.
     """
 
     def register_refit(*_: Any, **__: Any) -> ModelVersion:

@@ -32,7 +32,7 @@ class Case:
     """Queries and candidates of a batch.
 
     Attributes:
-        candidates: item rows: the positives of the queries, sampled negatives, and `num_known` known negatives of each query.
+        candidates: item rows of the positives, then of sampled negatives, then of `num_known` known negatives of each query.
         weights: loss weights of the queries.
         seed: seed of the vectors.
     """

@@ -68,7 +68,7 @@ class Exported(NamedTuple):
         return result
 
     def expected_scores(self, split: str, weight: float) -> np.ndarray:
-        """Return the trained scores, plus `weight` * standard deviation of the trained scores * the block's scores."""
+        """Return the trained scores plus the scores of the block, which are scaled by `weight` and the trained deviation."""
         matrix_UI = log_matrix(self.store, before="validation", max_events=10_000)
         history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=BLOCK_DIM, item_exponent=0.4)
         history = self.store.items_before(np.arange(NUM_USERS), split, max_items=BLOCK_LENGTH)  # type: ignore[arg-type]

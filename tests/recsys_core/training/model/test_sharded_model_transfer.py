@@ -195,7 +195,7 @@ def test_transfer_full_trains_exactly_the_rows_that_are_looked_up(tmp_path):
 @pytest.mark.parametrize("sharding_type", ["row_wise", "data_parallel"])
 def test_a_table_with_its_own_smaller_learning_rate_changes_less(sharding_type, tmp_path):
     slow = TableOptimizer(learning_rate=0.001, warmup_steps=0)
-    # The first step of Adagrad changes a row by the learning rate, whatever the gradient. It is 0.001 here, and 0.1 otherwise.
+    # The first step of Adagrad changes a row by the learning rate: by 0.001 in the item table, and by 0.1 in the other tables.
     model = train(tmp_path, spec_of(sharding_type, item=TableConfig(optimizer=slow)), sharding_type=sharding_type)
     before, after = model.tables_by_epoch
     largest_change = {name: np.abs(after[name] - before[name]).max() for name in ("item", "user", "item.genres")}

@@ -81,7 +81,7 @@ def test_another_kind_of_split_leaks_the_training_events_that_it_holds_out(tmp_p
     # The last two events of u3 are old, so a split by time trains on them.
     assert count_leaked_events(by_user, champion=by_time) == expected_leaks(by_time, by_user) == 2
     longer = ingest_run(tmp_path / "longer", daily_log(num_days=11), split=LAST_OUT_SPLIT)
-    # The events of day 8, of all users but u3, are validation events by time and training events of the longer log.
+    # On day 8, all users but u3 have a validation event in the split by time. The longer log trains on these events.
     assert count_leaked_events(by_time, champion=longer) == expected_leaks(longer, by_time) == 11
 
 

@@ -54,10 +54,10 @@ def test_the_gpu_environment_has_only_gpu_builds() -> None:
 
 
 def test_packages_of_both_environments_have_the_same_version() -> None:
-    cpu, gpu = locked("cpu", "torch", "cuda"), locked("gpu")
-    shared_packages = cpu.keys() & gpu.keys()
+    cpu_lock, gpu_lock = locked("cpu", "torch", "cuda"), locked("gpu")
+    shared_packages = cpu_lock.keys() & gpu_lock.keys()
     assert len(shared_packages) > 100
-    assert {name: str(cpu[name]) for name in shared_packages} == {name: str(gpu[name]) for name in shared_packages}
+    assert {name: str(cpu_lock[name]) for name in shared_packages} == {name: str(gpu_lock[name]) for name in shared_packages}
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -77,9 +77,9 @@ def test_the_lock_satisfies_every_requirement_of_the_project(device: str) -> Non
 
 
 def test_the_server_lock_is_a_part_of_the_cpu_lock_without_training_packages() -> None:
-    cpu, serve = locked("cpu"), locked("serve")
-    assert {name: str(requirement) for name, requirement in serve.items()} == {name: str(cpu[name]) for name in serve}
-    assert not {"torchrec", "fbgemm-gpu-cpu", "prefect", "duckdb", "optuna"} & serve.keys()
+    cpu_lock, server_lock = locked("cpu"), locked("serve")
+    assert {name: str(server_lock[name]) for name in server_lock} == {name: str(cpu_lock[name]) for name in server_lock}
+    assert not {"torchrec", "fbgemm-gpu-cpu", "prefect", "duckdb", "optuna"} & server_lock.keys()
 
 
 def test_the_server_imports_only_packages_of_its_environment() -> None:
@@ -99,6 +99,7 @@ def test_the_server_imports_only_packages_of_its_environment() -> None:
 
 
 def run_install_script(venv: Path, *, device: str, python: str, extras: str = "") -> subprocess.CompletedProcess[str]:
+    """Execute install.sh for the environment in the folder `venv`."""
     bash = shutil.which("bash")
     assert bash is not None
     command = [bash, str(ROOT / "infra" / "install.sh"), str(venv), device, python, extras]
@@ -106,15 +107,17 @@ def run_install_script(venv: Path, *, device: str, python: str, extras: str = ""
 
 
 def test_an_unknown_device_is_rejected_and_an_existing_environment_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "pyvenv.cfg").touch()
     process = run_install_script(tmp_path, device="tpu", python=sys.executable)
     assert (process.returncode, process.stderr) == (2, "DEVICE is tpu; it must be cpu or gpu\n")
-    assert tmp_path.is_dir()
+    assert (tmp_path / "pyvenv.cfg").is_file()
 
 
 def test_unknown_extras_are_rejected_and_an_existing_environment_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "pyvenv.cfg").touch()
     process = run_install_script(tmp_path, device="cpu", python=sys.executable, extras="flink")
     assert (process.returncode, process.stderr) == (2, "EXTRAS is flink; it must be empty or spark\n")
-    assert tmp_path.is_dir()
+    assert (tmp_path / "pyvenv.cfg").is_file()
 
 
 def test_a_python_that_is_too_old_is_rejected_before_an_environment_is_created(tmp_path: Path) -> None:

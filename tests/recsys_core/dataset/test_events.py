@@ -37,7 +37,7 @@ def store_of(log: Log, *, is_ordered: bool = True, event_weights: list[float] | 
     weights_by_user: list[list[float]] | None = None
     if event_weights is not None:
         remaining_weights = iter(event_weights)
-        weights_by_user = [[next(remaining_weights) for part in user for _ in part] for user in log]
+        weights_by_user = [[next(remaining_weights) for part in user_events for _ in part] for user_events in log]
     shards = [
         arrays_of(log[users], event_weights=weights_by_user and [weight for user in weights_by_user[users] for weight in user])
         for users in users_by_shard()
@@ -113,7 +113,7 @@ def test_ragged_ranges_count_up_from_every_start(starts_and_lengths: list[tuple[
 
 @given(log=logs, max_history=st.integers(0, 6))
 def test_an_ordered_history_has_only_earlier_training_events(log: Log, max_history: int) -> None:
-    """The first store has the index of each event as its item, so that a history lists events."""
+    """In `index_store`, the item of an event is the index of the event, so a history shows its events."""
 
     def expected_histories(log: Log) -> list[list[int]]:
         return [train[max(0, index - max_history) : index] for train, _, _ in log for index in range(len(train))]

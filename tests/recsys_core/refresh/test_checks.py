@@ -61,10 +61,10 @@ def test_a_refresh_with_an_exact_index_has_recall_1_and_overlap_1(refresh_result
 
 def test_an_index_with_items_in_another_order_is_refused(parent: SmallPipeline, refresh_result: Refreshed) -> None:
     index = contents_of(refresh_result).index
-    order = np.random.default_rng(7).permutation(index.ntotal)
+    permuted_row_I = np.random.default_rng(7).permutation(index.ntotal)
     vectors = faiss.rev_swig_ptr(faiss.downcast_index(index.index).get_xb(), index.ntotal * index.d).reshape(-1, index.d)
     permuted_index = faiss.IndexIDMap(faiss.IndexFlatIP(index.d))
-    permuted_index.add_with_ids(vectors, order)
+    permuted_index.add_with_ids(vectors, permuted_row_I)
     package_checks = check_again(parent, refresh_result, index=permuted_index)
     assert failed_metrics(package_checks) == CHECK_METRICS[1:]
     assert "recall@100 of the index for the vectors of users: " in str(package_checks[3])
@@ -73,9 +73,9 @@ def test_an_index_with_items_in_another_order_is_refused(parent: SmallPipeline, 
 def test_an_index_with_zeros_in_place_of_the_vectors_of_new_items_is_refused(
     parent: SmallPipeline, refresh_result: Refreshed
 ) -> None:
-    contents, num_kept = contents_of(refresh_result), len(refresh_result.changes.kept_row_I)
+    contents, num_remaining_items = contents_of(refresh_result), len(refresh_result.changes.kept_row_I)
     vector_ID = package.read_item_vectors(contents, np.arange(contents.package.model.num_items))
-    vector_ID[num_kept:] = 0
+    vector_ID[num_remaining_items:] = 0
     index = build_index(contents.package.index, vector_ID)
     assert "index_recall_items" in failed_metrics(check_again(parent, refresh_result, index=index))
 

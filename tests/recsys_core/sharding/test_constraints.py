@@ -43,7 +43,7 @@ CONFIG_AND_MESSAGE_BY_CASE = {
         config_with("itm", sharding_types=("row_wise",)),
         r"sharding.tables.itm: the model has no such table; it has \['item', 'user'\]",
     ),
-    "a type for pooled lookups for an unpooled table": (
+    "a pooled sharding type for an unpooled table": (
         config_with(sharding_types=("row_wise", "grid_shard")),
         r"sharding.tables.item: grid_shard supports pooled lookups only.*choose from",
     ),
@@ -59,15 +59,15 @@ CONFIG_AND_MESSAGE_BY_CASE = {
         config_with(cluster={"ssd_gb": 100}, compute_kernels=("key_value",)),
         r"key_value stores rows on an SSD, but sharding.cluster.ssd_path is None and ssd_gb 100; set both",
     ),
-    "dense without replicas": (
+    "the kernel dense without data_parallel": (
         config_with(compute_kernels=("dense",)),
         r"dense is the kernel of data_parallel only, but sharding_types are left to the planner",
     ),
-    "replicas without dense": (
+    "data_parallel without the kernel dense": (
         config_with(sharding_types=("data_parallel",), compute_kernels=("fused",)),
         r"data_parallel supports only the kernel dense, but compute_kernels are \['fused'\]; add dense",
     ),
-    "dense alone for several types": (
+    "the kernel dense alone for several types": (
         config_with(sharding_types=("data_parallel", "row_wise"), compute_kernels=("dense",)),
         r"dense is the kernel of data_parallel only, but sharding_types are \['data_parallel', 'row_wise'\]",
     ),

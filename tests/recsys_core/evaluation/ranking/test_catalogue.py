@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu:0"  # rank_catalogue runs
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), lists_of_item_rows, lists_of_item_rows, st.integers(0, NUM_ITEMS + 3))
-def test_positions_and_top_lists_equal_a_sort_with_ties_in_a_fixed_permutation(
+def test_positions_and_top_lists_equal_a_sort_with_ties_in_tie_order(
     seed: int, seen: list[list[int]], targets: list[list[int]], k: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -115,11 +115,11 @@ def test_rankings_on_a_gpu_and_on_the_cpu_are_equal(
     query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (20, 3))
     seen, targets = ([random.integers(0, 20, length).tolist() for _ in range(NUM_QUERIES)] for length in (15, 5))
     queries, item_vector_ID = queries_of(query, seen=seen, targets=targets), torch.tensor(item, dtype=torch.float32)
-    on_cpu = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
+    cpu_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"GPU_CHUNK_SCORES": chunk_scores, "BLOCK_COLUMNS": block_columns, "BOUND_COLUMNS": 1, "TILE_COLUMNS": 1}
         for name, size in sizes.items():
             patch.setattr(chunks, name, size)
-        on_gpu = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only, device=DEVICE)
-    np.testing.assert_array_equal(on_gpu.top_BK, on_cpu.top_BK)
-    np.testing.assert_array_equal(on_gpu.position_T, on_cpu.position_T)
+        gpu_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only, device=DEVICE)
+    np.testing.assert_array_equal(gpu_ranking.top_BK, cpu_ranking.top_BK)
+    np.testing.assert_array_equal(gpu_ranking.position_T, cpu_ranking.position_T)

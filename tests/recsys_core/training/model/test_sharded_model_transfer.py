@@ -194,9 +194,9 @@ def test_transfer_full_trains_exactly_the_rows_that_are_looked_up(tmp_path):
 
 @pytest.mark.parametrize("sharding_type", ["row_wise", "data_parallel"])
 def test_a_table_with_its_own_smaller_learning_rate_changes_less(sharding_type, tmp_path):
-    slow = TableOptimizer(learning_rate=0.001, warmup_steps=0)
+    optimizer = TableOptimizer(learning_rate=0.001, warmup_steps=0)
     # The first step of Adagrad changes a row by the learning rate: by 0.001 in the item table, and by 0.1 in the other tables.
-    model = train(tmp_path, spec_of(sharding_type, item=TableConfig(optimizer=slow)), sharding_type=sharding_type)
+    model = train(tmp_path, spec_of(sharding_type, item=TableConfig(optimizer=optimizer)), sharding_type=sharding_type)
     before, after = model.tables_by_epoch
     largest_change = {name: np.abs(after[name] - before[name]).max() for name in ("item", "user", "item.genres")}
     assert largest_change["item"] < 0.02 * min(largest_change["user"], largest_change["item.genres"])
@@ -241,7 +241,7 @@ def test_gradient_clipping_bounds_the_change_of_a_step(sharding_type, tmp_path):
     assert largest_change["user"] > bound
 
 
-def test_rows_without_a_vector_start_as_missing_vector_init_says(tmp_path):
+def test_missing_vector_init_sets_the_first_values_of_rows_without_a_vector(tmp_path):
     settings = {"item": TableConfig(missing_vector_init="zero"), "user": TableConfig(missing_vector_init="mean", rescale=False)}
     spec = spec_of("row_wise", **settings)
     initial_tables = train(tmp_path, spec, sharding_type="row_wise", num_epochs=0).tables_by_epoch[0]

@@ -58,11 +58,11 @@ def test_params_reach_the_retriever(start_client: ClientStarter, retriever: Retr
 
 def test_a_request_without_k_gets_at_most_max_k_items(start_client: ClientStarter) -> None:
     client = start_client(max_k=4, max_results=4)
-    assert len(recommend(client, [ROW])[0]["item_ids"]) == 4
+    assert len(recommend(client, [REQUEST_ROW])[0]["item_ids"]) == 4
     response = client.post("/similar", json={"rows": [{"item_id": ITEM_IDS[3]}]})
     assert len(response.json()["predictions"][0]["item_ids"]) == 4
     assert "each row gets 4 items" in client.get("/openapi.json").text
-    assert len(recommend(start_client(), [ROW])[0]["item_ids"]) == 10
+    assert len(recommend(start_client(), [REQUEST_ROW])[0]["item_ids"]) == 10
 
 
 def test_similar_items_are_the_items_of_the_retriever(start_client: ClientStarter, retriever: Retriever) -> None:

@@ -118,6 +118,11 @@ class DataFacts(Frozen):
         return self.density >= DENSE_LOG_SHARE
 
     @property
+    def lacks_order_and_vectors(self) -> bool:
+        """Whether events have no order and items have no pretrained vectors, which needs other settings: suggestions.json."""
+        return not self.is_ordered and self.vector_share == 0
+
+    @property
     def describes_items(self) -> bool:
         """Whether items have features or pretrained vectors in addition to their ids."""
         return self.has_item_features or self.vector_share > 0
@@ -202,8 +207,8 @@ def _loss(facts: DataFacts) -> Iterator[Suggestion]:
         yield _suggestion("loss.num_negatives", 2048 if facts.num_items > 2048 else 512, reason, 512, 2048)
     else:
         reason = f"{density}: a sparse log needs a low temperature"
-        has_temperature_0_1 = facts.is_ordered or facts.vector_share > 0  # see benchmarks/suggestions.json
-        yield _suggestion("model.temperature", 0.1 if has_temperature_0_1 else 0.15, reason, low=0.05, high=0.2)
+        temperature = 0.15 if facts.lacks_order_and_vectors else 0.1
+        yield _suggestion("model.temperature", temperature, reason, low=0.05, high=0.2)
     if not facts.is_ordered and not facts.is_dense:
         reason = "the validation chooses the weight of a term for popularity, which can be 0"
         yield _suggestion("model.popularity", VALIDATED_POPULARITY, reason)
@@ -240,7 +245,7 @@ def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion("model.history.pooling", "mean", reason)
     yield _suggestion("model.history.last_item_feature", False, reason)
     yield _suggestion("loss.mask_negatives", "seen", "an item of the history is not a negative", "positive", "seen")
-    if facts.vector_share > 0:
+    if not facts.lacks_order_and_vectors:
         yield from _unordered_with_vectors(facts)
         return
     reason = "other items of the user, in random order, are the history; a long one contains most of them"
@@ -289,7 +294,8 @@ def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:
 
 
 def _training(facts: DataFacts) -> Iterator[Suggestion]:
-    batch_size = _batch_size(facts, steps_per_epoch=STEPS_PER_EPOCH)
+    smallest_size = 1024 if facts.lacks_order_and_vectors else 512
+    batch_size = _batch_size(facts, steps_per_epoch=STEPS_PER_EPOCH, smallest_size=smallest_size)
     yield _suggestion("training.batch_size", batch_size, _steps_reason(facts, batch_size))
     if facts.is_ordered and not facts.is_dense and not facts.describes_items:
         return  # constant rates are better for ids alone (suggestions.json, Amazon Beauty, ids alone)
@@ -298,9 +304,9 @@ def _training(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion("training.dense_optimizer.lr_decay", "cosine", reason)
 
 
-def _batch_size(facts: DataFacts, *, steps_per_epoch: int) -> int:
-    """Return a power of two from 512 to 8,192 with which an epoch has about `steps_per_epoch` steps."""
-    return int(2 ** round(math.log2(min(8192, max(512, facts.num_train_events / steps_per_epoch)))))
+def _batch_size(facts: DataFacts, *, steps_per_epoch: int, smallest_size: int = 512) -> int:
+    """Return a power of two from `smallest_size` to 8,192 with which an epoch has about `steps_per_epoch` steps."""
+    return int(2 ** round(math.log2(min(8192, max(smallest_size, facts.num_train_events / steps_per_epoch)))))
 
 
 def _steps_reason(facts: DataFacts, batch_size: int) -> str:

@@ -56,7 +56,7 @@ def test_a_sparse_log_without_order_and_vectors_gets_wide_vectors_and_no_embeddi
         "model.embedding_dim": 128,
         "model.candidate": {"layers": [512, 128], "skip_connection": True},
         "loss.mask_negatives": "seen",
-        "training.batch_size": 512,
+        "training.batch_size": 1024,
         "training.table_optimizer.lr_decay": "cosine",
         "training.dense_optimizer.lr_decay": "cosine",
     }

@@ -228,10 +228,14 @@ def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
         description = "features" if facts.has_item_features else "pretrained vectors"
         reason = f"items have {description}, which then also describe the histories"
         yield _suggestion("model.history.item_representation", "candidate_tower", reason, "embedding", "candidate_tower")
-    if facts.vector_share > 0 and facts.cold_share > 0.2:
+    has_many_cold_items = facts.vector_share > 0 and facts.cold_share > 0.2
+    if has_many_cold_items:
         yield from _vectors_with_offsets(facts)
     if facts.is_dense:
         return
+    if not has_many_cold_items:
+        reason = f"on a sparse log, {MAX_DIM} numbers per item and layers with a skip connection find more items"
+        yield from _wide_candidates(MAX_DIM, reason)
     if facts.describes_items:
         reason = "on a sparse log, offsets learn which items follow an item, which its vector does not contain"
         yield _suggestion("model.history.learn_offsets", True, reason, False, True)
@@ -250,7 +254,7 @@ def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
         return
     reason = "other items of the user, in random order, are the history; a long one contains most of them"
     yield _suggestion("model.history.length", MAX_HISTORY_LENGTH, reason, 20, 50)
-    reason = f"without pretrained vectors, {MAX_DIM} numbers per item and layers with a skip connection find more items"
+    reason = f"on a sparse log, {MAX_DIM} numbers per item and layers with a skip connection find more items"
     yield from _wide_candidates(MAX_DIM, reason)
 
 

@@ -23,6 +23,8 @@ def test_a_sparse_ordered_log_with_features_gets_these_suggestions() -> None:
         "model.history.length": 30,
         "model.history.pooling": "recency",
         "model.history.item_representation": "candidate_tower",
+        "model.embedding_dim": 128,
+        "model.candidate": {"layers": [512, 128], "skip_connection": True},
         "model.history.learn_offsets": True,
         "model.num_members": 3,
         "training.batch_size": 512,
@@ -93,6 +95,8 @@ def test_a_sparse_ordered_log_of_ids_alone_gets_these_suggestions() -> None:
         "model.temperature": 0.1,
         "model.history.length": 30,
         "model.history.pooling": "recency",
+        "model.embedding_dim": 128,
+        "model.candidate": {"layers": [512, 128], "skip_connection": True},
         "model.num_members": 3,
         "training.batch_size": 512,
     }
@@ -108,7 +112,8 @@ def test_a_sparse_log_with_order_and_described_items_gets_offsets_in_histories()
 
 
 def test_cold_items_with_vectors_keep_their_vectors() -> None:
-    assert suggested_settings(SPARSE, cold_share=0.5)["tables.item.transfer"] == "residual"
+    suggested = suggested_settings(SPARSE, cold_share=0.5)
+    assert suggested["tables.item.transfer"] == "residual" and "model.candidate" not in suggested
     assert "tables.item.transfer" not in suggested_settings(SPARSE_IDS, cold_share=0.5)
     assert "tables.item.transfer" not in suggested_settings(SPARSE)
 

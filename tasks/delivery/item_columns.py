@@ -33,18 +33,19 @@ def vectors_of(items: pa.Table) -> NDArray[np.float32]:
     return vector_RD
 
 
-def without_nan(items: pa.Table) -> pa.Table:
-    """Replace NaN by null, because JSON and Milvus have no NaN."""
+def with_finite_numbers(items: pa.Table) -> pa.Table:
+    """Replace NaN by null, and infinity by the largest number of the type, because JSON and Milvus have neither."""
     for index, field in enumerate(items.schema):
         if pa.types.is_floating(field.type):
-            values = items[field.name]
-            items = items.set_column(index, field, pc.if_else(pc.is_nan(values), pa.scalar(None, field.type), values))
+            values, limit = items[field.name], pa.scalar(np.finfo(field.type.to_pandas_dtype()).max, field.type)
+            finite_values = pc.if_else(pc.is_inf(values), pc.multiply(pc.sign(values), limit), values)
+            items = items.set_column(index, field, pc.if_else(pc.is_nan(values), pa.scalar(None, field.type), finite_values))
     return items
 
 
 def rows_of(items: pa.Table) -> list[dict[str, Any]]:
     """Return one dictionary per item with all columns except the vector, without null values."""
-    rows = without_nan(items.drop_columns(["vector"])).to_pylist()
+    rows = with_finite_numbers(items.drop_columns(["vector"])).to_pylist()
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 

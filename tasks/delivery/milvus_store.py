@@ -115,9 +115,9 @@ class _Milvus:
         self._client.create_collection(collection, schema=milvus_schema, index_params=index, **consistency)
 
     def add(self, collection: str, items: pa.Table) -> None:
-        from tasks.delivery.item_columns import vectors_of, with_integer_times, without_nan
+        from tasks.delivery.item_columns import vectors_of, with_finite_numbers, with_integer_times
 
-        columns = without_nan(with_integer_times(items)).drop_columns(["vector"])
+        columns = with_finite_numbers(with_integer_times(items)).drop_columns(["vector"])
         rows = [row | {"vector": vector} for row, vector in zip(columns.to_pylist(), vectors_of(items), strict=True)]
         self._client.insert(collection, rows)
 

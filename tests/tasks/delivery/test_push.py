@@ -106,7 +106,7 @@ def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path
 @pytest.mark.parametrize("item_ids", [[-5, 0, 2**62], ["a b", "ü", "0"]])
 def test_integer_ids_and_string_ids_are_returned_unchanged(settings: AnyStore, item_ids: list[Any]) -> None:
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.eye(3, 4, dtype=np.float32).reshape(-1)), 4)
-    prices = pa.array([1.0, None, float("nan")])
+    prices = pa.array([None, float("inf"), float("nan")])
     items = pa.table({"item_id": item_ids, "price": prices, "vector": vectors})
     with settings.connect() as store:
         store.create("three_items", items.schema)

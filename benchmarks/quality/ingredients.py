@@ -52,6 +52,11 @@ INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
         Ingredient("learning rates that fall to 0", "pretrained, full, features", "pretrained, full, features, decay"),
         Ingredient("no dropout, 512 negatives and a higher learning rate, ids alone", "random", "random, for ids"),
         Ingredient("three members, ids alone", "random, for ids", "random, for ids, 3 members"),
+        Ingredient(
+            "128 numbers and layers, three members, ids alone",
+            "random, for ids, 3 members",
+            "random, for ids, 3 members, wide",
+        ),
         Ingredient("three members, next to vectors from the log", "log vectors, full", "log vectors, full, 3 members"),
         Ingredient("three members", "pretrained, full, features, decay", "pretrained, full, features, decay, 3 members"),
         Ingredient(
@@ -60,6 +65,11 @@ INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
             "pretrained, full, features, average, 3 members",
         ),
         Ingredient("offsets in histories", "pretrained, full, features, decay", "pretrained, full, features, decay, offsets"),
+        Ingredient(
+            "128 numbers and layers",
+            "pretrained, full, features, decay, offsets",
+            "pretrained, full, features, decay, offsets, wide",
+        ),
         Ingredient(
             "offsets in histories, three members",
             "pretrained, full, features, decay, 3 members",

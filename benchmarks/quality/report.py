@@ -63,6 +63,7 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "- `decay`: both learning rates fall to 0 like a cosine. `average`: the weights are",
         "  [averaged](../../docs/models.md#averaged-weights) over 8 epochs. `3 members`: an",
         "  [ensemble](../../docs/models.md#ensembles), with vectors of 3 x 64 numbers.",
+        "- `wide`: vectors of 128 numbers (3 x 128 with `3 members`), and layers of 512 and 128 in the candidate tower.",
         "- `all articles`, `all pairs`: the training includes what the other experiments use for validation.",
         "- `plain`, `exponents`: matrix factorisation with a softmax over the catalogue. `exponents` also has",
         "  [`negatives_exponent` and `user_exponent`](../../docs/models.md#losses). `block`: a",

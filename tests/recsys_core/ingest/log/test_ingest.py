@@ -254,14 +254,6 @@ def test_a_label_in_single_precision_that_equals_a_limit_is_within_the_limit(tmp
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
-def test_a_label_range_may_be_wider_than_the_type_of_the_labels(tmp_path: Path) -> None:
-    log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
-    path = write_log(tmp_path / "log.parquet", log, score=pa.array(np.ones(6, np.float16)))
-    label_settings = {"label_column": "score", "label_threshold": 0.5, "label_range": (-1e30, 1e30)}
-    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, **label_settings)
-    assert_stored_events(manifest, leave_last_out(log, min_events=3))
-
-
 def test_the_label_threshold_applies_to_test_files_too(tmp_path: Path) -> None:
     train_path = write_log(tmp_path / "a.parquet", [(1, 1, 1), (1, 2, 2), (2, 1, 1)], stars=[5, 1, 5])
     test_path = write_log(tmp_path / "b.parquet", [(1, 3, 3), (1, 4, 4)], stars=[1, 5])

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError
-from tests.recsys_core.ingest.interaction_logs import ingest, read_store
+from tests.recsys_core.ingest.interaction_logs import assert_stored_events, ingest, leave_last_out, read_store, write_log
 from tests.recsys_core.ingest.parquet_files import write_parquet
 
 LEAVE_LAST_OUT = {"kind": "leave_last_out"}
@@ -74,3 +74,11 @@ def test_a_label_at_the_threshold_is_kept_in_files_of_different_precision(
     split, label_settings = {"kind": "files", "test_paths": test_path}, {"label_column": "score", "label_threshold": 0.9}
     manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=split, **label_settings)
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
+
+
+def test_a_label_range_may_be_wider_than_the_type_of_the_labels(tmp_path: Path) -> None:
+    log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
+    path = write_log(tmp_path / "log.parquet", log, score=pa.array(np.ones(6, np.float16)))
+    label_settings = {"label_column": "score", "label_threshold": 0.5, "label_range": (-1e30, 1e30)}
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, **label_settings)
+    assert_stored_events(manifest, leave_last_out(log, min_events=3))

@@ -66,6 +66,15 @@ def shown_names(names: Sequence[str], *, max_names: int = 50) -> str:
     return f"[{', '.join(shown(name) for name in names[:max_names])}]{ending}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun in the singular or the plural.
+
+    >>> counted(1, "file"), counted(2_000, "file")
+    ('1 file', '2,000 files')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def printable(text: str, *, max_characters: int | None = None) -> str:
     r"""Escape the control characters of a text for a message, and cut the result to `max_characters`; None: do not cut.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.settings.config_file import load_config
 from flows.settings.environment import require_writable
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError, shown
+from recsys_core.errors import InputError, counted, shown
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.feature_schema import check_feature_vectors, open_feature_tables
 from recsys_core.ingest.first_row_group import check_shared_ids, check_time_unit, stored_vector_dim
@@ -43,8 +43,8 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     embeddings = open_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
     num_rows = sum(source.record.num_rows for source in log.sources)
     summary_by_input = {
-        "interactions": f"{num_rows:,} rows in {len(log.sources)} {log_config.source_noun}, users {log.user_id_type}, "
-        f"items {log.item_id_type}"
+        "interactions": f"{counted(num_rows, 'row')} in {counted(len(log.sources), log_config.source_noun)}, "
+        f"users {log.user_id_type}, items {log.item_id_type}"
     }
     for vectors in embeddings:
         summary_by_input[vectors.setting] = _check_vectors(vectors, log=log, config=config)
@@ -73,7 +73,7 @@ def _check_vectors(vectors: VectorFiles, *, log: InteractionsInput, config: Pipe
     if dim is not None:
         check_width(dim, config.tables[table].dim if table in config.tables else None, table=table)
     width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
-    return f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
+    return f"{counted(vectors.num_rows, 'vector')} of {table} in {counted(len(vectors.sources), 'file')}, {width_text}"
 
 
 def _check_features(
@@ -154,7 +154,7 @@ def _reason_for_new_run(config: PipelineConfig, run: Run, record: RunRecord) -> 
     if config.schedule.unfinished_run == "new":
         return "schedule.unfinished_run is new"
     if record.num_starts >= MAX_STARTS:
-        return f"the unfinished run has been started {record.num_starts} times"
+        return f"the unfinished run has been started {counted(record.num_starts, 'time')}"
     if record.options != RunOptions(reason=record.options.reason):
         return "a person started the unfinished run with options such as --full-retrain"
     if not _is_same_config(config, run):

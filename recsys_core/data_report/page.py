@@ -10,7 +10,7 @@ from recsys_core import plots
 from recsys_core.config import Frozen
 from recsys_core.data_report.drift import Mover
 from recsys_core.data_report.limits import METRICS, LimitCheck, format_metric
-from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
+from recsys_core.errors import MAX_SHOWN_CHARACTERS, counted, printable
 from recsys_core.manifests import ColumnStatistics, DataReportManifest
 from recsys_core.plots import render_page
 
@@ -92,9 +92,7 @@ def to_html(report: DataReport, *, run_name: str) -> str:
 def to_markdown(manifest: DataReportManifest, *, page_path: Path) -> str:
     """Return the verdict, the warnings, the metrics and the path of the page in GitHub's Markdown."""
     if manifest.breaches:
-        num_violations = len(manifest.breaches)
-        plural_suffix = "s" if num_violations > 1 else ""
-        lines = [f"**{num_violations} limit{plural_suffix} violated**", *(f"- {breach}" for breach in manifest.breaches)]
+        lines = [f"**{counted(len(manifest.breaches), 'limit')} violated**", *(f"- {breach}" for breach in manifest.breaches)]
     else:
         lines = ["**OK: no limit is violated**"]
     if manifest.warnings:

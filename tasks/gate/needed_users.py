@@ -11,6 +11,7 @@ import numpy as np
 from recsys_core.comparison.decision import Evidence
 from recsys_core.comparison.rules import Comparison
 from recsys_core.dataset.events import EventStore
+from recsys_core.errors import counted
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tasks.gate.sample import UserSample
@@ -45,7 +46,7 @@ def needed_users_sentences(
         if days is None:
             sentence += f", but the whole log has {int(np.sum(store.event_count_U > 0)):,}"
         else:
-            sentence += f", as many as in the last {days:,} day{'s' if days > 1 else ''} ({setting_text})"
+            sentence += f", as many as in the last {counted(days, 'day')} ({setting_text})"
     if num_needed > config.smoke_test_users:
         sentence += f"; set registry.smoke_test_users to {num_needed:,} or more, now {config.smoke_test_users:,}"
     return (sentence,)

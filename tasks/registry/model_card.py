@@ -3,6 +3,7 @@
 from mlflow.entities import Run as MlflowRun
 
 from recsys_core.data_report.limits import describe_held_out_users
+from recsys_core.errors import counted
 from recsys_core.evaluation.report import metric_table, slices_to_markdown, to_markdown
 from recsys_core.manifests import (
     DataReportManifest,
@@ -53,7 +54,7 @@ def model_card(
 def _model_section(context: StageContext, package: PackageDescription) -> str:
     results = context.results
     train, package_manifest, index = results[TrainManifest], results[PackageManifest], results[IndexManifest]
-    training_text = f"trained for {train.num_epochs} epoch{'s' * (train.num_epochs != 1)} on {train.num_examples:,} examples"
+    training_text = f"trained for {counted(train.num_epochs, 'epoch')} on {train.num_examples:,} examples"
     if train.warm_from is not None:
         training_text += f", starting from the model of run {train.warm_from}"
     index_report = index.reports[index.served_index]

@@ -1,6 +1,7 @@
 """Stages that read the input: `ingest_embeddings`, `ingest_interactions`, `ingest_features` and `embed_log`."""
 
 from recsys_core.closed_form import log_vectors
+from recsys_core.errors import counted
 from recsys_core.ingest import InputConfig
 from recsys_core.ingest.features import ingest as feature_ingest
 from recsys_core.ingest.log import ingest as log_ingest
@@ -51,7 +52,7 @@ def ingest_interactions(context: StageContext, config: InputConfig) -> tuple[Int
     summary = f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items"
     if config.interactions.explicit_negatives:
         summary += f", {manifest.num_known_negatives:,} known negatives"
-    summary += f", {manifest.num_files_read} of {len(manifest.sources)} {config.interactions.source_noun} read"
+    summary += f", {manifest.num_files_read} of {counted(len(manifest.sources), config.interactions.source_noun)} read"
     return manifest, summary
 
 
@@ -71,7 +72,7 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
         allowed_data_root=config.allowed_data_root,
     )
     num_rows = sum(feature.num_rows for feature in manifest.features.values())
-    return manifest, f"{len(manifest.features)} features, {num_rows:,} rows in their tables"
+    return manifest, f"{counted(len(manifest.features), 'feature')}, {counted(num_rows, 'row')} in their tables"
 
 
 @stage(LogVectorsManifest)

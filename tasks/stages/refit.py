@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.disk import write_text
-from recsys_core.errors import StageError
+from recsys_core.errors import StageError, counted
 from recsys_core.ingest import InputConfig
 from recsys_core.ingest.log.merged_splits import merge_splits
 from recsys_core.manifests import (
@@ -90,9 +90,7 @@ def refit(
     create_own_folder(folder)
     results = _train_on_all_events(context, setup, package_config=package_config, index_config=index_config, folder=folder)
     num_epochs = results[TrainManifest].num_epochs
-    reason = (
-        f"refit of version {promoted_number} with the validation and test events, {num_epochs} epoch{'s' * (num_epochs != 1)}"
-    )
+    reason = f"refit of version {promoted_number} with the validation and test events, {counted(num_epochs, 'epoch')}"
     version = registry.call(
         get_or_create_version,
         replace(context, results=results),

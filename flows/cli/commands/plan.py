@@ -10,6 +10,7 @@ from pydantic import ByteSize, TypeAdapter
 from flows.cli import output
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, plan_for_sizes, workload_of
+from recsys_core.errors import counted
 from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
 from recsys_core.estimates.workload import DataSizes, Machines
@@ -126,10 +127,10 @@ def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
     gpus_text = f"{machines.ranks_per_host} GPUs and " if machines.device == "cuda" else ""
     gpu_price, core_price = (packaged_constants()[name].value for name in ("gpu_hour_dollars", "core_hour_dollars"))
     gpu_price_text = f" and {gpu_price:.2f} per GPU-hour" if gpus_text else ""
-    hosts_text = "1 host" if machines.num_hosts == 1 else f"{machines.num_hosts:,} hosts"
     print_folded(
-        f"first run on {data.num_users:,} users, {data.num_items:,} items and {data.num_events:,} events, with {hosts_text} of "
-        f"{gpus_text}{machines.cores_per_host} cores, and {machines.engine} for the ingest:"
+        f"first run on {data.num_users:,} users, {data.num_items:,} items and {data.num_events:,} events, with "
+        f"{counted(machines.num_hosts, 'host')} of {gpus_text}{machines.cores_per_host} cores, and {machines.engine} for the "
+        "ingest:"
     )
     output.stdout.print()
     output.print_table(ESTIMATE_TITLES, estimate_rows(estimate), left_columns=(0, 1, 5))

@@ -263,8 +263,8 @@ class InteractionsConfig(Settings):
 
     @property
     def source_noun(self) -> str:
-        """Noun for the entries of `paths` in messages: "files" or "tables"."""
-        return "files" if self.format == "parquet" else "tables"
+        """Noun for an entry of `paths` in messages: "file" or "table"."""
+        return "file" if self.format == "parquet" else "table"
 
     @property
     def columns(self) -> tuple[str, ...]:

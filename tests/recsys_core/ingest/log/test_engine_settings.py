@@ -22,7 +22,7 @@ def test_the_format_is_part_of_the_fingerprint_unless_it_is_parquet() -> None:
     table_config = InteractionsConfig.model_validate(
         LOG_SETTINGS | {"paths": "shop.log@v7", "format": "delta", "engine": {"kind": "spark"}}
     )
-    assert table_config.result_settings()["format"] == "delta" and table_config.source_noun == "tables"
+    assert table_config.result_settings()["format"] == "delta" and table_config.source_noun == "table"
     assert "format" not in InteractionsConfig.model_validate(LOG_SETTINGS).result_settings()
 
 

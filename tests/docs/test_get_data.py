@@ -1,4 +1,4 @@
-"""examples/get_data.py verifies and converts the public datasets. Small files replace the downloads."""
+"""Checks and conversion of the public datasets in examples/get_data.py. Small files replace the downloads."""
 
 import hashlib
 import importlib.util
@@ -35,9 +35,9 @@ def test_movielens_becomes_tables_of_ratings_movies_training_pairs_and_test_pair
     get_data: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("ml-1m/ratings.dat", RATINGS.encode("latin-1"))
-        file.writestr("ml-1m/movies.dat", MOVIES.encode("latin-1"))
+    with zipfile.ZipFile(archive, "w") as zip_file:
+        zip_file.writestr("ml-1m/ratings.dat", RATINGS.encode("latin-1"))
+        zip_file.writestr("ml-1m/movies.dat", MOVIES.encode("latin-1"))
     monkeypatch.setattr(get_data, "download", lambda url: archive.getvalue())
     monkeypatch.setitem(get_data.SHA256, "ml-1m.zip", sha256(archive.getvalue()))
     tables = get_data.movielens_tables()
@@ -48,7 +48,7 @@ def test_movielens_becomes_tables_of_ratings_movies_training_pairs_and_test_pair
 
 
 def test_beauty_becomes_tables_of_events_attributes_and_vectors(get_data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = np.arange(16, dtype=np.float32).reshape(4, 4)
+    vectors = np.arange(16, dtype=np.float32).reshape(4, 4)  # rows 1 and 2 belong to items 1 and 2
     checkpoint = io.BytesIO()
     torch.save({"item_embeddings.weight": torch.from_numpy(vectors)}, checkpoint)
     content_by_name = {

@@ -59,25 +59,25 @@ class Usage:
     models_mib: float
     databases_mib: float
     other_mib: float
-    versions: int
-    shared_memory: int
-    temporary_files: int
+    num_versions: int
+    num_shared_files: int
+    num_temporary_files: int
     peak_rss_mib: float
-    max_descriptors: int
-    orphans: int
+    max_file_descriptors: int
+    num_orphans: int
 
     @property
     def bounded_mib(self) -> float:
-        """Disk space of runs and model versions, which retention limits."""
+        """Disk space of runs and model versions. Retention limits this space."""
         return self.runs_mib + self.models_mib
 
     @property
     def growing_mib(self) -> float:
-        """Disk space of the databases, and of the reports and plots of MLflow runs, which stay."""
+        """Disk space of the databases, and of the reports and plots of MLflow runs, which are never deleted."""
         return self.databases_mib + self.other_mib
 
 
-def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
+def test_thirty_runs_leave_no_process_and_do_not_need_more_and_more_disk_space_and_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
 ) -> None:
     config_path = tmp_path / "nightly.yaml"
@@ -88,7 +88,7 @@ def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
     )
     day_paths = sorted((tmp_path / "data" / "interactions").glob("*.parquet"))
     (tmp_path / "log").mkdir()
-    shared_memory = _leaked_shared_memory()
+    files_before_runs = _leaked_shared_files()
     usages = []
     for index in range(NUM_RUNS):
         for day_path in day_paths[index : index + WINDOW_DAYS]:
@@ -96,17 +96,19 @@ def test_thirty_runs_end_with_bounded_disk_memory_and_processes(
             (tmp_path / "log" / day_path.name).hardlink_to(day_path)
         if index:
             (tmp_path / "log" / day_paths[index - 1].name).unlink()
-        usages.append(_run(config_path, shared_memory=shared_memory))
+        usages.append(_run(config_path, files_before_runs=files_before_runs))
         with capsys.disabled():
-            _print(index, usages[-1])
+            _print_row(index, usages[-1])
     first_half, second_half = usages[: NUM_RUNS // 2], usages[NUM_RUNS // 2 :]
     for name in ("bounded_mib", "peak_rss_mib"):
         first_max, second_max = (max(getattr(usage, name) for usage in half) for half in (first_half, second_half))
         assert second_max <= first_max * (1 + MARGIN_SHARE) + MARGIN_BYTES / MIB, name
-    assert max(usage.max_descriptors for usage in second_half) <= max(usage.max_descriptors for usage in first_half) + 10
-    assert max(usage.versions for usage in usages) <= NUM_VERSIONS + 4  # the champion and three former champions
-    assert {(usage.shared_memory, usage.orphans) for usage in usages} == {(0, 0)}
-    assert usages[-1].temporary_files == usages[0].temporary_files
+    assert (
+        max(usage.max_file_descriptors for usage in second_half) <= max(usage.max_file_descriptors for usage in first_half) + 10
+    )
+    assert max(usage.num_versions for usage in usages) <= NUM_VERSIONS + 4  # the champion and three former champions
+    assert {(usage.num_shared_files, usage.num_orphans) for usage in usages} == {(0, 0)}
+    assert usages[-1].num_temporary_files == usages[0].num_temporary_files
     growth_mib_per_run = (usages[-1].growing_mib - first_half[-1].growing_mib) / len(second_half)
     assert growth_mib_per_run < MAX_GROWTH_BYTES_PER_RUN / MIB
     assert len(run_ids(tmp_path)) <= NUM_REPORT_RUNS + 2
@@ -124,18 +126,17 @@ def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: f
         f"{len(first_half) + len(second_half)} runs in a row were measured. Of two numbers such as 1 / 2, the first "
         f"is for the first {len(first_half)} runs and the second is for the last {len(second_half)} runs. "
         f"The median duration of a run was {halves('seconds', statistics.median)} s. The largest size of the run folders and "
-        "model versions was "
-        f"{halves('bounded_mib')} MiB. A run used at most {halves('peak_rss_mib')} MiB of memory and "
-        f"{halves('max_descriptors', digits=0)} file descriptors. It left at most {halves('shared_memory', digits=0)} files in "
-        "shared memory. The "
-        f"databases and reports grew by {growth_mib:.2f} MiB per run"
+        f"model versions was {halves('bounded_mib')} MiB. A run used at most {halves('peak_rss_mib')} MiB of memory and "
+        f"{halves('max_file_descriptors', digits=0)} file descriptors. It left at most "
+        f"{halves('num_shared_files', digits=0)} files in shared memory. The databases and reports grew by "
+        f"{growth_mib:.2f} MiB per run"
     )
 
 
-def _run(config_path: Path, *, shared_memory: set[str]) -> Usage:
+def _run(config_path: Path, *, files_before_runs: set[str]) -> Usage:
     """Execute `nightjar run` to its end; return its usage.
 
-    `shared_memory` contains the names of files that were leaked into shared memory before the first run.
+    files_before_runs: names of the files that were leaked into shared memory before the first run.
     """
     mark = uuid.uuid4().hex
     temporary_folder = config_path.parent / "tmp"
@@ -150,12 +151,12 @@ def _run(config_path: Path, *, shared_memory: set[str]) -> Usage:
         stderr=subprocess.PIPE,
         text=True,
     )
-    peak_rss_bytes = max_descriptors = 0
+    peak_rss_bytes = max_file_descriptors = 0
     while process.poll() is None and time.monotonic() - start_s < RUN_TIMEOUT_S:
         try:
             run_process = psutil.Process(process.pid)
             peak_rss_bytes = max(peak_rss_bytes, run_process.memory_info().rss)
-            max_descriptors = max(max_descriptors, run_process.num_fds())
+            max_file_descriptors = max(max_file_descriptors, run_process.num_fds())
         except psutil.Error:  # the process has just ended
             pass
         time.sleep(0.5)
@@ -174,17 +175,17 @@ def _run(config_path: Path, *, shared_memory: set[str]) -> Usage:
         models_mib=models_bytes / MIB,
         databases_mib=database_bytes / MIB,
         other_mib=(used_bytes(workspace) - database_bytes - runs_bytes - models_bytes - inputs_bytes) / MIB,
-        versions=len(client.search_model_versions("name = 'drill'")),
-        shared_memory=len(_leaked_shared_memory() - shared_memory),
-        temporary_files=len(list(temporary_folder.iterdir())),
+        num_versions=len(client.search_model_versions("name = 'drill'")),
+        num_shared_files=len(_leaked_shared_files() - files_before_runs),
+        num_temporary_files=len(list(temporary_folder.iterdir())),
         peak_rss_mib=peak_rss_bytes / MIB,
-        max_descriptors=max_descriptors,
-        orphans=sum(_has_mark(candidate, mark) for candidate in psutil.process_iter()),
+        max_file_descriptors=max_file_descriptors,
+        num_orphans=sum(_has_mark(candidate, mark) for candidate in psutil.process_iter()),
     )
 
 
-def _leaked_shared_memory() -> set[str]:
-    """Return the files in shared memory that no process has mapped."""
+def _leaked_shared_files() -> set[str]:
+    """Return the names of the files in shared memory that no process has mapped."""
     folder = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
     mapped_names = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -200,7 +201,7 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def _print(index: int, usage: Usage) -> None:
+def _print_row(index: int, usage: Usage) -> None:
     """Print a row of the table, and its header above the first row."""
     if index == 0:
         sys.stdout.write("\t".join(["\nrun", *(field.name for field in fields(usage))]) + "\n")

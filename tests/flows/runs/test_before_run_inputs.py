@@ -1,4 +1,4 @@
-"""`nightjar validate` reports the errors that a run would raise."""
+"""Checks of the inputs before a run: `nightjar validate` reports the errors that the run would raise."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from flows.runs.before_run import check_inputs
 from flows.settings.pipeline import PipelineConfig
 from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
+LOG = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
 
-def test_columns_of_context_features_are_checked_as_the_ingest_checks_them(tmp_path: Path) -> None:
-    log = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
+
+def test_a_context_column_with_another_type_in_a_second_file_is_found_before_the_run(tmp_path: Path) -> None:
     paths = [
-        write_parquet(tmp_path / "a.parquet", **log, price=[1, 2]),
-        write_parquet(tmp_path / "b.parquet", **log, price=[0.5, 2.0]),
+        write_parquet(tmp_path / "a.parquet", **LOG, price=[1, 2]),
+        write_parquet(tmp_path / "b.parquet", **LOG, price=[0.5, 2.0]),
     ]
     context = [{"name": "price", "kind": "numeric", "buckets": 2}]
     config = PipelineConfig.model_validate(
@@ -26,30 +27,32 @@ def test_columns_of_context_features_are_checked_as_the_ingest_checks_them(tmp_p
 
 
 def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_path: Path) -> None:
-    log = write_parquet(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
-    items = write_parquet(tmp_path / "items.parquet", id=[1, 2], brand=["a", "b"])
-    vectors = write_parquet(tmp_path / "vectors.parquet", item_id=["a", "b"], v=[[1.0] * 64, [2.0] * 64])
+    log_path = write_parquet(tmp_path / "log.parquet", **LOG)
+    items_path = write_parquet(tmp_path / "items.parquet", id=[1, 2], brand=["a", "b"])
+    vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=["a", "b"], v=[[1.0] * 64, [2.0] * 64])
     config = {
-        "interactions": {"paths": log, "timestamp_column": "t"},
-        "features": {"items": {"paths": items, "id_column": "id", "features": [{"name": "brand"}]}},
+        "interactions": {"paths": log_path, "timestamp_column": "t"},
+        "features": {"items": {"paths": items_path, "id_column": "id", "features": [{"name": "brand"}]}},
     }
     check_inputs(
-        PipelineConfig.model_validate(config | {"embeddings": {"paths": vectors, "vector_column": "v", "table": "item.brand"}})
+        PipelineConfig.model_validate(
+            config | {"embeddings": {"paths": vectors_path, "vector_column": "v", "table": "item.brand"}}
+        )
     )
     config_with_unknown_table = PipelineConfig.model_validate(
-        config | {"embeddings": {"paths": vectors, "vector_column": "v", "table": "item.brandt"}}
+        config | {"embeddings": {"paths": vectors_path, "vector_column": "v", "table": "item.brandt"}}
     )
     with raises_input_error("'item.brandt'", "item, user, item.brand"):
         check_inputs(config_with_unknown_table)
 
 
 def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_path: Path) -> None:
-    log = write_parquet(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
+    log_path = write_parquet(tmp_path / "log.parquet", **LOG)
     vector_column = pa.FixedSizeListArray.from_arrays(pa.array([1.0] * 24, pa.float32()), 12)
-    vectors = write_parquet(tmp_path / "vectors.parquet", item_id=[1, 2], v=vector_column)
+    vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=[1, 2], v=vector_column)
     config = {
-        "interactions": {"paths": log, "timestamp_column": "t"},
-        "embeddings": {"paths": vectors, "vector_column": "v"},
+        "interactions": {"paths": log_path, "timestamp_column": "t"},
+        "embeddings": {"paths": vectors_path, "vector_column": "v"},
         "model": {"embedding_dim": 8},
     }
     with raises_input_error(
@@ -70,14 +73,14 @@ def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_
     ],
 )
 def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Path, workspace: str, message: str) -> None:
-    log = write_parquet(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
-    config = {"interactions": {"paths": log, "timestamp_column": "t"}, "workspace": tmp_path / workspace}
+    log_path = write_parquet(tmp_path / "log.parquet", **LOG)
+    config = {"interactions": {"paths": log_path, "timestamp_column": "t"}, "workspace": tmp_path / workspace}
     with raises_input_error(f"workspace {tmp_path / workspace}: ", message):
         check_inputs(PipelineConfig.model_validate(config))
 
 
 def check_config(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | None = None, **settings: Any) -> dict[str, str]:
-    """Return the summaries of check_inputs for a log with times in column t, and for vectors in column v."""
+    """Write the columns of a log and of vectors, and return the summaries of check_inputs for these files."""
     config: dict[str, Any] = {"model": {"embedding_dim": 8}, "workspace": folder / "workspace"} | settings
     log_path = write_parquet(folder / "log.parquet", **log)
     config["interactions"] = {"timestamp_column": "t"} | config.get("interactions", {}) | {"paths": log_path}
@@ -87,10 +90,7 @@ def check_config(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | No
     return check_inputs(PipelineConfig.model_validate(config))
 
 
-LOG = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
-
-
-def test_vectors_in_lists_are_measured_in_their_first_rows(tmp_path: Path) -> None:
+def test_the_width_of_vectors_in_lists_is_read_from_their_first_rows(tmp_path: Path) -> None:
     vectors_of_width_12 = {"item_id": [1, 2], "v": [[1.0] * 12, None]}
     with raises_input_error("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out"):
         check_config(tmp_path, LOG, vectors_of_width_12, tables={"item": {"dim": 8}})
@@ -100,7 +100,7 @@ def test_vectors_in_lists_are_measured_in_their_first_rows(tmp_path: Path) -> No
         check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
 
 
-def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_path: Path) -> None:
+def test_vectors_of_items_that_are_not_in_the_log_are_found_before_the_run(tmp_path: Path) -> None:
     log = LOG | {"item_id": ["a", "b"]}
     vectors_of_width_8 = [[1.0] * 8] * 5
     with raises_input_error("none of the 5 item vectors belongs to one of the log's items", "such as 'a'", "such as 'item-1'"):
@@ -137,5 +137,5 @@ def test_a_unit_that_puts_the_log_into_1970_or_far_ahead_is_found_before_the_run
 
 
 @pytest.mark.parametrize("times", [[0, 1], [5, 400_000], [1_700_000_000, 1], [None, 3], [-1, 2], pa.array([1, 2], pa.date32())])
-def test_validate_accepts_times_that_start_at_zero(tmp_path: Path, times: Any) -> None:
+def test_times_that_are_plausible_in_their_unit_or_in_no_unit_are_accepted(tmp_path: Path, times: Any) -> None:
     check_config(tmp_path, LOG | {"t": times})

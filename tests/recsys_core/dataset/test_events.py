@@ -210,7 +210,7 @@ def test_events_are_counted_without_a_copy_of_the_log() -> None:
 @given(log=logs, max_events=st.integers(1, 30))
 def test_user_chunks_have_every_event_once_with_its_user_and_split(log: Log, max_events: int) -> None:
     expected_events = [
-        (user, split, item) for user in users_in_store_order(log) for split, part in enumerate(log[user]) for item in part
+        (user, split, item) for user in users_in_store_order(log) for split, items in enumerate(log[user]) for item in items
     ]
     events: list[tuple[int, int, int]] = []
     for chunk in store_of(log).user_chunks(max_events=max_events):
@@ -224,7 +224,7 @@ def test_user_chunks_have_every_event_once_with_its_user_and_split(log: Log, max
 
 @given(log=logs, data=st.data())
 def test_training_events_are_recognised_in_any_range_of_the_log(log: Log, data: st.DataObject) -> None:
-    is_training_E = [split == 0 for user in users_in_store_order(log) for split, part in enumerate(log[user]) for _ in part]
+    is_training_E = [split == 0 for user in users_in_store_order(log) for split, items in enumerate(log[user]) for _ in items]
     start = data.draw(st.integers(0, len(is_training_E) - 1))
     stop = data.draw(st.integers(start + 1, len(is_training_E)))
     assert store_of(log).is_training(slice(start, stop)).tolist() == is_training_E[start:stop]

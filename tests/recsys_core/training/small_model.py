@@ -1,4 +1,4 @@
-"""A small model with every kind of feature on both sides, its batches, and the same model without sharding."""
+"""A small sharded model with every kind of feature in both towers, the same model without sharding, and its batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ FORM_BY_FEATURE: dict[str, FeatureForm] = {
 }
 NUM_ROWS_BY_FORM = {"single": 7, "list": 9, "weighted_list": 11, "number": 2}
 ITEM_COUNT_I = np.arange(NUM_ITEMS, dtype=np.int64) % 13
-"""Training events of each item: 0 to 12."""
+"""Number of training events of each item: 0 to 12."""
 POPULARITY_RANK_BY_TABLE = {
     "item": np.argsort(np.argsort(-ITEM_COUNT_I, kind="stable"), kind="stable"),
     "user": np.random.default_rng(3).permutation(NUM_USERS),
@@ -134,7 +134,7 @@ def make_batch(
     step: int,
     num_queries: int,
     num_negatives: int,
-    share_row_C: NDArray[np.int64] | None = None,
+    catalogue_share_C: NDArray[np.int64] | None = None,
     num_known_negatives: int = 0,
 ) -> Batch:
     """Return the batches of `ranks` in `step` as one batch.
@@ -145,15 +145,15 @@ def make_batch(
     Args:
         num_queries: queries of each rank.
         num_negatives: sampled negatives of each rank.
-        share_row_C: the items of a share of the catalogue, which replace the sampled negatives.
+        catalogue_share_C: item rows of a rank's share of the catalogue, which replace the sampled negatives.
         num_known_negatives: known negatives of each query.
     """
     assembler = Assembler(
         user_batch_key=spec.user_batch_key,
         features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()}),
     )
-    names = ("user", "event", "positive", "negative", "history_length", "history_item", "known_negative")
-    rank_arrays_by_name: dict[str, list[Any]] = {name: [] for name in names}
+    array_names = ("user", "event", "positive", "negative", "history_length", "history_item", "known_negative")
+    rank_arrays_by_name: dict[str, list[Any]] = {name: [] for name in array_names}
     for rank in ranks:
         random = np.random.default_rng([step, rank])
         rank_arrays_by_name["user"].append(random.integers(0, NUM_USERS, num_queries))
@@ -165,7 +165,7 @@ def make_batch(
             random.integers(0, NUM_ITEMS, int(rank_arrays_by_name["history_length"][-1].sum()))
         )
         known_negative_BN = random.integers(0, NUM_ITEMS, (num_queries, num_known_negatives))
-        # Every second query has at most one known negative: copies of the positive fill the other places.
+        # Every second query has one known negative. The positive is padding and fills its other places.
         known_negative_BN[::2, 1:] = rank_arrays_by_name["positive"][-1][::2, None]
         rank_arrays_by_name["known_negative"].append(known_negative_BN.ravel())
     array_by_name = {name: np.concatenate(arrays) for name, arrays in rank_arrays_by_name.items()}
@@ -176,7 +176,7 @@ def make_batch(
         candidate_row_C=np.concatenate(
             [
                 array_by_name["positive"],
-                array_by_name["negative"] if share_row_C is None else share_row_C,
+                array_by_name["negative"] if catalogue_share_C is None else catalogue_share_C,
                 array_by_name["known_negative"],
             ]
         ),

@@ -24,7 +24,7 @@ event_lists = st.lists(
 
 def sorted_events_of(manifest: InteractionsManifest) -> list[Event]:
     """Return the events of all splits."""
-    return sorted(event for part in read_store(manifest).splits for event in part)
+    return sorted(event for split_events in read_store(manifest).splits for event in split_events)
 
 
 def events_above_minimums(events: list[Event], *, min_user_events: int, min_item_events: int) -> list[Event]:
@@ -151,7 +151,7 @@ def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_
     manifest = ingest(
         tmp_path / "stage", train_path, split={"kind": "files", "test_paths": (test_path,)}, filter={"duplicates": duplicates}
     )
-    assert [sorted(part) for part in read_store(manifest).splits] == [log, [], [(1, 13, 9)]]
+    assert [*map(sorted, read_store(manifest).splits)] == [log, [], [(1, 13, 9)]]
 
 
 @pytest.mark.parametrize(

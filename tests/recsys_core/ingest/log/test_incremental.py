@@ -19,13 +19,13 @@ from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store,
 from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 TIME_SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
-DAYS: list[list[Event]] = [
+EVENTS_BY_DAY: list[list[Event]] = [
     [("ann", "x", 1), ("bob", "x", 2), ("ann", "y", 3)],
     [("bob", "y", DAY_US), ("cat", "z", DAY_US + 1), ("ann", "x", DAY_US + 2)],
     [("ann", "z", 2 * DAY_US), ("bob", "x", 2 * DAY_US + 1), ("cat", "x", 2 * DAY_US + 2)],
     [("dan", "w", 3 * DAY_US), ("ann", "w", 3 * DAY_US + 1), ("dan", "x", 3 * DAY_US + 2)],
 ]
-"""Events of four days. The user dan and the item w are new on the last day."""
+"""Events of four days, a list for each day. The user dan and the item w are new on the last day."""
 
 
 def write_days(folder: Path, events_by_day: list[list[Event]]) -> str:
@@ -41,8 +41,8 @@ def ingest_in_two_runs(
     folder: Path, *, split: dict[str, Any] = TIME_SPLIT, **settings: Any
 ) -> tuple[InteractionsManifest, InteractionsManifest]:
     """Ingest three days in a first run, and a fourth day in a second run. Return both manifests."""
-    first_manifest = ingest(folder / "run1", write_days(folder / "in", DAYS[:3]), split=split, **settings)
-    paths = write_days(folder / "in", DAYS)
+    first_manifest = ingest(folder / "run1", write_days(folder / "in", EVENTS_BY_DAY[:3]), split=split, **settings)
+    paths = write_days(folder / "in", EVENTS_BY_DAY)
     return first_manifest, ingest(folder / "run2", paths, split=split, previous=first_manifest, **settings)
 
 
@@ -104,12 +104,12 @@ def test_a_changed_file_replaces_its_earlier_events(tmp_path: Path) -> None:
 
 
 def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_path: Path) -> None:
-    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS), split=TIME_SPLIT)
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", EVENTS_BY_DAY), split=TIME_SPLIT)
     (tmp_path / "in" / "day3.parquet").unlink()
     manifest = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, previous=first_manifest)
     assert (manifest.num_files_read, manifest.num_users, manifest.num_idle_users, manifest.num_idle_items) == (0, 4, 1, 1)
     assert row_by_id(manifest, "users") == row_by_id(first_manifest, "users")
-    assert sum(len(part) for part in read_store(manifest).splits) == 9
+    assert sum(len(split_events) for split_events in read_store(manifest).splits) == 9
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict
     assert second_manifest.rebuild_reason is not None and reason in second_manifest.rebuild_reason
     assert (second_manifest.run_number, second_manifest.num_files_read) == (1, 4)
     assert second_manifest.lineage != first_manifest.lineage
-    counts = [sum(event[1] == item for day in DAYS for event in day) for item in row_by_id(second_manifest, "items")]
+    counts = [sum(event[1] == item for day in EVENTS_BY_DAY for event in day) for item in row_by_id(second_manifest, "items")]
     assert counts == sorted(counts, reverse=True)
 
 
 def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
-    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS), split=TIME_SPLIT)
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", EVENTS_BY_DAY), split=TIME_SPLIT)
     for day in (0, 1):
         (tmp_path / "in" / f"day{day}.parquet").unlink()
-    late_days = [[("new", "w", day * DAY_US), ("ann", "x", day * DAY_US)] for day in (20, 21, 22)]
-    for day, events in enumerate(late_days):
+    late_events_by_day = [[("new", "w", day * DAY_US), ("ann", "x", day * DAY_US)] for day in (20, 21, 22)]
+    for day, events in enumerate(late_events_by_day):
         write_log(tmp_path / "in" / f"late{day}.parquet", events)
     paths = str(tmp_path / "in" / "late*.parquet")
     second_manifest = ingest(tmp_path / "run2", paths, split=TIME_SPLIT, previous=first_manifest)
@@ -146,7 +146,7 @@ def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
 
 def test_a_rebuild_is_due_when_most_items_have_neither_an_event_nor_a_vector(tmp_path: Path) -> None:
     old_path = write_log(tmp_path / "old.parquet", [("ann", item, 1) for item in "pqrstu"])
-    new_path = write_log(tmp_path / "new.parquet", DAYS[0] + DAYS[1] + DAYS[2])
+    new_path = write_log(tmp_path / "new.parquet", EVENTS_BY_DAY[0] + EVENTS_BY_DAY[1] + EVENTS_BY_DAY[2])
     manifest = ingest(tmp_path / "run1", old_path, new_path, split=TIME_SPLIT)
     for run in ("run2", "run3"):
         manifest = ingest(tmp_path / run, new_path, split=TIME_SPLIT, previous=manifest)
@@ -155,7 +155,7 @@ def test_a_rebuild_is_due_when_most_items_have_neither_an_event_nor_a_vector(tmp
 
 
 def test_with_another_label_column_all_files_are_read_again_and_ids_keep_their_rows(tmp_path: Path) -> None:
-    for day, events in enumerate(DAYS):
+    for day, events in enumerate(EVENTS_BY_DAY):
         write_log(tmp_path / "in" / f"day{day}.parquet", events, stars=[5, 1, 5])
     paths = str(tmp_path / "in" / "*.parquet")
     first_manifest = ingest(tmp_path / "run1", paths, split=TIME_SPLIT)
@@ -167,7 +167,7 @@ def test_with_another_label_column_all_files_are_read_again_and_ids_keep_their_r
     assert row_by_id(second_manifest, "users") == row_by_id(first_manifest, "users")
 
 
-def test_an_id_below_the_minimum_gets_a_row_once_it_has_enough_events(tmp_path: Path) -> None:
+def test_an_id_with_too_few_events_gets_a_row_in_the_first_run_in_which_it_has_enough(tmp_path: Path) -> None:
     filter_settings = {"filter": {"min_user_events": 3}}
     first_manifest, second_manifest = ingest_in_two_runs(tmp_path, **filter_settings)
     assert set(row_by_id(first_manifest, "users")) == {"ann", "bob"}
@@ -202,9 +202,11 @@ def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
 def test_parts_of_another_engine_version_are_read_again_and_every_id_keeps_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS[:3]), split=TIME_SPLIT)
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", EVENTS_BY_DAY[:3]), split=TIME_SPLIT)
     monkeypatch.setattr(DuckdbEngine, "version", "duckdb 0.0.0")
-    second_manifest = ingest(tmp_path / "run2", write_days(tmp_path / "in", DAYS), split=TIME_SPLIT, previous=first_manifest)
+    second_manifest = ingest(
+        tmp_path / "run2", write_days(tmp_path / "in", EVENTS_BY_DAY), split=TIME_SPLIT, previous=first_manifest
+    )
     assert (second_manifest.num_files_read, second_manifest.rebuild_reason) == (4, None)
     for side in ("users", "items"):
         assert row_by_id(first_manifest, side).items() <= row_by_id(second_manifest, side).items()
@@ -212,7 +214,7 @@ def test_parts_of_another_engine_version_are_read_again_and_every_id_keeps_its_r
 
 
 def test_ids_of_another_column_are_numbered_again(tmp_path: Path) -> None:
-    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS), split=TIME_SPLIT)
+    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", EVENTS_BY_DAY), split=TIME_SPLIT)
     swapped_columns = {"user_column": "item_id", "item_column": "user_id"}
     second_manifest = ingest(
         tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, previous=first_manifest, **swapped_columns
@@ -221,8 +223,8 @@ def test_ids_of_another_column_are_numbered_again(tmp_path: Path) -> None:
     assert set(row_by_id(second_manifest, "users")) == set(row_by_id(first_manifest, "items"))
 
 
-def test_a_row_from_the_future_is_used_once_its_time_is_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_days(tmp_path / "in", DAYS)
+def test_a_row_from_the_future_is_used_in_the_first_run_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_days(tmp_path / "in", EVENTS_BY_DAY)
     drop_settings = {"on_bad_rows": "drop", "max_bad_share": 0.5, "max_future_days": 0}
     monkeypatch.setattr(time, "time_ns", lambda: (3 * DAY_US - 1) * 1_000)
     first_manifest = ingest(tmp_path / "run1", path, split=TIME_SPLIT, **drop_settings)
@@ -244,7 +246,10 @@ def test_a_bad_new_day_leaves_the_previous_run_unchanged(tmp_path: Path) -> None
 
 
 def test_a_file_without_rows_may_be_deleted(tmp_path: Path) -> None:
-    log_path, empty_path = write_log(tmp_path / "log.parquet", DAYS[0] + DAYS[1] + DAYS[2]), tmp_path / "empty.parquet"
+    log_path, empty_path = (
+        write_log(tmp_path / "log.parquet", EVENTS_BY_DAY[0] + EVENTS_BY_DAY[1] + EVENTS_BY_DAY[2]),
+        tmp_path / "empty.parquet",
+    )
     pq.write_table(pq.read_table(log_path).slice(0, 0), empty_path)
     first_manifest = ingest(tmp_path / "run1", log_path, split=TIME_SPLIT)
     second_manifest = ingest(tmp_path / "run2", log_path, str(empty_path), split=TIME_SPLIT, previous=first_manifest)
@@ -254,7 +259,7 @@ def test_a_file_without_rows_may_be_deleted(tmp_path: Path) -> None:
 def test_removing_a_filter_gives_no_row_to_ids_of_deleted_files(tmp_path: Path) -> None:
     old_path, new_path = (
         write_log(tmp_path / "old.parquet", [("rare", "r", 5)]),
-        write_log(tmp_path / "new.parquet", [event for events in DAYS for event in events]),
+        write_log(tmp_path / "new.parquet", [event for events in EVENTS_BY_DAY for event in events]),
     )
     filter_settings = {"min_item_events": 2}
     first_manifest = ingest(tmp_path / "run1", old_path, new_path, split=TIME_SPLIT, filter=filter_settings)
@@ -274,28 +279,30 @@ def test_a_workspace_in_a_folder_named_like_a_hive_partition_has_the_same_result
 
 
 events_of_day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, DAY_US - 1)), min_size=1, max_size=8)
-logs_by_day = st.lists(events_of_day, min_size=4, max_size=7)
+lists_of_days = st.lists(events_of_day, min_size=4, max_size=7)
 
 
 @settings(max_examples=10, deadline=None)
 @given(
-    events_by_day=logs_by_day, run_bounds=st.sets(st.integers(1, 6), min_size=1, max_size=3), min_item_events=st.integers(1, 2)
+    events_by_day=lists_of_days, last_days=st.sets(st.integers(1, 6), min_size=1, max_size=3), min_item_events=st.integers(1, 2)
 )
 def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
-    tmp_path_factory: pytest.TempPathFactory, events_by_day: list[list[Event]], run_bounds: set[int], min_item_events: int
+    tmp_path_factory: pytest.TempPathFactory, events_by_day: list[list[Event]], last_days: set[int], min_item_events: int
 ) -> None:
-    log = [[(user, item, day * DAY_US + time) for user, item, time in events] for day, events in enumerate(events_by_day)]
+    log_by_day = [
+        [(user, item, day * DAY_US + time) for user, item, time in events] for day, events in enumerate(events_by_day)
+    ]
     # These events always pass the filter.
-    log[0] += [(user, item, time) for user in (8, 9) for item in (8, 9) for time in (1, 2)]
+    log_by_day[0] += [(user, item, time) for user in (8, 9) for item in (8, 9) for time in (1, 2)]
     folder = tmp_path_factory.mktemp("runs")
-    test_path = write_log(folder / "test.parquet", log[0])
+    test_path = write_log(folder / "test.parquet", log_by_day[0])
     ingest_settings = {"split": {"kind": "files", "test_paths": test_path}, "filter": {"min_item_events": min_item_events}}
     manifest: InteractionsManifest | None = None
-    num_days_by_run = sorted({2, *(min(bound + 1, len(log)) for bound in run_bounds), len(log)})
+    num_days_by_run = sorted({2, *(min(day + 1, len(log_by_day)) for day in last_days), len(log_by_day)})
     for run_index, num_days in enumerate(num_days_by_run):
         previous = manifest
         manifest = ingest(
-            folder / f"run{run_index}", write_days(folder / "in", log[:num_days]), previous=previous, **ingest_settings
+            folder / f"run{run_index}", write_days(folder / "in", log_by_day[:num_days]), previous=previous, **ingest_settings
         )
         if previous is not None:
             for side in ("users", "items"):
@@ -322,11 +329,13 @@ def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) ->
     }
 
 
-def test_rows_that_differ_from_the_codes_stay_in_a_third_run_without_a_filter(tmp_path: Path) -> None:
-    """ann has the first code of a part, but no row in the first run. Rows therefore differ from codes."""
+def test_a_third_run_without_the_filter_keeps_rows_that_differ_from_the_codes(tmp_path: Path) -> None:
+    """ann has the first code of the part. The filter of the first run gives ann no row, so rows and codes differ."""
     settings: dict[str, Any] = {"split": TIME_SPLIT, "vocabulary": {"max_idle_share": 1}}
-    first_manifest = ingest(tmp_path / "run1", write_days(tmp_path / "in", DAYS[:3]), filter={"bot_threshold": 3}, **settings)
-    paths = write_days(tmp_path / "in", DAYS)
+    first_manifest = ingest(
+        tmp_path / "run1", write_days(tmp_path / "in", EVENTS_BY_DAY[:3]), filter={"bot_threshold": 3}, **settings
+    )
+    paths = write_days(tmp_path / "in", EVENTS_BY_DAY)
     second_manifest = ingest(tmp_path / "run2", paths, previous=first_manifest, **settings)
     third_manifest = ingest(tmp_path / "run3", paths, previous=second_manifest, **settings)
     assert (list(row_by_id(first_manifest, "users")), list(row_by_id(third_manifest, "users"))) == (

@@ -30,8 +30,8 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
 LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 BEAUTY_FOLDER = Path(__file__).parents[5] / "shared" / "data" / "beauty"
 
-int64 = st.integers(-(2**63), 2**63 - 1)
-id_strategies = st.sampled_from([int64, st.text(min_size=1, max_size=3), st.integers(0, 3)])
+int64_ids = st.integers(-(2**63), 2**63 - 1)
+id_strategies = st.sampled_from([int64_ids, st.text(min_size=1, max_size=3), st.integers(0, 3)])
 times = st.integers(0, 40).map(lambda step: step * DAY_US // 4)
 
 
@@ -113,15 +113,17 @@ def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(log=logs(min_events=3), split_offsets=st.tuples(st.integers(0, 30), st.integers(0, 30)))
+@given(log=logs(min_events=3), random_numbers=st.tuples(st.integers(0, 30), st.integers(0, 30)))
 def test_a_split_by_files_has_the_events_of_each_file(
-    tmp_path_factory: pytest.TempPathFactory, log: list[Event], split_offsets: tuple[int, int]
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], random_numbers: tuple[int, int]
 ) -> None:
-    train_end = 1 + split_offsets[0] % (len(log) - 2)
-    validation_end = train_end + 1 + split_offsets[1] % (len(log) - train_end - 1)
+    train_end = 1 + random_numbers[0] % (len(log) - 2)
+    validation_end = train_end + 1 + random_numbers[1] % (len(log) - train_end - 1)
     splits = (log[:train_end], log[train_end:validation_end], log[validation_end:])
     folder = tmp_path_factory.mktemp("files")
-    train_path, validation_path, test_path = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(splits))
+    train_path, validation_path, test_path = (
+        write_log(folder / f"{index}.parquet", split_events) for index, split_events in enumerate(splits)
+    )
     assert_stored_events(
         ingest(
             folder / "stage", train_path, split={"kind": "files", "validation_paths": validation_path, "test_paths": test_path}
@@ -224,7 +226,7 @@ def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, order_
     order_column = pa.array([3, -1, 2, 0, 7], pa.float64()).cast(order_type)
     path = write_parquet(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], sequence=order_column)
     manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, order_column="sequence")
-    assert [[item for _, item, _ in part] for part in read_store(manifest).splits] == [[10, 20, 10], [25], [30]]
+    assert [[item for _, item, _ in split_events] for split_events in read_store(manifest).splits] == [[10, 20, 10], [25], [30]]
     assert (manifest.is_ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
 
 
@@ -244,7 +246,7 @@ def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Pat
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
-def test_a_label_in_single_precision_that_equals_a_limit_is_within_the_limit(tmp_path: Path) -> None:
+def test_a_float32_label_that_equals_a_limit_is_within_the_limit(tmp_path: Path) -> None:
     log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
     labels = pa.array([0.7, 0.69, 0.9, 0.6, 0.8, 1.1], pa.float32())
     label_settings = {"label_column": "score", "label_threshold": 0.7, "label_range": (0.6, 1.1)}
@@ -308,17 +310,16 @@ def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tm
     assert not later_held_out_items & {item for _, item, _ in train}
     assert {item for item in later_held_out_items if int(item) < 1000} == held_out_items
     rebuilt_splits = read_store(ingest(tmp_path / "rebuilt", first_path, second_path, split=split)).splits
-    assert [sorted(part) for part in rebuilt_splits] == [sorted(part) for part in read_store(later_manifest).splits]
+    assert [*map(sorted, rebuilt_splits)] == [*map(sorted, read_store(later_manifest).splits)]
 
 
-def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
+def test_after_a_change_of_the_split_the_whole_log_is_read_again(tmp_path: Path) -> None:
     log_path = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
     split = {"kind": "files", "test_paths": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
-    manifest_of_pairs = ingest(tmp_path / "pairs", log_path, split=split)
-    manifest_of_items = ingest(
-        tmp_path / "items", log_path, split=split | {"validation_unit": "item"}, previous=manifest_of_pairs
-    )
-    train, validation, _ = read_store(manifest_of_items).splits
+    first_manifest = ingest(tmp_path / "pairs", log_path, split=split)
+    second_manifest = ingest(tmp_path / "items", log_path, split=split | {"validation_unit": "item"}, previous=first_manifest)
+    assert second_manifest.num_files_read == 2
+    train, validation, _ = read_store(second_manifest).splits
     assert validation and not {item for _, item, _ in validation} & {item for _, item, _ in train}
 
 
@@ -373,8 +374,10 @@ def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
 
 
 def num_test_events_with_unseen_item(manifest: InteractionsManifest) -> dict[str, int]:
-    """Return the number of test events whose item is in none of the earlier splits, by the names of these splits."""
-    train_items, validation_items, test_items = ([item for _, item, _ in part] for part in read_store(manifest).splits)
+    """Return how many test events have an item without training events, and without training and validation events."""
+    train_items, validation_items, test_items = (
+        [item for _, item, _ in split_events] for split_events in read_store(manifest).splits
+    )
     items_by_splits = {"train": set(train_items), "train and validation": {*train_items, *validation_items}}
     return {name: sum(item not in items for item in test_items) for name, items in items_by_splits.items()}
 

@@ -48,7 +48,7 @@ def histories_and_positives() -> tuple[list[list[int]], list[int]]:
     return [[1, 2], [], [5, 5, 7], [21, 22, 1, 3, 2], [9], [3, 6, 10]], [6, 1, 9, 2, 9, 11]
 
 
-def batch_of(queries: range, *, share_row_C: np.ndarray) -> Batch:
+def batch_of(queries: range, *, catalogue_share_C: np.ndarray) -> Batch:
     """Return the batch of the queries with these indices, and with the items of a share of the catalogue as candidates."""
     all_histories, all_positives = histories_and_positives()
     histories, positives = ([values[query] for query in queries] for values in (all_histories, all_positives))
@@ -57,7 +57,7 @@ def batch_of(queries: range, *, share_row_C: np.ndarray) -> Batch:
         user_row_B=np.arange(len(queries)),
         event_index_B=np.arange(len(queries)),
         history=JaggedArray.from_lengths(np.array([len(items) for items in histories]), np.array(history_items, np.int64)),
-        candidate_row_C=np.concatenate([positives, share_row_C]),
+        candidate_row_C=np.concatenate([positives, catalogue_share_C]),
         loss_weight_B=LOSS_WEIGHT_B[list(queries)],
     )
 
@@ -93,7 +93,7 @@ def test_the_loss_and_its_gradients_equal_torchs_cross_entropy(
     expected_loss, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
     query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask=mask)
-    batch = batch_of(range(NUM_QUERIES), share_row_C=catalogue_share(ITEM_COUNT_I, rank=0, world_size=1))
+    batch = batch_of(range(NUM_QUERIES), catalogue_share_C=catalogue_share(ITEM_COUNT_I, rank=0, world_size=1))
     candidate_CD = item_vector_ID[batch.item_row_V[batch.candidate_index_C]]
     loss = objective(query_BD, candidate_CD, batch=batch, teacher_CD=None)
     loss.backward()
@@ -107,7 +107,7 @@ def test_the_loss_and_its_gradients_equal_torchs_cross_entropy(
 def test_the_exponent_multiplies_the_log_partition_and_not_the_positive() -> None:
     query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask="positive", exponent=1.25)
-    batch = batch_of(range(NUM_QUERIES), share_row_C=catalogue_share(ITEM_COUNT_I, rank=0, world_size=1))
+    batch = batch_of(range(NUM_QUERIES), catalogue_share_C=catalogue_share(ITEM_COUNT_I, rank=0, world_size=1))
     loss = objective(query_BD, item_vector_ID[batch.item_row_V[batch.candidate_index_C]], batch=batch, teacher_CD=None)
     loss.backward()
     expected_query_BD, expected_item_vector_ID = queries_and_items()
@@ -136,7 +136,7 @@ def compare_with_one_process(rank: int, mask: str, block_scores: int) -> None:
     query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask=mask, group=dist.group.WORLD)
     own_queries = range(rank * queries_per_rank, (rank + 1) * queries_per_rank)
-    batch = batch_of(own_queries, share_row_C=catalogue_share(ITEM_COUNT_I, rank=rank, world_size=world_size))
+    batch = batch_of(own_queries, catalogue_share_C=catalogue_share(ITEM_COUNT_I, rank=rank, world_size=world_size))
     candidate_CD = item_vector_ID[batch.item_row_V[batch.candidate_index_C]]
     loss = objective(query_BD[list(own_queries)], candidate_CD, batch=batch, teacher_CD=None)
     loss.backward()

@@ -47,12 +47,12 @@ lists_of_unique_ids = st.one_of(*(st.lists(ids, unique=True, min_size=1, max_siz
 
 @given(lists_of_unique_ids, st.randoms())
 def test_users_are_found_by_id_with_their_histories(
-    tmp_path_factory: pytest.TempPathFactory, ids: list[Id], random_order: random.Random
+    tmp_path_factory: pytest.TempPathFactory, ids: list[Id], shuffler: random.Random
 ) -> None:
     known_ids = ids[: max(1, len(ids) // 2)]
     histories = [[row % NUM_ITEMS, *range(row)] for row in range(len(known_ids))]
     table = open_user_table(*write_user_file(tmp_path_factory.mktemp("users"), known_ids, histories), num_users=len(known_ids))
-    random_order.shuffle(ids)
+    shuffler.shuffle(ids)
     rows = table.ids.rows(ids)
     assert rows.tolist() == [known_ids.index(user_id) if user_id in known_ids else -1 for user_id in ids]
     assert table.ids.ids(np.arange(len(known_ids))).tolist() == known_ids
@@ -98,7 +98,7 @@ def test_a_changed_block_fails_only_the_lookups_that_read_it(tmp_path: Path) -> 
         table.histories(row)
 
 
-def test_opening_a_file_reads_equally_many_blocks_for_any_number_of_users(tmp_path: Path) -> None:
+def test_the_number_of_blocks_read_to_open_a_file_does_not_depend_on_the_number_of_users(tmp_path: Path) -> None:
     num_blocks_read = []
     for num_users in (100_000, 400_000):
         (folder := tmp_path / str(num_users)).mkdir()

@@ -86,14 +86,14 @@ def share_of(case: Case, *, rank: int, world_size: int) -> NDArray[np.int64] | N
     return catalogue_share(ITEM_COUNT_I, rank=rank, world_size=world_size) if case.loss.negatives == "all" else None
 
 
-def batch_of(case: Case, *, ranks: list[int], step: int, share_row_C: NDArray[np.int64] | None) -> Batch:
+def batch_of(case: Case, *, ranks: list[int], step: int, catalogue_share_C: NDArray[np.int64] | None) -> Batch:
     return make_batch(
         case.spec,
         ranks=ranks,
         step=step,
         num_queries=num_queries(step),
         num_negatives=NUM_NEGATIVES,
-        share_row_C=share_row_C,
+        catalogue_share_C=catalogue_share_C,
     )
 
 
@@ -122,7 +122,7 @@ def train_unsharded(case: Case, *, num_ranks: int) -> Expected:
         shares_candidates = case.loss.cross_rank_negatives or case.loss.negatives == "all"
         rank_groups = [list(range(num_ranks))] if shares_candidates else [[rank] for rank in range(num_ranks)]
         whole_catalogue = share_of(case, rank=0, world_size=1)
-        batches = [batch_of(case, ranks=group, step=step, share_row_C=whole_catalogue) for group in rank_groups]
+        batches = [batch_of(case, ranks=group, step=step, catalogue_share_C=whole_catalogue) for group in rank_groups]
         mean_loss = torch.stack([task(batch)[0] for batch in batches]).mean()
         mean_loss.backward()
         adagrad.step()
@@ -152,8 +152,8 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
     optimizer = make_optimizer(model, spec=spec, config=config)
     rates = LearningRates(optimizer, spec=spec, config=config, total_steps=NUM_STEPS)
     pipeline = TrainPipelineSparseDist(model, optimizer, process.device)
-    share_row_C = share_of(case, rank=rank, world_size=world_size)
-    batches = iter([batch_of(case, ranks=[rank], step=step, share_row_C=share_row_C) for step in range(NUM_STEPS)])
+    catalogue_share_C = share_of(case, rank=rank, world_size=world_size)
+    batches = iter([batch_of(case, ranks=[rank], step=step, catalogue_share_C=catalogue_share_C) for step in range(NUM_STEPS)])
     for step in range(NUM_STEPS):
         rates.set_step(step)
         mean_loss = pipeline.progress(batches) / world_size

@@ -1,4 +1,4 @@
-"""The number of held-out events that the champion was trained on, compared with sets of events in plain Python."""
+"""Number of held-out events on which the champion was trained, compared with a count over sets of events."""
 
 import random
 from pathlib import Path
@@ -36,7 +36,7 @@ def ingest_run(folder: Path, events: list[Event], *, split: dict[str, Any], **se
     return ingest(folder / "interactions", write_log(folder / "log.parquet", events), split=split, **settings)
 
 
-def expected_leaks(champion: InteractionsManifest, current: InteractionsManifest) -> int:
+def expected_num_leaks(champion: InteractionsManifest, current: InteractionsManifest) -> int:
     """Return the number of training events of the champion that the current run holds out and does not train on."""
     (champion_train, _, _), (train, validation, test) = read_store(champion).splits, read_store(current).splits
     return len((set(validation) | set(test)) & set(champion_train) - set(train))
@@ -53,43 +53,49 @@ def expected_leaks(champion: InteractionsManifest, current: InteractionsManifest
         (10, TIME_SPLIT | {"test_days": 2, "validation_days": 0}, 0),
     ],
 )
-def test_a_split_by_time_leaks_only_if_its_training_events_end_earlier(
+def test_with_a_split_by_time_events_leak_only_if_the_training_split_ends_before_the_training_split_of_the_champion(
     tmp_path: Path, num_days: int, split: dict[str, Any], num_leaks: int
 ) -> None:
     events = daily_log(num_days=11)
     champion = ingest_run(tmp_path / "champion", events_before(events, 10), split=TIME_SPLIT)
     current = ingest_run(tmp_path / "current", events_before(events, num_days), split=split)
-    assert count_leaked_events(current, champion=champion) == expected_leaks(champion, current) == num_leaks
+    assert count_leaked_events(current, champion=champion) == expected_num_leaks(champion, current) == num_leaks
 
 
 def test_new_and_renumbered_users_neither_add_nor_hide_leaked_events(tmp_path: Path) -> None:
     events = daily_log()
     champion = ingest_run(tmp_path / "champion", events, split=LAST_OUT_SPLIT)
-    with_new_user = [("new", "i1", START_US + microsecond) for microsecond in range(60)] + events
-    current = ingest_run(tmp_path / "current", with_new_user, split=LAST_OUT_SPLIT)
+    events_with_new_user = [("new", "i1", START_US + microsecond) for microsecond in range(60)] + events
+    current = ingest_run(tmp_path / "current", events_with_new_user, split=LAST_OUT_SPLIT)
     assert read_store(current).users[0] == "new"  # so the other users have other numbers
     assert count_leaked_events(current, champion=champion) == 0
-    shorter = ingest_run(tmp_path / "shorter", events_before(with_new_user, 9), split=LAST_OUT_SPLIT)
+    shorter_run = ingest_run(tmp_path / "shorter", events_before(events_with_new_user, 9), split=LAST_OUT_SPLIT)
     # The validation event of each old user is a training event of the champion.
-    assert count_leaked_events(shorter, champion=champion) == expected_leaks(champion, shorter) == 12
+    assert count_leaked_events(shorter_run, champion=champion) == expected_num_leaks(champion, shorter_run) == 12
 
 
-def test_another_kind_of_split_leaks_the_training_events_that_it_holds_out(tmp_path: Path) -> None:
+def test_with_another_kind_of_split_held_out_training_events_of_the_champion_are_counted(tmp_path: Path) -> None:
     events = [event for event in daily_log() if event[0] != "u3" or event[2] < START_US + 5 * DAY_US]
-    by_time = ingest_run(tmp_path / "by time", events, split=TIME_SPLIT)
-    by_user = ingest_run(tmp_path / "by user", events, split=LAST_OUT_SPLIT)
+    run_split_by_time = ingest_run(tmp_path / "by time", events, split=TIME_SPLIT)
+    run_split_by_user = ingest_run(tmp_path / "by user", events, split=LAST_OUT_SPLIT)
     # The last two events of u3 are old, so a split by time trains on them.
-    assert count_leaked_events(by_user, champion=by_time) == expected_leaks(by_time, by_user) == 2
-    longer = ingest_run(tmp_path / "longer", daily_log(num_days=11), split=LAST_OUT_SPLIT)
+    assert (
+        count_leaked_events(run_split_by_user, champion=run_split_by_time)
+        == expected_num_leaks(run_split_by_time, run_split_by_user)
+        == 2
+    )
+    longer_run = ingest_run(tmp_path / "longer", daily_log(num_days=11), split=LAST_OUT_SPLIT)
     # On day 8, all users but u3 have a validation event in the split by time. The longer log trains on these events.
-    assert count_leaked_events(by_time, champion=longer) == expected_leaks(longer, by_time) == 11
+    assert (
+        count_leaked_events(run_split_by_time, champion=longer_run) == expected_num_leaks(longer_run, run_split_by_time) == 11
+    )
 
 
-def test_an_event_of_a_user_who_had_too_few_events_to_be_split_is_not_counted(tmp_path: Path) -> None:
+def test_held_out_events_of_a_user_without_held_out_events_in_the_champion_are_not_counted(tmp_path: Path) -> None:
     events = [("short", "i1", START_US), ("short", "i2", START_US + 9 * DAY_US), *daily_log()]
     champion = ingest_run(tmp_path / "champion", events, split=LAST_OUT_SPLIT)
     current = ingest_run(tmp_path / "current", [*events, ("short", "i3", START_US + 10 * DAY_US)], split=LAST_OUT_SPLIT)
-    assert expected_leaks(champion, current) == 1  # i2, now the validation event
+    assert expected_num_leaks(champion, current) == 1  # i2, now the validation event
     assert count_leaked_events(current, champion=champion) == 0
 
 

@@ -56,10 +56,10 @@ def log_path(tmp_path: Path) -> str:
 
 
 def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log_path: str) -> None:
-    items = write_parquet(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
+    items_path = write_parquet(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
-    vectors = write_parquet(tmp_path / "vectors.parquet", item_id=[7], values=vector)
-    config, notes = guess(tmp_path, log=log_path, items=items, vectors=vectors)
+    vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=[7], values=vector)
+    config, notes = guess(tmp_path, log=log_path, items=items_path, vectors=vectors_path)
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
     loaded = load_config(config_path)
@@ -180,16 +180,16 @@ def test_columns_from_options_are_not_guessed(tmp_path: Path) -> None:
 
 def test_the_id_column_of_the_vectors_is_the_item_column_of_the_log(tmp_path: Path) -> None:
     log_path = write_parquet(tmp_path / "log.parquet", user=random_ids(200), thing=random_ids(50), ts=TIMES_S)
-    vectors = write_parquet(tmp_path / "vectors.parquet", id=[7], thing=[7], dim_0=[0.5], dim_1=[0.25])
-    config, _ = guess(tmp_path, log=log_path, vectors=vectors, item_column="thing")
+    vectors_path = write_parquet(tmp_path / "vectors.parquet", id=[7], thing=[7], dim_0=[0.5], dim_1=[0.25])
+    config, _ = guess(tmp_path, log=log_path, vectors=vectors_path, item_column="thing")
     assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("thing", "dim_")
     config, notes = guess(tmp_path, vectors=write_parquet(tmp_path / "none.parquet", id=[7], thing=[7]))
     assert config.embeddings[0].id_column == "id" and unknown_settings(notes) == ["embeddings.vector_column"]
 
 
 def test_a_table_with_titles_alone_has_no_features(tmp_path: Path, log_path: str) -> None:
-    items = write_parquet(tmp_path / "movies.parquet", movieId=[7], Name=["Up"])
-    config, notes = guess(tmp_path, log=log_path, items=items)
+    items_path = write_parquet(tmp_path / "movies.parquet", movieId=[7], Name=["Up"])
+    config, notes = guess(tmp_path, log=log_path, items=items_path)
     assert config.features is not None and config.features.items is not None
     assert (config.features.items.title_column, config.features.items.features) == ("Name", ())
     assert notes["features.items.title_column"] == "guessed: column 'Name' is string"

@@ -67,10 +67,10 @@ def test_the_next_start_is_the_start_that_prefect_plans(expression: str) -> None
 
     from prefect.server.schemas.schedules import CronSchedule
 
-    after = datetime(2026, 11, 22, 12, 1, tzinfo=UTC)
+    start_after = datetime(2026, 11, 22, 12, 1, tzinfo=UTC)
     schedule = CronSchedule(cron=expression, timezone="Europe/Berlin")
-    (next_start,) = asyncio.run(schedule.get_dates(1, start=after))
-    assert ScheduleConfig(cron=expression, timezone="Europe/Berlin").next_start(after) == next_start
+    (next_start,) = asyncio.run(schedule.get_dates(1, start=start_after))
+    assert ScheduleConfig(cron=expression, timezone="Europe/Berlin").next_start(start_after) == next_start
 
 
 @pytest.mark.parametrize(

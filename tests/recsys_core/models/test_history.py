@@ -176,8 +176,8 @@ def test_items_are_dropped_only_while_training(kind: str) -> None:
     assert vector_BD[~has_items_B].unique().tolist() == [-1.0]  # the start vector
     if kind != "sum":  # weights are normalised over the remaining items
         torch.testing.assert_close(vector_BD[has_items_B].sum(dim=1), torch.ones(int(has_items_B.sum())))
-    without_dropout = encoder_of(kind)(item_VD, *history)
-    assert torch.equal(encoder.eval()(item_VD, *history), without_dropout)
+    vectors_without_dropout = encoder_of(kind)(item_VD, *history)
+    assert torch.equal(encoder.eval()(item_VD, *history), vectors_without_dropout)
 
 
 @every_kind

@@ -122,8 +122,8 @@ def test_output_names_contain_the_table_if_two_tables_share_a_feature() -> None:
     assert [separate_collections.output_name(table) for table in tables] == ["item", "item"]
     same_collection = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": FROZEN})
     assert [same_collection.output_name(table) for table in tables] == ["item@item", "item@item_teacher"]
-    with_offsets = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": RESIDUAL})
-    output_names = [with_offsets.output_name(table) for table in (*tables, "item_offset")]
+    spec_with_offsets = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": RESIDUAL})
+    output_names = [spec_with_offsets.output_name(table) for table in (*tables, "item_offset")]
     assert output_names == ["item@item", "item@item_teacher", "item"]
     assert make_spec(features=("item.single",)).output_name("item.single") == "item.single"
 

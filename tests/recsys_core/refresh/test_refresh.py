@@ -100,17 +100,17 @@ def test_the_vectors_of_other_items_and_the_space_id_stay_the_same(
 ) -> None:
     write_tables([*range(1300, 1310), *REMAINING_IDS])
     folder = package_folder_of(refresh_small(parent, tmp_path / "new"))
-    before, after = vector_bytes_by_id(parent.package_folder), vector_bytes_by_id(folder)
-    assert all(after[item_id] == before[item_id] for item_id in REMAINING_IDS)
-    assert {*after} == {*REMAINING_IDS, *range(1300, 1310)}
+    old_bytes_by_id, new_bytes_by_id = vector_bytes_by_id(parent.package_folder), vector_bytes_by_id(folder)
+    assert all(new_bytes_by_id[item_id] == old_bytes_by_id[item_id] for item_id in REMAINING_IDS)
+    assert {*new_bytes_by_id} == {*REMAINING_IDS, *range(1300, 1310)}
     old_retriever, new_retriever = (Retriever.load(path) for path in (parent.package_folder, folder))
-    assert new_retriever.space_id == old_retriever.space_id and new_retriever.package.max_k == len(after)
+    assert new_retriever.space_id == old_retriever.space_id and new_retriever.package.max_k == len(new_bytes_by_id)
     old_code, new_code = (
         load_file(path / "tower.safetensors")["tables.history.code"] for path in (parent.package_folder, folder)
     )
-    rows = old_retriever.item_ids.rows(list(after)[:-10])
+    rows = old_retriever.item_ids.rows(list(new_bytes_by_id)[:-10])
     assert np.array_equal(new_code[:-10].numpy(), old_code[rows].numpy())
-    assert len(new_code) == len(after)
+    assert len(new_code) == len(new_bytes_by_id)
 
 
 def test_a_new_item_has_the_popularity_of_an_item_without_events(tmp_path: Path) -> None:
@@ -311,8 +311,8 @@ def test_the_refreshed_package_of_every_kind_of_model_passes_its_checks(
     write_items(tmp_path / "files", ids)
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.problems == (), refresh_result
-    after = vector_bytes_by_id(package_folder_of(refresh_result))
-    assert {*after} == {*ids}
-    before = vector_bytes_by_id(parent.package_folder)
-    assert all(after[item_id] == before[item_id] for item_id in old_ids - {*removed_ids})
+    new_bytes_by_id = vector_bytes_by_id(package_folder_of(refresh_result))
+    assert {*new_bytes_by_id} == {*ids}
+    old_bytes_by_id = vector_bytes_by_id(parent.package_folder)
+    assert all(new_bytes_by_id[item_id] == old_bytes_by_id[item_id] for item_id in old_ids - {*removed_ids})
     assert refresh_small(parent, tmp_path / "again", package_folder=package_folder_of(refresh_result)) is None

@@ -249,8 +249,8 @@ def large_export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
     vectors = centre[rng.integers(200, size=NUM_MANY_ITEMS)] + 0.4 * rng.normal(size=(NUM_MANY_ITEMS, 8))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     queries = vectors[rng.integers(NUM_MANY_ITEMS, size=(2, 60))] + 0.1 * rng.normal(size=(2, 60, 8))
-    by_split = {split: (range(60), query) for split, query in zip(("test", "validation"), queries, strict=True)}
-    return write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=by_split)
+    queries_by_split = {split: (range(60), query) for split, query in zip(("test", "validation"), queries, strict=True)}
+    return write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=queries_by_split)
 
 
 def test_auto_serves_the_next_kind_if_the_best_is_too_large_for_the_memory(

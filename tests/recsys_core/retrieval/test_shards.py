@@ -70,8 +70,8 @@ def vectors() -> np.ndarray:
 @pytest.fixture(scope="module")
 def export(vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
     queries = vectors[:120] + 0.1 * np.random.default_rng(1).normal(size=(120, DIM))
-    by_split = {"test": (range(60), queries[:60]), "validation": (range(60), queries[60:])}
-    return write_export_stage(tmp_path_factory.mktemp("export") / "export", item_vectors=vectors, queries=by_split)
+    queries_by_split = {"test": (range(60), queries[:60]), "validation": (range(60), queries[60:])}
+    return write_export_stage(tmp_path_factory.mktemp("export") / "export", item_vectors=vectors, queries=queries_by_split)
 
 
 @pytest.fixture(scope="module")

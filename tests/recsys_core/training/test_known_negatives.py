@@ -107,7 +107,7 @@ def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_training(datase
     stopped = train_in_forks(experiment, tmp_path / "stopped")
     assert without_timings(stopped.lines) == without_timings(undisturbed.lines)
     expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "undisturbed export")
-    resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "resumed export")
-    assert resumed.keys() == expected.keys()
+    resumed_export = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "resumed export")
+    assert resumed_export.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+        np.testing.assert_array_equal(resumed_export[name], value, err_msg=name)

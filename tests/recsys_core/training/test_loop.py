@@ -126,10 +126,10 @@ def test_a_training_that_is_stopped_twice_equals_an_undisturbed_training_bit_for
     heartbeat_timeout_s = float((undisturbed.work_folder / "heartbeat").read_text())
     assert 60 <= heartbeat_timeout_s < 600  # shorter than the default, because checkpoints have been timed
     expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "undisturbed export")
-    resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "resumed export")
-    assert resumed.keys() == expected.keys()
+    resumed_export = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "resumed export")
+    assert resumed_export.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+        np.testing.assert_array_equal(resumed_export[name], value, err_msg=name)
 
 
 def test_the_first_steps_after_a_resume_do_not_shorten_the_heartbeat_timeout(dataset, tmp_path):
@@ -213,10 +213,10 @@ def test_tables_with_and_without_a_cache_have_the_same_losses(dataset, tmp_path)
 
 
 def test_early_stopping_ends_the_training_and_keeps_the_best_epoch(dataset, tmp_path):
-    with_patience = training_with(
+    training_with_patience = training_with(
         epochs=6, validation=ValidationConfig(patience=2), keep_checkpoints=1, table_optimizer=TableOptimizer(warmup_steps=5)
     )
-    experiment = make_experiment(dataset, tmp_path / "plan", training=with_patience)
+    experiment = make_experiment(dataset, tmp_path / "plan", training=training_with_patience)
     stopped = train_in_forks(experiment, tmp_path / "stopped", metric_values=[0.1, 0.3, 0.2, 0.3, 0.9, 0.9])
     assert (stopped.result.num_epochs, stopped.result.best_epoch) == (4, 2)  # an equal value is no improvement
     assert stopped.result.validation == {"ndcg@10": 0.3}
@@ -225,7 +225,9 @@ def test_early_stopping_ends_the_training_and_keeps_the_best_epoch(dataset, tmp_
     checkpoints = sorted(path.name for path in (stopped.work_folder / CHECKPOINTS_FOLDER).iterdir())
     assert checkpoints == [stopped.result.checkpoint, last_checkpoint]
 
-    two_epoch_experiment = experiment._replace(training=with_patience.model_copy(update={"epochs": 2, "validation": None}))
+    two_epoch_experiment = experiment._replace(
+        training=training_with_patience.model_copy(update={"epochs": 2, "validation": None})
+    )
     two_epochs = train_in_forks(two_epoch_experiment, tmp_path / "two epochs")
     assert two_epochs.result.best_epoch is None
     expected = export_in_forks(two_epoch_experiment, checkpoint_of(two_epochs), tmp_path / "expected export")

@@ -135,9 +135,10 @@ def test_a_version_that_is_worse_on_one_guarded_feature_slice_alone_is_refused()
         )
         assert name == "not_promoted" and len(reasons) == 1
         assert reasons[0].startswith("recall@20 of item.brand=red is 0.1424, ")
-        without_slices = config.model_copy(update={"guardrails": GuardrailsConfig(slices=False, metrics=())})
+        config_without_slices = config.model_copy(update={"guardrails": GuardrailsConfig(slices=False, metrics=())})
         assert (
-            decide(version_evidence(without_slices, new_version, champion, baseline="version 7", spent_drop=0))[0] == "promoted"
+            decide(version_evidence(config_without_slices, new_version, champion, baseline="version 7", spent_drop=0))[0]
+            == "promoted"
         )
 
 

@@ -23,12 +23,14 @@ def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(tr
     assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in summary
     assert "stopped early" not in training_summary(stopped, config=TrainingConfig(epochs=5))
     assert "temperature" not in summary
-    with_temperature = stopped.model_copy(update={"temperature": 0.15, "temperature_trials": {"0.1": 0.2, "0.15": 0.3}})
-    assert "temperature 0.15 of 0.1, 0.15, stopped early" in training_summary(
-        with_temperature, config=TrainingConfig(epochs=10)
+    manifest_with_temperature = stopped.model_copy(
+        update={"temperature": 0.15, "temperature_trials": {"0.1": 0.2, "0.15": 0.3}}
     )
-    without_validation = stopped.model_copy(update={"best_epoch": None, "validation": {}})
-    assert "best epoch" not in training_summary(without_validation, config=TrainingConfig(epochs=5, validation=None))
+    assert "temperature 0.15 of 0.1, 0.15, stopped early" in training_summary(
+        manifest_with_temperature, config=TrainingConfig(epochs=10)
+    )
+    manifest_without_validation = stopped.model_copy(update={"best_epoch": None, "validation": {}})
+    assert "best epoch" not in training_summary(manifest_without_validation, config=TrainingConfig(epochs=5, validation=None))
 
 
 def test_a_progress_bar_is_a_log_record_with_stage_done_and_total(caplog: pytest.LogCaptureFixture) -> None:

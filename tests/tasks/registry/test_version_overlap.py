@@ -57,6 +57,6 @@ def test_the_sample_of_users_has_the_requested_size(versions: tuple[Retriever, R
 def test_versions_without_a_common_user_are_rejected(
     build_packaged_model: ModelBuilder, versions: tuple[Retriever, Retriever]
 ) -> None:
-    without_users = Retriever.load(build_packaged_model(users="none")[1].folder)
+    retriever_without_users = Retriever.load(build_packaged_model(users="none")[1].folder)
     with pytest.raises(InputError, match="have no user in common"):
-        compare_recommendations(versions[0], without_users, num_users=7, k=K)
+        compare_recommendations(versions[0], retriever_without_users, num_users=7, k=K)

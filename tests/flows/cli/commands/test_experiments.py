@@ -101,9 +101,9 @@ def test_settings_as_yaml_writes_a_list_with_one_varied_entry_as_a_whole(tmp_pat
 def config_path(tmp_path: Path) -> Path:
     events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
     users, items, times = (list(column) for column in zip(*events, strict=True))
-    log = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
+    log_path = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
     config_path = tmp_path / "nightly.yaml"
-    config_path.write_text(f"interactions: {{paths: {log}, timestamp_column: t, split: {{kind: leave_last_out}}}}\n")
+    config_path.write_text(f"interactions: {{paths: {log_path}, timestamp_column: t, split: {{kind: leave_last_out}}}}\n")
     return config_path
 
 

@@ -24,10 +24,10 @@ CLUSTER_OPTIONS += [word for key, value in CLUSTER_SETTINGS.items() for word in 
 def config_path(tmp_path: Path) -> Path:
     events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
     users, items, times = (list(column) for column in zip(*events, strict=True))
-    log = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
+    log_path = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
     settings = {
         "workspace": str(tmp_path / "workspace"),
-        "interactions": {"paths": log, "timestamp_column": "t", "split": {"kind": "leave_last_out"}},
+        "interactions": {"paths": log_path, "timestamp_column": "t", "split": {"kind": "leave_last_out"}},
         "model": {"learn_user_embedding": True, "history": {"length": 3}},
         "training": {"batch_size": 16},
         "loss": {"num_negatives": 4},

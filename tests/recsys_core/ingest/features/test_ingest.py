@@ -189,9 +189,9 @@ def test_context_values_are_counted_in_training_events_only(tmp_path: Path) -> N
 def test_a_workspace_below_folders_named_like_columns_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "device=tv" / "id=7" / "value=a"
     interactions = write_small_log(folder / "log", context={"device": ["tv", "app"] * 4 + ["car"]})
-    brands = write_parquet(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
+    brands_path = write_parquet(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
     settings = {
-        "items": {"paths": brands, "id_column": "sku", "features": [{"name": "brand"}]},
+        "items": {"paths": brands_path, "id_column": "sku", "features": [{"name": "brand"}]},
         "context": [{"name": "device"}],
     }
     first_manifest = ingest(folder / "run1", interactions, **settings)

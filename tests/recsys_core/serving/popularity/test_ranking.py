@@ -69,7 +69,7 @@ def test_queries_without_a_large_segment_are_answered_as_without_segments(
 ) -> None:
     exported_model, package = model_and_package
     retriever, counts = Retriever.load(package.folder), expected_item_counts(exported_model)
-    without_segments = Retriever.load(
+    retriever_without_segments = Retriever.load(
         build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1].folder
     )
     small_rows = [row for row in range(1, NUM_ROWS) if counts[row].total() < MIN_EVENTS]
@@ -81,9 +81,9 @@ def test_queries_without_a_large_segment_are_answered_as_without_segments(
         {},
     ]
     request = {"rows": rows, "params": {"k": 7}}
-    for answer, expected in zip(respond(retriever, request), respond(without_segments, request), strict=True):
+    for answer, expected in zip(respond(retriever, request), respond(retriever_without_segments, request), strict=True):
         assert (answer.item_ids, answer.fallback) == (expected.item_ids, expected.fallback)
-    (expected,) = respond(without_segments, {"rows": [{}], "params": {"k": 7}})
+    (expected,) = respond(retriever_without_segments, {"rows": [{}], "params": {"k": 7}})
     values = ["never seen", *(f"{KEY} {row}" for row in small_rows)]
     for answer in respond(retriever, {"rows": [{COLUMN: value} for value in values], "params": {"k": 7}}):
         assert (answer.item_ids, answer.scores, answer.fallback) == (expected.item_ids, expected.scores, "popularity")

@@ -48,9 +48,9 @@ def test_data_shards_and_four_ranks_change_no_metric(tmp_path: Path) -> None:
     for num_shards in (1, 8):
         folder = tmp_path / f"{num_shards} shards"
         folder.mkdir()
-        with_features = generate_dataset(folder, num_shards=num_shards)
+        dataset_with_features = generate_dataset(folder, num_shards=num_shards)
         # Without features, because some of their tables have fewer rows than there are ranks.
-        dataset = Dataset(with_features.interactions, with_features.embeddings)
+        dataset = Dataset(dataset_with_features.interactions, dataset_with_features.embeddings)
         training = TrainingConfig(epochs=1, batch_size=256)
         experiment = make_experiment(dataset, folder / "plan", model=MODEL, training=training, world_size=4)
         finished_training = train_in_forks(experiment, folder / "work")
@@ -63,8 +63,8 @@ def test_data_shards_and_four_ranks_change_no_metric(tmp_path: Path) -> None:
     for field in ("metrics", "slices", "half_widths"):
         assert getattr(one_shard, field) == getattr(eight_shards, field)
     assert one_shard.metrics["test/users"] > 50
-    without_rankings = export.model_copy(update={"ranking": None})
-    in_one_process = evaluate(ALL_METRICS, export=without_rankings, dataset=dataset, folder=folder / "one process")
+    export_without_rankings = export.model_copy(update={"ranking": None})
+    in_one_process = evaluate(ALL_METRICS, export=export_without_rankings, dataset=dataset, folder=folder / "one process")
     assert in_one_process.metrics == eight_shards.metrics
     for name in ("positions.parquet", "user_metrics.parquet", "popularity.npy"):
         assert one_shard.path(name).read_bytes() == eight_shards.path(name).read_bytes()
@@ -76,9 +76,9 @@ def test_the_evaluation_of_stored_rankings_equals_the_evaluation_of_vectors(
     config: EvaluationConfig, dataset: Dataset, trained_model: tuple[Experiment, FinishedTraining], tmp_path: Path
 ) -> None:
     export = write_export(*trained_model, tmp_path / "export", ranking=ranking_settings(config))
-    without_rankings = export.model_copy(update={"ranking": None})
+    export_without_rankings = export.model_copy(update={"ranking": None})
     stored = evaluate(config, export=export, dataset=dataset, folder=tmp_path / "stored")
-    computed = evaluate(config, export=without_rankings, dataset=dataset, folder=tmp_path / "computed")
+    computed = evaluate(config, export=export_without_rankings, dataset=dataset, folder=tmp_path / "computed")
     assert stored.metrics == computed.metrics and stored.slices == computed.slices
     assert {"test/users", "validation/users", f"baseline/zero_shot/recall@{config.ks[0]}"} <= stored.metrics.keys()
     assert config is TOP_LISTS or "test/cold/users" in stored.metrics  # the 40 sampled users have no cold target
@@ -106,8 +106,8 @@ def test_stored_rankings_are_used_only_if_they_have_the_settings_of_the_evaluati
     with caplog.at_level("INFO"):
         metrics = evaluate(other_cutoffs, export=export, dataset=dataset, folder=tmp_path / "other").metrics
     assert "the settings of the evaluation have changed since the export" in caplog.text
-    without_rankings = export.model_copy(update={"ranking": None})
-    expected = evaluate(other_cutoffs, export=without_rankings, dataset=dataset, folder=tmp_path / "expected").metrics
+    export_without_rankings = export.model_copy(update={"ranking": None})
+    expected = evaluate(other_cutoffs, export=export_without_rankings, dataset=dataset, folder=tmp_path / "expected").metrics
     assert metrics == expected
 
 

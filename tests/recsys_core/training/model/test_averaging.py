@@ -92,11 +92,11 @@ def test_with_averaging_the_export_has_the_mean_of_the_epochs(tmp_path):
     epoch_steps = math.ceil(dataset.interactions.num_train_events / (2 * training.batch_size))  # two ranks
     training = training.model_copy(update={"checkpoint_every_steps": epoch_steps})
     experiment = make_experiment(dataset, tmp_path / "plan", training=training)
-    without_average = train_in_forks(experiment, tmp_path / "without")
+    training_without_average = train_in_forks(experiment, tmp_path / "without")
     exports = [
         export_in_forks(
             experiment,
-            without_average.work_folder / CHECKPOINTS_FOLDER / checkpoint_name(epoch * epoch_steps),
+            training_without_average.work_folder / CHECKPOINTS_FOLDER / checkpoint_name(epoch * epoch_steps),
             tmp_path / f"epoch {epoch}",
         )
         for epoch in range(1, num_epochs + 1)

@@ -53,7 +53,7 @@ def expected_num_leaks(champion: InteractionsManifest, current: InteractionsMani
         (10, TIME_SPLIT | {"test_days": 2, "validation_days": 0}, 0),
     ],
 )
-def test_with_a_split_by_time_events_leak_only_if_the_training_split_ends_before_the_training_split_of_the_champion(
+def test_with_a_split_by_time_events_leak_only_if_the_champion_was_trained_on_later_days(
     tmp_path: Path, num_days: int, split: dict[str, Any], num_leaks: int
 ) -> None:
     events = daily_log(num_days=11)

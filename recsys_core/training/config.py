@@ -45,7 +45,11 @@ class WarmStartConfig(Settings):
     """Warm start from the champion: embedding rows are matched by id, layers are copied, new rows are initialised."""
 
     full_retrain_every: int = Field(
-        7, ge=1, le=10_000, description="Every n-th run trains from scratch. With `1`, every run trains from scratch"
+        7,
+        ge=1,
+        le=10_000,
+        description="Every n-th training is from scratch, counted over the champions: a run trains from scratch if the "
+        "champion is the result of n - 1 warm starts in a row. With `1`, every run trains from scratch",
     )
 
 

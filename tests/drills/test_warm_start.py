@@ -54,5 +54,6 @@ def test_the_second_run_starts_from_the_model_of_the_first_unless_a_training_fro
         tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1"
     )
     assert (manifest_from_scratch.warm_from, manifest_from_scratch.num_warm_starts) == (None, 0)
-    assert "training from scratch: this is run 1 since the last training from scratch" in stderr
+    first_run_id = first_manifest.folder.parent.name
+    assert f"training from scratch: the champion (run {first_run_id}) is the result of 0 warm starts in a row" in stderr
     assert "(training.warm_start.full_retrain_every is 1)" in stderr

@@ -55,10 +55,10 @@ def choose_start(
     """
     if config is None or champion is None:
         return None, None
-    num_runs_since_scratch = champion.train.num_warm_starts + 1
-    if num_runs_since_scratch >= config.full_retrain_every:
+    num_warm_starts = champion.train.num_warm_starts
+    if num_warm_starts + 1 >= config.full_retrain_every:
         return None, (
-            f"this is run {num_runs_since_scratch} since the last training from scratch "
+            f"the champion (run {champion.run_id}) is the result of {num_warm_starts} warm starts in a row "
             f"(training.warm_start.full_retrain_every is {config.full_retrain_every})"
         )
     num_leaked_events = count_leaked_events(interactions, champion=champion.interactions)

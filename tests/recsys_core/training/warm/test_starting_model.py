@@ -258,7 +258,7 @@ def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_e
 
 
 @pytest.mark.parametrize(("full_retrain_every", "is_warm"), [(7, True), (5, True), (4, False), (1, False)])
-def test_every_nth_run_trains_from_scratch(
+def test_a_training_is_from_scratch_after_a_number_of_warm_starts_in_a_row(
     run: PreparedRun, champion: Champion, full_retrain_every: int, is_warm: bool
 ) -> None:
     assert champion.train.num_warm_starts == 3
@@ -267,7 +267,7 @@ def test_every_nth_run_trains_from_scratch(
     assert (start, reason is None) == ((champion, True) if is_warm else (None, False))
     if reason is not None:
         setting = f"training.warm_start.full_retrain_every is {full_retrain_every}"
-        assert f"run 4 since the last training from scratch ({setting})" in reason
+        assert f"the champion (run first) is the result of 3 warm starts in a row ({setting})" in reason
 
 
 def test_without_warm_start_or_champion_the_training_starts_from_scratch(run: PreparedRun, champion: Champion) -> None:

@@ -46,7 +46,7 @@ def batch_of(
 
 def rows_of(jagged: KeyedJaggedTensor, key: str, *, num_samples: int | None = None) -> list[list[int]]:
     """Return the rows that each of the first `num_samples` samples looks up. The later samples must look up no row."""
-    rows = [part.tolist() for part in jagged[key].to_dense()]
+    rows = [values.tolist() for values in jagged[key].to_dense()]
     assert num_samples is None or not any(rows[num_samples:])
     return rows[:num_samples]
 
@@ -152,7 +152,7 @@ def test_lists_and_their_weights_are_stored_key_by_key() -> None:
     features = {"a": jagged_of([[5], []]), "b": jagged_of([[1, 2], [3]])}
     jagged = keyed_jagged(features, num_samples=2, weight_L=np.array([0.5, 1.0, 2.0, 3.0], np.float32))
     assert (jagged.keys(), jagged.values().tolist(), jagged.lengths().tolist()) == (["a", "b"], [5, 1, 2, 3], [1, 0, 2, 1])
-    assert [part.tolist() for part in jagged["b"].to_dense_weights()] == [[1.0, 2.0], [3.0]]
+    assert [values.tolist() for values in jagged["b"].to_dense_weights()] == [[1.0, 2.0], [3.0]]
 
 
 @pytest.mark.parametrize("num_samples", [0, 3])

@@ -37,7 +37,7 @@ def store_of(log: Log, *, is_ordered: bool = True, event_weights: list[float] | 
     weights_by_user: list[list[float]] | None = None
     if event_weights is not None:
         remaining_weights = iter(event_weights)
-        weights_by_user = [[next(remaining_weights) for part in user_events for _ in part] for user_events in log]
+        weights_by_user = [[next(remaining_weights) for split_items in user_events for _ in split_items] for user_events in log]
     shards = [
         arrays_of(log[users], event_weights=weights_by_user and [weight for user in weights_by_user[users] for weight in user])
         for users in users_by_shard()
@@ -65,14 +65,14 @@ def in_shards(arrays: EventArrays, shards: Sequence[EventArrays]) -> EventArrays
 
 def arrays_of(log: Log, *, event_weights: list[float] | None = None) -> EventArrays:
     """Return the arrays of a store with one shard."""
-    num_events_U3 = np.array([[len(part) for part in user] for user in log], np.int64).reshape(-1, 3)
+    num_events_U3 = np.array([[len(split_items) for split_items in user] for user in log], np.int64).reshape(-1, 3)
     offset = np.concatenate([[0], np.cumsum(num_events_U3.sum(axis=1))])
     all_train_items = np.array([item for train_items, _, _ in log for item in train_items], np.int64)
     return EventArrays(
         user_offset=offset,
         train_end=offset[:-1] + num_events_U3[:, 0],
         validation_end=offset[:-1] + num_events_U3[:, 0] + num_events_U3[:, 1],
-        event_item=np.array([item for user in log for part in user for item in part], np.int32),
+        event_item=np.array([item for user in log for split_items in user for item in split_items], np.int32),
         train_user=np.repeat(np.arange(len(log), dtype=np.int32), num_events_U3[:, 0]),
         item_count=np.bincount(all_train_items, minlength=NUM_ITEMS),
         vector_row=np.full(NUM_ITEMS, -1),
@@ -95,7 +95,9 @@ def training_events_and_users(store: EventStore) -> tuple[np.ndarray, np.ndarray
 def event_indices(log: Log) -> Log:
     """Return `log` with the index of each event in the store instead of its item."""
     counter = iter(range(10_000))
-    indices_by_user = {user: tuple([next(counter) for _ in part] for part in log[user]) for user in users_in_store_order(log)}
+    indices_by_user = {
+        user: tuple([next(counter) for _ in split_items] for split_items in log[user]) for user in users_in_store_order(log)
+    }
     return [indices_by_user[user] for user in range(len(log))]
 
 
@@ -156,12 +158,14 @@ def test_targets_and_histories_equal_the_results_of_plain_python(
     store = store_of(log)
     users = data.draw(st.lists(st.integers(0, len(log) - 1), max_size=8))
     user_B = np.array(users, np.int64)
-    part = {"validation": 1, "test": 2}[split]
-    assert lists_of(store.targets(user_B, split)) == [log[user][part] for user in users]
-    all_items_before = [[item for items in log[user][:part] for item in items] for user in users]
+    split_index = {"validation": 1, "test": 2}[split]
+    assert lists_of(store.targets(user_B, split)) == [log[user][split_index] for user in users]
+    all_items_before = [[item for items in log[user][:split_index] for item in items] for user in users]
     expected_histories = [items if max_items is None else items[max(0, len(items) - max_items) :] for items in all_items_before]
     assert lists_of(store.items_before(user_B, split, max_items=max_items)) == expected_histories
-    assert store.users_with_targets(split).tolist() == [user for user, items_by_part in enumerate(log) if items_by_part[part]]
+    assert store.users_with_targets(split).tolist() == [
+        user for user, items_by_split in enumerate(log) if items_by_split[split_index]
+    ]
 
 
 @pytest.mark.parametrize("has_times", [True, False])

@@ -41,7 +41,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
     folder = tmp_path_factory.mktemp("features")
     rng = np.random.default_rng(3)
     log = [tuple(rng.integers(0, NUM_ITEMS, num_events).tolist() for num_events in (5 + row, 2, 1)) for row in range(NUM_USERS)]
-    num_all_events = sum(len(part) for user in log for part in user)
+    num_all_events = sum(len(split_items) for user in log for split_items in user)
     interactions = write_interactions(
         folder / "log",
         user_ids=list(range(NUM_USERS)),
@@ -109,7 +109,7 @@ def lists_by_key(jagged: KeyedJaggedTensor, *, of_weights: bool = False) -> dict
 def weights_by_item(batch: Batch, key: str) -> list[list[float]]:
     """Return the weights of the feature values of each distinct item."""
     lengths = batch.sparse[UNPOOLED][key].lengths().tolist()
-    return [part.tolist() for part in batch.item_feature_weight[key].split(lengths)]
+    return [values.tolist() for values in batch.item_feature_weight[key].split(lengths)]
 
 
 def test_a_batch_has_the_features_of_its_users_events_and_items(stores: tuple[EventStore, FeatureStore]) -> None:

@@ -56,8 +56,8 @@ def split_by_time(events: Sequence[Event], *, test_days: float, validation_days:
     newest_time = max(time for _, _, time in events)
     for event in events:
         age_us = newest_time - event[2]
-        part = 2 if age_us < test_days * DAY_US else 1 if age_us < (test_days + validation_days) * DAY_US else 0
-        splits[part].append(event)
+        split_index = 2 if age_us < test_days * DAY_US else 1 if age_us < (test_days + validation_days) * DAY_US else 0
+        splits[split_index].append(event)
     return splits
 
 
@@ -104,10 +104,10 @@ def read_store(manifest: InteractionsManifest) -> Store:
     for row, user in enumerate(store.users):
         start, stop = arrays["user_offset"][row : row + 2]
         bounds = (start, arrays["train_end"][row], arrays["validation_end"][row], stop)
-        for part, split in enumerate(store.splits):
+        for split_index, split in enumerate(store.splits):
             split.extend(
                 (user, store.items[arrays["event_item"][index]], time_E[index])
-                for index in range(bounds[part], bounds[part + 1])
+                for index in range(bounds[split_index], bounds[split_index + 1])
             )
     assert arrays["user_offset"][0] == 0 and arrays["user_offset"][-1] == len(arrays["event_item"])
     assert [len(split) for split in store.splits] == [

@@ -37,9 +37,9 @@ def write_interactions(
     """
     unfinished_folder = folder.with_name(folder.name + ".building")
     unfinished_folder.mkdir(parents=True)
-    num_events_U3 = np.array([[len(part) for part in user] for user in log], np.int64).reshape(-1, 3)
+    num_events_U3 = np.array([[len(split_events) for split_events in user] for user in log], np.int64).reshape(-1, 3)
     offset = np.concatenate([[0], num_events_U3.sum(axis=1).cumsum()])
-    event_items = np.array([item for user in log for part in user for item in part], np.int32)
+    event_items = np.array([item for user in log for split_events in user for item in split_events], np.int32)
     all_train_items = np.array([item for train_items, _, _ in log for item in train_items], np.int64)
     train_count_I = np.bincount(all_train_items, minlength=len(item_ids))
     arrays = {

@@ -37,9 +37,9 @@ def interactions_of(
         vector_row: row of each item's pretrained vector; by default no item has one.
         manifest_fields: manifest fields that replace the values computed here.
     """
-    num_events_U3 = np.array([[len(part) for part in user] for user in users], np.int64).reshape(-1, 3)
+    num_events_U3 = np.array([[len(split_events) for split_events in user] for user in users], np.int64).reshape(-1, 3)
     offset = np.concatenate([[0], np.cumsum(num_events_U3.sum(axis=1))])
-    events = [event for user in users for part in user for event in part]
+    events = [event for user in users for split_events in user for event in split_events]
     train_items = [item for user in users for item, _ in user[0]]
     ids: Mapping[str, Any] = {"items": item_ids, "users": range(len(users)) if user_ids is None else user_ids}
     id_types = {name: "string" if isinstance(next(iter(values), 0), str) else "int64" for name, values in ids.items()}

@@ -111,9 +111,9 @@ def test_bytes_beyond_the_end_of_the_data_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_impossible_size_is_rejected(tmp_path: Path, sign: int) -> None:
     path = write_valid_file(tmp_path)
-    size = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
+    size_bytes = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
     for _ in ("decompressed", "compressed"):  # both sizes are equal, because the file is not compressed
-        patch_footer(path, old=size, new=sign * 1_000_000, occurrence=0)
+        patch_footer(path, old=size_bytes, new=sign * 1_000_000, occurrence=0)
     assert_rejected(path, "row group 0, column 'a' claims ")
 
 

@@ -67,9 +67,9 @@ def test_bombs_are_rejected_within_a_few_megabytes(tmp_path: Path) -> None:
 
 def test_a_decompression_bomb_is_rejected_with_its_sizes_unless_the_setting_allows_it(tmp_path: Path) -> None:
     path = list_bomb(tmp_path / "bomb.parquet")
-    size = Path(path).stat().st_size
+    size_bytes = Path(path).stat().st_size
     with raises_input_error(
-        f"bomb.parquet: {size:,} bytes decode to 9,0", "in the columns ['vector']", "interactions.max_expansion_ratio is"
+        f"bomb.parquet: {size_bytes:,} bytes decode to 9,0", "in the columns ['vector']", "interactions.max_expansion_ratio is"
     ):
         check_files(path, "vector")
     assert is_accepted(path, "vector", max_expansion_ratio=1e9)

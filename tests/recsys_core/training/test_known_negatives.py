@@ -104,10 +104,10 @@ def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_training(datase
     experiment = make_experiment(dataset, tmp_path / "plan", model=MODEL, training=training, loss=loss)
     undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
     train_in_forks(experiment, tmp_path / "stopped", stop_after_step=12)
-    stopped = train_in_forks(experiment, tmp_path / "stopped")
-    assert without_timings(stopped.lines) == without_timings(undisturbed.lines)
+    resumed_training = train_in_forks(experiment, tmp_path / "stopped")
+    assert without_timings(resumed_training.lines) == without_timings(undisturbed.lines)
     expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "undisturbed export")
-    resumed_export = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "resumed export")
+    resumed_export = export_in_forks(experiment, checkpoint_of(resumed_training), tmp_path / "resumed export")
     assert resumed_export.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(resumed_export[name], value, err_msg=name)

@@ -119,14 +119,16 @@ def test_a_training_that_is_stopped_twice_equals_an_undisturbed_training_bit_for
     steps_per_epoch = undisturbed.lines[0].total_steps // 2
     for step in (steps_per_epoch - 1, steps_per_epoch + 3):
         train_in_forks(experiment, tmp_path / "stopped", stop_after_step=step)
-    stopped = train_in_forks(experiment, tmp_path / "stopped")
-    assert without_timings(stopped.lines) == without_timings(undisturbed.lines)
-    assert stopped.result.model_dump(exclude={"samples_per_s"}) == undisturbed.result.model_dump(exclude={"samples_per_s"})
+    resumed_training = train_in_forks(experiment, tmp_path / "stopped")
+    assert without_timings(resumed_training.lines) == without_timings(undisturbed.lines)
+    assert resumed_training.result.model_dump(exclude={"samples_per_s"}) == undisturbed.result.model_dump(
+        exclude={"samples_per_s"}
+    )
     assert sum(bool(line.validation) for line in undisturbed.lines) == 2
     heartbeat_timeout_s = float((undisturbed.work_folder / "heartbeat").read_text())
     assert 60 <= heartbeat_timeout_s < 600  # shorter than the default, because checkpoints have been timed
     expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "undisturbed export")
-    resumed_export = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "resumed export")
+    resumed_export = export_in_forks(experiment, checkpoint_of(resumed_training), tmp_path / "resumed export")
     assert resumed_export.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(resumed_export[name], value, err_msg=name)
@@ -217,13 +219,14 @@ def test_early_stopping_ends_the_training_and_keeps_the_best_epoch(dataset, tmp_
         epochs=6, validation=ValidationConfig(patience=2), keep_checkpoints=1, table_optimizer=TableOptimizer(warmup_steps=5)
     )
     experiment = make_experiment(dataset, tmp_path / "plan", training=training_with_patience)
-    stopped = train_in_forks(experiment, tmp_path / "stopped", metric_values=[0.1, 0.3, 0.2, 0.3, 0.9, 0.9])
-    assert (stopped.result.num_epochs, stopped.result.best_epoch) == (4, 2)  # an equal value is no improvement
-    assert stopped.result.validation == {"ndcg@10": 0.3}
-    assert [line.validation["ndcg@10"] for line in stopped.lines if line.validation] == [0.1, 0.3, 0.2, 0.3]
-    last_checkpoint = f"step-{stopped.result.num_steps:09d}"
-    checkpoints = sorted(path.name for path in (stopped.work_folder / CHECKPOINTS_FOLDER).iterdir())
-    assert checkpoints == [stopped.result.checkpoint, last_checkpoint]
+    stopped_training = train_in_forks(experiment, tmp_path / "stopped", metric_values=[0.1, 0.3, 0.2, 0.3, 0.9, 0.9])
+    # An equal value is no improvement.
+    assert (stopped_training.result.num_epochs, stopped_training.result.best_epoch) == (4, 2)
+    assert stopped_training.result.validation == {"ndcg@10": 0.3}
+    assert [line.validation["ndcg@10"] for line in stopped_training.lines if line.validation] == [0.1, 0.3, 0.2, 0.3]
+    last_checkpoint = f"step-{stopped_training.result.num_steps:09d}"
+    checkpoints = sorted(path.name for path in (stopped_training.work_folder / CHECKPOINTS_FOLDER).iterdir())
+    assert checkpoints == [stopped_training.result.checkpoint, last_checkpoint]
 
     two_epoch_experiment = experiment._replace(
         training=training_with_patience.model_copy(update={"epochs": 2, "validation": None})
@@ -231,10 +234,12 @@ def test_early_stopping_ends_the_training_and_keeps_the_best_epoch(dataset, tmp_
     two_epochs = train_in_forks(two_epoch_experiment, tmp_path / "two epochs")
     assert two_epochs.result.best_epoch is None
     expected = export_in_forks(two_epoch_experiment, checkpoint_of(two_epochs), tmp_path / "expected export")
-    for name, value in export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "export of best epoch").items():
+    for name, value in export_in_forks(experiment, checkpoint_of(stopped_training), tmp_path / "export of best epoch").items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
-    started_again = train_in_forks(experiment, stopped.work_folder, metric_values=[])  # it trains and validates nothing
-    assert without_timings(started_again.lines) == without_timings(stopped.lines)
+    started_again = train_in_forks(
+        experiment, stopped_training.work_folder, metric_values=[]
+    )  # it trains and validates nothing
+    assert without_timings(started_again.lines) == without_timings(stopped_training.lines)
 
 
 @pytest.mark.parametrize(("candidates", "prefix"), [("all", "validation"), ("cold", "validation/cold")])

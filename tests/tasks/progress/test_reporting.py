@@ -18,18 +18,18 @@ def trained(build_stages: Callable[..., Stages]) -> TrainManifest:
 
 
 def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(trained: TrainManifest) -> None:
-    stopped = trained.model_copy(update={"num_epochs": 5, "best_epoch": 2})
-    summary = training_summary(stopped, config=TrainingConfig(epochs=10))
+    manifest_of_stopped_training = trained.model_copy(update={"num_epochs": 5, "best_epoch": 2})
+    summary = training_summary(manifest_of_stopped_training, config=TrainingConfig(epochs=10))
     assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in summary
-    assert "stopped early" not in training_summary(stopped, config=TrainingConfig(epochs=5))
+    assert "stopped early" not in training_summary(manifest_of_stopped_training, config=TrainingConfig(epochs=5))
     assert "temperature" not in summary
-    manifest_with_temperature = stopped.model_copy(
+    manifest_with_temperature = manifest_of_stopped_training.model_copy(
         update={"temperature": 0.15, "temperature_trials": {"0.1": 0.2, "0.15": 0.3}}
     )
     assert "temperature 0.15 of 0.1, 0.15, stopped early" in training_summary(
         manifest_with_temperature, config=TrainingConfig(epochs=10)
     )
-    manifest_without_validation = stopped.model_copy(update={"best_epoch": None, "validation": {}})
+    manifest_without_validation = manifest_of_stopped_training.model_copy(update={"best_epoch": None, "validation": {}})
     assert "best epoch" not in training_summary(manifest_without_validation, config=TrainingConfig(epochs=5, validation=None))
 
 

@@ -60,14 +60,14 @@ def rows_of(manifest: FeaturesManifest, key: str) -> Any:
         return rows.tolist()
     offsets = np.load(manifest.path(f"{key}.offset.npy"))
     assert offsets.dtype == np.int64 and offsets[-1] == len(rows)
-    return [part.tolist() for part in np.split(rows, offsets[1:-1])]
+    return [values.tolist() for values in np.split(rows, offsets[1:-1])]
 
 
 def weights_of(manifest: FeaturesManifest, key: str) -> list[list[float]]:
     """Return the list of weights of each user or item."""
     weights = np.load(manifest.path(f"{key}.weight.npy"))
     assert weights.dtype == np.float32
-    return [part.tolist() for part in np.split(weights, np.load(manifest.path(f"{key}.offset.npy"))[1:-1])]
+    return [values.tolist() for values in np.split(weights, np.load(manifest.path(f"{key}.offset.npy"))[1:-1])]
 
 
 def values_and_counts(manifest: FeaturesManifest, key: str) -> list[tuple[Any, int]]:

@@ -80,7 +80,7 @@ def training_rows(training_manifest: FeaturesManifest, key: str) -> list[list[in
     rows = np.load(training_manifest.path(f"{key}.row.npy"))
     if f"{key}.offset.npy" not in training_manifest.files:
         return [[row] for row in rows.tolist()]
-    return [part.tolist() for part in np.split(rows, np.load(training_manifest.path(f"{key}.offset.npy"))[1:-1])]
+    return [values.tolist() for values in np.split(rows, np.load(training_manifest.path(f"{key}.offset.npy"))[1:-1])]
 
 
 def test_the_items_of_the_training_have_the_same_rows_and_weights_again(

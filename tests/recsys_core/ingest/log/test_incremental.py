@@ -124,8 +124,10 @@ def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict
     assert second_manifest.rebuild_reason is not None and reason in second_manifest.rebuild_reason
     assert (second_manifest.run_number, second_manifest.num_files_read) == (1, 4)
     assert second_manifest.lineage != first_manifest.lineage
-    counts = [sum(event[1] == item for day in EVENTS_BY_DAY for event in day) for item in row_by_id(second_manifest, "items")]
-    assert counts == sorted(counts, reverse=True)
+    event_counts = [
+        sum(event[1] == item for day in EVENTS_BY_DAY for event in day) for item in row_by_id(second_manifest, "items")
+    ]
+    assert event_counts == sorted(event_counts, reverse=True)
 
 
 def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:

@@ -84,9 +84,11 @@ def test_segments_of_a_feature_without_a_vocabulary_are_rejected(
     stages: tuple[InteractionsManifest, FeaturesManifest], tmp_path: Path
 ) -> None:
     interactions, features = stages
-    single = features.features["user.single"]
-    hashed = single.model_copy(update={"hash_rows": 1_000})
-    features = features.model_copy(update={"features": features.features | {"user.hash": hashed, "item.single": single}})
+    single_feature = features.features["user.single"]
+    hashed_feature = single_feature.model_copy(update={"hash_rows": 1_000})
+    features = features.model_copy(
+        update={"features": features.features | {"user.hash": hashed_feature, "item.single": single_feature}}
+    )
     item_by_popularity_I = np.arange(NUM_ITEMS, dtype=np.int32)
     path = tmp_path / "segments.parquet"
     for key, manifest in (

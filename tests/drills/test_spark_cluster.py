@@ -61,7 +61,7 @@ def test_a_worker_that_is_killed_in_the_middle_does_not_change_the_store(
     assert differences(duckdb_store, spark_store) == []
 
 
-def test_the_executors_read_a_table_where_it_is(cluster: SparkCluster, tmp_path: Path) -> None:
+def test_the_executors_read_a_table_without_a_copy(cluster: SparkCluster, tmp_path: Path) -> None:
     write_log(tmp_path / "log", num_events=NUM_EVENTS // 10)
     for path in (tmp_path / "log").iterdir():
         table = pq.read_table(path)

@@ -66,7 +66,7 @@ def test_a_server_without_password_is_a_problem_unless_it_is_on_loopback(
         assert finding.status == "problem" and "has no password: whoever reaches it can run code on the workers" in finding.text
 
 
-def test_an_error_of_a_server_does_not_show_that_it_has_a_password(
+def test_a_server_that_answers_with_an_error_is_not_reported_as_a_server_with_a_password(
     config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flows.doctor.servers.LOOPBACK_HOSTS", ())

@@ -71,7 +71,9 @@ def test_an_unfinished_run_is_not_resumed_after_a_later_run_has_ended(config: Pi
     assert choose_run_to_resume(config) is None
 
 
-def test_trials_and_other_pipelines_and_reduced_runs_are_skipped(config: PipelineConfig) -> None:
+def test_experiments_and_runs_of_other_pipelines_and_reduced_runs_are_skipped(
+    config: PipelineConfig,
+) -> None:
     add_run(config, "1")
     add_run(config, "2", "StoppedEarly")
     add_run(config, "3", "DryRun")

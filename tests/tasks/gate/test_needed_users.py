@@ -41,7 +41,7 @@ def interactions(tmp_path: Path) -> InteractionsManifest:
 
 
 @pytest.mark.parametrize(("num_users", "days"), [(1, 1), (2, 2), (3, 3), (40, 40), (41, None)])
-def test_the_days_are_the_fewest_with_the_requested_number_of_users(
+def test_the_smallest_number_of_days_with_enough_users_is_found(
     num_users: int, days: int | None, interactions: InteractionsManifest
 ) -> None:
     assert days_with_users(EventStore.open(interactions), num_users) == days
@@ -65,7 +65,7 @@ def evidence_of_too_few_users(rule: Margin | PairedBootstrap, *, num_users: int,
         (60, "about 60 test users would be enough for a decision, but the whole log has 40"),
     ],
 )
-def test_a_decision_without_enough_users_has_the_needed_users_and_days(
+def test_if_users_are_missing_the_reason_names_the_needed_numbers_of_users_and_days(
     min_users: int, sentence: str, interactions: InteractionsManifest, tmp_path: Path
 ) -> None:
     sample = prepare_sample(interactions, max_users=9, folder=tmp_path / "sample")
@@ -80,7 +80,7 @@ def test_a_decision_without_enough_users_has_the_needed_users_and_days(
     assert needed_users_sentences(evidence[1:], config=RegistryConfig(), **arguments) == ()
 
 
-def test_a_sample_smaller_than_the_test_users_is_reported_with_its_setting(
+def test_if_the_sample_has_fewer_users_than_the_test_split_the_reason_names_the_setting_of_the_sample(
     interactions: InteractionsManifest, tmp_path: Path
 ) -> None:
     sample = prepare_sample(interactions, max_users=2, folder=tmp_path / "sample")

@@ -48,7 +48,7 @@ def test_a_sparse_unordered_log_gets_an_embedding_per_user_and_keeps_item_vector
     assert expected.items() <= suggested.items() and "model.num_members" not in suggested
 
 
-def test_a_sparse_log_without_order_and_vectors_gets_wide_vectors_and_no_embedding_per_user() -> None:
+def test_a_sparse_log_with_neither_order_nor_vectors_gets_wide_vectors_and_no_embedding_per_user() -> None:
     assert suggested_settings(SPARSE_IDS, is_ordered=False) == {
         "model.temperature": 0.15,
         "model.popularity": {"kind": "validated"},
@@ -119,11 +119,11 @@ def test_cold_items_with_vectors_keep_their_vectors() -> None:
 
 
 def test_the_id_dropout_rises_with_the_share_of_cold_items() -> None:
-    mixed = suggested_settings(SPARSE_UNORDERED, cold_share=0.3, cold_validation_share=0.3, cold_test_share=0.3)
-    assert mixed["tables.item.id_dropout"] == 0.1 and "training.validation.candidates" not in mixed
-    cold = suggested_settings(SPARSE_UNORDERED, cold_share=1.0, cold_validation_share=1.0, cold_test_share=1.0)
-    assert (cold["tables.item.id_dropout"], cold["training.validation.candidates"]) == (0.5, "cold")
-    assert "interactions.split.validation_unit" not in cold
+    suggested_for_some = suggested_settings(SPARSE_UNORDERED, cold_share=0.3, cold_validation_share=0.3, cold_test_share=0.3)
+    assert suggested_for_some["tables.item.id_dropout"] == 0.1 and "training.validation.candidates" not in suggested_for_some
+    suggested_for_all = suggested_settings(SPARSE_UNORDERED, cold_share=1.0, cold_validation_share=1.0, cold_test_share=1.0)
+    assert (suggested_for_all["tables.item.id_dropout"], suggested_for_all["training.validation.candidates"]) == (0.5, "cold")
+    assert "interactions.split.validation_unit" not in suggested_for_all
 
 
 def test_if_only_the_test_items_are_cold_the_validation_holds_out_items() -> None:
@@ -137,9 +137,9 @@ def test_if_only_the_test_items_are_cold_the_validation_holds_out_items() -> Non
 
 
 def test_a_small_dense_log_gets_smaller_batches_and_a_higher_temperature() -> None:
-    small, large = (suggested_settings(DENSE, num_train_events=num_events) for num_events in (65_000, 717_000))
-    assert (small["training.batch_size"], small["model.temperature"]) == (1024, 0.25)
-    assert (large["training.batch_size"], large["model.temperature"]) == (8192, 0.18)
+    for num_events, expected in ((65_000, (1024, 0.25)), (717_000, (8192, 0.18))):
+        suggested = suggested_settings(DENSE, num_train_events=num_events)
+        assert (suggested["training.batch_size"], suggested["model.temperature"]) == expected
 
 
 @pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, SPARSE_UNORDERED, DENSE, DENSE_ORDERED])

@@ -3,8 +3,8 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import lancedb
 import pytest
 from typer.testing import CliRunner
 
@@ -39,6 +39,13 @@ def registration(
     return register_version(build_stages(), prepare_run(workspace, "one"))
 
 
+def alias_rows(config_path: Path) -> list[dict[str, Any]]:
+    """Return the table of aliases in the vector store."""
+    import lancedb  # a second of imports
+
+    return lancedb.connect(config_path.parent / "vectors").open_table("nightjar_aliases").search().to_list()
+
+
 @pytest.fixture
 def config_path(workspace: Path) -> Path:  # noqa: F811
     path = workspace / "nightly.yaml"
@@ -52,8 +59,7 @@ def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(
     result = CliRunner().invoke(app, ["push", str(config_path)])
     assert result.exception is None
     assert "alias m names m_v1_" in result.output and f"{NUM_ITEMS} items loaded, overlap 100.0 %" in result.output
-    aliases = lancedb.connect(config_path.parent / "vectors").open_table("nightjar_aliases")
-    (row,) = aliases.search().to_list()
+    (row,) = alias_rows(config_path)
     assert row["alias"] == "m" and row["collection"].startswith("m_v1_")
     second_result = CliRunner().invoke(app, ["push", str(config_path), "--version", "1"])
     assert f"{NUM_ITEMS} items, which the store already had" in second_result.output
@@ -77,7 +83,7 @@ def test_a_manual_promotion_pushes_the_version_and_reports_a_store_that_fails(
         assert state.name == "Promoted" and state.message is not None
         assert ("version 1 was not pushed" in state.message) == is_store_broken
         if not is_store_broken:
-            assert lancedb.connect(config_path.parent / "vectors").open_table("nightjar_aliases").count_rows() == 1
+            assert len(alias_rows(config_path)) == 1
 
 
 def test_a_store_that_fails_changes_the_message_but_not_the_state_of_a_run(

@@ -7,13 +7,13 @@ seen items or targets of all queries.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from recsys_core.dataset.jagged import JaggedArray, chunk_slices
@@ -116,8 +116,14 @@ def worker_threads(num_held_columns: int) -> Iterator[ThreadPoolExecutor]:
     BLAS computes in the calling thread, because its own threads would wait in spin loops for cores that are busy.
     """
     num_threads = min(torch.get_num_threads(), MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_held_columns)))
-    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(max(1, num_threads)) as pool:
+    with _blas_controller().limit(limits=1), ThreadPoolExecutor(max(1, num_threads)) as pool:
         yield pool
+
+
+@cache
+def _blas_controller() -> ThreadpoolController:
+    """Return the thread pools of BLAS. A process searches its libraries once, because this takes milliseconds."""
+    return ThreadpoolController().select(user_api="blas")
 
 
 def _rank_on_gpu(

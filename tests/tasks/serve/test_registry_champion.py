@@ -8,25 +8,28 @@ import pytest
 
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.serving.retriever import Retriever
+from tasks.registry import tracking
 from tasks.registry.mlflow_client import connect, tracking_uri
+from tasks.registry.versions import get_or_create_version
 from tasks.serve import registry_champion
 from tasks.serve.registry_champion import RegistryChampion
 from tests.tasks.conftest import Stages
-from tests.tasks.registration import prepare_run, register_version
-
-pytestmark = pytest.mark.usefixtures("empty_plots")
+from tests.tasks.registration import prepare_run
 
 BuildStages = Callable[..., Stages]
 
 
 @pytest.fixture
-def set_champion(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], None]:
+def set_champion(workspace: Path, build_stages: BuildStages, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that makes one of three versions champion. They are in an MLflow outside of the server's workspace."""
+    client, stages = connect(workspace), build_stages()
     for run_id in ("one", "two", "three"):
-        register_version(build_stages(), prepare_run(workspace, run_id))
-    client = connect(workspace)
+        context = prepare_run(workspace, run_id)
+        for manifest in (stages.dataset.interactions, *stages[1:]):
+            context.results.add(manifest)
+        mlflow_run_id = tracking.open_mlflow_run(client, context)
+        tracking.log_params(client, mlflow_run_id, config_file=context.run.config_file)
+        get_or_create_version(context, model_name="m", client=client, mlflow_run_id=mlflow_run_id)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(workspace))
     return lambda version: client.set_registered_model_alias("m", "champion", version)
 

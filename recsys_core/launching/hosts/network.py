@@ -1,4 +1,4 @@
-"""The network of one of many hosts: its interface, its address, and the socket on which host 0 listens."""
+"""The network interface and the address of this host, one of several, and the socket on which host 0 listens."""
 
 import os
 import platform
@@ -30,19 +30,22 @@ class HostNetwork:
 def find_network(launcher: TorchxLauncher, *, host: Host, host_0_name: str) -> HostNetwork:
     """Return the interface and address by which the other hosts reach this host. host_0_name: name of host 0, empty if unknown.
 
-    Raises HostRejected if the configured interface does not exist, or if the address belongs to the loopback interface.
+    Raises HostRejected if the configured interface has no IPv4 address, or if other hosts cannot reach the address.
     """
-    address_by_interface, interface = interface_addresses(), launcher.interface_name
-    shown_interfaces = ", ".join(f"{name} {address}" for name, address in sorted(address_by_interface.items()))
-    if interface is not None:
-        if interface not in address_by_interface:
-            raise HostRejected(f"{host} has no IPv4 address on {interface}; it has {shown_interfaces}; set launcher.interface")
-        return HostNetwork(interface, address_by_interface[interface])
-    address = _address_towards_host_0(host_0_name)
-    interface = {address: name for name, address in address_by_interface.items()}.get(address)
+    networks, configured_interface = host_networks(), launcher.interface_name
+    shown_networks = ", ".join(f"{network.interface} {network.address}" for network in networks)
+    if configured_interface is not None:
+        for network in networks:
+            if network.interface == configured_interface:
+                return network
+        raise HostRejected(
+            f"{host} has no IPv4 address on {configured_interface}; it has {shown_networks}; set launcher.interface"
+        )
+    address = _own_address(host_0_name)
+    interface = {network.address: network.interface for network in networks}.get(address)
     if interface is None or interface == LOOPBACK_INTERFACE:
         raise HostRejected(
-            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {shown_interfaces}; set "
+            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {shown_networks}; set "
             "launcher.interface to the interface that connects the hosts"
         )
     return HostNetwork(interface, address)
@@ -60,17 +63,17 @@ def listen(launcher: TorchxLauncher, network: HostNetwork, *, host: Host) -> soc
         ) from None
 
 
-def interface_addresses() -> dict[str, str]:
-    """Return the first IPv4 address of each network interface."""
-    address_by_interface: dict[str, str] = {}
-    for interface, addresses in psutil.net_if_addrs().items():
-        for address in addresses:
-            if address.family == socket.AF_INET:
-                address_by_interface.setdefault(interface, address.address)
-    return address_by_interface
+def host_networks() -> list[HostNetwork]:
+    """Return the IPv4 addresses of this host. An interface may have several addresses."""
+    return [
+        HostNetwork(interface, address.address)
+        for interface, addresses in sorted(psutil.net_if_addrs().items())
+        for address in addresses
+        if address.family == socket.AF_INET
+    ]
 
 
-def _address_towards_host_0(host_0_name: str) -> str:
+def _own_address(host_0_name: str) -> str:
     """Return the address from which this host connects to host 0.
 
     If that address is a loopback address, return the address to which this host's own name resolves. On host 0 of a Kubernetes

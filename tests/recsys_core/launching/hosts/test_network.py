@@ -1,5 +1,8 @@
 """The interface and the address on which the first host listens."""
 
+import socket
+from types import SimpleNamespace
+
 import psutil
 import pytest
 
@@ -33,3 +36,18 @@ def test_a_host_whose_name_resolves_to_loopback_is_rejected(monkeypatch: pytest.
         HostRejected, match=r"resolves its own address to 127\.0\.0\.1, which other hosts cannot reach.*launcher\.interface"
     ):
         find_network(LAUNCHER, host=Host(index=0, name="alpha"), host_0_name="127.0.0.1")
+
+
+def test_a_host_is_reached_by_the_second_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = [
+        SimpleNamespace(family=socket.AF_INET6, address="fe80::1"),
+        SimpleNamespace(family=socket.AF_INET, address="10.0.0.1"),
+        SimpleNamespace(family=socket.AF_INET, address="10.0.0.2"),
+    ]
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth0": addresses})
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "10.0.0.2")
+    host = Host(index=0, name="alpha")
+    network = find_network(LAUNCHER, host=host, host_0_name="127.0.0.1")
+    assert (network.interface, network.address) == ("eth0", "10.0.0.2")
+    configured_network = find_network(LAUNCHER.model_copy(update={"interface": "eth0"}), host=host, host_0_name="127.0.0.1")
+    assert (configured_network.interface, configured_network.address) == ("eth0", "10.0.0.1")

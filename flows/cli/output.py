@@ -36,8 +36,8 @@ stderr = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty()
 stdout = Console(highlight=False, width=None if sys.stdout.isatty() else UNFOLDED_WIDTH)
 """The result of the command, on stdout."""
 _UNLIMITED_WIDTH = 1 << 20
-_MAX_SHORT_CELL, _MIN_TEXT_WIDTH = 40, 30
-"""Longest cell of a table that is never folded, and smallest width of a column with longer texts."""
+_MAX_UNFOLDED_CELL_WIDTH, _MIN_TEXT_WIDTH = 40, 30
+"""A table cell up to the first width is never folded. A column with a longer cell is at least as wide as the second width."""
 _STAGE_WIDTH, _DURATION_WIDTH, _MIN_SUMMARY_WIDTH, _MAX_SUMMARY_WIDTH = 19, 9, 20, 90
 """Widths of the columns of a stage line. The remaining width of the terminal is for the summary."""
 
@@ -110,7 +110,7 @@ def stage_line(stage: str, summary: str, duration: str, *, width: int) -> str:
 
 
 @contextmanager
-def stage_lines() -> Iterator[None]:
+def printed_stages() -> Iterator[None]:
     """Print the stages of a run and the progress of each stage to stderr while the body runs."""
     logger = logging.getLogger("nightjar")
     progress = Progress(
@@ -136,8 +136,8 @@ def stage_lines() -> Iterator[None]:
 
 
 @contextmanager
-def log_lines() -> Iterator[None]:
-    """Print the log of recsys_core on stderr, for work before a run such as the check of many files."""
+def printed_log() -> Iterator[None]:
+    """Print the log of recsys_core on stderr while the body runs, for work outside a run such as checking input files."""
     handler, logger = logging.StreamHandler(), logging.getLogger("recsys_core")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -168,16 +168,16 @@ def print_table(
     if stdout.width >= UNFOLDED_WIDTH and not stdout.is_terminal:
         table.width = full_width
     elif stdout.width < full_width:
-        table.width = max(stdout.width, _fix_short_columns(table, text_rows))
+        table.width = max(stdout.width, _set_short_column_widths(table, text_rows))
     stdout.print(table, crop=False)
 
 
-def _fix_short_columns(table: Table, text_rows: Sequence[Sequence[Text]]) -> int:
-    """Fix the width of each column without long texts, so that only its title is folded; return the table's smallest width."""
+def _set_short_column_widths(table: Table, text_rows: Sequence[Sequence[Text]]) -> int:
+    """Set the width of each column without long texts, so that only its title is folded. Return the smallest table width."""
     table_width = 2 * (len(table.columns) - 1)  # two blanks between columns
     for index, column in enumerate(table.columns):
         cell_width = max((row[index].cell_len for row in text_rows), default=0)
-        if cell_width > _MAX_SHORT_CELL:
+        if cell_width > _MAX_UNFOLDED_CELL_WIDTH:
             table_width += _MIN_TEXT_WIDTH
         else:
             column.width = max(cell_width, *map(len, str(column.header).split()))

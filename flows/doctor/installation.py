@@ -62,11 +62,11 @@ def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float 
 def check_log_engine(config: PipelineConfig) -> Finding:
     """Check that the engine of the log ingest is installed, and that the master of its cluster answers."""
     try:
-        engine_versions = config.interactions.engine.installed_versions()
+        engine_text = config.interactions.engine.installed_versions()
         config.interactions.engine.check_master(timeout_s=MASTER_TIMEOUT_S)
     except NightjarError as error:
         return problem(str(error))
-    return not_used("DuckDB is a library of this installation") if engine_versions is None else ok(engine_versions)
+    return not_used("the engine DuckDB is installed with nightjar") if engine_text is None else ok(engine_text)
 
 
 def check_disk(workspace: Path) -> Finding:

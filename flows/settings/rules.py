@@ -1,4 +1,4 @@
-"""Rules that the groups of settings of a pipeline have to follow together."""
+"""Rules for combinations of settings from different groups of a pipeline's config."""
 
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ def _weights_need_validation(config: "PipelineConfig") -> None:
             )
 
 
-def _include_target_needs_no_order(config: "PipelineConfig") -> None:
+def _include_target_is_without_order(config: "PipelineConfig") -> None:
     if config.interactions.is_ordered and config.model.history.include_target:
         raise ValueError(
             "model.history.include_target is for logs without order, but interactions has an order; set it to false"
@@ -70,7 +70,7 @@ def _refit_keeps_the_order_of_events(config: "PipelineConfig") -> None:
     if config.training.refit and config.interactions.split.kind == "files":
         raise ValueError(
             "training.refit needs test events that are later than the training events of the same user, which "
-            "interactions.split.kind: files does not ensure; set refit to false, or another kind"
+            "interactions.split.kind: files does not ensure; set training.refit to false, or set another split kind"
         )
 
 
@@ -88,7 +88,7 @@ def _milvus_accepts_the_alias(config: "PipelineConfig") -> None:
     for store in config.delivery.stores:
         if store.kind == "milvus" and store.url is not None and store.alias is None and model_name[0].isdigit():
             raise ValueError(
-                f"delivery.stores: the alias of {store.location} would start with the digit of registry.model_name "
+                f"delivery.stores: the alias of {store.location} would start with a digit, like registry.model_name "
                 f"{model_name}, but Milvus accepts only names that start with a letter or _; set alias of this store, e.g. to "
                 f"_{model_name.replace('-', '_')}"
             )
@@ -174,7 +174,7 @@ def _item_vectors_have_one_source(config: "PipelineConfig") -> None:
         return
     if sum(entry.table == "item" for entry in config.embeddings) > 1:
         raise ValueError(
-            "embeddings has several entries for the table item, and one of them has the source log, but an item row starts "
+            "embeddings has several entries for the table item, and one of them has `source: log`, but each item row starts "
             "from one vector; keep one of the entries"
         )
     table_dim = config.tables["item"].dim if "item" in config.tables else None
@@ -216,10 +216,10 @@ def _segments_are_values_of_a_feature(config: "PipelineConfig") -> None:
 
 
 def _item_vectors_are_stored(config: "PipelineConfig") -> None:
-    served_kind = config.index.served
-    if config.package.item_vectors == "none" and (isinstance(served_kind, Auto) or not served_kind.has_readable_vectors):
+    served_index = config.index.served
+    if config.package.item_vectors == "none" and (isinstance(served_index, Auto) or not served_index.has_readable_vectors):
         raise ValueError(
-            f"package.item_vectors is none, but an index of kind {served_kind.kind} may not contain readable vectors; set "
+            f"package.item_vectors is none, but the vectors of an index of kind {served_index.kind} may be unreadable; set "
             "it to fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
         )
 
@@ -237,7 +237,7 @@ def _guarded_features_are_slices(config: "PipelineConfig") -> None:
 RULES = (
     _last_items_need_an_order,
     _weights_need_validation,
-    _include_target_needs_no_order,
+    _include_target_is_without_order,
     _query_tower_has_a_feature,
     _user_embeddings_need_stored_users,
     _refit_keeps_the_order_of_events,

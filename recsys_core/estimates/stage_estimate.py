@@ -16,10 +16,10 @@ class StageEstimate(Frozen):
         where: text that names the machines that execute the stage, e.g. "8 GPUs".
         seconds: duration of the stage.
         memory_bytes: peak memory of one process, without its libraries; None if it was never measured.
-        disk_bytes: bytes on the disks of all hosts that the stage leaves. For a training, it is the peak.
+        disk_bytes: bytes of the files that the stage leaves on the disks of all hosts; for a training, the peak.
         constants: names of the constants in `seconds`.
         basis: "assumed" if a constant was not measured, otherwise "extrapolated" if a constant was measured at a smaller size.
-        factor: size of the stage divided by the size at which a constant was measured: the largest ratio, at least 1.
+        factor: largest ratio between the size of this stage and the size at which a constant was measured; at least 1.
     """
 
     stage: str
@@ -33,7 +33,7 @@ class StageEstimate(Frozen):
 
     @property
     def measured_text(self) -> str:
-        """Text for the size at which the speed was measured, relative to the size of the stage; "no" if it was assumed.
+        """Text for the size at which the constants were measured, relative to this stage; "no" if a constant was not measured.
 
         >>> stage = {"stage": "", "where": "", "seconds": 1, "memory_bytes": 0, "disk_bytes": 0, "constants": ()}
         >>> cases = ("measured", 1), ("extrapolated", 1.26), ("extrapolated", 5e3), ("assumed", 5e3)
@@ -62,7 +62,7 @@ class Rates:
         self._extrapolation_factor = 1.0
 
     def __call__(self, name: str, size: float = 1.0, *, times: float = 1.0) -> float:
-        """Return constant x size x times. `times` is a further factor of the result, which is no extrapolation."""
+        """Return constant x size x times. Only a large `size` is an extrapolation; a large `times` is not."""
         constant = self._used_constants[name] = self._constants[name]
         if constant.measured_at:
             self.extrapolate(size / constant.measured_at)

@@ -1,4 +1,4 @@
-"""Metrics of a ranking as means over the users with confidence intervals, computed in chunks of users.
+"""Metrics of a ranking, averaged over users, with confidence intervals. They are computed in chunks of users.
 
 Shapes: B queries, U users with a target, T (query, target) pairs, I items, K length of the top list, L items of all top lists
 or of all histories, R pretrained vectors, D width of a pretrained vector.
@@ -57,8 +57,8 @@ def mean_estimate(value_U: Floats, *, confidence: float) -> Estimate:
 class Columns:
     """Columns of values in scratch files in `folder`. Values are appended for one chunk of users after the other.
 
-    Memory holds one chunk of users, and one column while its mean is computed. As the mean is taken over the whole column, the
-    size of the chunks does not even affect its last bit.
+    Memory holds one chunk of users, and one column while its mean is computed. The mean is computed over the whole column at
+    once, so it is exactly the same for every chunk size.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ class Columns:
 
 
 class Accuracy:
-    """Metrics at cut-offs of a ranking, or of a part of its targets, as means over the users of all chunks.
+    """Metrics such as recall@20 of all targets of a ranking or some of them, averaged over the users of all chunks.
 
     Attributes:
         num_users, num_targets: number of users and of targets in all chunks.
@@ -99,14 +99,14 @@ class Accuracy:
         prefix: str,
         *,
         config: EvaluationConfig,
-        names: Sequence[str] = (),
+        metric_names: Sequence[str] = (),
         ks: Sequence[int] | None = None,
     ) -> None:
         """Start without users.
 
         Args:
             prefix: start of the column names, before the name of the metric.
-            names: metrics to compute if the config has them; empty for all metrics of the config.
+            metric_names: only these metrics of the config are computed; empty for all its metrics.
             ks: cut-offs; None for the cut-offs of the config.
         """
         self._columns, self._prefix, self._confidence = columns, prefix, config.confidence
@@ -114,7 +114,7 @@ class Accuracy:
             f"{name}@{k}": partial(metrics.METRIC_BY_NAME[name], k=k)
             for k in (config.ks if ks is None else ks)
             for name in config.metrics
-            if name in metrics.METRIC_BY_NAME and name in (names or config.metrics)
+            if name in metrics.METRIC_BY_NAME and name in (metric_names or config.metrics)
         }
         self.num_users, self.num_targets = 0, 0
 
@@ -215,8 +215,8 @@ class ColdMetrics:
         if self._accuracy is None:
             self._num_items = ranking.num_items
             # With a larger cut-off, every cold item is among the first k.
-            ks, names = [k for k in self._config.ks if k < ranking.num_items], ("recall", "ndcg", "hit_rate")
-            self._accuracy = Accuracy(self._columns, self._prefix, config=self._config, names=names, ks=ks)
+            ks, metric_names = [k for k in self._config.ks if k < ranking.num_items], ("recall", "ndcg", "hit_rate")
+            self._accuracy = Accuracy(self._columns, self._prefix, config=self._config, metric_names=metric_names, ks=ks)
         self._accuracy.add(ranking.target_positions())
 
     def estimates(self) -> Estimates:
@@ -239,7 +239,7 @@ class ListMetrics:
         self._train_count_I = store.train_count_I
         self._information_I = diversity.item_information(self._train_count_I)
         self._num_recommendations_I = np.zeros(store.num_items, np.int64)
-        self._history_popularity, self._num_history_items = 0, 0
+        self._history_train_count, self._num_history_items = 0, 0
         self._distance_sum, self._num_lists = 0.0, 0
 
     def add(self, top_BK: NDArray[np.int32], *, history_item_L: NDArray[Any]) -> None:
@@ -248,7 +248,7 @@ class ListMetrics:
         item_L = top_BK[top_BK >= 0]
         self._columns.append(self._novelty_name, self._information_I[item_L])
         self._num_recommendations_I += np.bincount(item_L, minlength=len(self._num_recommendations_I))
-        self._history_popularity += int(self._train_count_I[history_item_L].sum())
+        self._history_train_count += int(self._train_count_I[history_item_L].sum())
         self._num_history_items += len(history_item_L)
         if self._vectors_RD is not None and self._vector_row_I is not None:
             for distance_sum, num_lists in diversity.list_distances(
@@ -263,9 +263,9 @@ class ListMetrics:
             "novelty": float(self._columns.take(self._novelty_name).mean()),
             "gini": diversity.gini(self._num_recommendations_I),
         }
-        if self._history_popularity:
+        if self._history_train_count:
             mean_popularity = int(self._num_recommendations_I @ self._train_count_I) / int(self._num_recommendations_I.sum())
-            values["popularity_lift"] = mean_popularity / (self._history_popularity / self._num_history_items) - 1
+            values["popularity_lift"] = mean_popularity / (self._history_train_count / self._num_history_items) - 1
         if self._num_lists:
             values["diversity"] = self._distance_sum / self._num_lists
         return {f"{name}@{self._k}": Estimate(value) for name, value in values.items() if not math.isnan(value)}

@@ -49,13 +49,13 @@ from recsys_core.manifests import (
 logger = logging.getLogger(__name__)
 
 
-class _Results:
+class _RankerMetrics:
     """The metrics of all rankers (the model and the baselines).
 
     Rankings are added in chunks of users. Scratch files store the metrics of each user and the position of each target.
 
     Attributes:
-        values: metrics by name.
+        value_by_metric: values by the names of the metrics.
         half_widths: see EvaluationManifest.
         rankers: names of the rankers of the test split.
     """
@@ -64,13 +64,13 @@ class _Results:
         self, config: EvaluationConfig, columns: Columns, *, store: EventStore, vectors_RD: NDArray[np.float32] | None
     ) -> None:
         self._config, self._columns, self._store, self._vectors_RD = config, columns, store, vectors_RD
-        self.values: dict[str, float] = {}
+        self.value_by_metric: dict[str, float] = {}
         self.half_widths: dict[str, float] = {}
         self.rankers: list[str] = []
 
     def add(self, estimates: Estimates) -> None:
         """Add metrics by name."""
-        self.values |= {name: float(estimate.value) for name, estimate in estimates.items()}
+        self.value_by_metric |= {name: float(estimate.value) for name, estimate in estimates.items()}
         self.half_widths |= half_widths(estimates)
 
     def add_validation(self, rankings: Iterable[tuple[HeldOut, Ranking, Ranking]]) -> None:
@@ -119,8 +119,8 @@ class _Results:
     def write(self, output_folder: Path) -> None:
         """Write the files with the metrics of each user and the positions of each target.
 
-        A served version never recommends items that the user has seen, so rankings with seen items are left out of the file
-        with the metrics.
+        A served version never recommends items that the user has seen. With `exclude_seen: false`, the metrics of each user are
+        therefore written only for popularity, which is then ranked again without the seen items.
         """
         read = self._columns.read
         served_rankers = self.rankers if self._config.exclude_seen else ["popularity"]
@@ -147,7 +147,7 @@ class _Results:
             user_row_U = held_out.user_row_B[targets.original_user_U]
             self._columns.append("user_row_T", user_row_U[targets.user_T])
             self._columns.append("num_candidates_T", targets.num_candidates_U[targets.user_T])
-            self._columns.append("target/user", ranking.query_T + len(self._columns.read("target/user_row")))
+            self._columns.append("target/user_index", ranking.query_T + len(self._columns.read("target/user_row")))
             self._columns.append("target/user_row", held_out.user_row_B)
             self._columns.append("target/item", ranking.item_T)
             self._columns.append("target/position", ranking.position_T)
@@ -206,7 +206,7 @@ def evaluate(
         on_ranked = _progress_counter(on_progress, total=_num_ranked_queries(config, export=export, dataset=dataset))
         rank_split = partial(model_rankings, config=config, export=export, on_ranked=on_ranked)
         vectors_RD = None if item_embeddings is None else np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
-        results = _Results(config, columns, store=store, vectors_RD=vectors_RD)
+        results = _RankerMetrics(config, columns, store=store, vectors_RD=vectors_RD)
         if export.num_queries.get("validation", 0):
             results.add_validation(rank_split(open_split("validation")))
         test_split = open_split("test")
@@ -227,9 +227,9 @@ def evaluate(
                 results.append_user_metrics("popularity", ranking.target_positions(), held_out=held_out)
         results.write(output_folder)
         np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
-        (output_folder / "metrics.json").write_text(json.dumps(results.values, indent=2))
+        (output_folder / "metrics.json").write_text(json.dumps(results.value_by_metric, indent=2))
         shutil.rmtree(scratch_folder)
-        return stage.commit(metrics=results.values, half_widths=results.half_widths, slices=slices)
+        return stage.commit(metrics=results.value_by_metric, half_widths=results.half_widths, slices=slices)
 
 
 def _baselines(

@@ -240,7 +240,7 @@ class _TargetChunk(NamedTuple):
 
 def _target_chunks(columns: Columns) -> Iterator[_TargetChunk]:
     """Yield the targets of the model's ranking in chunks of users."""
-    user_row_U, user_T = columns.read("target/user_row"), columns.read("target/user")
+    user_row_U, user_T = columns.read("target/user_row"), columns.read("target/user_index")
     item_T, position_T = columns.read("target/item"), columns.read("target/position")
     for users in chunk_slices(len(user_row_U), length=CHUNK_USERS):
         targets = slice(*np.searchsorted(user_T, [users.start, users.stop]).tolist())
@@ -267,7 +267,7 @@ def slice_reports(
         for name, mask_T in masks.items():
             if (slice_set, name) not in accuracy_by_slice:
                 prefix = f"slice/{slice_set}/{name}"
-                accuracy_by_slice[slice_set, name] = Accuracy(columns, prefix, config=config, names=("recall", "ndcg"))
+                accuracy_by_slice[slice_set, name] = Accuracy(columns, prefix, config=config, metric_names=("recall", "ndcg"))
             accuracy_by_slice[slice_set, name].add(chunk.positions(mask_T))
 
     for chunk in _target_chunks(columns):

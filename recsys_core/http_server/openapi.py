@@ -18,14 +18,14 @@ _REASON_BY_STATUS = {
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
-    422: "A field or a param is invalid, or every row is.",
+    422: "A field or a param is invalid, or all rows are invalid.",
     500: "The server has a bug.",
     503: "Too many requests wait.",
     504: "There was no answer in time.",
 }
 _DESCRIPTION = (
     "Recommendations of the champion of a nightjar registry. A request has one row per user or item. "
-    "If some rows are invalid, their predictions have an `error`; if all are, the status is 422."
+    "An invalid row gets a prediction with an `error`. If all rows are invalid, the status is 422."
 )
 
 
@@ -37,14 +37,14 @@ def route_documentation(
     if body is None:
         answer = {"description": "The answer.", "content": {content_type: {}}}
         return arguments | {"responses": {200: answer}}
-    reasons = {
+    error_responses = {
         status: {"description": reason, "content": {"application/json": {"schema": _reference(Problem)}}}
         for status, reason in _REASON_BY_STATUS.items()
     }
     answer = {"description": "One prediction per row.", "content": {"application/json": {"schema": _reference(Predictions)}}}
     request_body = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
     return arguments | {
-        "responses": {200: answer, **reasons},
+        "responses": {200: answer, **error_responses},
         "openapi_extra": {"requestBody": request_body, "security": [{"token": []}, {}]},
     }
 

@@ -38,7 +38,7 @@ def register_rank() -> None:
 
 
 def request_stacks(folder: LaunchFolder, *, host: Host) -> None:
-    """Send the stack signal to the ranks of this host that have started. The signal would end a rank without a handler."""
+    """Send the stack signal to the ranks of this host that have started. It would kill a rank that has no handler yet."""
     for rank_report in folder.start_reports().values():
         if rank_report.host.index == host.index and psutil.pid_exists(rank_report.pid):
             os.kill(rank_report.pid, STACK_SIGNAL)

@@ -15,14 +15,14 @@ _COLOURS = (plots.INK, plots.BLUE, plots.GREEN, plots.ORANGE, plots.RED)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def plot_indexes(index: IndexManifest, path: Path) -> Path:
+def plot_indexes(manifest: IndexManifest, path: Path) -> Path:
     """Write a PNG of `draw_indexes`. Return `path`."""
-    return plots.save_png(draw_indexes(index), path)
+    return plots.save_png(draw_indexes(manifest), path)
 
 
-def draw_indexes(index: IndexManifest) -> "Figure":
-    """Draw a point per index at its recall and latency, filled for the served index, and a curve of its tried settings."""
-    report_by_kind, served_kind = index.reports, index.served_index
+def draw_indexes(manifest: IndexManifest) -> "Figure":
+    """Draw each index as a point at its recall and latency, filled for the served index, and its tried settings as a curve."""
+    report_by_kind, served_kind = manifest.reports, manifest.served_index
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes", size=(6.4, 4.4))
     for index_number, (kind, report) in enumerate(report_by_kind.items()):
@@ -39,8 +39,8 @@ def draw_indexes(index: IndexManifest) -> "Figure":
             facecolors=colour if kind == served_kind else "white",
             label=f"{kind}, {report.size_bytes / MIB:.1f} MiB" + (" (served)" if kind == served_kind else ""),
         )
-    if index.recall_target is not None:
-        axes.axhline(index.recall_target, color=plots.GREY, linestyle="--", linewidth=1, zorder=1, label="recall target")
+    if manifest.recall_target is not None:
+        axes.axhline(manifest.recall_target, color=plots.GREY, linestyle="--", linewidth=1, zorder=1, label="recall target")
     axes.set_xscale("log", subs=(2, 5))
     axes.tick_params(axis="x", which="both", length=3, pad=4)
     axes.xaxis.set_major_formatter("{x:g}")

@@ -148,7 +148,7 @@ class QueryReader:
         needs_no_fallback_B = (user_row_B >= 0) | (self._package.users == "none")
         model_code_B = np.where(needs_no_fallback_B, FALLBACKS.index(None), unknown_user_code_B)
         fallback_code_B = np.where(is_ranked_by_model_B, model_code_B, FALLBACKS.index("popularity")).astype(np.int8)
-        segment_B = self._popularity.segment_of(given_features, num_queries=len(user_row_B))
+        segment_B = self._popularity.segments_of(given_features, num_queries=len(user_row_B))
         return Queries(is_ranked_by_model_B, query_BD, excluded_items, segment_B, fallback_code_B, num_unknown_items_B)
 
     def _histories(

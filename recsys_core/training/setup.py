@@ -1,4 +1,4 @@
-"""The setup of a training: the model, all settings that plan, training and export share, and the disk space they need."""
+"""The setup of a training: its model, the settings shared by plan_sharding, train and export, and the disk space it needs."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ class TrainingSetup:
     """The model of one dataset, and the settings of its training.
 
     Attributes:
-        sharding: settings of the sharding plan, from which an attempt with fewer ranks makes a new plan.
+        sharding: settings of the sharding plan. An attempt with fewer ranks makes a new plan from them.
         launcher: where the ranks run.
     """
 
@@ -53,10 +53,10 @@ class TrainingSetup:
         return make_plan(self.sharding, model=model, batch_size=batch_size, lookup_stats=lookup_stats)
 
     def checkpoint_bytes(self, *, work_folder: Path, steps_per_epoch: int) -> int:
-        """Return the bytes that the tables in the checkpoints take at their peak, minus the bytes already in `work_folder`."""
+        """Return how many bytes the tables in the largest number of checkpoints need, minus the bytes in `work_folder`."""
         config = self.training
-        num_weights = 2 if config.averaged_epochs > 1 else 1  # the weights and their average
-        checkpoint_bytes = sum(num_weights * _weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
+        num_copies = 2 if config.averaged_epochs > 1 else 1  # the weights and their average
+        checkpoint_bytes = sum(num_copies * _weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
         max_num_checkpoints = config.max_num_checkpoints(num_steps=config.epochs * steps_per_epoch)
         existing_bytes = sum(path.stat().st_size for path in work_folder.rglob("*") if path.is_file())
         return max(0, max_num_checkpoints * checkpoint_bytes - existing_bytes)
@@ -82,12 +82,12 @@ def export_bytes(spec: ModelSpec) -> int:
     """
     block = spec.config.spectral_block
     dims = spec.config.history_dim, spec.config.output_dim, 0 if block is None else block.dim
-    array_bytes = [spec.num_items * dim * FLOAT_BYTES for dim in dims]
-    array_bytes += [_weight_bytes(table) for table in spec.tables.values()]
-    accumulator_bytes = [
+    bytes_by_array = [spec.num_items * dim * FLOAT_BYTES for dim in dims]
+    bytes_by_array += [_weight_bytes(table) for table in spec.tables.values()]
+    bytes_by_accumulator = [
         _state_bytes(table) for table in spec.tables.values() if table.optimizer.kind in ("rowwise_adagrad", "adagrad")
     ]
-    return sum(array_bytes) + sum(accumulator_bytes) + max(array_bytes)
+    return sum(bytes_by_array) + sum(bytes_by_accumulator) + max(bytes_by_array)
 
 
 def _weight_bytes(table: TableSpec) -> int:

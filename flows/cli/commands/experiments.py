@@ -40,7 +40,7 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
     if written_path is not None:
         require_new_file(written_path)
     run = Run("data", workspace=config.workspace.absolute(), parent_name="tuning")
-    with run.lock(), output.stage_lines():
+    with run.lock(), output.printed_stages():
         facts = DataFacts.of(ingest(StageContext(run), config.input_config), config.interactions.split)
     suggested = suggestions(facts)
     proposal = SuggestedConfig.of(config, suggested)

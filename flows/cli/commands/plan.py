@@ -82,7 +82,7 @@ def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFil
 
 
 def _plan_of_data(config: PipelineConfig, run: Run) -> tuple[PlanFile, DataSizes]:
-    with output.stage_lines():
+    with output.printed_stages():
         dataset = ingest(StageContext(run), config.input_config)
     return config.training_setup(dataset).make_plan(dataset), data_of_dataset(config, dataset)
 

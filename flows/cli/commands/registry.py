@@ -83,7 +83,7 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
     if folder is None:
         raise InputError("--out is missing, and delivery.recommendations.folder is not set; choose a folder for the files")
     start_s = time.perf_counter()
-    with interruptible(lambda: f"{folder} is as before"), output.stage_lines():
+    with interruptible(lambda: f"{folder} is as before"), output.printed_stages():
         summary = recommend_many(config, folder=folder, model_uri=model_uri)
     if as_json:
         output.print_json(json.dumps(summary._asdict()))
@@ -121,7 +121,7 @@ def serve(config: PipelineConfig, *, alias: str) -> None:
             }
         )
 
-    with output.log_lines():
+    with output.printed_log():
         serve_champion(
             config.serve,
             config.workspace,
@@ -215,7 +215,7 @@ def change_champion(
     with (
         interruptible(lambda: f"look at the aliases with: {command_line('releases', loaded)}"),
         one_sentence_errors(loaded.config.workspace),
-        output.stage_lines(),
+        output.printed_stages(),
     ):
         with fast_imports():
             from flows import champion, refresh  # imports Prefect, within the time in which a signal is handled
@@ -245,7 +245,7 @@ def push(config: PipelineConfig, *, version: int | None) -> None:
     Raises:
         StageError: a store did not get the version.
     """
-    with one_sentence_errors(config.workspace), output.stage_lines():
+    with one_sentence_errors(config.workspace), output.printed_stages():
         results, alarms = push_version(config, version="champion" if version is None else str(version))
     for result in results:
         output.print_line(str(result))

@@ -59,7 +59,7 @@ def run_pipeline(
 
 def prepare_input(loaded: LoadedConfig) -> None:
     """Check the input files, then set the environment for Prefect and MLflow. Raises InputError before anything is created."""
-    with output.log_lines():  # the check of tens of thousands of files takes minutes
+    with output.printed_log():  # the check of tens of thousands of files takes minutes
         check_inputs(loaded.config)
     prepare_environment(loaded.config.workspace)
 

@@ -63,7 +63,7 @@ def flow_session(command: FlowCommand, flow_path: str) -> Iterator[Any]:
     set_flow_run_retention(num_days=command.config.retention.flow_run_days)
     with (
         Workspace(workspace).lock(run_id=run.run_id),
-        output.stage_lines(),
+        output.printed_stages(),
         interruptible(command.how_to_resume) as interruption,
         one_sentence_errors(run.folder),
     ):

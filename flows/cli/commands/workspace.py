@@ -58,7 +58,7 @@ def validate(loaded: LoadedConfig) -> None:
     """Check the input files and print one line about each input."""
     from flows.runs.before_run import check_inputs  # imports DuckDB
 
-    with output.log_lines():
+    with output.printed_log():
         summary_by_input = check_inputs(loaded.config)
     output.print_labelled(summary_by_input)
     output.print_line(f"{loaded.path}: OK. Run it with: {command_line('run', loaded)}")

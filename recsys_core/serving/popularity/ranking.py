@@ -1,4 +1,4 @@
-"""Rankings of the items by popularity: one over all users, and one for each segment of a feature.
+"""Rankings of the items by popularity: one over all events, and one for each segment, the events with one value of a feature.
 
 Shapes: B queries, I items, N items of a ranking, L items of all segments.
 """
@@ -27,13 +27,13 @@ class Segments:
     Attributes:
         key: name of the feature, user.<name> or context.<name>.
         value_rows: ascending vocabulary rows of the values of the segments.
-        items: item rows of each segment, best first.
+        item_rows: item rows of each segment, best first.
         share_L: share of each of these items in the events of the segment.
     """
 
     key: str
     value_rows: Int64Array
-    items: JaggedArray
+    item_rows: JaggedArray
     share_L: NDArray[np.float32]
 
     @classmethod
@@ -44,28 +44,31 @@ class Segments:
         items = JaggedArray.from_lengths(np.diff(item_lists.offsets.to_numpy()), item_lists.flatten().to_numpy())
         share_L = share_lists.flatten().to_numpy()
         if len(share_L) != len(items.values_L) or not ((items.values_L >= 0) & (items.values_L < num_items)).all():
-            raise StageError(f"{path}: the items do not match their shares or the {num_items} items; package the model again")
+            raise StageError(
+                f"{path} has {len(items.values_L)} items and {len(share_L)} shares, and its item rows must be from 0 to "
+                f"{num_items - 1}; package the model again"
+            )
         return cls(key, table["value_row"].to_numpy().astype(np.int64), items, share_L)
 
-    def segment_of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
+    def segments_of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
         """Return the segment of each query; NO_SEGMENT if the query does not have the feature, or its value has no segment."""
         segment_B = np.full(num_queries, NO_SEGMENT)
         if (feature := given_features.get(self.key)) is None or not len(self.value_rows):
             return segment_B
-        value_row = feature.rows.values_L  # one per query that has the feature
-        position = np.minimum(np.searchsorted(self.value_rows, value_row), len(self.value_rows) - 1)
-        segment_B[feature.is_given_B] = np.where(self.value_rows[position] == value_row, position, NO_SEGMENT)
+        given_value_rows = feature.rows.values_L  # one per query that has the feature
+        segments = np.minimum(np.searchsorted(self.value_rows, given_value_rows), len(self.value_rows) - 1)
+        segment_B[feature.is_given_B] = np.where(self.value_rows[segments] == given_value_rows, segments, NO_SEGMENT)
         return segment_B
 
 
 @dataclass(frozen=True)
 class Popularity:
-    """Rankings of the items by popularity: one over all users, and one for each segment.
+    """Rankings of the items by popularity: one over all events, and one for each segment.
 
     Attributes:
         item_row_I: item rows by falling number of events.
         share_I: share of each of these items in all events.
-        segments: None if there is one ranking for all users.
+        segments: None if the only ranking is over all events.
     """
 
     item_row_I: NDArray[np.int32]
@@ -77,11 +80,11 @@ class Popularity:
         """Name of the feature whose values have rankings of their own."""
         return None if self.segments is None else self.segments.key
 
-    def segment_of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
+    def segments_of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
         """Return the segment of each query, or NO_SEGMENT."""
         if self.segments is None:
             return np.full(num_queries, NO_SEGMENT)
-        return self.segments.segment_of(given_features, num_queries=num_queries)
+        return self.segments.segments_of(given_features, num_queries=num_queries)
 
     def fill(self, top_items: TopItems, query_indices: Int64Array, candidates: Candidates, *, segment_B: Int64Array) -> None:
         """Fill the top items of the queries at `query_indices`. segment_B: segment of each query of the batch."""
@@ -102,9 +105,9 @@ class Popularity:
         row_I, share_I = _allowed(self.item_row_I, self.share_I, is_allowed_I)
         if segment == NO_SEGMENT or self.segments is None:
             return row_I[:depth], share_I[:depth]
-        items = self.segments.items
-        segment_slice = slice(int(items.offset[segment]), int(items.offset[segment + 1]))
-        row_N, share_N = _allowed(items.values_L[segment_slice], self.segments.share_L[segment_slice], is_allowed_I)
+        item_rows = self.segments.item_rows
+        segment_slice = slice(int(item_rows.offset[segment]), int(item_rows.offset[segment + 1]))
+        row_N, share_N = _allowed(item_rows.values_L[segment_slice], self.segments.share_L[segment_slice], is_allowed_I)
         global_rows = row_I[: depth + len(row_N)]
         global_rows = global_rows[~np.isin(global_rows, row_N)]
         row_N, share_N = np.concatenate([row_N, global_rows]), np.concatenate([share_N, np.zeros(len(global_rows), np.float32)])

@@ -35,7 +35,7 @@ def printed_lines(console: Console) -> list[str]:
 
 
 def test_a_stage_is_one_line_and_a_warning_is_folded_between_words(console: Console) -> None:
-    with output.stage_lines():
+    with output.printed_stages():
         LOG.info("one line for Prefect", extra={"stage_line": ("train", STAGE_FACTS, "1,234.5 s")})
         LOG.warning("a warning of %s", "words " * 30)
     lines = printed_lines(console)
@@ -46,7 +46,7 @@ def test_a_stage_is_one_line_and_a_warning_is_folded_between_words(console: Cons
 
 def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     monkeypatch.setattr(output, "stderr", Console(file=console.file, width=output.UNFOLDED_WIDTH))
-    with output.stage_lines():
+    with output.printed_stages():
         LOG.info("one line", extra={"stage_line": ("train", STAGE_FACTS, "1.5 s")})
     (line,) = printed_lines(console)
     assert line.split() == ["train", *STAGE_FACTS.split(), "1.5", "s"]
@@ -55,7 +55,7 @@ def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, con
 def test_the_progress_bar_shows_the_stage_and_its_progress(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     bar_console = Console(file=io.StringIO(), width=WIDTH, force_terminal=True)
     monkeypatch.setattr(output, "stderr", bar_console)
-    with output.stage_lines():
+    with output.printed_stages():
         logging.getLogger("nightjar.steps").debug("evaluate", extra={"stage": "evaluate"})
         show_bar("evaluate", num_done=3_000, num_total=30_000, note="3,000 of 30,000 queries")
     text = "".join(printed_lines(bar_console))
@@ -125,7 +125,7 @@ def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
         monkeypatch.setattr(output, stream, Console(file=sys.stdout, width=200))
     output.print_warning(hostile_text)
     output.print_labelled({"log": hostile_text}, status_by_label={"log": "[red]problem[/]"})
-    with output.stage_lines():
+    with output.printed_stages():
         logging.getLogger("nightjar").info("read %s", hostile_text)
     printed_text = capsys.readouterr().out
     assert "\x1b]0" not in printed_text and "\x07" not in printed_text and "\u202e" not in printed_text

@@ -54,7 +54,10 @@ def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None
 
 def test_the_engine_of_the_ingest_is_checked_only_if_the_config_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {"interactions": {"paths": "log.parquet", "timestamp_column": "t"}}
-    assert check_log_engine(PipelineConfig.model_validate(paths)) == ("not used", "DuckDB is a library of this installation")
+    assert check_log_engine(PipelineConfig.model_validate(paths)) == (
+        "not used",
+        "the engine DuckDB is installed with nightjar",
+    )
     monkeypatch.setattr(installation, "check_installation", lambda: "Spark 4.0.1, Java 17")
     paths["interactions"]["engine"] = {"kind": "spark", "master": "spark://127.0.0.1:9"}  # type: ignore[assignment]
     finding = check_log_engine(PipelineConfig.model_validate(paths))

@@ -104,7 +104,7 @@ def test_all_unknown_keys_are_reported_at_once(config_path: Path) -> None:
         ("{source: log, l2: 8}", "embeddings.l2: unknown key; another kind of embeddings has this setting"),
         (
             "[{source: log}, {paths: a, vector_column: v}]",
-            "embeddings has several entries for the table item, and one of them has the source log",
+            "embeddings has several entries for the table item, and one of them has `source: log`",
         ),
         (
             "{paths: a, vector_column: v, table: user}",

@@ -46,7 +46,7 @@ def test_a_model_of_user_embeddings_needs_stored_users(config_path: Path) -> Non
 def test_a_milvus_server_needs_an_alias_if_the_model_name_starts_with_a_digit(config_path: Path) -> None:
     name, store = "registry.model_name=2026-model", "kind: milvus, url: 'http://milvus:19530'"
     error = error_message(config_path, name, f"delivery.stores=[{{{store}}}]")
-    assert "the alias of milvus http://milvus:19530 would start with the digit of registry.model_name 2026-model" in error
+    assert "the alias of milvus http://milvus:19530 would start with a digit, like registry.model_name 2026-model" in error
     assert "set alias of this store, e.g. to _2026_model" in error
     assert load_config(config_path, [name, f"delivery.stores=[{{{store}, alias: _2026_model}}]"]).delivery.stores
     assert load_config(config_path, [name, "delivery.stores=[{kind: lancedb, folder: x}]"]).delivery.stores
@@ -134,7 +134,7 @@ def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
 @pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
 def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, config_path: Path) -> None:
     error = error_message(config_path, "package.item_vectors=none", f"index.served={kind}")
-    assert f"package.item_vectors is none, but an index of kind {kind} may not contain readable vectors; set it" in error
+    assert f"package.item_vectors is none, but the vectors of an index of kind {kind} may be unreadable; set it" in error
     assert (
         load_config(config_path, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"
     )

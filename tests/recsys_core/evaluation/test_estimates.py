@@ -40,7 +40,7 @@ def test_only_the_metrics_of_the_config_are_computed(tmp_path: Path) -> None:
     config = EvaluationConfig(ks=(1, 5), metrics=("ndcg", "map", "auc"))
     for filters, expected_names in (
         ({}, ["ndcg@1", "map@1", "ndcg@5", "map@5"]),
-        ({"names": ("recall", "ndcg"), "ks": (5,)}, ["ndcg@5"]),
+        ({"metric_names": ("recall", "ndcg"), "ks": (5,)}, ["ndcg@5"]),
     ):
         accuracy = Accuracy(Columns(tmp_path), "test", config=config, **filters)
         accuracy.add(targets)

@@ -133,6 +133,6 @@ def test_without_a_large_segment_the_popular_items_of_all_users_are_the_answer(b
 def test_segments_with_unknown_items_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "popularity_by.parquet"
     pq.write_table(pa.table({"value_row": [1], "item_rows": [[0, 5]], "shares": [[0.5, 0.1]]}), path)
-    assert Segments.read(path, key=KEY, num_items=6).segment_of({}, num_queries=2).tolist() == [-1, -1]
-    with pytest.raises(StageError, match=r"popularity_by.parquet: the items do not match their shares or the 5 items"):
+    assert Segments.read(path, key=KEY, num_items=6).segments_of({}, num_queries=2).tolist() == [-1, -1]
+    with pytest.raises(StageError, match=r"popularity_by.parquet has 2 items and 2 shares, .* from 0 to 4"):
         Segments.read(path, key=KEY, num_items=5)

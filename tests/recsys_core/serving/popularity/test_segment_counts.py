@@ -121,4 +121,4 @@ def test_replaced_items_have_new_rows_in_the_segments_and_removed_items_leave_th
         "shares": [[0.5, 0.25], []],
     }
     segments = Segments.read(tmp_path / "new", key="user.country", num_items=3)
-    assert segments.items.lengths.tolist() == [2, 0]
+    assert segments.item_rows.lengths.tolist() == [2, 0]

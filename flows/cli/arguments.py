@@ -48,7 +48,7 @@ class ConfigOptions:
         return LoadedConfig.read(self.path, self.overrides)
 
     def prepare(self) -> "LoadedConfig":
-        """Return the config, and set the environment variables for Prefect and MLflow, which may not be imported before."""
+        """Return the config, and set the environment variables for Prefect and MLflow, which must be imported later."""
         loaded = self.read()
         environment.prepare_environment(loaded.config.workspace)
         return loaded

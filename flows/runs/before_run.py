@@ -150,7 +150,7 @@ def find_unfinished_run(workspace: Path, *, pipeline_name: str) -> tuple[Run, Ru
 
 
 def _reason_for_new_run(config: PipelineConfig, run: Run, record: RunRecord) -> str | None:
-    """Return why a scheduled run may not resume `run`; None if it may resume the run."""
+    """Return why a scheduled run must not resume `run`; None if it can resume the run."""
     if config.schedule.unfinished_run == "new":
         return "schedule.unfinished_run is new"
     if record.num_starts >= MAX_STARTS:

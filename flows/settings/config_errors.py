@@ -75,7 +75,7 @@ def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any, *, may_be_
 
 
 def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:
-    """Return the values of the setting that selects a member of the union at `location`, such as kind."""
+    """Return the values of the setting that selects the class at `location`, such as `kind`."""
     member_classes: list[type[BaseModel]] = [PipelineConfig]
     for name in (part for part in location if isinstance(part, str)):
         fields = [member_class.model_fields[name] for member_class in member_classes if name in member_class.model_fields]

@@ -141,7 +141,7 @@ class Monitor:
             lambda: all(stack_path.is_file() and stack_path.stat().st_size for stack_path in stack_paths),
             timeout_s=STACKS_TIMEOUT_S,
         )
-        time.sleep(POLL_S)  # the last dump may not be complete yet
+        time.sleep(POLL_S)  # the last dump may be incomplete
         return format_stacks(self._folder, world_size=self._layout.world_size)
 
     def _rendezvous_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:

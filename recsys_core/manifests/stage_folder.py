@@ -280,10 +280,10 @@ def require_own_folder(folder: Path) -> None:
 
 
 def require_no_link(folder: Path) -> None:
-    """Raise InputError if `folder` is a link or a file: the files behind a link may not belong to nightjar."""
+    """Raise InputError if `folder` is a link or a file: the files behind a link may belong to another program."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise InputError(
-            f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, to "
+            f"{folder} is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, to "
             f"replace and remove files in it; move the {'link' if folder.is_symlink() else 'file'} away"
         )
 

@@ -274,7 +274,7 @@ class ModelSpec(Frozen):
         return self.tables["user"].batch_key if self.config.learn_user_embedding else None
 
     def member_dim(self, table: str) -> int:
-        """Return the width of the part of a row that one member reads."""
+        """Return how many numbers of a table row one member reads."""
         return self.tables[table].dim // self.config.num_members
 
     def output_name(self, table: str) -> str:

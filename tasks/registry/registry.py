@@ -119,7 +119,7 @@ class Registry:
         return is_moved
 
     def _publish_late(self, champion: ModelVersion | None) -> None:
-        """Inform the publishers of the move of a process that was killed after it had made this version the champion."""
+        """Inform the publishers of the new champion if the process that moved the alias was killed before it informed them."""
         if champion is not None and UNPUBLISHED_TAG in champion.tags and self.publishers:
             move = json.loads(champion.tags[UNPUBLISHED_TAG])
             self._publish(AliasChange(self.model_name, "champion", **move, new_version=str(champion.version), is_late=True))

@@ -27,7 +27,7 @@ class Workspace:
     folder: Path
 
     def run(self, run_id: str) -> Run:
-        """Return the run with this id, which may not exist yet; raise InputError if the id is invalid."""
+        """Return the run with this id, whether or not its folder exists. Raise InputError if the id is invalid."""
         return Run(run_id, workspace=self.folder)
 
     def runs(self) -> list[Run]:

@@ -110,8 +110,7 @@ class RegistryChampion:
             if is_refused and version_number is not None:
                 self._remove_copy(version_number)  # the copy may be damaged
             release = self._release_of(version_number)
-            # If there is a former release, some process may not have loaded the current release, so a problem leads back to the
-            # former release.
+            # An older former release is kept, because perhaps not all processes have loaded the current release.
             if current_champion is not None and self._former_release is None:
                 self._former_release = current_champion.release
             self._remove_other_versions(release)

@@ -170,7 +170,7 @@ def _follow_champion(
     """Write the version to serve whenever it changes, and restart workers that die, until `stop_event` is set.
 
     If a worker cannot serve a new version, all workers return to the former version. The registry is polled in a thread,
-    because it may not answer for a while.
+    because its answer may take minutes.
 
     Args:
         served: the version that the workers serve at the start.

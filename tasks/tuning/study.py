@@ -171,7 +171,7 @@ def run_trial(
             with warnings.catch_warnings():  # a resumed trial reports some epochs again, which Optuna ignores with a warning
                 warnings.simplefilter("ignore", UserWarning)
                 trial.report(progress.validation[metric], progress.epoch)
-            # `should_prune` is called even if this trial may not be pruned, because it also stores the value for later trials.
+            # `should_prune` is also called for a trial that must not be pruned, because it stores the value for later trials.
             if trial.should_prune() and can_prune and progress.step < progress.total_steps:
                 raise optuna.TrialPruned
         if num_complete and time.monotonic() > deadline_s and progress.step < progress.total_steps:

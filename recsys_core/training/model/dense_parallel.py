@@ -88,7 +88,7 @@ def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.devi
 
 
 def _shardable_modules(query_tower: AnyQueryTower, candidate_tower: AnyCandidateTower) -> list[nn.Module]:
-    """Return the modules of the towers that have parameters to shard.
+    """Return the modules with parameters to shard in both towers.
 
     FSDP gathers the parameters of a module in a hook that runs when the module is called. The towers must therefore call these
     modules, and must not use the parameters directly.

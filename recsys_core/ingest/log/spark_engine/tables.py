@@ -167,7 +167,7 @@ def _hash_of_files(spark: SparkSession, frame: DataFrame) -> str | None:
 
 
 def _first_rows(frame: DataFrame, columns: Sequence[str]) -> pa.Table:
-    """Return the first rows with all columns. Columns other than `columns` are null, because Arrow may not have their type."""
+    """Return the first rows with all columns. Columns other than `columns` are null, because Arrow may lack their type."""
     needed_columns = [column for column in dict.fromkeys(columns) if column in frame.columns]
     table = frame.select([F.col(quoted(column, quote="`")) for column in needed_columns]).limit(_MAX_FIRST_ROWS).toArrow()
     for column in frame.columns:

@@ -255,7 +255,7 @@ _FOLD_HASH_SQL = (
     " % 4294967296 // 65536)"
 )
 """Multiplicative hash of a user's code (Knuth, The Art of Computer Programming, volume 3, section 6.4). The code is
-multiplied in two halves of 16 bits, because its product may not fit into 64 bits."""
+multiplied in two halves of 16 bits, because the whole product can exceed 64 bits."""
 
 
 def _split_code_sql(

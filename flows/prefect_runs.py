@@ -13,7 +13,7 @@ import prefect
 from prefect import Flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, StateType
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed, Failed
 from prefect.utilities.urls import url_for
@@ -150,13 +150,16 @@ def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = Fals
         only_running: change the flow run only if it is Running.
     """
     crashed_state: State = Crashed(message=message)
+    # The server selects the unfinished task runs, because it returns at most 200 task runs.
+    unfinished_states = [state_type for state_type in StateType if state_type not in TERMINAL_STATES]
+    unfinished_filter = TaskRunFilter.model_validate({"state": {"type": {"any_": unfinished_states}}})
     with get_client(sync_client=True) as client:
         if only_running and client.read_flow_run(flow_run_id).state_type != StateType.RUNNING:
             return
         client.set_flow_run_state(flow_run_id, crashed_state, force=True)
-        for task_run in client.read_task_runs(flow_run_filter=_flow_run_filter(id={"any_": [flow_run_id]})):
-            if task_run.state is not None and not task_run.state.is_final():
-                client.set_task_run_state(task_run.id, crashed_state, force=True)
+        flow_run_filter = _flow_run_filter(id={"any_": [flow_run_id]})
+        for task_run in client.read_task_runs(flow_run_filter=flow_run_filter, task_run_filter=unfinished_filter):
+            client.set_task_run_state(task_run.id, crashed_state, force=True)
 
 
 def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | None = None) -> None:

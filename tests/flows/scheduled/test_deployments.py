@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from uuid import UUID
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from ruamel.yaml import YAML
 
 from flows.cli.commands.deploy import deploy_pipeline
 from flows.prefect_runs import (
+    end_as_crashed,
     end_lost_runs,
     end_lost_runs_of_commands,
     fail_run_with_unknown_parameters,
@@ -317,6 +319,16 @@ def test_only_lost_flow_runs_of_commands_end_as_crashed(tmp_path: Path, client: 
     )
     end_lost_runs_of_commands()
     assert [client.read_task_run(run.id).state_name for run in (command_task_run, deployed_task_run)] == ["Crashed", "Running"]
+
+
+def test_a_running_task_run_ends_as_crashed_after_any_number_of_completed_task_runs(client: SyncPrefectClient) -> None:
+    trial, flow_run = task(lambda: None, name="trial"), client.create_flow_run(deployed_retrain)
+    running_id = UUID(int=1)  # the last one in the answers of the server, which have at most 200 task runs
+    client.create_task_run(trial, flow_run_id=flow_run.id, dynamic_key="running", id=running_id, state=Running())
+    for number in range(200):
+        client.create_task_run(trial, flow_run_id=flow_run.id, dynamic_key=str(number), state=Completed())
+    end_as_crashed(flow_run.id, message="stopped")
+    assert client.read_task_run(running_id).state_name == "Crashed"
 
 
 def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:

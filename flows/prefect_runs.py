@@ -165,8 +165,8 @@ def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = Fals
 def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | None = None) -> None:
     """Set the Running, Pending and Cancelling flow runs of a deployment to Crashed.
 
-    Task runs that have one of these states in a Crashed flow run are set to Crashed too. Call this function only if no process
-    of these flow runs can be alive.
+    If a flow run is already Crashed, its task runs in these states are set to Crashed. Call this function only if no process of
+    these flow runs can be alive.
 
     Args:
         deployment_id: None for the flow runs without a deployment.
@@ -180,8 +180,8 @@ def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | Non
         )
         # The server stores the states of task runs with a delay, so a state may arrive after the end of the flow run.
         crashed_filter = _flow_run_filter(deployment_id=deployment_condition, state={"type": {"any_": ["CRASHED"]}})
-        running_filter = TaskRunFilter.model_validate({"state": state_condition})
-        for task_run in client.read_task_runs(flow_run_filter=crashed_filter, task_run_filter=running_filter):
+        unfinished_filter = TaskRunFilter.model_validate({"state": state_condition})
+        for task_run in client.read_task_runs(flow_run_filter=crashed_filter, task_run_filter=unfinished_filter):
             client.set_task_run_state(task_run.id, Crashed(message="the flow run of this task run has ended"), force=True)
     for lost_run in lost_runs:
         if lost_run.id != current_flow_run_id:

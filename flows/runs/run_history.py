@@ -83,8 +83,8 @@ class PastRun:
 
 def existing_pages(run: Run) -> dict[str, Path]:
     """Return the paths of the run's pages and plots that exist, by text of the link."""
-    links = [link for stage in STAGES.values() for link in stage.pages.items()] + [("error log", ERROR_LOG_NAME)]
-    return {link: run.folder / path for link, path in links if (run.folder / path).is_file()}
+    link_path_pairs = [pair for stage in STAGES.values() for pair in stage.pages.items()] + [("error log", ERROR_LOG_NAME)]
+    return {link: run.folder / path for link, path in link_path_pairs if (run.folder / path).is_file()}
 
 
 def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[PastRun]:

@@ -87,15 +87,15 @@ def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:
 
 
 def union_tag(config_class: type[BaseModel]) -> str | None:
-    """Return the name of the setting with a single value, which selects this class in a union; None if there is none.
+    """Return the name of the setting, such as `kind`, whose only value selects this class in a union; None if there is none.
 
-    If several settings match, return the last, because the earlier settings select a nested union.
+    A class in a union inside another union has a setting for each union. Return the setting of the inner union.
     """
     return next(reversed(union_tags(config_class)), None)
 
 
 def union_tags(config_class: type[BaseModel]) -> list[str]:
-    """Return the names of all settings with a single value, which select a nested union and then this class."""
+    """Return the names of all settings with only one possible value. They select an inner union, and then this class in it."""
     fields = config_class.model_fields.items()
     return [name for name, field in fields if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1]
 
@@ -114,7 +114,7 @@ def _suggestion(key: str) -> str:
         valid_key.rpartition(".")[2] for valid_key in valid_keys if fnmatchcase(parent, valid_key.rpartition(".")[0])
     }
     if name in sibling_names:  # a setting of another member of the union
-        return f"another kind of {parent} has this setting; remove it, or set the other kind"
+        return f"only another kind of {parent} has this setting; remove the setting, or set that kind"
     similar_names = difflib.get_close_matches(name, sibling_names, n=1)
     if similar_names:
         return f"did you mean {parent}{'.' if parent else ''}{similar_names[0]}?"

@@ -48,7 +48,7 @@ class SplitCounts:
     """Events that are stored after a later event of the same user and part, so that their histories contain later events."""
 
     def __add__(self, other: "SplitCounts") -> "SplitCounts":
-        """Return the counts of the users of both."""
+        """Return the sum of each count."""
         return SplitCounts(
             *(count + other_count for count, other_count in zip(vars(self).values(), vars(other).values(), strict=True))
         )
@@ -68,7 +68,8 @@ def count_split_events(
 
     - time: training events after the first validation or test event, and validation events after the first test event.
     - leave_last_out: each user's validation events beyond the first, and each user's test events beyond the first. One more
-      event is counted for each validation or test part of a user that begins before an earlier part of this user ends.
+      event is counted if a user's validation event is earlier than the user's last training event, and one more if the test
+      event is earlier than the user's last training or validation event.
     - files: no events, because the config lists the files of each part.
     """
     store = EventStore.open(interactions)
@@ -111,8 +112,8 @@ def _count_repetitions(chunk: UserChunk, counts: SplitCounts, *, num_items: int)
     if chunk.time_E is None:
         return
     time_E = chunk.time_E[order_E]
-    is_same_time_E = np.concatenate([[False], (time_E[1:] == time_E[:-1]) & (part_E[1:] == part_E[:-1])])
-    counts.num_duplicates += int(np.sum(is_repeated_E & is_same_time_E))
+    has_same_part_and_time_E = np.concatenate([[False], (time_E[1:] == time_E[:-1]) & (part_E[1:] == part_E[:-1])])
+    counts.num_duplicates += int(np.sum(is_repeated_E & has_same_part_and_time_E))
 
     # Events are now sorted by pair and part, so the copies of an event in different parts are not adjacent. Take the pairs
     # that occur in more than one part, and sort the events of each pair by time.
@@ -122,8 +123,8 @@ def _count_repetitions(chunk: UserChunk, counts: SplitCounts, *, num_items: int)
     pair_E, part_E, time_E = pair_E[order_E], part_E[order_E], time_E[order_E]
     is_first_copy_E = np.concatenate([[True], (pair_E[1:] != pair_E[:-1]) | (time_E[1:] != time_E[:-1])])[: len(pair_E)]
     # Part of the first event with the same user, item and time.
-    first_part_E = part_E[np.maximum.accumulate(np.where(is_first_copy_E, np.arange(len(pair_E)), 0))]
-    counts.num_leaked_events += int(np.sum(part_E > first_part_E))
+    first_copy_part_E = part_E[np.maximum.accumulate(np.where(is_first_copy_E, np.arange(len(pair_E)), 0))]
+    counts.num_leaked_events += int(np.sum(part_E > first_copy_part_E))
 
 
 def _count_by_time(

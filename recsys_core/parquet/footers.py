@@ -143,7 +143,7 @@ def _read_footer_bytes(location: Location) -> bytes:
         if num_file_bytes < _MIN_FILE_BYTES or tail[-4:] != _MAGIC:
             starts_as_parquet = num_file_bytes >= 4 and file.read_at(4, 0) == _MAGIC
             raise _InvalidFooterError(
-                "it begins as parquet, but its end is missing: truncated; copy or write it again"
+                "it begins as parquet, but its end is missing, so it is truncated; copy or write it again"
                 if starts_as_parquet
                 else "it has no parquet footer; list only parquet files"
             )

@@ -128,7 +128,7 @@ class IvfSq8(CompressedIvf):
         return index
 
     def builds_on_gpu(self) -> bool:
-        """Return whether the index has no vectors for `rescore`, which FAISS does not support on GPUs."""
+        """Return whether `rescore` is 0. FAISS does not build half-precision vectors for rescoring on GPUs."""
         return self.rescore == 0
 
 
@@ -221,7 +221,7 @@ class IvfPq(ProductQuantized):
         return max(super().num_training_vectors(), MAX_VECTORS_PER_CENTROID << self.pq_nbits)
 
     def builds_on_gpu(self) -> bool:
-        """Return whether FAISS supports the settings, which exclude vectors for `rescore`, on GPUs."""
+        """Return whether FAISS can build an index with these settings on GPUs."""
         return self.rescore == 0 and self.pq_nbits == 8 and self.pq_m in _GPU_PQ_M_VALUES
 
 

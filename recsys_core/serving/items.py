@@ -182,7 +182,7 @@ def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
 def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any) -> pa.ChunkedArray:
     if operator == "in":
         if not is_list(operand):
-            raise InputError(f"filter: {column!r} in {shown(operand)}: pass a list of values")
+            raise InputError(f"filter: column {column!r}: `in` has {shown(operand)}; pass a list of values")
         value_set = [_parse_operand(value, values.type, column) for value in operand]
         if pa.types.is_integer(values.type):
             value_set = [int(value) for value in value_set if value == int(value)]
@@ -209,7 +209,7 @@ def _parse_operand(value: Any, data_type: pa.DataType, column: str) -> Any:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and math.isfinite(value) and abs(value) < 2**63:
             return value
-        expected = "a finite number"
+        expected = "a number between -2^63 and 2^63"
     elif pa.types.is_boolean(data_type):
         if isinstance(value, bool):
             return value

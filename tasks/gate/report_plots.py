@@ -37,26 +37,26 @@ class RecommendedItems(NamedTuple):
 
 def draw_differences(evidence: Sequence[Evidence]) -> Any:
     """Draw the relative difference of each comparison with another version, and its interval."""
-    shown_evidence = [item for item in evidence if item.comparison.interval is not None and item.baseline.startswith("version")]
+    shown_evidence = [fact for fact in evidence if fact.comparison.interval is not None and fact.baseline.startswith("version")]
     if not shown_evidence:
         return None
     figure, axes = plots.new_figure(grid_axis="x", size=(6.4, 1.2 + 0.34 * len(shown_evidence)))
     colours = {"accepted": plots.GREEN, "rejected": plots.RED, "not_enough_data": plots.GREY}
-    for position, item in enumerate(reversed(shown_evidence)):
-        comparison = item.comparison
+    for position, fact in enumerate(reversed(shown_evidence)):
+        comparison = fact.comparison
         assert comparison.interval is not None
         low, high = (100 * bound for bound in comparison.interval)
         colour = colours[comparison.outcome]
         axes.plot([low, high], [position, position], color=colour, linewidth=3, solid_capstyle="round")
         axes.scatter(100 * (comparison.relative_difference or 0.0), position, 34, colour, zorder=3)
     axes.axvline(0, color=plots.INK, linewidth=0.8)
-    axes.set_yticks(range(len(shown_evidence)), [item.subject for item in reversed(shown_evidence)])
+    axes.set_yticks(range(len(shown_evidence)), [fact.subject for fact in reversed(shown_evidence)])
     axes.set_xlabel("relative difference in %, with one-sided bounds")
     return figure
 
 
 def draw_trend(registration: RegistrationManifest, context: StageContext, *, metric: str) -> Any:
-    """Draw the metric of the last versions of the workspace, which end with the new version; return None for one version."""
+    """Draw the metric of the workspace's newest versions up to the new version. Return None if there is only one version."""
     runs = [run for run in Workspace(context.run.workspace).runs() if run.run_id != context.run.run_id]
     records = (record for run in reversed(runs) if (record := RunRecord.read(run)) is not None)
     earlier_points = (
@@ -89,8 +89,8 @@ def draw_scores(recommended_by_version: Mapping[str, RecommendedItems]) -> Any:
     scores = [recommended.score_L for recommended in recommended_by_version.values()]
     edges = np.histogram_bin_edges(np.concatenate(scores), bins=NUM_SCORE_BINS)
     for colour, (version, recommended) in zip(_COLOURS, recommended_by_version.items(), strict=False):
-        share, _ = np.histogram(recommended.score_L, bins=edges)
-        axes.stairs(100 * share / max(1, len(recommended.score_L)), edges, color=colour, linewidth=1.6, label=version)
+        num_scores, _ = np.histogram(recommended.score_L, bins=edges)
+        axes.stairs(100 * num_scores / max(1, len(recommended.score_L)), edges, color=colour, linewidth=1.6, label=version)
     axes.set_xlabel("score")
     axes.set_ylabel("% of the recommendations")
     plots.legend_above(axes)
@@ -100,16 +100,16 @@ def draw_scores(recommended_by_version: Mapping[str, RecommendedItems]) -> Any:
 def draw_popularity(
     recommended_by_version: Mapping[str, RecommendedItems], *, train_count_I: NDArray[Any], target_item_T: NDArray[Any]
 ) -> Any:
-    """Draw how popular the recommended items are: the share of items with at most x training events.
+    """Draw how popular the recommended items are: the share of the recommendations whose item has at most x training events.
 
     Args:
-        target_item_T: items of the test events, for comparison.
+        target_item_T: item rows of the test events, which are drawn in the same way.
     """
     figure, axes = plots.new_figure(grid_axis="both", size=(6.4, 3.0))
-    items_by_label = {version: recommended.item_row_L for version, recommended in recommended_by_version.items()}
-    items_by_label["test events"] = target_item_T
+    item_rows_by_label = {version: recommended.item_row_L for version, recommended in recommended_by_version.items()}
+    item_rows_by_label["test events"] = target_item_T
     colours = (*_COLOURS[: len(recommended_by_version)], plots.GREY)
-    for (label, item_row_L), colour in zip(items_by_label.items(), colours, strict=True):
+    for (label, item_row_L), colour in zip(item_rows_by_label.items(), colours, strict=True):
         count_L = np.sort(train_count_I[item_row_L[item_row_L >= 0]])
         share_L = 100 * np.arange(1, len(count_L) + 1) / max(1, len(count_L))
         axes.step(count_L, share_L, where="post", color=colour, linewidth=1.6, label=label)

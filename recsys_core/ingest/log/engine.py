@@ -1,4 +1,4 @@
-"""LogEngine: the steps of the log ingest that a database executes: it reads, checks, counts and sorts the events.
+"""LogEngine, the steps of the log ingest that a database executes: to read, check, count and sort the events.
 
 The other steps are the same for all engines: opening the files, reusing parts, reporting errors, and writing the event store
 and the manifest. Each id of a user or item has a code, which identifies the id in the parts, and a row in the vocabulary.

@@ -14,7 +14,10 @@ from tests.flows.settings.rejected_config import VALID_CONFIG, error_message
     [
         ("training: {batchsize: 3}", "training.batchsize: unknown key; did you mean training.batch_size?"),
         ("batch_size: 3", "batch_size: unknown key; did you mean training.batch_size?"),
-        ("registry: {gate: {kind: margin, confidence: 0.9}}", "another kind of registry.gate has this setting; remove it"),
+        (
+            "registry: {gate: {kind: margin, confidence: 0.9}}",
+            "only another kind of registry.gate has this setting; remove the setting",
+        ),
         ("training:", "training: expected a group of settings, but it is null; write its settings below it, or delete the key"),
         ("evaluation: {ks: 5}", "evaluation.ks: expected a list, but it is 5; write its entries in brackets"),
         ("tables: 3", "tables: expected a group of settings, but it is 3; write its settings below it, or delete the key"),
@@ -101,7 +104,7 @@ def test_all_unknown_keys_are_reported_at_once(config_path: Path) -> None:
         ("{source: log, method: nmf}", "embeddings: set method to one of spectral, ease, ials"),
         ("[{source: log, dim: 6}]", "embeddings.0.dim: Input should be a multiple of 4"),
         ("{source: log, dmi: 8}", "embeddings.dmi: unknown key; did you mean embeddings.dim?"),
-        ("{source: log, l2: 8}", "embeddings.l2: unknown key; another kind of embeddings has this setting"),
+        ("{source: log, l2: 8}", "embeddings.l2: unknown key; only another kind of embeddings has this setting"),
         (
             "[{source: log}, {paths: a, vector_column: v}]",
             "embeddings has several entries for the table item, and one of them has `source: log`",

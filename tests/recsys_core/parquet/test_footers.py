@@ -51,7 +51,7 @@ def test_a_valid_file_is_read(tmp_path: Path) -> None:
     [
         (b"", "it is empty; write it again"),
         (b"id,item\n1,2\n3,4\n", "it has no parquet footer; list only parquet files"),
-        (b"PAR1" + b"\0" * 100, "it begins as parquet, but its end is missing: truncated"),
+        (b"PAR1" + b"\0" * 100, "it begins as parquet, but its end is missing, so it is truncated"),
         (b"PAR1" + b"\0" * 50 + b"PARE", "its footer is encrypted"),
         (b"PAR1" + b"\0" * 50 + (43).to_bytes(4, "little") + b"PAR1", ""),
         (

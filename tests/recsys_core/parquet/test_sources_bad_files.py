@@ -61,8 +61,11 @@ def write_damaged_file(path: Path, damage: Callable[[bytes], bytes]) -> Path:
     ("damage", "message"),
     [
         (lambda content: b"", "not a readable parquet file (0 bytes): it is empty; write it again"),
-        (lambda content: content[: len(content) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
-        (lambda content: content[:-1], "its end is missing: truncated"),
+        (
+            lambda content: content[: len(content) // 2],
+            "it begins as parquet, but its end is missing, so it is truncated; copy",
+        ),
+        (lambda content: content[:-1], "its end is missing, so it is truncated"),
         (lambda content: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; list only parquet files"),
     ],
 )

@@ -99,10 +99,10 @@ def test_a_filter_may_compare_with_a_datetime(model_and_filtering_retriever: tup
     [
         ({"colour": "red"}, r"unknown column 'colour'; the model has \['genre', 'price', 'stock', 'is_new', 'since'\]"),
         ({"price": {"between": [1, 2]}}, "column 'price' has the unknown operator 'between'; use in, ge, gt, le, lt, since"),
-        ({"price": {"ge": "10"}}, "'10' is no value of column 'price'; pass a finite number"),
+        ({"price": {"ge": "10"}}, "'10' is no value of column 'price'; pass a number between"),
         ({"price": {"ge": math.nan}}, "nan is no value of column 'price'"),
-        ({"stock": {"in": 3}}, "'stock' in 3: pass a list of values"),
-        ({"stock": {"in": np.array(3)}}, r"'stock' in array\(3\): pass a list of values"),
+        ({"stock": {"in": 3}}, "column 'stock': `in` has 3; pass a list of values"),
+        ({"stock": {"in": np.array(3)}}, r"column 'stock': `in` has array\(3\); pass a list of values"),
         ({"stock": {"ge": 10**30}}, "is no value of column 'stock'"),
         ({"genre": {"ge": "a"}}, "column 'genre' has no order"),
         ({"genre": [1]}, "1 is no value of column 'genre'; pass a string"),

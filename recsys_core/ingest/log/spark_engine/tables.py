@@ -80,14 +80,14 @@ def open_tables(
         open_spark(settings, scratch_folder=Path(folder), must_be_shared=False) as spark,
     ):
         session = new_session(spark)
-        sources_of_settings = [
+        sources_per_setting = [
             tuple(_open_table(session, table_format, path, columns, setting=setting) for path in paths)
             for setting, paths in paths_by_setting.items()
         ]
-    for setting, sources in zip(paths_by_setting, sources_of_settings, strict=True):
+    for setting, sources in zip(paths_by_setting, sources_per_setting, strict=True):
         if not any(source.record.num_rows for source in sources):
             raise InputError(f"{setting}: {sources[0].name}: no rows; check the job that writes this table")
-    return sources_of_settings
+    return sources_per_setting
 
 
 def _require_below_root(name: str, *, setting: str, allowed_data_root: Path | None) -> None:

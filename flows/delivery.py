@@ -47,7 +47,7 @@ def _write_recommendations(config: PipelineConfig) -> str | None:
         summary = recommend_many(config, folder=folder)
     except Exception as error:  # any error of a library
         reason = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {first_line(error)}"
-        problem = f"the recommendations in {folder} are not those of the champion: {reason}; repeat nightjar recommend"
+        problem = f"the recommendations in {folder} do not come from the champion: {reason}; repeat nightjar recommend"
         LOG.error(problem)
         return problem
     log.finish_step(summary.text)

@@ -20,7 +20,7 @@ def parent_environment() -> dict[str, str]:
 
 
 def die_with_parent() -> None:
-    """Make Linux kill this process when its parent ends, or at once if the parent has already ended.
+    """Make Linux kill this process when its parent ends, or immediately if the parent has already ended.
 
     The parent is the process that put `parent_environment()` into the environment of this process. Without that variable,
     nothing happens.
@@ -34,7 +34,7 @@ def die_with_parent() -> None:
 
 
 def die_with_stdout_reader() -> None:
-    """Make Linux kill this process when its parent ends, or at once if stdout is a pipe without a reader.
+    """Make Linux kill this process when its parent ends, or immediately if stdout is a pipe without a reader.
 
     Use this function in a child whose parent reads the child's stdout, but does not set the variable of `parent_environment`.
     """

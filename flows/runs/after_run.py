@@ -19,7 +19,7 @@ T = TypeVar("T")
 def after_run(config: PipelineConfig, context: StageContext) -> None:
     """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
-    A step that fails logs a warning. After an interruption, only the metrics are written, because the process must end at once.
+    A step that fails logs a warning. After an interruption, only the metrics are written, because the process must end soon.
     The next run then writes the page and removes the files. If `--until` stopped the run before `check_data`, there is no
     MLflow run, and all steps that need MLflow are skipped, because the import of MLflow takes two seconds.
     """

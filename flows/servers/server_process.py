@@ -36,7 +36,7 @@ LOG = logging.getLogger("nightjar")
 
 
 class ServerProcess:
-    """A server process (`flows/servers/__main__.py`), which imports its libraries at once, and serves after `start_serving`.
+    """A server process (`flows/servers/__main__.py`). It imports its libraries immediately, and serves after `start_serving`.
 
     Args:
         application: module whose `create_app` returns the application.
@@ -151,7 +151,7 @@ class ServerProcess:
                 self._send_start_message()
         LOG.error("%s again, after %d restarts%s", problem, MAX_RESTARTS, self._last_log_lines())
         self.has_failed = True
-        self._listening_socket.close()  # clients fail at once instead of waiting for a server
+        self._listening_socket.close()  # clients fail immediately instead of waiting for a server
 
     def _describe_end(self) -> str:
         exit_code = self._process.returncode

@@ -130,7 +130,7 @@ def _count_repetitions(chunk: UserChunk, counts: SplitCounts, *, num_items: int)
 def _count_by_time(
     chunk: UserChunk, time_E: Ints, counts: SplitCounts, *, split: Split, first_held_out_times: tuple[int, int]
 ) -> None:
-    """Add the counts of a chunk that depend on the times of its events to `counts`.
+    """Add the time-dependent counts of a chunk to `counts`.
 
     first_held_out_times: times of the first validation event and of the first test event; used only for a split by time.
     """

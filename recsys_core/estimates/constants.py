@@ -1,4 +1,4 @@
-"""The constants of the estimates. Benchmarks have measured most constants; the others are assumed."""
+"""The constants of the estimates. Benchmarks have measured most constants; the remaining constants are assumed."""
 
 from functools import cache
 from pathlib import Path

@@ -216,7 +216,7 @@ class UserMetrics:
         return {f"{ranker}/{metric}": float(value_U.mean()) for metric, value_U in self.value_U_by_metric.items()}
 
     def common_with(self, other: "UserMetrics") -> Self:
-        """Return the metrics of the users that `other` has too.
+        """Return the metrics of the users that are also in `other`.
 
         >>> first = UserMetrics(np.array([2, 5, 7]), {"mrr": np.array([0.1, 0.2, 0.3])})
         >>> first.common_with(UserMetrics(np.array([5, 9]), {})).value_U_by_metric["mrr"].tolist()

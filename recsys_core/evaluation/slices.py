@@ -72,7 +72,7 @@ def user_slices(train_count_U: NDArray[Any], *, user_T: NDArray[Any], median_cou
 
 
 def _median_count(train_count_U: NDArray[Any]) -> float:
-    """Return the median number of training events of the users that have one; 0 if no user has one."""
+    """Return the median number of training events over the users with such events; 0 if no user has one."""
     is_new_U = train_count_U == 0
     return float(np.median(train_count_U[~is_new_U])) if not is_new_U.all() else 0.0
 

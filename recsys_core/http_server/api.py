@@ -80,7 +80,7 @@ class Readiness(_Body):
 
     status: str = Field(description="`ready`", examples=["ready"])
     version: str | None = Field(description="number of the served version", examples=["7"])
-    problem: str | None = Field(description="why the champion of the registry is not served; null if it is")
+    problem: str | None = Field(description="why the champion of the registry is not served; null if it is served")
     registry: RegistryState
 
 

@@ -273,7 +273,7 @@ def require_own_folder(folder: Path) -> None:
         return
     if not (folder / MARKER_NAME).is_file() and any(folder.iterdir()):
         raise InputError(
-            f"{folder}: holds files, but not the marker {MARKER_NAME} of a folder that nightjar created, so nightjar does not "
+            f"{folder} holds files, but not the marker {MARKER_NAME} of a folder that nightjar created, so nightjar does not "
             "replace or remove them; move the folder away, or, if nightjar created it, create an empty file "
             f"{MARKER_NAME} in it"
         )

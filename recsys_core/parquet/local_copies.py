@@ -127,7 +127,7 @@ def read_batches(
 def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield `batches`. A thread decodes the next batch while the caller works on the current batch.
 
-    The first batch may need a long sort. It is decoded in the caller's thread, so an interrupt ends the sort at once.
+    The first batch may need a long sort. It is decoded in the caller's thread, so an interrupt ends the sort immediately.
     """
     batch = next(batches, None)
     with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:

@@ -82,7 +82,7 @@ class _InputBatch(NamedTuple):
     user_id_type: pa.DataType | None = None
 
     def output_columns(self) -> dict[str, pa.Array]:
-        """Return the column of the input that the output has too: user_id, if there is one."""
+        """Return the input column that is copied to the output: user_id, if the input has it."""
         if (user_ids := self.columns.get("user_id")) is None:
             return {}
         return {"user_id": user_ids if self.user_id_type is None else user_ids.cast(self.user_id_type)}

@@ -26,9 +26,9 @@ def needed_users_sentences(
     The tuple is empty if every main comparison has enough users.
     """
     undecided_comparisons = [
-        item.comparison
-        for item in evidence
-        if not item.is_guardrail and item.comparison.outcome == "not_enough_data" and item.comparison.num_needed_users
+        fact.comparison
+        for fact in evidence
+        if not fact.is_guardrail and fact.comparison.outcome == "not_enough_data" and fact.comparison.num_needed_users
     ]
     if not undecided_comparisons:
         return ()

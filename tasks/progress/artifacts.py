@@ -97,7 +97,7 @@ def _send(
 
 
 class TrainingProgress:
-    """The progress of training, sent to the terminal at once and to a Prefect artifact every few seconds.
+    """The progress of training, sent to the terminal immediately, and to a Prefect artifact every few seconds.
 
     The thread that supervises the training waits for each request, so a request is retried only once. After a failed update,
     the next update is sent after _PROGRESS_PAUSE_S. A second failure in a row causes no warning.

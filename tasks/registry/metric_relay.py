@@ -75,7 +75,7 @@ class MetricRelay:
         self._thread.join(2 * ANSWER_TIMEOUT_S)
 
     def send(self, progress: Progress) -> None:
-        """Queue one line of metrics.jsonl for the thread, and return at once."""
+        """Queue one line of metrics.jsonl for the thread, and return immediately."""
         self._progress_queue.put((int(time.time() * 1000), progress))
 
     def _log_until_closed(self, client: MlflowClient, mlflow_run_id: str) -> None:

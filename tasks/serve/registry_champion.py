@@ -67,10 +67,11 @@ class RegistryChampion:
             self._refused_version = None
 
     def refuse(self, problem: str) -> Champion | None:
-        """Go back to the former version, because a process cannot serve the current one. Return it, or None if there is none.
+        """Go back to the former version, because a process cannot serve the current one. Return None if no former one exists.
 
         The refused version is tried again after FIRST_REFUSAL_S, with a new copy of its package. If it is refused again, the
-        time doubles, up to MAX_REFUSAL_S. If another version was the champion in the meantime, it is tried again at once.
+        time doubles, up to MAX_REFUSAL_S. If another version was the champion in the meantime, the refused
+        version is tried again as soon as it is the champion again.
         """
         if self._champion is None or self._former_release is None:
             return None

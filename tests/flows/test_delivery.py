@@ -62,7 +62,7 @@ def test_a_failed_delivery_is_logged_and_returned_but_not_raised(
     with caplog.at_level(logging.ERROR, logger="nightjar"):
         problems = delivery.deliver(config_with_recommendations_in(tmp_path / "recs"))
     expected_problem = (
-        f"the recommendations in {tmp_path / 'recs'} are not those of the champion: index.faiss: the sha256 differs; "
+        f"the recommendations in {tmp_path / 'recs'} do not come from the champion: index.faiss: the sha256 differs; "
         "repeat nightjar recommend"
     )
     assert problems == [expected_problem]

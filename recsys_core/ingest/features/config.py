@@ -207,7 +207,7 @@ class ItemTableConfig(FeatureTableConfig):
     def _has_a_column(self) -> Self:
         if not self.features and self.title_column is None and not self.filter_columns:
             raise ValueError(
-                "items has neither features nor title_column nor filter_columns; declare a feature, or set one of the others"
+                "items has neither features nor title_column nor filter_columns; declare a feature, or set one of these columns"
             )
         for column in self.filter_columns:
             if column in RESERVED_ITEM_COLUMNS or self.filter_columns.count(column) > 1:

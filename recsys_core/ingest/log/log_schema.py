@@ -116,7 +116,7 @@ def _check_column_names(source: Source, config: InteractionsConfig) -> None:
 
 
 def _require_one_place(sources: Sequence[Source], column: str) -> None:
-    """Raise InputError if `column` is only a hive key in some paths, but not a hive key in other paths.
+    """Raise InputError if `column` is a hive key in the paths of some files, and a column of other files.
 
     The files of one `paths` setting have the same hive keys, but test files may have other keys than training files.
     """

@@ -51,7 +51,7 @@ class VectorFiles:
 
 
 def open_embeddings(configs: Sequence[AnyEmbeddings], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
-    """Open the files of all entries that read files.
+    """Open the vector files of all entries. An entry for vectors from the log has no files.
 
     Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
     """

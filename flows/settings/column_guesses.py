@@ -231,18 +231,21 @@ def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
     title_column = _named_column([column for column in table.columns(is_text) if column != id_column], TITLE_WORDS)
     if title_column is not None:
         table.note_guess("title_column", title_column)
-    features = [
+    feature_columns = [column for column in table.type_by_column if column in kind_by_column.keys() - {id_column, title_column}]
+    features = tuple(
         FeatureConfig(name=column, kind=kind_by_column[column], standardise=kind_by_column[column] == "numeric")
-        for column in table.type_by_column
-        if column in kind_by_column and column not in (id_column, title_column) and re.fullmatch(r"[A-Za-z0-9_]{1,100}", column)
-    ]
+        for column in [column for column in feature_columns if re.fullmatch(r"[A-Za-z0-9_]{1,100}", column)][:MAX_FEATURES]
+    )
     if not features and title_column is None:
         raise InputError(f"--items: no column of {table.sources[0].name} can be a feature or a title; leave --items out")
     if features:
-        table.notes["features.items.features"] = "guessed from the types: delete the columns that do not describe an item"
-    return ItemTableConfig(
-        paths=(table.path_in_config,), id_column=id_column, title_column=title_column, features=tuple(features[:MAX_FEATURES])
-    )
+        note = "guessed from the types: delete the columns that do not describe an item"
+        used_columns = {feature.name for feature in features}
+        unused_columns = [column for column in feature_columns if column not in used_columns]
+        table.notes["features.items.features"] = note + (
+            f"; left out: {shown_names(unused_columns, max_names=10)}" if unused_columns else ""
+        )
+    return ItemTableConfig(paths=(table.path_in_config,), id_column=id_column, title_column=title_column, features=features)
 
 
 def _item_id_column(table: _Table, item_column: str | None) -> str:
@@ -255,9 +258,9 @@ def _item_id_column(table: _Table, item_column: str | None) -> str:
 def _named_column(columns: Sequence[str], words: Sequence[str]) -> str | None:
     """Return the column whose name is the earliest of `words`; None if there is no such column.
 
-    In the name of a column, only letters count. Case and a final id, key or code are ignored.
+    In the name of a column, only letters of any alphabet count. Case and a final id, key or code are ignored.
     """
-    letters_by_column = {column: re.sub(r"[^a-z]", "", column.lower()) for column in reversed(columns)}
+    letters_by_column = {column: re.sub(r"[\W\d_]", "", column.lower()) for column in reversed(columns)}
     column_by_word = {re.sub(r"(id|key|code)$", "", letters): column for column, letters in letters_by_column.items()}
     return next((column_by_word[word] for word in words if word in column_by_word), None)
 

@@ -187,6 +187,21 @@ def test_the_id_column_of_the_vectors_is_the_item_column_of_the_log(tmp_path: Pa
     assert config.embeddings[0].id_column == "id" and unknown_settings(notes) == ["embeddings.vector_column"]
 
 
+def test_a_column_with_a_name_in_another_alphabet_is_not_the_id_column(tmp_path: Path, log_path: str) -> None:
+    columns = {"名前": ["a", "b"], "商品コード": ["1", "2"], "embedding": [[0.5], [1.5]]}
+    config, notes = guess(tmp_path, log=log_path, vectors=write_parquet(tmp_path / "vectors.parquet", **columns))
+    assert config.embeddings[0].id_column == "<column of the item ids>"
+    assert unknown_settings(notes) == ["embeddings.id_column"]
+
+
+def test_the_note_of_the_features_has_the_columns_that_are_left_out(tmp_path: Path, log_path: str) -> None:
+    columns = {"item_id": [1, 2], "in stock": [1, 2]} | {f"genre{index}": [1, 2] for index in range(22)}
+    config, notes = guess(tmp_path, log=log_path, items=write_parquet(tmp_path / "items.parquet", **columns))
+    assert config.features is not None and config.features.items is not None
+    assert [feature.name for feature in config.features.items.features] == [f"genre{index}" for index in range(20)]
+    assert notes["features.items.features"].endswith("; left out: ['in stock', 'genre20', 'genre21']")
+
+
 def test_a_table_with_titles_alone_has_no_features(tmp_path: Path, log_path: str) -> None:
     items_path = write_parquet(tmp_path / "movies.parquet", movieId=[7], Name=["Up"])
     config, notes = guess(tmp_path, log=log_path, items=items_path)

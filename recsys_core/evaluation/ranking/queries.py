@@ -22,7 +22,7 @@ class Queries:
 
     Attributes:
         query_BD: query vectors.
-        is_known_B: whether the items are served by the query vector; otherwise they are served by popularity.
+        is_known_B: whether the items are ranked by the query vector. Otherwise they are ranked by popularity.
         seen: item rows that are not ranked.
         targets: item rows of the targets. Seen targets are not ranked.
     """

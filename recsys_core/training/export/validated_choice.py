@@ -41,8 +41,8 @@ def best_weight(
     change the order of the cold items, which have neither a block nor a popularity.
 
     Args:
-        apply_weight: function of query vectors and a weight that returns the query vectors with this weight.
-        vectors_of_users: function of user rows that returns the query vectors [B, D] of these users, without a weight.
+        apply_weight: `apply_weight(query_BD, weight)` returns the query vectors with this weight.
+        vectors_of_users: `vectors_of_users(user_rows)` returns the query vectors [B, D] without a weight.
         item_vector_ID: vectors of all items.
         setting: name of the setting in an error message.
 

@@ -12,12 +12,13 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.errors import NightjarError, first_line
 from recsys_core.units import MIB, format_gib
+from tasks.retention.budget import estimated_bytes
 from tasks.runs.workspace import Workspace
 
 CHECK_TIMEOUT_S = 5.0
 MASTER_TIMEOUT_S = 2.0
 DISK_RESERVE_FACTOR = 1.2
-"""Free space that a run needs, as a multiple of the size of the previous run."""
+"""Free space that a run needs, as a multiple of the size of an earlier run."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
 MIN_SHARED_MEMORY_BYTES = 128 * MIB
 """Twice the default of container engines. With the default size, NCCL fails to start."""
@@ -70,17 +71,18 @@ def check_log_engine(config: PipelineConfig) -> Finding:
 
 
 def check_disk(workspace: Path) -> Finding:
-    """Compare the free space of the workspace's disk with the size of the previous run."""
-    num_free_bytes = free_bytes(workspace)
-    newest_run = Workspace(workspace).newest_run()
+    """Compare the free space of the workspace's disk with the size of earlier runs.
+
+    The newest run may have failed before it wrote all its files, so the newest run with all files is compared too.
+    """
+    num_free_bytes, runs = free_bytes(workspace), Workspace(workspace)
+    newest_run = runs.newest_run()
     if newest_run is None:
         return ok(f"{format_gib(num_free_bytes)} free in {workspace}; no run yet")
-    run_bytes = used_bytes(newest_run.folder)
-    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {newest_run.run_id} takes {format_gib(run_bytes)}"
+    run_bytes = max(used_bytes(newest_run.folder), estimated_bytes(runs.run(runs.new_run_id())))
+    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; the next run needs about {format_gib(run_bytes)}"
     if num_free_bytes < DISK_RESERVE_FACTOR * run_bytes:
-        return problem(
-            f"{disk_text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"
-        )
+        return problem(f"{disk_text}, like earlier runs; remove old runs, or set workspace to a larger disk")
     return ok(disk_text)
 
 

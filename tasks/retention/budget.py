@@ -29,7 +29,7 @@ def ensure_disk_space(config: RetentionConfig, run: Run, *, model_name: str) -> 
 def require_disk_space(config: RetentionConfig, run: Run) -> None:
     """Raise InputError if the files of `run` probably exceed the disk budget or the free space.
 
-    The estimate is the size of the newest run that retention has not reduced. Without such a run the estimate is 0.
+    See `estimated_bytes` for the estimate.
     """
     needed_bytes, num_free_bytes = estimated_bytes(run), free_bytes(run.workspace)
     problem = None

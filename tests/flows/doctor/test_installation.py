@@ -9,6 +9,9 @@ from flows.doctor.installation import check_disk, check_log_engine, check_shared
 from flows.doctor.servers import Finding, ok
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.ingest.log.spark_engine import installation
+from recsys_core.units import MIB
+from tasks.runs.workspace import Workspace
+from tests.tasks.retention.run_folders_by_hand import build_template
 
 
 def test_checks_run_at_the_same_time_and_a_check_without_result_is_a_problem() -> None:
@@ -47,9 +50,20 @@ def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None
         (stage / "model").write_bytes(bytes(size))
     finding = check_disk(small_disk)
     assert (
-        finding.status == "problem"
-        and "run 20261121-000000-bbbb takes 0.0 GiB, and the next run needs about the same space" in finding.text
+        finding.status == "problem" and "the next run needs about 0.0 GiB, like earlier runs; remove old runs" in finding.text
     )
+
+
+def test_the_free_disk_is_compared_with_the_newest_complete_run_after_a_failed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete_run = Workspace(tmp_path).run("20261120-000000-aaaa")
+    build_template(complete_run.folder)
+    (complete_run.folder / "train.work" / "values").write_bytes(bytes(5 * MIB))
+    (tmp_path / "runs" / "20261121-000000-bbbb" / "ingest_interactions").mkdir(parents=True)
+    for num_free_bytes, status in ((5 * MIB, "problem"), (20 * MIB, "ok")):
+        monkeypatch.setattr("flows.doctor.installation.free_bytes", lambda path, free=num_free_bytes: free)
+        assert check_disk(tmp_path).status == status
 
 
 def test_the_engine_of_the_ingest_is_checked_only_if_the_config_names_one(monkeypatch: pytest.MonkeyPatch) -> None:

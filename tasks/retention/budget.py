@@ -1,6 +1,8 @@
 """Disk budget: the estimated size of a new run, compared with the budget of the workspace and the free space of the disk."""
 
 import logging
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from recsys_core.disk import free_bytes, used_bytes
@@ -66,7 +68,16 @@ def estimated_bytes(run: Run) -> int:
 
 
 def _new_file_bytes(folder: Path) -> int:
-    """Return the size of the files in a run's folder that were modified after the start of the run."""
-    start_ns = (folder / MARKER_NAME).stat().st_mtime_ns
-    statuses = (path.lstat() for path in folder.rglob("*") if path.is_file())
-    return sum(status.st_size for status in statuses if status.st_mtime_ns >= start_ns)
+    """Return the size of the files in a run's folder that were modified after the start of the run.
+
+    A file that another process removes in the meantime is left out.
+    """
+    num_bytes = 0
+    with suppress(FileNotFoundError):
+        start_ns = (folder / MARKER_NAME).stat().st_mtime_ns
+        for parent, _, file_names in os.walk(folder):
+            for file_name in file_names:
+                with suppress(FileNotFoundError):
+                    status = (Path(parent) / file_name).lstat()
+                    num_bytes += status.st_size if status.st_mtime_ns >= start_ns else 0
+    return num_bytes

@@ -4,12 +4,13 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from recsys_core.disk import used_bytes
 from recsys_core.errors import InputError
-from recsys_core.manifests import RegistrationManifest
+from recsys_core.manifests import PackageManifest, RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import GIB
 from tasks.registry.mlflow_client import connect
 from tasks.retention.budget import ensure_disk_space, estimated_bytes, require_disk_space
@@ -38,6 +39,21 @@ def test_the_estimate_is_the_size_of_the_newest_whole_run(tmp_path: Path, add_ru
     (newer_run.folder / REDUCED_FILE_NAME).write_text("{}")
     shutil.rmtree(add_run(tmp_path, "3").stage_folder(RegistrationManifest))
     assert 5 * MEBIBYTE < estimated_bytes(new_run) < 6 * MEBIBYTE
+
+
+def test_a_run_that_another_process_removes_during_the_estimate_does_not_count(
+    tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = add_large_run(tmp_path, add_run, "1", num_bytes=MEBIBYTE)
+
+    def read_manifest_and_remove_run(*args: Any) -> Any:
+        manifest = read_unchecked_manifest(*args)
+        if args[1] is PackageManifest:
+            shutil.rmtree(run.folder)
+        return manifest
+
+    monkeypatch.setattr("tasks.retention.budget.read_unchecked_manifest", read_manifest_and_remove_run)
+    assert estimated_bytes(run_of(tmp_path, "9")) == 0
 
 
 def test_files_shared_with_earlier_runs_and_files_of_a_resumed_run_are_not_counted(tmp_path: Path, add_run: AddRun) -> None:

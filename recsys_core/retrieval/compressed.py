@@ -6,6 +6,7 @@ candidates again from these vectors, which are part of the index file.
 Shapes: B queries, D width, N rows returned by an index, R vectors that train it.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -203,8 +204,12 @@ class IvfPq(ProductQuantized):
         return super().fitted(num_items, dim).model_copy(update={"pq_nbits": min(self.pq_nbits, num_items.bit_length() - 1)})
 
     def code_bytes(self, dim: int) -> int:
-        """Return the bytes of the code of a vector: one centroid number per sub-vector."""
-        return self.num_sub_vectors * self.pq_nbits // 8
+        """Return the bytes of the code of a vector: one centroid number per sub-vector.
+
+        >>> IvfPq(pq_m=3, pq_nbits=5).code_bytes(12)
+        2
+        """
+        return math.ceil(self.num_sub_vectors * self.pq_nbits / 8)
 
     def compressed_index(self, dim: int) -> Any:
         """Return an IndexIVFPQ."""
@@ -272,8 +277,12 @@ class PqFastScan(ProductQuantized):
     rescore: _Rescore = None
 
     def code_bytes(self, dim: int) -> int:
-        """Return the bytes of the code of a vector: one centroid number per sub-vector."""
-        return self.num_sub_vectors // 2
+        """Return the bytes of the code of a vector: one centroid number per sub-vector.
+
+        >>> PqFastScan(pq_m=3).code_bytes(12)
+        2
+        """
+        return math.ceil(self.num_sub_vectors / 2)
 
     def compressed_index(self, dim: int) -> Any:
         """Return an IndexIVFPQFastScan."""

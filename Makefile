@@ -40,7 +40,7 @@ bench-nightly: setup ## measure complete runs on the demo and on public data; wr
 bench-ingest: setup ## compare the ingest with pandas and measure the loader; writes benchmarks/ingest.md
 	$(BIN)/python -m benchmarks.ingest
 
-bench-quality: setup ## compare models on public data with 3 seeds (about an hour); writes benchmarks/quality
+bench-quality: setup ## compare models on public data with 3 seeds (about four hours on two cores); writes benchmarks/quality
 	$(BIN)/python -m benchmarks.quality
 
 bench-train: setup ## compare the training step with TorchRec's example and measure sharding types; writes benchmarks/train.md

@@ -1,5 +1,6 @@
 """package.json, the manifest of a model package, and the files that a package has."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, Self
@@ -198,6 +199,18 @@ def verify_users(folder: Path) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise StageError(f"{folder}: cannot be verified ({type(error).__name__}: {error}); download it again") from error
     raise StageError(f"{folder / USERS_NAME}: the file was changed after it was written; download or package the model again")
+
+
+def is_unchanged(folder: Path, *, sha256: str) -> bool:
+    """Return whether package.json has the checksum `sha256`, and all files of the package have the checksums in it."""
+    try:
+        content = (folder / DESCRIPTION_NAME).read_bytes()
+        record_by_name = PackageDescription.model_validate_json(content).files
+        return hashlib.sha256(content).hexdigest() == sha256 and all(
+            record_file(folder / name) == record for name, record in record_by_name.items()
+        )
+    except (OSError, ValueError):
+        return False
 
 
 def export_name(export_format: ExportFormat) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, first_line, redacted
 from recsys_core.http_server.release import Champion, Release
-from recsys_core.serving.description import verify_users
+from recsys_core.serving.description import is_unchanged, verify_users
 from tasks.registry.loading import PACKAGE_SHA256_KEY, fetch_model
 from tasks.registry.mlflow_client import call_with_deadline, connect
 from tasks.registry.releases import version_number_by_alias
@@ -69,9 +69,9 @@ class RegistryChampion:
     def refuse(self, problem: str) -> Champion | None:
         """Go back to the former version, because a process cannot serve the current one. Return None if no former one exists.
 
-        The refused version is tried again after FIRST_REFUSAL_S, with a new copy of its package. If it is refused again, the
-        time doubles, up to MAX_REFUSAL_S. If another version was the champion in the meantime, the refused
-        version is tried again as soon as it is the champion again.
+        The refused version is tried again after FIRST_REFUSAL_S, with a new copy of its package if the copy is damaged. If it
+        is refused again, the time doubles, up to MAX_REFUSAL_S. If another version was the champion in the meantime, the
+        refused version is tried again as soon as it is the champion again.
         """
         if self._champion is None or self._former_release is None:
             return None
@@ -109,7 +109,7 @@ class RegistryChampion:
             return Champion(release=current_champion.release, problem=current_champion.problem, registry_answered_at=now)
         try:
             if is_refused and version_number is not None:
-                self._remove_copy(version_number)  # the copy may be damaged
+                self._remove_damaged_copy(version_number)
             release = self._release_of(version_number)
             # An older former release is kept, because perhaps not all processes have loaded the current release.
             if current_champion is not None and self._former_release is None:
@@ -162,6 +162,11 @@ class RegistryChampion:
         kept_versions = {release.version, self._former_release and self._former_release.version}
         for version in [version for version in self._release_by_version if version not in kept_versions]:
             self._remove_copy(version)
+
+    def _remove_damaged_copy(self, version_number: str) -> None:
+        release = self._release_by_version.get(version_number)
+        if release is None or not is_unchanged(release.folder, sha256=release.sha256):
+            self._remove_copy(version_number)
 
     def _remove_copy(self, version_number: str) -> None:
         self._release_by_version.pop(version_number, None)

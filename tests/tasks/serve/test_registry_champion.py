@@ -96,7 +96,7 @@ def test_a_version_with_changed_users_is_not_served_and_not_downloaded_again_at_
     assert (next_answer.release, next_answer.problem) == (answer.release, answer.problem)
 
 
-def test_a_refused_version_is_copied_again_before_the_next_attempt(
+def test_a_refused_version_is_downloaded_again_only_if_its_copy_is_damaged(
     set_champion: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry_champion, "FIRST_REFUSAL_S", 0.0)
@@ -105,7 +105,12 @@ def test_a_refused_version_is_copied_again_before_the_next_attempt(
     champion.poll()
     champion.accept()
     set_champion("2")
-    damaged_file = champion.poll().release.folder / "index.faiss"
+    refused_release = champion.poll().release
+    assert champion.refuse("not enough memory") is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(registry_champion, "fetch_model", Mock(side_effect=AssertionError("a second download")))
+        assert champion.poll().release == refused_release
+    damaged_file = refused_release.folder / "index.faiss"
     damaged_file.write_bytes(damaged_file.read_bytes()[:-1])  # as after a download that the store cut short
     assert champion.refuse("index.faiss: the file was changed") is not None
     release = champion.poll().release

@@ -14,8 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from recsys_core.launching.messages import FOLDER_VARIABLE, STORE_VARIABLE, Host, LaunchFolder, RankReport
 from recsys_core.parent_process import die_with_parent
 
@@ -40,8 +38,9 @@ def register_rank() -> None:
 def request_stacks(folder: LaunchFolder, *, host: Host) -> None:
     """Send the stack signal to the ranks of this host that have started. It would kill a rank that has no handler yet."""
     for rank_report in folder.start_reports().values():
-        if rank_report.host.index == host.index and psutil.pid_exists(rank_report.pid):
-            os.kill(rank_report.pid, STACK_SIGNAL)
+        if rank_report.host.index == host.index:
+            with suppress(ProcessLookupError):
+                os.kill(rank_report.pid, STACK_SIGNAL)
 
 
 def pin_to_core_share(*, local_rank: int, num_local_ranks: int) -> None:

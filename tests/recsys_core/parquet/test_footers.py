@@ -46,6 +46,14 @@ def test_a_valid_file_is_read(tmp_path: Path) -> None:
         assert file.read().num_rows == 2 * NUM_ROWS
 
 
+def test_after_an_error_of_duckdb_the_next_footer_is_parsed_in_a_new_database(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1" + b"\0" * 50 + (43).to_bytes(4, "little") + b"PAR1")
+    database = footers._footer_database()
+    assert_rejected(str(tmp_path / "x.parquet"))
+    assert footers._footer_database() is not database
+    open_sources([write_valid_file(tmp_path)], setting="s")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -188,8 +188,8 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
 
 def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]:
     """Return the settings for a label column with two different finite values; an empty dictionary without such a column."""
-    number_columns = table.columns(lambda data_type: pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
-    column = _named_column([column for column in number_columns if column not in used_columns], LABEL_WORDS)
+    label_columns = [column for column in table.columns(_is_label) if column not in used_columns]
+    column = _named_column(label_columns, LABEL_WORDS)
     if column is None:
         return {}
     values = pc.cast(table.values(column), pa.float64(), safe=False)
@@ -224,7 +224,7 @@ def _guess_embeddings(table: _Table, item_column: str | None) -> EmbeddingsConfi
 def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
     id_column = _item_id_column(table, item_column)
     kind_by_column: dict[str, FeatureKind] = dict.fromkeys(table.columns(_is_id), "categorical")
-    kind_by_column |= dict.fromkeys(table.columns(pa.types.is_floating), "numeric")
+    kind_by_column |= dict.fromkeys(table.columns(_is_fraction), "numeric")
     kind_by_column |= dict.fromkeys(
         table.columns(lambda data_type: is_list(data_type) and _is_id(data_type.value_type)), "list"
     )
@@ -290,6 +290,14 @@ def _time_unit(table: _Table, column: str) -> tuple[str | None, int]:
 
 def _is_id(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_integer(data_type) or is_text(data_type))
+
+
+def _is_label(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_boolean(data_type) or pa.types.is_integer(data_type) or _is_fraction(data_type))
+
+
+def _is_fraction(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(data_type) or pa.types.is_decimal(data_type))
 
 
 def _is_time(data_type: pa.DataType) -> bool:

@@ -1,5 +1,6 @@
 """`nightjar init --log --items --vectors`: columns guessed from real parquet files."""
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,11 @@ def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> 
         (np.where(np.arange(NUM_EVENTS) % 2, np.inf, 3.0), None),
         (np.where(np.arange(NUM_EVENTS) % 3, np.arange(NUM_EVENTS) % 5 + 1, np.nan), 3.0),
         ((np.arange(NUM_EVENTS) % 5 + 1).astype(np.float16), 3.0),
+        (pa.array(np.arange(NUM_EVENTS) % 5 + 1).cast(pa.decimal128(21, 1)), 3.0),
+        (np.arange(NUM_EVENTS) % 2 == 0, 0.5),
         (pa.nulls(NUM_EVENTS, pa.float64()), None),
     ],
-    ids=["nan", "infinite", "some nan", "float16", "null"],
+    ids=["nan", "infinite", "some nan", "float16", "decimal", "bool", "null"],
 )
 def test_the_label_threshold_is_the_middle_of_the_finite_labels(tmp_path: Path, ratings: Any, threshold: float | None) -> None:
     columns = {"user": random_ids(200), "item": random_ids(50), "time": TIMES_S, "rating": ratings}
@@ -208,6 +211,14 @@ def test_a_table_with_titles_alone_has_no_features(tmp_path: Path, log_path: str
     assert config.features is not None and config.features.items is not None
     assert (config.features.items.title_column, config.features.items.features) == ("Name", ())
     assert notes["features.items.title_column"] == "guessed: column 'Name' is string"
+
+
+def test_decimals_in_an_item_table_are_numeric_features(tmp_path: Path, log_path: str) -> None:
+    items = write_parquet(tmp_path / "movies.parquet", movieId=[7], price=pa.array([Decimal("9.90")]))
+    config, _ = guess(tmp_path, log=log_path, items=items)
+    assert config.features is not None and config.features.items is not None
+    ((price,), title_column) = config.features.items.features, config.features.items.title_column
+    assert (price.name, price.kind, price.standardise, title_column) == ("price", "numeric", True, None)
 
 
 def test_partition_folders_are_columns(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.dataset.layout import context_paths, vocabulary_file
+from recsys_core.dataset.layout import CONTEXT_FILE, context_paths, shard_files, vocabulary_file
 from recsys_core.errors import StageError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
@@ -103,7 +103,7 @@ def prepare_sample(
     history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))
     folder.mkdir()
     histories_file = folder / "cases.parquet"
-    context = _context(interactions, features, event_index_U=event_store.first_event_index(user_row_U, "test"))
+    context = _context(interactions, event_index_U=event_store.first_event_index(user_row_U, "test"))
     pq.write_table(pa.table({"user_id": user_ids, "history": history_ids, **context}), histories_file)
     seen_items = history.distinct(bound=len(item_ids))
     new_targets = targets.distinct(bound=len(item_ids)).difference(seen_items, bound=len(item_ids))
@@ -136,26 +136,15 @@ def prepare_sample(
     )
 
 
-def _context(
-    interactions: InteractionsManifest, features: FeaturesManifest | None, *, event_index_U: IntArray
-) -> dict[str, pa.Array]:
-    """Return the log columns that context features read, at the events `event_index_U`.
+def _context(interactions: InteractionsManifest, *, event_index_U: IntArray) -> dict[str, pa.Array]:
+    """Return the context columns of the log at the events `event_index_U`.
 
     A column has the key context.<column> and, unless <column> has another meaning in a request, also the key <column>. The
-    signature of a version determines which of the two keys the version reads.
+    signature of a version determines which of these keys the version reads.
     """
-    features_by_key = {} if features is None else features.features
-    columns = {
-        column
-        for key, feature in features_by_key.items()
-        if key.startswith("context.")
-        for column in (feature.column or key.partition(".")[2], feature.weight_column)
-        if column is not None
-    }
-    if not columns:
+    if shard_files(CONTEXT_FILE, num_shards=interactions.num_shards)[0] not in interactions.files:  # no context columns
         return {}
-    tables = [pq.read_table(path, columns=sorted(columns)) for path in context_paths(interactions)]
-    table = pa.concat_tables(tables).take(pa.array(event_index_U))
+    table = pa.concat_tables(pq.read_table(path) for path in context_paths(interactions)).take(pa.array(event_index_U))
     context = {}
     for column in table.column_names:
         values = table[column].combine_chunks()

@@ -154,6 +154,21 @@ def test_the_slices_of_users_depend_on_training_events_alone(tmp_path: Path) -> 
     }
 
 
+def test_the_sample_has_the_context_of_the_first_test_events_even_without_the_manifest_of_the_features(tmp_path: Path) -> None:
+    interactions = write_interactions_stage(
+        tmp_path / "interactions",
+        train=[[0, 1], [0]],
+        validation=[[]] * 2,
+        test=[[2, 3], [3]],
+        num_items=4,
+        context=pa.table({"device": ["a", "a", "b", "c", "a", "d"], "user_id": [1, 2, 3, 4, 5, 6]}),
+    )
+    sample = prepare_sample(interactions, max_users=2, folder=tmp_path / "sample")  # as in nightjar promote
+    context = {name: values.to_pylist() for name, values in sample.context.items()}
+    assert context == {"context.device": ["b", "d"], "device": ["b", "d"], "context.user_id": [3, 6]}
+    assert set(pq.read_schema(sample.histories_file).names) == {"user_id", "history", *context}
+
+
 def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
     # Targets are test items that the user does not have before: 2 for user 0, 1 and 3 for user 1, and 0 for user 2.
     interactions = write_interactions_stage(

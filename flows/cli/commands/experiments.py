@@ -181,9 +181,15 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
             f"{results.run.folder}: the vectors of run {results.run.run_id} are removed, because it is older than the runs "
             "that retention.keep_full_runs keeps; choose a newer run with --run"
         )
+    export = results.stages.get(ExportManifest)
+    if export is None:
+        raise InputError(
+            f"{results.run.folder}: run {results.run.run_id} has no vectors, because its stage export is not complete; resume "
+            "the run, or choose another run with --run"
+        )
     points = popularity_curve(
         config.evaluation,
-        export=results.stages[ExportManifest],
+        export=export,
         interactions=results.stages[InteractionsManifest],
         weights=_parse_weights(weights),
     )

@@ -4,6 +4,7 @@ tests/drills/test_tuning.py tunes with real trainings.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -223,3 +224,9 @@ def test_a_run_without_its_vectors_has_no_popularity_curve(config_path: Path, ru
     (run.folder / REDUCED_FILE_NAME).touch()
     result = CliRunner().invoke(app, ["popularity-curve", str(config_path)])
     assert isinstance(result.exception, InputError) and "choose a newer run with --run" in str(result.exception)
+
+    (run.folder / REDUCED_FILE_NAME).unlink()
+    shutil.rmtree(run.stage_folder(ExportManifest))  # the run failed before the export
+    result = CliRunner().invoke(app, ["popularity-curve", str(config_path)])
+    assert isinstance(result.exception, InputError)
+    assert f"run {run.run_id} has no vectors, because its stage export is not complete" in str(result.exception)

@@ -346,6 +346,10 @@ class EventStore:
         start_U, end_U = (bound[:] for bound in self._split_bounds(split))
         return int(self.times_at(start_U[end_U > start_U]).min(initial=INT64_MAX))
 
+    def newest_times(self) -> Int64Array:
+        """Return the time of the newest event of each user that has an event, in microseconds. For an order by time only."""
+        return self.times_at(self._user_end[:][self.event_count_U > 0] - 1)
+
     def newest_training_time(self) -> int:
         """Return the time of the newest training event in microseconds."""
         return int(self.times_at(self._train_end[:][self.train_count_U > 0] - 1).max())

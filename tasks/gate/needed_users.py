@@ -57,12 +57,11 @@ def days_with_users(store: EventStore, num_users: int) -> int | None:
 
     Return None if fewer users have an event in the log.
     """
-    has_events_U = store.event_count_U > 0
-    if num_users > has_events_U.sum():
+    newest_time_U = store.newest_times()
+    if num_users > len(newest_time_U):
         return None
-    last_time_U = store.times_at(np.cumsum(store.event_count_U)[has_events_U] - 1)
-    start_time = np.partition(last_time_U, len(last_time_U) - num_users)[len(last_time_U) - num_users]
-    return int((last_time_U.max() - start_time) // DAY_US) + 1
+    start_time = np.partition(newest_time_U, len(newest_time_U) - num_users)[len(newest_time_U) - num_users]
+    return int((newest_time_U.max() - start_time) // DAY_US) + 1
 
 
 def small_margin_sentences(comparison: Comparison, *, config: RegistryConfig) -> tuple[str, ...]:

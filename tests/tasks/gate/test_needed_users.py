@@ -14,6 +14,7 @@ from tasks.gate.needed_users import days_with_users, needed_users_sentences, sma
 from tasks.gate.sample import prepare_sample
 from tasks.registry.config import RegistryConfig
 from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
+from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 
 NUM_USERS = 40
 
@@ -45,6 +46,16 @@ def test_the_smallest_number_of_days_with_enough_users_is_found(
     num_users: int, days: int | None, interactions: InteractionsManifest
 ) -> None:
     assert days_with_users(EventStore.open(interactions), num_users) == days
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_the_days_do_not_depend_on_the_shards_of_the_event_store(num_shards: int, tmp_path: Path) -> None:
+    # User u has u + 1 events, all of them 20 - u days after 1970-01-01.
+    events = [(user, event, (20 - user) * DAY_US) for user in range(10) for event in range(user + 1)]
+    split = {"kind": "time", "test_days": 1}
+    manifest = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", events), shards=num_shards, split=split)
+    store = EventStore.open(manifest)
+    assert [days_with_users(store, num_users) for num_users in (1, 2, 5, 10, 11)] == [1, 2, 5, 10, None]
 
 
 def evidence_of_too_few_users(rule: Margin | PairedBootstrap, *, num_users: int, is_guardrail: bool = False) -> Evidence:

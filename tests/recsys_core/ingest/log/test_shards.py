@@ -83,7 +83,7 @@ def contents_of(manifest: InteractionsManifest, scratch_path: Path) -> dict[str,
             store.popularity_rank_I,
         ),
         "train_negatives": negatives.num_train_negatives_U,
-        "newest": store.newest_training_time(),
+        "newest": (store.newest_training_time(), store.newest_times()),
         "all_histories": [np.array(array) for array in store.all_histories(scratch_path)],
     }
     for split in ("validation", "test"):

@@ -30,6 +30,7 @@ from tasks.registry.releases import (
     MANUAL_CHANGE_TAG,
     MAX_FORMER_CHAMPIONS,
     PARENT_TAG,
+    REFIT_OF_TAG,
     SPENT_DROP_TAG,
     current_person,
 )
@@ -186,10 +187,11 @@ def _make_champion(
     if registry.aliases().get("challenger") == version_number:
         registry.move_challenger(None, reason=reason)
     replaced_clause = "" if champion is None else f" instead of {replaced_text}"
-    return (
-        f"{registry.model_name} version {version_number} is champion{replaced_clause}: "
-        f"{_measurement(metrics.user_metrics, decision.config.metric)}"
-    )
+    refitted_number = version.tags.get(REFIT_OF_TAG)
+    measurement = _measurement(metrics.user_metrics, decision.config.metric)
+    if refitted_number is not None:
+        measurement = f"a refit of version {refitted_number}, without metrics, because it was trained on the test events too"
+    return f"{registry.model_name} version {version_number} is champion{replaced_clause}: {measurement}"
 
 
 def _measurement(user_metrics: UserMetrics, metric_name: str) -> str:

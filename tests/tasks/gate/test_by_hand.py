@@ -17,7 +17,7 @@ from tasks.gate.sample import Answers, K, UserSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Registry
-from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, SPENT_DROP_TAG
+from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, REFIT_OF_TAG, SPENT_DROP_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit, package_folder
 from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
@@ -133,6 +133,17 @@ def test_a_promotion_by_hand_resets_the_margin_and_a_rollback_restores_the_earli
     assert float(version_tags(client, "3")[SPENT_DROP_TAG]) == 0
     roll_back(None, decide())
     assert float(version_tags(client, "2")[SPENT_DROP_TAG]) == 0.02
+
+
+def test_no_metric_is_printed_for_a_refit_because_it_was_trained_on_the_test_events(
+    three_versions: Path, decide: Decide
+) -> None:
+    connect(three_versions).set_model_version_tag("m", "3", REFIT_OF_TAG, "2")
+    assert promote_version(3, decide()) == (
+        "m version 3 is champion instead of version 2: a refit of version 2, without metrics, because it was trained on the "
+        "test events too"
+    )
+    assert roll_back(None, decide()).startswith("m version 2 is champion instead of version 3: recall@20 is 0.")
 
 
 def test_an_impossible_promotion_raises_one_message_and_changes_nothing(

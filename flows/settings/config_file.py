@@ -1,6 +1,7 @@
 """Config files: reading YAML and `--set a.b=value` options into a PipelineConfig, and writing a PipelineConfig as YAML."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
+        raise InputError(f"{path}: no such file; `nightjar init {shlex.quote(str(path))}` writes one") from None
     except IsADirectoryError:
         raise InputError(f"{path}: is a folder; name a config file, such as {path / 'nightly.yaml'}") from None
     except UnicodeDecodeError as error:

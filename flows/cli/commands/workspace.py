@@ -1,6 +1,7 @@
 """Commands on files, without servers: `init`, `demo`, `validate`, `doctor` and `history`."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,7 @@ def init(config_path: Path, *, inputs: InputOptions, every_setting: bool) -> Non
         unknown = [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
         next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
     config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
-    output.print_line(f"wrote {config_path}; {next_step}, then: nightjar validate {config_path}")
+    output.print_line(f"wrote {config_path}; {next_step}, then: nightjar validate {shlex.quote(str(config_path))}")
 
 
 def demo(workspace: Path) -> Path:

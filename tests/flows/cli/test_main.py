@@ -84,6 +84,16 @@ def test_init_writes_a_config_and_does_not_overwrite_a_file(
     assert path.read_text() == "kept"
 
 
+def test_the_next_command_quotes_a_path_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my config.yaml"
+    assert nightjar("validate", path, monkeypatch=monkeypatch) == 2
+    assert f"`nightjar init '{path}'` writes one" in capsys.readouterr().err
+    assert nightjar("init", path, monkeypatch=monkeypatch) == 0
+    assert f"nightjar validate '{path}'" in capsys.readouterr().out
+
+
 def test_init_marks_the_columns_that_it_cannot_guess_and_takes_them_as_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,5 +251,5 @@ def test_in_an_ascii_locale_other_characters_are_escaped(tmp_path: Path) -> None
     )
     assert (process.returncode, process.stderr) == (
         2,
-        "error: gr\\xf6\\xdfe.yaml: no such file; `nightjar init gr\\xf6\\xdfe.yaml` writes one\n",
+        "error: gr\\xf6\\xdfe.yaml: no such file; `nightjar init 'gr\\xf6\\xdfe.yaml'` writes one\n",
     )

@@ -143,9 +143,11 @@ class _MeasuredIndexes:
         best_recall = max((point.recall for point in report.tried), default=report.recall)
         if best_recall >= target:
             return served.kind, None, None
+        is_tuned_on_validation = bool(report.tried) and self._tuning_queries is not self._test_queries
+        queries_text = "validation queries" if is_tuned_on_validation else "test queries"
         warning = (
-            f"the {served.kind} index reaches a recall@{report.k} of {best_recall:.4f}, below index.recall_target {target:g}; "
-            "change its settings, or set index.served to auto"
+            f"the {served.kind} index reaches a recall@{report.k} of {best_recall:.4f} on {queries_text}, below "
+            f"index.recall_target {target:g}; change its settings, or set index.served to auto"
         )
         return served.kind, None, warning
 

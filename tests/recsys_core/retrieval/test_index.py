@@ -104,8 +104,22 @@ def test_if_no_search_reaches_the_target_the_best_search_is_used(export: ExportM
     best_point = max(tried, key=lambda point: point.recall)
     assert manifest.reports["ivf_pq"].parameters == best_point.parameters
     assert manifest.warning is not None
-    assert f"the ivf_pq index reaches a recall@100 of {best_point.recall:.4f}, below index.recall_target 1;" in manifest.warning
+    recall_text = f"a recall@100 of {best_point.recall:.4f} on test queries"  # there are no validation queries
+    assert f"the ivf_pq index reaches {recall_text}, below index.recall_target 1;" in manifest.warning
     assert (hnsw.parameters["ef_search"], hnsw.tried) == (9, ())
+
+
+def test_the_warning_about_the_recall_target_has_the_recall_on_validation_queries(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    vectors, test, validation = (random.normal(size=(num_vectors, 16)) for num_vectors in (500, 20, 30))
+    queries = {"test": (range(20), test), "validation": (range(30), validation)}
+    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries=queries)
+    config = IndexConfig(served=IvfPq(nlist=4, pq_m=2, pq_nbits=2), recall_target=1.0)
+    manifest = build_indexes(config, export=export, folder=tmp_path / "index")
+    report = manifest.reports["ivf_pq"]
+    best_recall = max(point.recall for point in report.tried)
+    assert manifest.warning is not None and f"{best_recall:.4f}" != f"{report.recall:.4f}"  # on test queries
+    assert f"the ivf_pq index reaches a recall@100 of {best_recall:.4f} on validation queries, below" in manifest.warning
 
 
 def test_a_larger_nprobe_searches_more_cells(manifest, export: ExportManifest) -> None:

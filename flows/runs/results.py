@@ -13,13 +13,14 @@ from recsys_core.manifests import (
     DataReportManifest,
     Dataset,
     EvaluationManifest,
+    InteractionsManifest,
     Manifest,
     RegistrationManifest,
     StageName,
     TrainManifest,
 )
 from tasks.runs.context import Results
-from tasks.runs.run import REFIT_FILE_NAME, Run
+from tasks.runs.run import REDUCED_FILE_NAME, REFIT_FILE_NAME, Run
 from tasks.runs.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -40,8 +41,11 @@ class RunResults:
 
     @classmethod
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
-        """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
-        return cls(run, Results.read(run, until=until))
+        """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums.
+
+        The manifests of a run whose large files retention has removed are read too. They contain its metrics.
+        """
+        return cls(run, Results.read(run, until=until, requires_files=not _is_reduced(run)))
 
     @property
     def manifests(self) -> dict[str, Manifest]:
@@ -50,8 +54,16 @@ class RunResults:
 
     @property
     def dataset(self) -> Dataset:
-        """The ingested data; StageError if the interactions are not ingested yet."""
-        return self.stages.dataset
+        """The ingested data; StageError if the interactions are not ingested yet, or if retention has removed them."""
+        if not _is_reduced(self.run):
+            return self.stages.dataset
+        complete_stages = Results.read(self.run)  # retention keeps the data that a later run needs
+        if complete_stages.get(InteractionsManifest) is None:
+            raise StageError(
+                f"{self.run.folder}: the data of run {self.run.run_id} are removed, because it is older than the runs that "
+                "retention.keep_full_runs keeps; open a newer run"
+            )
+        return complete_stages.dataset
 
     @property
     def refit_version(self) -> str | None:
@@ -117,6 +129,11 @@ class RunResults:
             "stages": {manifest.stage: {"seconds": round(manifest.seconds, 3)} for manifest in self.stages},
         }
         return json.dumps(summary, allow_nan=False)
+
+
+def _is_reduced(run: Run) -> bool:
+    """Return whether retention has removed the large files of the run."""
+    return (run.folder / REDUCED_FILE_NAME).exists()
 
 
 def open_run(workspace: str | Path, run_id: str | None = None) -> RunResults:

@@ -17,6 +17,7 @@ from recsys_core.manifests import (
     ManifestT,
     StageName,
     load_manifest,
+    read_unchecked_manifest,
 )
 from tasks.runs.run import RUNS_FOLDER_NAME, Run
 from tasks.runs.workspace import Workspace
@@ -81,11 +82,19 @@ class Results:
         self._manifest_by_type = {type(manifest): manifest for manifest in manifests}
 
     @classmethod
-    def read(cls, run: Run, *, until: StageName | None = None) -> Self:
-        """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
+    def read(cls, run: Run, *, until: StageName | None = None, requires_files: bool = True) -> Self:
+        """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums.
+
+        requires_files: whether to leave out a stage if one of its files is missing or has another size.
+        """
         stage_names = list(STAGES)
         included_names = stage_names if until is None else stage_names[: stage_names.index(until) + 1]
-        manifests = (load_manifest(run.folder / name, STAGES[name], verify=False) for name in included_names)
+        manifests = (
+            load_manifest(run.folder / name, STAGES[name], verify=False)
+            if requires_files
+            else read_unchecked_manifest(run.folder / name, STAGES[name])
+            for name in included_names
+        )
         return cls(manifest for manifest in manifests if manifest is not None)
 
     def add(self, manifest: Manifest) -> None:

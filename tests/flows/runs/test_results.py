@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ import recsys_core
 from flows import RunResults, open_run
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import EvaluationManifest, TrainManifest
-from tasks.runs.run import Run
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tests.flows.run_folders import FIRST_START, past_run
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
@@ -55,6 +56,23 @@ def test_a_run_has_its_training_log_as_a_table_and_the_paths_of_its_pages(tmp_pa
     assert results.report_path == run.folder / "check_data" / "report.html"
     assert {"report.html", "plan.html", "loss.png", "indexes.png"} <= results.page_paths.keys()
     assert all(path.is_file() for path in results.page_paths.values())
+
+
+def test_a_run_keeps_its_metrics_after_retention_has_removed_its_large_files(tmp_path: Path) -> None:
+    def write_positions(folder: Path) -> dict[str, Any]:
+        (folder / "positions.parquet").touch()
+        return {"metrics": {"test/ndcg@10": 0.5}}
+
+    run = Run("20261121-000000-aaaa", workspace=tmp_path)
+    folder = run.stage_folder(EvaluationManifest)
+    commit_stage(folder, EvaluationManifest, fingerprint="f", build=write_positions)
+    (folder / "positions.parquet").unlink()
+    assert open_run(tmp_path).metrics == {}  # a file is missing that retention has not removed
+    (run.folder / REDUCED_FILE_NAME).touch()
+    results = open_run(tmp_path)
+    assert results.metrics == {"test/ndcg@10": 0.5} and results.manifests.keys() == {"evaluate"}
+    with pytest.raises(StageError, match=r"the data of run 20261121-000000-aaaa are removed, because .* open a newer run"):
+        results.dataset  # noqa: B018
 
 
 def test_a_missing_result_is_reported_with_its_name(tmp_path: Path) -> None:

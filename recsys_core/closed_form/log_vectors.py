@@ -13,7 +13,7 @@ from recsys_core.closed_form.config import EaseVectorsConfig, IalsVectorsConfig,
 from recsys_core.closed_form.linear_models import Floats32, ease_vectors, log_matrix, singular_vectors
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
-from recsys_core.manifests import InteractionsManifest, LogVectorsManifest, StageFolder, fingerprint_of
+from recsys_core.manifests import InteractionsManifest, LogVectorsManifest, StageFolder
 from recsys_core.seeds import CLOSED_FORM_SEED
 
 GIGABYTE = 1_000_000_000
@@ -28,8 +28,7 @@ def embed_log(config: LogVectorsConfig, *, interactions: InteractionsManifest, f
         InputError: a library is missing, there are not enough items or users with training events for vectors with `dim`
             dimensions, or the matrices need more memory than the config allows.
     """
-    fingerprint = fingerprint_of("embed_log", config.result_settings(), interactions)
-    stage = StageFolder(folder, LogVectorsManifest, fingerprint=fingerprint)
+    stage = StageFolder(folder, LogVectorsManifest, inputs=["embed_log", config.result_settings(), interactions])
     if stage.manifest is not None:
         return stage.manifest
     config.require_libraries()

@@ -22,7 +22,7 @@ from recsys_core.data_report.statistics import (
 )
 from recsys_core.dataset.events import EventStore
 from recsys_core.ingest.log.split_config import Split
-from recsys_core.manifests import DataReportManifest, InteractionsManifest, StageFolder, fingerprint_of
+from recsys_core.manifests import DataReportManifest, InteractionsManifest, StageFolder
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ def report_data(
     Memory does not grow with the number of events, because they are read in chunks of users. The manifest lists violated limits
     as `breaches`; the caller decides whether the run stops.
     """
-    fingerprint = fingerprint_of(
-        "data_report", config, split, interactions, previous and [previous.name, previous.interactions]
+    stage = StageFolder(
+        folder,
+        DataReportManifest,
+        inputs=["data_report", config, split, interactions, previous and [previous.name, previous.interactions]],
     )
-    stage = StageFolder(folder, DataReportManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing() as output_folder:

@@ -43,7 +43,6 @@ from recsys_core.manifests import (
     ExportManifest,
     SliceReport,
     StageFolder,
-    fingerprint_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -192,8 +191,9 @@ def evaluate(
         )
 
     sliced_features = dataset.features if config.slices else None
-    fingerprint = fingerprint_of("evaluate", config, export, interactions, dataset.embeddings, sliced_features)
-    stage = StageFolder(folder, EvaluationManifest, fingerprint=fingerprint)
+    stage = StageFolder(
+        folder, EvaluationManifest, inputs=["evaluate", config, export, interactions, dataset.embeddings, sliced_features]
+    )
     if stage.manifest is not None:
         return stage.manifest
     if not export.num_queries.get("test", 0):

@@ -46,3 +46,4 @@ from recsys_core.manifests.stage_folder import remove_own_folder as remove_own_f
 from recsys_core.manifests.stage_folder import require_manifest as require_manifest
 from recsys_core.manifests.stage_folder import require_no_link as require_no_link
 from recsys_core.manifests.stage_folder import require_own_folder as require_own_folder
+from recsys_core.manifests.stage_folder import without_outdated as without_outdated

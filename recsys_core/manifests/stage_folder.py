@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +50,7 @@ class Manifest(Frozen):
         stage: name of the stage, which is also the name of its folder.
         group: group of the stage in the plot of the durations.
         pages: paths in the run folder of the pages and plots of the stage, by the text of the link.
+        input_fingerprints: fingerprints of the stages of the same run that this stage has read, by name of the stage.
     """
 
     stage: ClassVar[str]
@@ -58,6 +59,7 @@ class Manifest(Frozen):
 
     format_version: Literal[3] = 3
     fingerprint: str
+    input_fingerprints: dict[str, str] = Field(default_factory=dict)
     seconds: float
     files: dict[str, FileRecord]
     folder: Path = Field(exclude=True)
@@ -96,7 +98,7 @@ def _canonical(fingerprint_input: object) -> Any:
 class StageFolder(Generic[ManifestT]):
     """The folder of one stage, which is either complete or has to be written:
 
-        stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
+        stage = StageFolder(folder, PlanManifest, inputs=["plan_sharding", config, interactions])
         if stage.manifest is not None:
             return stage.manifest
         with stage.writing() as new_folder:
@@ -104,14 +106,20 @@ class StageFolder(Generic[ManifestT]):
             return stage.commit(world_size=plan.world_size, device=plan.device)
 
     Attributes:
+        fingerprint: sha256 over `inputs`: configs, manifests of earlier stages and plain values.
         manifest: the manifest of the complete stage; None if the stage is incomplete or has another fingerprint.
     """
 
-    def __init__(self, folder: Path, manifest_type: type[ManifestT], *, fingerprint: str) -> None:
-        self._folder, self._manifest_type, self._fingerprint = folder, manifest_type, fingerprint
+    def __init__(self, folder: Path, manifest_type: type[ManifestT], *, inputs: Sequence[object]) -> None:
+        self._folder, self._manifest_type, self.fingerprint = folder, manifest_type, fingerprint_of(*inputs)
+        self._input_fingerprints = {
+            stage_input.stage: stage_input.fingerprint
+            for stage_input in inputs
+            if isinstance(stage_input, Manifest) and stage_input.folder.parent == folder.parent
+        }
         self._staging_folder = folder.with_name(folder.name + ".tmp")
         existing_manifest = load_manifest(folder, manifest_type)
-        is_reusable = existing_manifest is not None and existing_manifest.fingerprint == fingerprint
+        is_reusable = existing_manifest is not None and existing_manifest.fingerprint == self.fingerprint
         self.manifest = existing_manifest if is_reusable else None
         self._start_s = time.perf_counter()
 
@@ -143,7 +151,13 @@ class StageFolder(Generic[ManifestT]):
         """
         seconds = time.perf_counter() - self._start_s
         return commit_folder(
-            self._staging_folder, self._folder, self._manifest_type, fingerprint=self._fingerprint, seconds=seconds, **fields
+            self._staging_folder,
+            self._folder,
+            self._manifest_type,
+            fingerprint=self.fingerprint,
+            input_fingerprints=self._input_fingerprints,
+            seconds=seconds,
+            **fields,
         )
 
 
@@ -207,6 +221,24 @@ def read_unchecked_manifest(folder: Path, manifest_type: type[ManifestT]) -> Man
         return manifest_type.model_validate(content | {"folder": folder})
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *_DAMAGED_JSON_ERRORS):
         return None
+
+
+def without_outdated(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
+    """Yield the manifests of a run, given in the order of its stages, without the stages whose inputs have changed since.
+
+    A run that is resumed with other settings, and stopped before its last stage, has such stages.
+    """
+    fingerprint_by_stage: dict[str, str] = {}
+    outdated_stages: set[str] = set()
+    for manifest in manifests:
+        if any(
+            stage in outdated_stages or fingerprint_by_stage.get(stage, fingerprint) != fingerprint
+            for stage, fingerprint in manifest.input_fingerprints.items()
+        ):
+            outdated_stages.add(manifest.stage)
+        else:
+            fingerprint_by_stage[manifest.stage] = manifest.fingerprint
+            yield manifest
 
 
 def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool = True) -> ManifestT:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recsys_core.manifests import PackageManifest, StageFolder, fingerprint_of
+from recsys_core.manifests import PackageManifest, StageFolder
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import ITEM_TABLES, TEACHER_TABLE
 from recsys_core.refresh.changes import Changes
@@ -47,7 +47,7 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
     """
     package = parent.package
     spec = _with_items(package.model, changes.items.num_rows)
-    stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint_of("refresh", package, changes.counts))
+    stage = StageFolder(folder, PackageManifest, inputs=["refresh", package, changes.counts])
     with stage.writing(min_bytes=sum(path.stat().st_size for path in parent_folder.iterdir())) as output_folder:
         package_folder = output_folder / "package"
         package_folder.mkdir()

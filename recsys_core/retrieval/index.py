@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, StageError
-from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, StageFolder, fingerprint_of
+from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, StageFolder
 from recsys_core.retrieval.auto import Auto, Candidate, choose_kind
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.kinds import AnyIndexKind
@@ -44,7 +44,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     if num_items < 2:
         raise InputError(f"the catalogue has {num_items} item(s), but an index needs at least 2; add items")
 
-    stage = StageFolder(folder, IndexManifest, fingerprint=fingerprint_of("build_index", config, export))
+    stage = StageFolder(folder, IndexManifest, inputs=["build_index", config, export])
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing(min_bytes=sum(kind.min_bytes(num_items=num_items, dim=dim) for kind in kinds)) as output_folder:

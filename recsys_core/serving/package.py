@@ -35,7 +35,6 @@ from recsys_core.manifests import (
     InteractionsManifest,
     PackageManifest,
     StageFolder,
-    fingerprint_of,
     record_file,
 )
 from recsys_core.models.candidate_model import CandidateModel
@@ -112,8 +111,9 @@ def build_package(
             "the index again"
         )
     interactions, features = dataset.interactions, dataset.features
-    fingerprint = fingerprint_of("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
-    stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint)
+    stage = StageFolder(
+        folder, PackageManifest, inputs=["package", FORMAT_VERSION, config, export, index, interactions, features, evaluation]
+    )
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing(min_bytes=_large_file_bytes(index, interactions)) as output_folder:

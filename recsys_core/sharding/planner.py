@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOption
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import PlanManifest, StageFolder, fingerprint_of
+from recsys_core.manifests import PlanManifest, StageFolder
 from recsys_core.models.spec import ModelSpec
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import PLAN_NAME, ClusterConfig, ShardingConfig, TableConstraint
@@ -64,10 +64,21 @@ def plan_sharding(
     # The fingerprint contains only the kinds of the optimizers, because another learning rate does not change the plan.
     model_settings = model.model_dump(mode="json", exclude={"tables": {"__all__": {"optimizer"}}})
     optimizer_kinds = [table.optimizer_kind for table in model.tables.values()]
-    fingerprint = fingerprint_of(
-        "plan_sharding", config, cluster, model_settings, optimizer_kinds, batch_size, device, processes_per_node, lookup_stats
+    stage = StageFolder(
+        folder,
+        PlanManifest,
+        inputs=[
+            "plan_sharding",
+            config,
+            cluster,
+            model_settings,
+            optimizer_kinds,
+            batch_size,
+            device,
+            processes_per_node,
+            lookup_stats,
+        ],
     )
-    stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing() as output_folder:

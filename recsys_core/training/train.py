@@ -16,7 +16,7 @@ from recsys_core.launching.config import Launcher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import RankLayout
-from recsys_core.manifests import Dataset, PlanManifest, StageFolder, TrainManifest, fingerprint_of, require_no_link
+from recsys_core.manifests import Dataset, PlanManifest, StageFolder, TrainManifest, require_no_link
 from recsys_core.models.loss.catalogue import require_catalogue_fits
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
@@ -71,7 +71,7 @@ def train(
     interactions = dataset.interactions
     start_champion, scratch_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     champion_export = start_champion and start_champion.export
-    fingerprint = fingerprint_of(
+    inputs = [
         "train",
         config.result_settings(),
         model,
@@ -82,10 +82,10 @@ def train(
         dataset.log_vectors,
         plan,
         champion_export,
-    )
+    ]
     work_folder = folder.with_name(folder.name + ".work")
     require_no_link(work_folder)
-    stage = StageFolder(folder, TrainManifest, fingerprint=fingerprint)
+    stage = StageFolder(folder, TrainManifest, inputs=inputs)
     if stage.manifest is not None:
         shutil.rmtree(work_folder, ignore_errors=True)
         return stage.manifest
@@ -94,14 +94,14 @@ def train(
     with stage.writing(min_bytes=checkpoint_bytes) as output_folder:
         if scratch_reason is not None:
             logger.info("training from scratch: %s", scratch_reason)
-        _clear_work_folder(work_folder, fingerprint=fingerprint)
+        _clear_work_folder(work_folder, fingerprint=stage.fingerprint)
         # The warm start is prepared before the work folder is created, so that a rejected champion leaves no folder behind.
         warm_start = None
         if start_champion is not None:
             warm_start = prepare_warm_start(start_champion, spec=model, dataset=dataset, folder=work_folder / "warm")
         work_folder.mkdir(parents=True, exist_ok=True)
         job = _make_job(
-            setup, dataset=dataset, plan=plan, work_folder=work_folder, fingerprint=fingerprint, warm_start=warm_start
+            setup, dataset=dataset, plan=plan, work_folder=work_folder, fingerprint=stage.fingerprint, warm_start=warm_start
         )
         # A resumed training keeps the trials only if the job file in the work folder has its fingerprint.
         write_text(work_folder / JOB_FILE, job.model_dump_json(indent=2))

@@ -18,6 +18,7 @@ from recsys_core.manifests import (
     StageName,
     load_manifest,
     read_unchecked_manifest,
+    without_outdated,
 )
 from tasks.runs.run import RUNS_FOLDER_NAME, Run
 from tasks.runs.workspace import Workspace
@@ -85,6 +86,8 @@ class Results:
     def read(cls, run: Run, *, until: StageName | None = None, requires_files: bool = True) -> Self:
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums.
 
+        A stage whose inputs have changed since is left out: the run has been resumed with other settings, but not to its end.
+
         requires_files: whether to leave out a stage if one of its files is missing or has another size.
         """
         stage_names = list(STAGES)
@@ -95,7 +98,7 @@ class Results:
             else read_unchecked_manifest(run.folder / name, STAGES[name])
             for name in included_names
         )
-        return cls(manifest for manifest in manifests if manifest is not None)
+        return cls(without_outdated(manifest for manifest in manifests if manifest is not None))
 
     def add(self, manifest: Manifest) -> None:
         """Add the manifest of a completed stage."""

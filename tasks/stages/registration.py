@@ -12,7 +12,6 @@ from recsys_core.manifests import (
     RegistrationManifest,
     StageFolder,
     TrainManifest,
-    fingerprint_of,
 )
 from tasks.delivery.publishers import publishers_of
 from tasks.gate.gate import run_champion_gate
@@ -47,7 +46,7 @@ def register(
         _log_results(registry, context, mlflow_run_id, model_id=None)
         return None, "dry run: no version is registered"
     package, evaluation = results[PackageManifest], results[EvaluationManifest]
-    fingerprint = fingerprint_of(
+    inputs = [
         "register",
         config,
         tracking_uri(run.workspace),
@@ -56,8 +55,8 @@ def register(
         results[TrainManifest],
         options.promote,
         *feature_slices,
-    )
-    stage_folder = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
+    ]
+    stage_folder = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, inputs=inputs)
     manifest = stage_folder.manifest
     if manifest is None:
         manifest = _register_and_compare(stage_folder, context, config, feature_slices=feature_slices)

@@ -176,7 +176,7 @@ def _plan(folder: Path) -> PlanManifest:
         (output_folder / "plan.json").write_text("{}")
         return {"world_size": 2, "device": "cpu"}
 
-    return commit_stage(folder, PlanManifest, fingerprint="plan", build=build)
+    return commit_stage(folder, PlanManifest, inputs=["plan"], build=build)
 
 
 def progress(step: int) -> Progress:
@@ -199,4 +199,4 @@ def _train(folder: Path) -> TrainManifest:
             "validation": {"ndcg@10": 0.5},
         }
 
-    return commit_stage(folder, TrainManifest, fingerprint="train", build=build)
+    return commit_stage(folder, TrainManifest, inputs=["train"], build=build)

@@ -19,7 +19,6 @@ from recsys_core.manifests import (
     IdType,
     IngestedFeature,
     StageFolder,
-    fingerprint_of,
     record_file,
 )
 from recsys_core.parquet.duckdb_session import database
@@ -61,8 +60,9 @@ def ingest_features(
     vector_tables = {} if embeddings is None else embeddings.tables
     check_feature_vectors(tables, id_type_by_table={name: table.id_type for name, table in vector_tables.items()})
     source_records = tuple(source.record for table in tables if table.owner_kind != "context" for source in table.sources)
-    fingerprint = fingerprint_of("ingest_features", config, interactions, previous, embeddings, source_records)
-    stage = StageFolder(folder, FeaturesManifest, fingerprint=fingerprint)
+    stage = StageFolder(
+        folder, FeaturesManifest, inputs=["ingest_features", config, interactions, previous, embeddings, source_records]
+    )
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing() as output_folder:

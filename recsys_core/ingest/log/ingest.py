@@ -21,7 +21,7 @@ from recsys_core.ingest.log.log_statistics import (
     iso_time,
     reject_unusable_log,
 )
-from recsys_core.manifests import SPLITS, EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
+from recsys_core.manifests import SPLITS, EmbeddingsManifest, InteractionsManifest, StageFolder
 from recsys_core.parquet.columns import require_equal_types
 
 
@@ -51,8 +51,9 @@ def ingest_interactions(
     _check_vector_id_types(config, log, embeddings)
     source_records = tuple(source.record for source in log.sources)
     settings = config.result_settings()
-    fingerprint = fingerprint_of("ingest_interactions", settings, embeddings, source_records, previous)
-    stage = StageFolder(folder, InteractionsManifest, fingerprint=fingerprint)
+    stage = StageFolder(
+        folder, InteractionsManifest, inputs=["ingest_interactions", settings, embeddings, source_records, previous]
+    )
     if stage.manifest is not None:
         return stage.manifest
     rebuild_reason = _rebuild_reason(config, log, previous)
@@ -68,7 +69,7 @@ def ingest_interactions(
         return stage.commit(
             **manifest_fields,
             continued_fingerprint=continued_run.fingerprint if continued_run else None,
-            lineage=continued_run.lineage if continued_run else fingerprint,
+            lineage=continued_run.lineage if continued_run else stage.fingerprint,
             run_number=continued_run.run_number + 1 if continued_run else 1,
             rebuild_reason=rebuild_reason,
             user_id_type=log.user_id_type,

@@ -14,7 +14,7 @@ from recsys_core.dataset.known_negatives import NUM_SPLITS
 from recsys_core.dataset.layout import EventArrays, array_file, array_files, popularity_ranks, save_npy
 from recsys_core.disk import link_or_copy
 from recsys_core.ingest.log.event_writer import write_examples
-from recsys_core.manifests import EventShard, InteractionsManifest, StageFolder, fingerprint_of
+from recsys_core.manifests import EventShard, InteractionsManifest, StageFolder
 
 NEGATIVE_ARRAYS = ("negative_offset", "negative_item", "negative_event")
 SPLIT_END_ARRAYS = ("train_end", "validation_end")
@@ -27,8 +27,7 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
 
     The copy has no parts, so no later ingest can continue it.
     """
-    fingerprint = fingerprint_of("merge_splits", interactions)
-    stage = StageFolder(folder, InteractionsManifest, fingerprint=fingerprint)
+    stage = StageFolder(folder, InteractionsManifest, inputs=["merge_splits", interactions])
     if stage.manifest is not None:
         return stage.manifest
     store, num_shards = EventStore.open(interactions), interactions.num_shards
@@ -56,7 +55,7 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
             for array_name in SPLIT_END_ARRAYS:
                 save_npy(path_by_array[array_name], end_U)
             num_negatives_S.append(_write_merged_negatives(arrays, path_by_array=path_by_array))
-        fields = interactions.model_dump(exclude={"fingerprint", "seconds", "files", "folder"})
+        fields = interactions.model_dump(exclude={"fingerprint", "input_fingerprints", "seconds", "files", "folder"})
         counts = {"num_train_events": num_events, "num_validation_events": 0, "num_test_events": 0}
         counts |= {"num_known_negatives": sum(num_negatives_S)}
         shards = [

@@ -24,7 +24,7 @@ from recsys_core.ingest.vectors.projection import MAX_SAMPLE_ROWS, Projection, w
 from recsys_core.ingest.vectors.reader import BATCH_BYTES, MIN_BATCH_ROWS, read_vectors
 from recsys_core.ingest.vectors.row_faults import Fault, num_rows_by_fault, reject_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim, open_embeddings, require_one_dim
-from recsys_core.manifests import EmbeddingsManifest, StageFolder, VectorTable, fingerprint_of
+from recsys_core.manifests import EmbeddingsManifest, StageFolder, VectorTable
 from recsys_core.parquet.duckdb_session import database
 from recsys_core.parquet.local_copies import local_files
 
@@ -42,7 +42,7 @@ def ingest_embeddings(
     entries = open_embeddings(configs, allowed_data_root=allowed_data_root)
     source_records = tuple(source.record for entry in entries for source in (*entry.sources, *entry.id_map_sources))
     settings = [entry.config.result_settings() for entry in entries]
-    stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("ingest_embeddings", settings, source_records))
+    stage = StageFolder(folder, EmbeddingsManifest, inputs=["ingest_embeddings", settings, source_records])
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing() as output_folder:

@@ -27,7 +27,6 @@ from recsys_core.manifests import (
     RankingSettings,
     StageFolder,
     TrainManifest,
-    fingerprint_of,
     require_no_link,
 )
 from recsys_core.models.tables.embedding_tables import table_shards
@@ -74,8 +73,7 @@ def export_vectors(
     has_block, validates_popularity = model.config.spectral_block is not None, model.config.popularity.kind == "validated"
     work_folder = folder.with_name(folder.name + ".work")
     require_no_link(work_folder)
-    fingerprint = fingerprint_of("export", model, dataset.interactions, train)
-    stage = StageFolder(folder, ExportManifest, fingerprint=fingerprint)
+    stage = StageFolder(folder, ExportManifest, inputs=["export", model, dataset.interactions, train])
     if stage.manifest is not None:
         shutil.rmtree(work_folder, ignore_errors=True)
         return stage.manifest

@@ -10,7 +10,7 @@ import flows
 import recsys_core
 from flows import RunResults, open_run
 from recsys_core.errors import InputError, StageError
-from recsys_core.manifests import EvaluationManifest, TrainManifest
+from recsys_core.manifests import EvaluationManifest, PlanManifest, TrainManifest
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tests.flows.run_folders import FIRST_START, past_run
 from tests.recsys_core.manifests.committed_stage import commit_stage
@@ -30,7 +30,7 @@ def write_evaluated_run(workspace: Path, run_id: str) -> None:
     commit_stage(
         run.stage_folder(EvaluationManifest),
         EvaluationManifest,
-        fingerprint="f",
+        inputs=["f"],
         build=lambda folder: {"metrics": {"test/ndcg@10": 0.5}},
     )
 
@@ -58,6 +58,24 @@ def test_a_run_has_its_training_log_as_a_table_and_the_paths_of_its_pages(tmp_pa
     assert all(path.is_file() for path in results.page_paths.values())
 
 
+def test_results_of_earlier_settings_are_left_out_until_the_run_is_resumed_to_its_end(tmp_path: Path) -> None:
+    run = Run("20261121-000000-aaaa", workspace=tmp_path)
+
+    def run_stages(world_size: int, *, until: str) -> None:
+        fields = {"world_size": world_size, "device": "cpu"}
+        plan = commit_stage(run.stage_folder(PlanManifest), PlanManifest, inputs=[world_size], build=lambda folder: fields)
+        if until == "evaluate":
+            metrics = {"metrics": {"test/ndcg@10": 0.5 / world_size}}
+            commit_stage(run.stage_folder(EvaluationManifest), EvaluationManifest, inputs=[plan], build=lambda folder: metrics)
+
+    run_stages(1, until="evaluate")
+    assert open_run(tmp_path).metrics == {"test/ndcg@10": 0.5}
+    run_stages(2, until="plan_sharding")
+    assert (open_run(tmp_path).metrics, open_run(tmp_path).manifests.keys()) == ({}, {"plan_sharding"})
+    run_stages(2, until="evaluate")
+    assert open_run(tmp_path).metrics == {"test/ndcg@10": 0.25}
+
+
 def test_a_run_keeps_its_metrics_after_retention_has_removed_its_large_files(tmp_path: Path) -> None:
     def write_positions(folder: Path) -> dict[str, Any]:
         (folder / "positions.parquet").touch()
@@ -65,7 +83,7 @@ def test_a_run_keeps_its_metrics_after_retention_has_removed_its_large_files(tmp
 
     run = Run("20261121-000000-aaaa", workspace=tmp_path)
     folder = run.stage_folder(EvaluationManifest)
-    commit_stage(folder, EvaluationManifest, fingerprint="f", build=write_positions)
+    commit_stage(folder, EvaluationManifest, inputs=["f"], build=write_positions)
     (folder / "positions.parquet").unlink()
     assert open_run(tmp_path).metrics == {}  # a file is missing that retention has not removed
     (run.folder / REDUCED_FILE_NAME).touch()

@@ -96,7 +96,7 @@ def write_interactions_stage(
             "parts": (),
         }
 
-    return commit_stage(folder, InteractionsManifest, fingerprint="interactions", build=write_files)
+    return commit_stage(folder, InteractionsManifest, inputs=["interactions"], build=write_files)
 
 
 def write_embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
@@ -108,7 +108,7 @@ def write_embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManif
         item_table = VectorTable(num_rows=len(vectors), dim=vectors.shape[1], id_type="int64")
         return {"tables": {"item": item_table}, "sources": ()}
 
-    return commit_stage(folder, EmbeddingsManifest, fingerprint="embeddings", build=write_files)
+    return commit_stage(folder, EmbeddingsManifest, inputs=["embeddings"], build=write_files)
 
 
 def write_features_stage(
@@ -129,7 +129,7 @@ def write_features_stage(
             pq.write_table(table, output_folder / file_name)
         return {"lineage": "interactions", "features": dict(ingested_by_feature), "tables": {}, "sources": ()}
 
-    return commit_stage(folder, FeaturesManifest, fingerprint="features", build=write_files)
+    return commit_stage(folder, FeaturesManifest, inputs=["features"], build=write_files)
 
 
 def write_export_stage(
@@ -178,4 +178,4 @@ def write_export_stage(
             "num_queries": {split: len(users) for split, (users, _) in queries.items()},
         }
 
-    return commit_stage(folder, ExportManifest, fingerprint="export", build=write_files)
+    return commit_stage(folder, ExportManifest, inputs=["export"], build=write_files)

@@ -111,7 +111,7 @@ def write_train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
             "num_attempts": 1, "best_epoch": best_epoch, "validation": {},
         }  # fmt: skip
 
-    return commit_stage(folder, TrainManifest, fingerprint="train", build=write_files)
+    return commit_stage(folder, TrainManifest, inputs=["train"], build=write_files)
 
 
 @pytest.fixture

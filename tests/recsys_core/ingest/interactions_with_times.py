@@ -73,4 +73,4 @@ def interactions_of(
         } | manifest_fields  # fmt: skip
 
     fingerprint = fingerprint_of("by hand", str(users), item_ids, manifest_fields)
-    return commit_stage(folder, InteractionsManifest, fingerprint=fingerprint, build=build)
+    return commit_stage(folder, InteractionsManifest, inputs=[fingerprint], build=build)

@@ -1,6 +1,6 @@
 """Commits of stage folders whose files and manifest fields a test chooses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ def commit_stage(
     folder: Path,
     manifest_type: type[ManifestT],
     *,
-    fingerprint: str,
+    inputs: Sequence[object],
     build: Callable[[Path], Mapping[str, Any]],
     min_bytes: int = 0,
 ) -> ManifestT:
     """Commit a stage: `build` writes its files and returns its manifest fields. A complete stage is reused without `build`."""
-    stage = StageFolder(folder, manifest_type, fingerprint=fingerprint)
+    stage = StageFolder(folder, manifest_type, inputs=inputs)
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing(min_bytes=min_bytes) as output_folder:

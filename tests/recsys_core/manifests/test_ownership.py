@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import MARKER_NAME, PlanManifest
+from recsys_core.manifests import MARKER_NAME, PlanManifest, fingerprint_of
 from recsys_core.manifests.stage_folder import create_own_folder, remove_own_folder
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
@@ -27,16 +27,16 @@ def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, name: str, u
     if user_kind == "link":
         (tmp_path / name).symlink_to(user_path)
     with pytest.raises(InputError, match=str(tmp_path / name)):
-        commit_stage(tmp_path / "plan", PlanManifest, fingerprint="f", build=write_plan)
+        commit_stage(tmp_path / "plan", PlanManifest, inputs=["f"], build=write_plan)
     assert (user_path if user_kind == "file" else user_path / "mine.npy").read_text() == "kept"
     assert (tmp_path / name).is_symlink() == (user_kind == "link")
 
 
 def test_a_stage_replaces_an_older_stage_or_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
-    for fingerprint in ("a", "b"):
-        manifest = commit_stage(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=write_plan)
-        assert manifest.fingerprint == fingerprint and set(manifest.files) == {"plan.json"}
+    for text in ("a", "b"):
+        manifest = commit_stage(tmp_path / "plan", PlanManifest, inputs=[text], build=write_plan)
+        assert manifest.fingerprint == fingerprint_of(text) and set(manifest.files) == {"plan.json"}
 
 
 def test_the_removal_of_a_folder_removes_links_but_not_their_targets(tmp_path: Path) -> None:

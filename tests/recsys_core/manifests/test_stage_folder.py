@@ -5,7 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 from unittest import mock
@@ -31,6 +31,7 @@ from recsys_core.manifests import (
     load_manifest,
     require_manifest,
     stage_folder,
+    without_outdated,
 )
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
@@ -55,9 +56,9 @@ def fail_if_called(folder: Path) -> dict[str, object]:
 
 
 def commit_squares(
-    folder: Path, *, build: Callable[[Path], dict[str, object]] = write_squares, fingerprint: str = "a"
+    folder: Path, *, build: Callable[[Path], dict[str, object]] = write_squares, inputs: Sequence[object] = ("a",)
 ) -> SquaresManifest:
-    return commit_stage(folder, SquaresManifest, fingerprint=fingerprint, build=build)
+    return commit_stage(folder, SquaresManifest, inputs=inputs, build=build)
 
 
 def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
@@ -90,8 +91,8 @@ def test_another_fingerprint_rebuilds_the_stage_and_removes_old_files(tmp_path: 
         return {"count": 2}
 
     commit_squares(tmp_path / "stage")
-    manifest = commit_squares(tmp_path / "stage", build=write_roots, fingerprint="b")
-    assert (manifest.fingerprint, set(manifest.files)) == ("b", {"roots.txt"})
+    manifest = commit_squares(tmp_path / "stage", build=write_roots, inputs=["b"])
+    assert (manifest.fingerprint, set(manifest.files)) == (fingerprint_of("b"), {"roots.txt"})
     assert {path.name for path in (tmp_path / "stage").iterdir()} == {"roots.txt", MANIFEST_NAME, MARKER_NAME}
 
 
@@ -108,7 +109,7 @@ def test_a_build_that_raises_leaves_nothing_behind(tmp_path: Path, error: BaseEx
 
 
 def test_files_that_are_not_committed_are_removed(tmp_path: Path) -> None:
-    stage = StageFolder(tmp_path / "stage", SquaresManifest, fingerprint="a")
+    stage = StageFolder(tmp_path / "stage", SquaresManifest, inputs=["a"])
     with stage.writing() as output_folder:
         write_squares(output_folder)
     assert list(tmp_path.iterdir()) == []
@@ -197,7 +198,7 @@ def _build_and_die(point: str, folder: Path) -> None:
         mock.patch.object(stage_folder, function_name_by_point[point], kill_this_process).start()
     if point == "rename":
         mock.patch.object(Path, "rename", kill_this_process).start()
-    commit_squares(folder, build=build, fingerprint="b")
+    commit_squares(folder, build=build, inputs=["b"])
 
 
 @pytest.mark.parametrize("old_fingerprint", [None, "a"], ids=["no older stage", "an older stage"])
@@ -205,13 +206,13 @@ def _build_and_die(point: str, folder: Path) -> None:
 def test_a_build_that_was_killed_at_any_point_is_repeated(tmp_path: Path, point: str, old_fingerprint: str | None) -> None:
     folder = tmp_path / "stage"
     if old_fingerprint is not None:
-        commit_squares(folder, fingerprint=old_fingerprint)
+        commit_squares(folder, inputs=[old_fingerprint])
     child = multiprocessing.get_context("fork").Process(target=_build_and_die, args=(point, folder))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
     assert load_manifest(folder, SquaresManifest) is None
-    manifest = commit_squares(folder, fingerprint="b")
+    manifest = commit_squares(folder, inputs=["b"])
     assert manifest.path("squares.txt").read_text() == "0 1 4 9"
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
 
@@ -223,10 +224,28 @@ class Settings(Frozen):
     rate: float = 0.1
 
 
+def test_a_manifest_has_the_fingerprints_of_the_stages_of_the_same_run_that_it_depends_on(tmp_path: Path) -> None:
+    class CubesManifest(SquaresManifest):
+        stage: ClassVar[str] = "cubes"
+
+    squares = commit_squares(tmp_path / "run" / "squares")
+    other_run = commit_squares(tmp_path / "other run" / "squares", inputs=["b"])
+    inputs = ["cubes", squares, [other_run]]
+    manifest = commit_stage(tmp_path / "run" / "cubes", CubesManifest, inputs=inputs, build=write_squares)
+    assert manifest.input_fingerprints == {squares.stage: squares.fingerprint}
+    assert list(without_outdated([squares, manifest])) == [squares, manifest]
+    assert list(without_outdated([manifest])) == [manifest]  # the manifest of the input may be missing
+    new_squares = squares.model_copy(update={"fingerprint": "new"})
+    dependent = manifest.model_copy(update={"input_fingerprints": {"cubes": manifest.fingerprint}})
+    assert list(without_outdated([new_squares, manifest, dependent])) == [new_squares]
+    of_other_run = commit_stage(tmp_path / "run" / "alone", CubesManifest, inputs=[other_run], build=write_squares)
+    assert of_other_run.input_fingerprints == {}
+
+
 def test_the_fingerprint_depends_on_the_stage_its_settings_and_upstream_stages(tmp_path: Path) -> None:
-    upstream = commit_squares(tmp_path / "one", fingerprint="a")
-    equal_upstream = commit_squares(tmp_path / "two", fingerprint="a")
-    other_upstream = commit_squares(tmp_path / "three", fingerprint="b")
+    upstream = commit_squares(tmp_path / "one", inputs=["a"])
+    equal_upstream = commit_squares(tmp_path / "two", inputs=["a"])
+    other_upstream = commit_squares(tmp_path / "three", inputs=["b"])
     fingerprint = fingerprint_of("train", Settings(), upstream, {"x": Path("data")})
     assert fingerprint == fingerprint_of("train", Settings(layers=(64,)), equal_upstream, {"x": "data"})
     assert fingerprint != fingerprint_of("train", Settings(rate=0.2), upstream, {"x": Path("data")})
@@ -277,11 +296,9 @@ def test_too_little_disk_space_raises_before_the_build_unless_the_stage_is_compl
         rf"free some space, or set workspace to a folder on a larger disk than the one at {small_disk}$"
     )
     with pytest.raises(InputError, match=message):
-        commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=fail_if_called, min_bytes=2**30)
+        commit_stage(small_disk / "stage", SquaresManifest, inputs=["a"], build=fail_if_called, min_bytes=2**30)
     manifest = commit_squares(small_disk / "stage")
-    assert (
-        commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=fail_if_called, min_bytes=2**30) == manifest
-    )
+    assert commit_stage(small_disk / "stage", SquaresManifest, inputs=["a"], build=fail_if_called, min_bytes=2**30) == manifest
 
 
 def index_of_2_mib() -> faiss.IndexFlatIP:

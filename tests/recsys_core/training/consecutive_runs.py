@@ -159,8 +159,8 @@ def train_champion(run: PreparedRun) -> Champion:
         result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
         return result.model_dump(exclude={"checkpoint"}) | {"num_attempts": 1}
 
-    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=export_and_return_fields)
-    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=train_fields)
+    commit_stage(run.folder / "export", ExportManifest, inputs=["export"], build=export_and_return_fields)
+    commit_stage(run.folder / "train", TrainManifest, inputs=["train"], build=train_fields)
     champion = Champion.open(
         "first", **{f"{name}_folder": run.folder / name for name in ("train", "export", "interactions", "features")}
     )

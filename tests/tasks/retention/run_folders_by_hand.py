@@ -36,7 +36,7 @@ def _commit_stage_with_files(folder: Path, manifest_type: type[Manifest], fields
         (output_folder / "package" / "package.json").write_text("{}")
         return fields
 
-    commit_stage(folder, manifest_type, fingerprint="f", build=build)
+    commit_stage(folder, manifest_type, inputs=["f"], build=build)
 
 
 def build_template(folder: Path) -> Path:

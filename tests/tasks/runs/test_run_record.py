@@ -35,7 +35,7 @@ def test_a_record_has_the_state_the_reason_and_the_figures_of_the_stages(run: Ru
     metrics = {"served/recall@20": 0.25, "champion/recall@20": 0.2}
     with run.lock(), record_run(StageContext(run, pipeline="films", options=RunOptions(reason="new prices"))) as ending:
         assert (read_record(run).state, read_record(run).seconds) == ("Running", None)
-        commit_stage(run.stage_folder(RegistrationManifest), RegistrationManifest, fingerprint="f", build=lambda folder: {
+        commit_stage(run.stage_folder(RegistrationManifest), RegistrationManifest, inputs=["f"], build=lambda folder: {
             "model_name": "m", "version": "3", "alias": "champion", "promoted": True, "reasons": ("better",),
             "mlflow_run_id": "r", "metrics": metrics,
         })  # fmt: skip
@@ -99,7 +99,7 @@ def test_the_state_is_running_while_the_process_lives_and_interrupted_after_a_ki
     assert has_started.wait(60) and process.pid is not None
     assert read_record(run).state == "Running"
     fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
-    commit_stage(run.stage_folder(DataReportManifest), DataReportManifest, fingerprint="f", build=lambda folder: fields)
+    commit_stage(run.stage_folder(DataReportManifest), DataReportManifest, inputs=["f"], build=lambda folder: fields)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     record = read_record(run)

@@ -20,7 +20,7 @@ def plan_stage(context: StageContext, *, is_skipped: bool = False) -> tuple[Plan
     if is_skipped:
         return None, "nothing to plan"
     folder = context.folder(PlanManifest)
-    manifest = commit_stage(folder, PlanManifest, fingerprint="f", build=lambda folder: {"world_size": 2, "device": "cpu"})
+    manifest = commit_stage(folder, PlanManifest, inputs=["f"], build=lambda folder: {"world_size": 2, "device": "cpu"})
     return manifest, "2 cpu ranks"
 
 

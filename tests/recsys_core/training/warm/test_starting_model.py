@@ -46,8 +46,8 @@ def champion(run: PreparedRun) -> Champion:
         (folder / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": 1, "dim": 8, "similarity": "cosine", "num_queries": {}}
 
-    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=write_export)
-    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=lambda folder: TRAIN_FIELDS)
+    commit_stage(run.folder / "export", ExportManifest, inputs=["export"], build=write_export)
+    commit_stage(run.folder / "train", TrainManifest, inputs=["train"], build=lambda folder: TRAIN_FIELDS)
     champion = open_champion(run)
     assert champion is not None
     return champion
@@ -217,7 +217,7 @@ def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun,
 
 def plan_without_file(folder: Path) -> PlanManifest:
     """Return the manifest of a plan stage whose plan.json does not exist."""
-    plan = commit_stage(folder, PlanManifest, fingerprint="plan", build=lambda folder: {"world_size": 2, "device": "cpu"})
+    plan = commit_stage(folder, PlanManifest, inputs=["plan"], build=lambda folder: {"world_size": 2, "device": "cpu"})
     return plan.model_copy(update={"files": {"plan.json": None}})
 
 

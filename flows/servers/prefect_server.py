@@ -13,7 +13,7 @@ from flows.settings.environment import require_home
 from recsys_core.disk import require_free_space
 from recsys_core.imports import fast_imports
 
-LIBRARIES = ("docket", "fastapi")
+SLOW_IMPORTS = ("docket", "fastapi")
 """Libraries of Prefect that take long to import and do not read Prefect's settings."""
 INTERVAL_S_BY_VARIABLE = {
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "60",
@@ -38,7 +38,7 @@ class PrefectServer(ServerProcess):
             "flows.servers.prefect_app",
             name=server_name,
             health_path="/api/health",
-            libraries=LIBRARIES,
+            libraries=SLOW_IMPORTS,
             port=port,
             port_option="--prefect-port",
         )
@@ -127,7 +127,7 @@ def prefect_session(server: PrefectServer | None, flow_path: str, *, log_file: P
         flow = getattr(import_module(module_name), flow_name)
     if server is not None:
         server.wait_until_ready()
-    # A command reports how its run ends, so nothing needs the heartbeats of the flow run, and their thread ends up to 1 s late.
+    # Heartbeats are useless here, because the command itself reports how its run ends. Their thread would delay the end by 1 s.
     with temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         try:
             yield flow

@@ -1,6 +1,7 @@
 """Decision about a new version, from comparisons with the champion, with baselines, and on slices of the users and items.
 
-The product of `e_value` over several runs is evidence that the champion is worse than versions that were not promoted.
+Several versions in a row may be better than the champion, but each by too little to be promoted. The product of their e-values
+(`e_value`) then shows that the champion is worse.
 """
 
 import math

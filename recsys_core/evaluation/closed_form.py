@@ -47,19 +47,20 @@ BLOCK_PAIRS = 1 << 22
 
 
 def spectral_vectors(
-    matrix_UI: csr_array, *, rank: int, queries: csr_array, user_exponent: float, item_exponent: float
+    matrix_UI: csr_array, *, rank: int, history_BI: csr_array, user_exponent: float, item_exponent: float
 ) -> tuple[Floats32, Floats32]:
     """Return query vectors [B, D] and item vectors [I, D] of a low-pass filter of the log.
 
     Args:
-        queries: the matrix X of the formula below, [B, I]: 1 for each item of a query's history.
+        matrix_UI: the matrix X below: 1 for each item of a user.
+        history_BI: the matrix H below: 1 for each item of a query's history.
 
-    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b with
-    the exponents a and b. The diagonal matrix Du has the number of items of each user, and Di has the number of users of each
-    item. With exponents of 0.5, it is the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
+    The diagonal matrix Du has the number of items of each user, and Di has the number of users of each item. V are the first
+    right singular vectors of the normalised matrix Du^-a X Di^-b, with the exponents a (of users) and b (of items). The scores
+    are H Di^-b V V' Di^b. With exponents of 0.5, they are the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
     """
     weight_ID, vector_ID = spectral_weights(matrix_UI, rank=rank, user_exponent=user_exponent, item_exponent=item_exponent)
-    return _spectral_queries(queries, weight_ID), vector_ID
+    return _spectral_queries(history_BI, weight_ID), vector_ID
 
 
 def spectral_weights(
@@ -125,7 +126,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
     matrix_UI = log_matrix(store, before="test", max_events=MAX_EVENTS)
     if store.num_items <= config.ease_max_items:
         weight_IC = np.ascontiguousarray(ease_weights(matrix_UI, l2=config.l2)[:, order_I])
-        return lambda histories: _row_scores(histories, lambda history_BI: history_BI @ weight_IC, order_I=order_I)
+        return lambda histories: _scores_by_row(histories, lambda history_BI: history_BI @ weight_IC, order_I=order_I)
     weight_ID, vector_ID = spectral_weights(
         matrix_UI,
         rank=config.rank,
@@ -171,7 +172,7 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
         query_BD, vector_ID = spectral_vectors(
             matrix_UI,
             rank=config.rank,
-            queries=user_item_matrix(histories, num_items=store.num_items),
+            history_BI=user_item_matrix(histories, num_items=store.num_items),
             user_exponent=config.user_exponent,
             item_exponent=item_exponent,
         )
@@ -187,10 +188,12 @@ def cooccurrence_model(*, store: EventStore, order_I: NDArray[Any]) -> LinearMod
     """Return the model whose score is the sum of an item's cosines with the items of a history. order_I: see `linear_model`."""
     matrix_UI = log_matrix(store, before="test", max_events=MAX_EVENTS, max_history=MAX_HISTORY)
     weight_IC = neighbour_weights(matrix_UI)[:, order_I]
-    return lambda histories: _row_scores(histories, lambda history_BI: (history_BI @ weight_IC).toarray(), order_I=order_I)
+    return lambda histories: _scores_by_row(histories, lambda history_BI: (history_BI @ weight_IC).toarray(), order_I=order_I)
 
 
-def _row_scores(histories: JaggedArray, score_rows: Callable[[csr_array], Floats32], *, order_I: NDArray[Any]) -> LinearScores:
+def _scores_by_row(
+    histories: JaggedArray, score_rows: Callable[[csr_array], Floats32], *, order_I: NDArray[Any]
+) -> LinearScores:
     """Return LinearScores that compute whole rows. score_rows: function that scores all items for some queries."""
     history_BI = user_item_matrix(histories, num_items=len(order_I))
 

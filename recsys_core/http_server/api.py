@@ -148,10 +148,10 @@ def _model(name: str, base: type[BaseModel], description: str, fields: dict[str,
 def _request_model(
     name: str, row: type[BaseModel], params: type[BaseModel], *, limits: ServeConfig, example: dict[str, Any]
 ) -> type[BaseModel]:
-    rows = Field(min_length=1, max_length=limits.max_rows, description="one object per query")
-    options = Field(None, description=f"options; without them, each row gets {_default_k(limits)} items")
+    rows_field = Field(min_length=1, max_length=limits.max_rows, description="one object per query")
+    params_field = Field(None, description=f"options; without them, each row gets {_default_k(limits)} items")
     list_type: Any = list
-    fields = {"rows": (list_type[row], rows), "params": (params | None, options)}
+    fields = {"rows": (list_type[row], rows_field), "params": (params | None, params_field)}
     body = _model(name, _Body, "Rows, and options for all of them.", fields)
     body.model_config["json_schema_extra"] = {"examples": [example]}
     return body
@@ -161,7 +161,7 @@ def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -
     """Return the JSON object of a body after its validation. A missing `k` is added.
 
     Raises:
-        RequestError: the body is not JSON, which contains neither NaN nor Infinity.
+        RequestError: the body is not JSON. NaN and Infinity are not JSON.
         InputError: the object does not fit the model or exceeds a limit. The message names the field.
     """
     try:

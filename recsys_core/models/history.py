@@ -1,7 +1,7 @@
 """Encoders of a user's history into one vector, and the pooling of lists of vectors.
 
-Shapes: B queries or lists, V distinct items, D width of a vector, H entries of all histories (of one padded history in arrays
-with B), L vectors of all lists.
+Shapes: B queries or lists, V distinct items, D width of a vector, H entries of all histories, BH entries of padded histories,
+L vectors of all lists.
 """
 
 import math
@@ -156,14 +156,14 @@ class SelfAttentionEncoder(HistoryEncoder):
         return torch.where(length_B[:, None] > 0, vector_BD, self.start.to(vector_BD.dtype))
 
     def _encode_group(
-        self, item_VD: Tensor, history_H: Tensor, start_B: Tensor, length_B: Tensor, *, padded_length: int
+        self, item_VD: Tensor, history_H: Tensor, first_entry_B: Tensor, length_B: Tensor, *, padded_length: int
     ) -> Tensor:
-        """Return the vectors of histories that start at `start_B` in `history_H` and are padded to `padded_length`, [B, D]."""
+        """Return the vectors [B, D] of histories that start at `first_entry_B` in `history_H`, padded to `padded_length`."""
         if not padded_length:
             return self.start.expand(len(length_B), -1)
         column = torch.arange(padded_length, device=history_H.device)
         is_item_BH = column < length_B[:, None]
-        entry_BH = torch.where(is_item_BH, start_B[:, None] + column, 0)
+        entry_BH = torch.where(is_item_BH, first_entry_B[:, None] + column, 0)
         position_BH = (length_B[:, None] - 1 - column).clamp(min=0)
         item_BHD = embedding(history_H[entry_BH], item_VD)
         return self.encode(item_BHD, is_item_BH, position_BH)
@@ -178,9 +178,10 @@ class SelfAttentionEncoder(HistoryEncoder):
         return vector_BD + (weight_BH[:, None, :].to(item_BHD.dtype) @ item_BHD).squeeze(1)
 
     def expected_norm(self, row_norm: float) -> float:
-        """Return the expected norm of an encoded history: the norm of one item, because the last layer norm starts with it.
+        """Return the expected norm of an encoded history at the start of training.
 
-        With `recency_residual`, it is the norm of the mean of random rows.
+        It is the norm of one item, to which the last layer norm scales the vectors; with `recency_residual`, it is the norm of
+        the mean of random rows.
         """
         return row_norm if self.recency is None else super().expected_norm(row_norm)
 

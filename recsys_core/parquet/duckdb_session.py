@@ -12,9 +12,10 @@ from recsys_core.disk import disk_full_error
 from recsys_core.errors import InputError, first_line
 
 DAMAGED_FILE_ERRORS = (duckdb.Error, duckdb.IOException, duckdb.InvalidInputException)
-"""Exact classes of the errors that DuckDB raises for a damaged file: duckdb.Error itself for a broken page header.
+"""Classes of the errors that DuckDB raises for a damaged file.
 
-An error of another class, also of another subclass of duckdb.Error, is a bug in nightjar.
+Compare them with `type(error)`, not with isinstance: a broken page header raises duckdb.Error itself, which is also the base
+class of errors that only a bug in nightjar causes.
 """
 SQL_TYPE = {"int64": "BIGINT", "string": "VARCHAR"}
 """SQL type of a column of ids, by IdType."""

@@ -25,7 +25,7 @@ class Candidates:
     Attributes:
         num_items: number of allowed items.
         is_allowed_I, selection: the allowed items in two forms; None if all items are allowed.
-        excluded_rows: distinct rows of allowed items that no query gets.
+        excluded_rows: distinct rows of allowed items that the request excludes for all queries.
     """
 
     num_items: int
@@ -34,7 +34,7 @@ class Candidates:
     excluded_rows: NDArray[np.int64]
 
     def excluded_from(self, excluded_items: JaggedArray, *, bound: int) -> JaggedArray:
-        """Return the allowed items that each query does not get. `excluded_items`: distinct excluded items of each query."""
+        """Return the allowed items that are excluded for each query. `excluded_items`: distinct items to exclude, per query."""
         if len(self.excluded_rows):
             num_queries = len(excluded_items)
             length_B = np.full(num_queries, len(self.excluded_rows))
@@ -59,7 +59,7 @@ class TopItems:
         """Start without items.
 
         Args:
-            excluded_items: sorted items that each query does not get.
+            excluded_items: sorted items that are excluded for each query.
             num_candidates: number of allowed items.
             bound: number of items of the catalogue.
         """
@@ -95,7 +95,8 @@ class TopItems:
     ) -> None:
         """Add the best other items to queries that have fewer items than requested after an exhaustive search.
 
-        The kind pq_fastscan without rescore does not return an item with the lowest score that its codes can have.
+        This is necessary for the kind pq_fastscan without rescore: its search never returns an item whose codes have the lowest
+        possible score.
 
         Args:
             is_allowed_I: the allowed items; None if all items are allowed.

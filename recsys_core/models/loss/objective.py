@@ -94,8 +94,9 @@ class Objective(nn.Module):
 
         Args:
             query_BD: query vectors.
-            candidate_CD: vectors of the rank's candidates: the B positives, then the sampled negatives or, with negatives
-                `all`, the rank's share of the catalogue, and then `explicit_negatives` known negatives of each query.
+            candidate_CD: vectors of the rank's candidates: the B positives, then the sampled negatives, then
+                `explicit_negatives` known negatives of each query. With negatives `all`, the rank's share of the catalogue
+                takes the place of the sampled negatives.
             teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
         """
         members = zip(*(split_members(vector, self.num_members) for vector in (query_BD, candidate_CD)), strict=True)
@@ -131,13 +132,13 @@ class Objective(nn.Module):
         weight_B = torch.ones_like(query_BD[:, 0]) if batch.loss_weight is None else batch.loss_weight
         weight_B = weight_B / num_queries
         query_BD = query_BD / self.temperature
-        positive_BD, share_ND = candidate_CD[:num_queries], candidate_CD[num_queries:]
-        precision = functional.linear(query_BD[:1], share_ND[:1]).dtype
-        positive_B = _positive_scores(query_BD, positive_BD, precision=precision).float()
+        positive_BD, catalogue_ND = candidate_CD[:num_queries], candidate_CD[num_queries:]
+        score_dtype = functional.linear(query_BD[:1], catalogue_ND[:1]).dtype
+        positive_B = _positive_scores(query_BD, positive_BD, dtype=score_dtype).float()
         hidden_pairs = self._seen_share_pairs(batch) if self.config.mask_negatives == "seen" else None
         log_partition = weighted_log_partition(
             query_BD,
-            share_ND,
+            catalogue_ND,
             weight_B=weight_B,
             hidden_pairs=hidden_pairs,
             largest_share_size=self.largest_share_size,
@@ -146,9 +147,10 @@ class Objective(nn.Module):
         return self.config.negatives_exponent * log_partition - (weight_B * positive_B).sum()
 
     def _seen_share_pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Collective. Return the pairs (query of any rank, item of the rank's share) whose item is in the history of the query.
+        """Return the index pairs (query, item) for which the query's history contains the item. Every rank calls this function.
 
-        The positive of a query is not in the pairs of the query, even if it is also in the history.
+        The queries are those of all ranks, and the items are this rank's share of the catalogue. The positive of a query is not
+        paired with the query, even if it is also in the history.
         """
         item_row_C = batch.item_row_V[batch.candidate_index_C]
         num_queries, length_B, device = batch.batch_size, batch.history_offset.diff(), item_row_C.device
@@ -168,14 +170,14 @@ class Objective(nn.Module):
             return self._catalogue_loss(query_BD, candidate_CD, batch=batch)
         item_row_C = batch.item_row_V[batch.candidate_index_C]
         item_row_B, num_shared_candidates = item_row_C[: batch.batch_size], self._num_shared_candidates(batch)
-        known_negatives = self._known_negative_scores(
+        known_negative_scores = self._known_negative_scores(
             query_BD, candidate_CD[num_shared_candidates:], item_row_C[num_shared_candidates:], item_row_B=item_row_B
         )
         columns = self._score_columns(
             candidate_CD[:num_shared_candidates], item_row_C[:num_shared_candidates], batch_size=batch.batch_size
         )
         negative_score_BN = functional.linear(query_BD, columns.vector_ND)
-        positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_score_BN.dtype)
+        positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], dtype=negative_score_BN.dtype)
         scores, is_masked_BN = (positive_score_B, negative_score_BN), self._negative_mask(columns, item_row_B, batch=batch)
         config, temperature = self.config, self.temperature
         if config.kind == "cosine_contrastive":
@@ -184,7 +186,7 @@ class Objective(nn.Module):
                 is_masked_BN=is_masked_BN,
                 margin=config.margin,
                 negative_weight=config.negative_weight,
-                known_negatives=known_negatives,
+                known_negatives=known_negative_scores,
             )
         elif config.kind == "softmax":
             log_q_B, log_q_N = self._log_q(columns, item_row_B)
@@ -194,11 +196,13 @@ class Objective(nn.Module):
                 temperature=temperature,
                 log_q_B=log_q_B,
                 log_q_N=log_q_N,
-                known_negatives=known_negatives,
+                known_negatives=known_negative_scores,
             )
         else:
             loss_function = bce_loss if config.kind == "bce" else bpr_loss
-            loss_B = loss_function(*scores, is_masked_BN=is_masked_BN, temperature=temperature, known_negatives=known_negatives)
+            loss_B = loss_function(
+                *scores, is_masked_BN=is_masked_BN, temperature=temperature, known_negatives=known_negative_scores
+            )
         return weighted_mean(loss_B, batch.loss_weight)
 
     def _num_shared_candidates(self, batch: Batch) -> int:
@@ -208,7 +212,10 @@ class Objective(nn.Module):
     def _known_negative_scores(
         self, query_BD: Tensor, known_LD: Tensor, item_row_L: Tensor, *, item_row_B: Tensor
     ) -> KnownNegativeScores | None:
-        """Return the scores of each query with its known negatives; None without them. A copy of the positive is padding."""
+        """Return the scores of each query with its known negatives; None without known negatives.
+
+        An entry with the query's positive is padding and does not count.
+        """
         if self.config.explicit_negatives == 0:
             return None
         num_queries, dim = query_BD.shape
@@ -264,13 +271,13 @@ class Objective(nn.Module):
         )
 
 
-def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, precision: torch.dtype) -> Tensor:
-    """Return the score of each query with its own positive, rounded like a matrix product in `precision`.
+def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Return the score of each query with its own positive, rounded like a matrix product in `dtype`.
 
     Without the rounding, the positive and the same item among the negatives would have different scores.
     """
-    query_BD, positive_BD = query_BD.to(precision).float(), positive_BD.to(precision).float()
-    return (query_BD * positive_BD).sum(dim=1).to(precision)
+    query_BD, positive_BD = query_BD.to(dtype).float(), positive_BD.to(dtype).float()
+    return (query_BD * positive_BD).sum(dim=1).to(dtype)
 
 
 def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, num_positives: int, num_negatives: int) -> Tensor:

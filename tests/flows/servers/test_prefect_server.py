@@ -20,7 +20,7 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 
-from flows.servers.prefect_server import LIBRARIES, PrefectServer, embedded_server
+from flows.servers.prefect_server import SLOW_IMPORTS, PrefectServer, embedded_server
 from flows.settings.environment import set_flow_run_retention
 from recsys_core.errors import InputError, StageError
 
@@ -215,5 +215,5 @@ def test_prefect_requires_the_libraries_that_nightjar_imports_before_it(python_v
         if requirement.marker is None or requirement.marker.evaluate(environment)
     }
     distribution_by_library = {"docket": "pydocket"}  # other distributions have the name of their library
-    imported_libraries = ("uvicorn", *LIBRARIES)
+    imported_libraries = ("uvicorn", *SLOW_IMPORTS)
     assert {distribution_by_library.get(library, library) for library in imported_libraries} <= required_distributions

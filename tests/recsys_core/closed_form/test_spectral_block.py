@@ -35,7 +35,7 @@ def test_scores_equal_the_definition_up_to_a_factor(matrix_UI: csr_array, expone
 
 def test_the_exponent_of_one_half_ranks_like_the_ideal_low_pass_filter(matrix_UI: csr_array) -> None:
     history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=6, item_exponent=0.5)
-    query_UD, vector_ID = spectral_vectors(matrix_UI, rank=6, queries=matrix_UI, user_exponent=0.5, item_exponent=0.5)
+    query_UD, vector_ID = spectral_vectors(matrix_UI, rank=6, history_BI=matrix_UI, user_exponent=0.5, item_exponent=0.5)
     actual_UI, expected_UI = (matrix_UI @ history_factor_IM @ candidate_factor_IM.T)[:-1], (query_UD @ vector_ID.T)[:-1]
     factor = np.abs(actual_UI).max() / np.abs(expected_UI).max()
     np.testing.assert_allclose(actual_UI, factor * expected_UI, atol=1e-4 * np.abs(actual_UI).max())

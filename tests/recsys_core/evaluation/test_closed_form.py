@@ -34,7 +34,7 @@ def test_spectral_scores_are_a_projection_on_the_first_singular_vectors(
 ) -> None:
     matrix_UI = csr_array(dense_UI)
     query_BD, vector_ID = spectral_vectors(
-        matrix_UI, rank=5, queries=matrix_UI, user_exponent=user_exponent, item_exponent=item_exponent
+        matrix_UI, rank=5, history_BI=matrix_UI, user_exponent=user_exponent, item_exponent=item_exponent
     )
     item_power = np.maximum(dense_UI.sum(axis=0), 1) ** item_exponent
     normalised = dense_UI / item_power / np.maximum(dense_UI.sum(axis=1, keepdims=True), 1) ** user_exponent
@@ -45,7 +45,7 @@ def test_spectral_scores_are_a_projection_on_the_first_singular_vectors(
 
 def test_the_spectral_model_of_one_user_has_equal_scores() -> None:
     matrix_UI = csr_array(np.ones((1, 3), np.float32))
-    query_BD, vector_ID = spectral_vectors(matrix_UI, rank=5, queries=matrix_UI, user_exponent=0.5, item_exponent=0.5)
+    query_BD, vector_ID = spectral_vectors(matrix_UI, rank=5, history_BI=matrix_UI, user_exponent=0.5, item_exponent=0.5)
     assert not (query_BD @ vector_ID.T).any()
 
 
@@ -103,7 +103,7 @@ def test_rankings_follow_the_scores_and_without_a_history_the_popularity(model: 
     elif model == "spectral":
         config = ClosedFormConfig(ease_max_items=0, rank=3, user_exponent=0.3, item_exponents=(0.2, 2.0))
         scores = linear_model(config, store=store, order_I=order_I)(histories)
-        query_BD, vector_ID = spectral_vectors(matrix_UI, rank=3, queries=history_UI, user_exponent=0.3, item_exponent=0.2)
+        query_BD, vector_ID = spectral_vectors(matrix_UI, rank=3, history_BI=history_UI, user_exponent=0.3, item_exponent=0.2)
         expected = query_BD @ vector_ID.T
     else:
         scores = cooccurrence_model(store=store, order_I=order_I)(histories)
@@ -138,7 +138,7 @@ def test_the_item_exponent_with_the_best_ndcg_on_validation_is_used(tmp_path: Pa
     ndcg_by_exponent, test_histories = {}, store.items_before(users, "test")
     for exponent in exponents:
         query_UD, vector_ID = spectral_vectors(
-            history_UI, rank=4, queries=history_UI, user_exponent=0.5, item_exponent=exponent
+            history_UI, rank=4, history_BI=history_UI, user_exponent=0.5, item_exponent=exponent
         )
         score_UI = query_UD @ vector_ID.T
         ranking = rank_by_scores(queries, score_tile=_tile_function(score_UI), row_C=order_I, k=0)

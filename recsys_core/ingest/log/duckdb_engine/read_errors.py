@@ -82,7 +82,7 @@ def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> Non
                 (time,) = values_at(source, [column], row)
                 raise InputError(
                     f"{source.name}: column {column!r}, row {row}: {shown(time)} is before 1970 or in "
-                    "the future; such rows cannot be dropped, because no engine can read some of these times; "
+                    "the future; on_bad_rows does not apply, because DuckDB and Spark cannot read the file with such a time; "
                     f"{FIX_FUTURE_TIMES}"
                 )
             batch_start += batch.num_rows

@@ -122,17 +122,24 @@ class RunRecord(Frozen):
         If the state is Running but the run is not locked, the process was killed, and the state becomes Interrupted. The
         figures of a record without an end describe the stages that are complete now.
         """
-        try:
-            record = cls.model_validate_json((run.folder / RECORD_FILE_NAME).read_bytes())
-        except (OSError, ValidationError):
-            return None
-        if record.state != "Running":
+        record = cls._read_file(run)
+        if record is None or record.state != "Running":
             return record
-        record = record.model_copy(update={"figures": RunFigures.read(run)})
         if run.is_locked():
+            return record.model_copy(update={"figures": RunFigures.read(run)})
+        # A run writes its last record before it releases the lock, so this record is there if the run ended in the meantime.
+        record = cls._read_file(run)
+        if record is None or record.state != "Running":
             return record
         message = f"process {record.pid} on {record.host} ended without a record: it was killed, or the host restarted"
-        return record.model_copy(update={"state": "Interrupted", "message": message})
+        return record.model_copy(update={"figures": RunFigures.read(run), "state": "Interrupted", "message": message})
+
+    @classmethod
+    def _read_file(cls, run: Run) -> "RunRecord | None":
+        try:
+            return cls.model_validate_json((run.folder / RECORD_FILE_NAME).read_bytes())
+        except (OSError, ValidationError):
+            return None
 
     def write(self, run: Run) -> None:
         """Replace the record of `run`."""

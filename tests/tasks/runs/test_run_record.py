@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,21 @@ def test_the_state_is_running_while_the_process_lives_and_interrupted_after_a_ki
     assert (record.state, record.ended) == ("Interrupted", None)
     assert list(record.figures.stage_seconds) == ["check_data"]
     assert f"process {process.pid} on " in record.message
+
+
+def test_a_run_that_ends_while_its_record_is_read_is_not_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended_run = ExitStack()
+    ended_run.enter_context(run.lock())
+    ended_run.enter_context(record_run(StageContext(run, pipeline="films"))).set("Promoted", "version 3 is champion")
+    is_locked = Run.is_locked
+
+    def end_run_and_test_lock(run: Run) -> bool:
+        ended_run.close()
+        return is_locked(run)
+
+    monkeypatch.setattr(Run, "is_locked", end_run_and_test_lock)
+    record = read_record(run)
+    assert (record.state, record.message, record.ended is None) == ("Promoted", "version 3 is champion", False)
 
 
 def test_a_missing_or_damaged_record_is_none(run: Run) -> None:

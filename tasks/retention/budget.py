@@ -63,7 +63,7 @@ def estimated_bytes(run: Run) -> int:
         if read_unchecked_manifest(earlier_run.stage_folder(RegistrationManifest), RegistrationManifest) is not None:
             package = read_unchecked_manifest(earlier_run.stage_folder(PackageManifest), PackageManifest)
             package_bytes = sum(record.size_bytes for record in package.files.values()) if package is not None else 0
-            return max(0, _new_file_bytes(earlier_run.folder) + package_bytes - used_bytes(run.folder))
+            return max(0, _new_file_bytes(earlier_run.folder) + package_bytes - _new_file_bytes(run.folder))
     return 0
 
 

@@ -67,6 +67,16 @@ def test_files_shared_with_earlier_runs_and_files_of_a_resumed_run_are_not_count
     assert estimated_bytes(resumed_run) == 0
 
 
+def test_files_that_a_resumed_run_shares_with_earlier_runs_do_not_lower_its_estimate(tmp_path: Path, add_run: AddRun) -> None:
+    add_large_run(tmp_path, add_run, "1", num_bytes=5 * MEBIBYTE)
+    resumed_run = run_of(tmp_path, "2")
+    with resumed_run.lock():
+        part_path = resumed_run.folder / "part.parquet"
+        part_path.write_bytes(bytes(20 * MEBIBYTE))
+        os.utime(part_path, (1, 1))  # older than the run, like a hard link to a file of an earlier run
+    assert 5 * MEBIBYTE < estimated_bytes(resumed_run) < 6 * MEBIBYTE
+
+
 def test_a_run_that_exceeds_the_budget_or_the_disk_is_rejected(
     tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

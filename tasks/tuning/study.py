@@ -241,7 +241,8 @@ def log_trial(context: StageContext, trial: FinishedTrial, *, metric: str) -> No
         metric_name = f"validation/{metric.replace('@', '_at_')}"
         epoch_metrics = [Metric(metric_name, value, run_info.start_time, epoch) for epoch, value in trial.epochs.items()]
         best_metrics = [] if trial.value is None else as_metrics({f"validation/best/{metric}": trial.value})
-        params = [Param(setting, str(value)) for setting, value in trial.settings.items()]
+        # MLflow rejects the quotes of a name such as tables."item.brand".dim.
+        params = [Param(setting.replace('"', ""), str(value)) for setting, value in trial.settings.items()]
         client.log_batch(run_info.run_id, metrics=[*epoch_metrics, *best_metrics], params=params)
         client.set_terminated(run_info.run_id, RunStatus.to_string(_STATUS_BY_ENDING[trial.ending]))
 

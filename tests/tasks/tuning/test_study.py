@@ -1,5 +1,6 @@
 """A tuning study: its trials after an interruption, their order, when a trial is pruned, and which files are kept."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
@@ -12,8 +13,20 @@ from optuna.trial import TrialState
 from recsys_core.errors import StageError
 from recsys_core.manifests import TrainManifest
 from recsys_core.training.job import Progress
+from tasks.registry.mlflow_client import connect
+from tasks.runs.context import StageContext
+from tasks.runs.run import Run
 from tasks.tuning.config import RangeConfig, TuningConfig
-from tasks.tuning.study import BudgetSpent, fail_trial, finished_trials, open_study, plot_history, run_trial, start_trial
+from tasks.tuning.study import (
+    BudgetSpent,
+    fail_trial,
+    finished_trials,
+    log_trial,
+    open_study,
+    plot_history,
+    run_trial,
+    start_trial,
+)
 
 CONFIG = TuningConfig(
     seed=1,
@@ -142,6 +155,23 @@ def test_a_trial_is_pruned_after_1_2_or_4_epochs_unless_it_is_in_the_better_half
     assert run_trial_with_metrics([0.6, 0.2, 0.9, 0.9, 0.9]) == ("pruned", 2)
     assert run_trial_with_metrics([0.6, 0.6, 0.6, 0.4, 0.9]) == ("pruned", 4)
     assert run_trial_with_metrics([0.7, 0.7, 0.1, 0.7, 0.7]) == ("complete", 5)
+
+
+def test_a_setting_with_a_quoted_name_is_logged_to_mlflow(
+    tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(new_database, tmp_path / "mlflow.db")
+    ranges = {'tables."item.brand".dim': RangeConfig(choices=(8,))}
+    study = open_study(tmp_path / "study")
+    study.tell(start_trial(study, TuningConfig(ranges=ranges)), 0.2)
+    context = StageContext(Run("study", workspace=tmp_path, parent_name=""), experiment="tests")
+    log_trial(context, *finished_trials(study), metric="ndcg@10")
+    client = connect(tmp_path)
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    (mlflow_run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'trial-0'")
+    assert (mlflow_run.info.status, mlflow_run.data.params) == ("FINISHED", {"tables.item.brand.dim": "8"})
 
 
 @pytest.mark.parametrize("link_name", ["train", "train.work"])

@@ -23,12 +23,31 @@ def _check_cron(expression: str) -> str:
         CronSim(expression, datetime(2026, 1, 1))
     except CronSimError as error:
         problem = f"is not a cron expression: {error}"
+    if problem is None and "#" in expression:
+        _, _, day, _, weekday = expression.split()
+        if day != "*" or not all("#" in weekday_part for weekday_part in weekday.split(",")):
+            problem = "has # together with other days of the week or with a day of the month, which Prefect does not support"
     if problem is not None:
         raise ValueError(
             f"{shown(expression)} {problem}; write the five fields minute, hour, day of month, month and day of week, "
             "e.g. 15 2 * * * for 02:15 on every day"
         )
     return expression
+
+
+def _as_prefect_reads(expression: str) -> str:
+    """Return a cron expression for CronSim with the starts that Prefect plans for `expression`.
+
+    If both day fields are limited, Prefect starts a run on each day that one of them allows, and so does CronSim. But if one
+    of them begins with */, CronSim requires both.
+
+    >>> _as_prefect_reads("15 2 */2 * mon"), _as_prefect_reads("15 2 */2 * *")
+    ('15 2 1-31/2 * mon', '15 2 */2 * *')
+    """
+    minute, hour, day, month, weekday = expression.split()
+    if day != "*" and weekday != "*":
+        day, weekday = re.sub(r"^\*/", "1-31/", day), re.sub(r"^\*/", "0-6/", weekday)
+    return " ".join((minute, hour, day, month, weekday))
 
 
 def _check_timezone(timezone: str) -> str:
@@ -94,4 +113,4 @@ class ScheduleConfig(Settings):
         '2026-11-23 02:15:00+01:00'
         """
         cron = self.cron_by_flow[flow_name]
-        return None if cron is None else next(CronSim(cron, after.astimezone(ZoneInfo(self.timezone))))
+        return None if cron is None else next(CronSim(_as_prefect_reads(cron), after.astimezone(ZoneInfo(self.timezone))))

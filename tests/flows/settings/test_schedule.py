@@ -33,6 +33,14 @@ def error_message(folder: Path, **schedule: object) -> str:
         ("0 0 31 2 *", "is not a cron expression: Bad day-of-month"),
         ("15 15 2 * * *", "has a field for seconds"),
         ("0 0 LW * *", "has LW or a number before L, which Prefect does not support"),
+        (
+            "0 0 * * 1#2,3",
+            "has # together with other days of the week or with a day of the month, which Prefect does not support",
+        ),
+        (
+            "0 0 15 * 1#2",
+            "has # together with other days of the week or with a day of the month, which Prefect does not support",
+        ),
     ],
 )
 def test_an_invalid_cron_expression_is_reported_with_its_problem_and_an_example(
@@ -60,7 +68,18 @@ def test_an_unknown_time_zone_is_reported_with_a_similar_name_or_an_example(
 
 
 @pytest.mark.parametrize(
-    "expression", ["15 2 * * *", "*/5 * * * *", "0 0 L * *", "30 4 * * mon-fri", "0 0 * * 1#2", "0 0 * * 7"]
+    "expression",
+    [
+        "15 2 * * *",
+        "*/5 * * * *",
+        "0 0 L * *",
+        "30 4 * * mon-fri",
+        "0 0 * * 1#2",
+        "0 0 * * 1#2,3#1",
+        "0 0 * * 7",
+        "0 3 */10 * mon",
+        "0 3 30 * */3",
+    ],
 )
 def test_the_next_start_is_the_start_that_prefect_plans(expression: str) -> None:
     import asyncio

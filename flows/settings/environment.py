@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -57,6 +58,11 @@ def require_home() -> None:
 
 def require_writable(workspace: Path) -> None:
     """Raise InputError if `workspace` is not writable, or does not exist and cannot be created. Create nothing."""
+    if special_text := re.search(r"\?|%[0-9A-Fa-f]{2}", str(workspace.absolute())):
+        raise InputError(
+            f"workspace {workspace.absolute()}: the path contains {special_text[0]}, which has another meaning in the "
+            "addresses of the databases in the workspace; set workspace to another folder"
+        )
     try:
         nearest_existing_path = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
         if not nearest_existing_path.is_dir():

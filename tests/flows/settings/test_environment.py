@@ -1,5 +1,6 @@
 """The environment of a command: the home folder."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,4 +23,11 @@ def test_a_user_without_a_home_folder_gets_one_sentence_before_a_server_starts(
         prepare_environment(tmp_path / "workspace")
     with pytest.raises(InputError, match=message), embedded_server():
         pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["what?", "100%20"])
+def test_a_workspace_that_no_database_address_can_contain_is_rejected(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=rf"^workspace {re.escape(str(tmp_path / name))}: the path contains (\?|%20), which"):
+        prepare_environment(tmp_path / name)
     assert list(tmp_path.iterdir()) == []

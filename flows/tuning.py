@@ -14,6 +14,7 @@ from flows.prefect_runs import name_flow_run
 from flows.settings.config_file import dump_config, settings_as_yaml, with_settings
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.suggested import default_ranges, first_trials
+from recsys_core.disk import write_text
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, fingerprint_of
 from recsys_core.training.train import train
@@ -31,6 +32,7 @@ from tasks.tuning.study import (
     log_trial,
     open_study,
     plot_history,
+    remove_all_but_metrics_and_logs,
     run_trial,
     start_trial,
 )
@@ -87,6 +89,11 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
         dump_config(config, run.config_file)
         study_result = StudyResult(run.folder, metric, finished_trials(study))
         LOG.info("%-20s %s, %d of %d trials done", "study", run.folder, len(study_result.trials), tuning.trials)
+        if study_result.trials:
+            # The process may have been killed after the end of a trial, but before the trial's files were removed.
+            for trial in study_result.trials:
+                remove_all_but_metrics_and_logs(run.folder / f"trial-{trial.number}")
+            _write_reports(config, study, study_result)
         while len(study_result.trials) < tuning.trials and time.monotonic() <= deadline_s:
             try:
                 trial_number = _run_next_trial(
@@ -191,4 +198,4 @@ def _write_reports(config: PipelineConfig, study: optuna.Study, study_result: St
     if best_trial is not None:
         value_text = f"{study_result.metric} {best_trial.value:.4f} on the validation split"
         header = f"# trial {best_trial.number} of study {study_result.folder.name}: {value_text}\n"
-        study_result.best_file.write_text(header + settings_as_yaml(config, best_trial.settings), encoding="utf-8")
+        write_text(study_result.best_file, header + settings_as_yaml(config, best_trial.settings))

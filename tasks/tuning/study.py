@@ -192,7 +192,7 @@ def run_trial(
                 "interactions.split so that the validation split holds events"
             )
         study.tell(trial, manifest.validation[metric])
-    _remove_all_but_metrics_and_logs(folder)
+    remove_all_but_metrics_and_logs(folder)
 
 
 def fail_trial(study: optuna.Study, trial: optuna.Trial, *, reason: str) -> None:
@@ -201,7 +201,7 @@ def fail_trial(study: optuna.Study, trial: optuna.Trial, *, reason: str) -> None
     study.tell(trial, state=TrialState.FAIL)
 
 
-def _remove_all_but_metrics_and_logs(folder: Path) -> None:
+def remove_all_but_metrics_and_logs(folder: Path) -> None:
     """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training.
 
     Nothing is moved or removed if a folder of the training is a link.

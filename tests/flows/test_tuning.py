@@ -53,3 +53,19 @@ def test_the_best_settings_and_the_ranges_of_the_study_are_written(study: StudyR
     assert yaml.load(study.best_file)["model"]["temperature"] == best.settings["model.temperature"]
     ranges = load_config(study.folder / "config.yaml").tuning
     assert ranges is not None and ranges.ranges.keys() == best.settings.keys()
+
+
+def test_a_study_that_was_killed_after_its_last_trial_gets_its_reports_and_keeps_no_model(
+    study: StudyResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    best_yaml = study.best_file.read_text()
+    study.best_file.write_text(best_yaml[:20])
+    study.history_file.unlink()
+    model_path = study.folder / "trial-0" / "train" / "checkpoint"
+    model_path.parent.mkdir()
+    model_path.touch()
+    resumed_study = tune_settings.fn(load_config(study.folder.parents[1] / "nightly.yaml"))
+    assert resumed_study.trials == study.trials
+    assert study.best_file.read_text() == best_yaml
+    assert study.history_file.exists() and not model_path.exists()

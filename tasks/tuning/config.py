@@ -49,7 +49,10 @@ class RangeConfig(Settings):
                 raise ValueError(f"choices and {key} are both set; drop one of them")
         if not choices:
             raise ValueError("choices is empty; name at least one value")
-        label, count = Counter(map(label_of, choices)).most_common(1)[0]
+        try:
+            label, count = Counter(map(label_of, choices)).most_common(1)[0]
+        except TypeError:
+            raise ValueError("choices has a YAML set or binary value; write texts, numbers, lists or groups") from None
         if count > 1:
             raise ValueError(f"choices has {label} {count} times; name each value once")
 

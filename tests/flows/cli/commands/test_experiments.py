@@ -36,6 +36,8 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
         ("model.temperature: {low: 1}", "neither low and high nor choices are set"),
         ("loss.kind: {choices: []}", "choices is empty"),
         ("loss.kind: {choices: [bce, bce]}", "choices has bce 2 times"),
+        ("loss.kind: {choices: [bce, !!binary aGk=]}", "choices has a YAML set or binary value"),
+        ("loss.kind: {choices: [bce, !!set {a}]}", "choices has a YAML set or binary value"),
         ("loss.kind: {choices: [bce], low: 1}", "choices and low are both set"),
         ("loss.kind: {choices: [softmax, bxe]}", "loss.kind: Input should be 'softmax', 'bce'"),
         ("model.embedding_dim: {low: 16, high: 64}", "model.embedding_dim: Input should be a multiple of 4, but it is 17"),

@@ -66,6 +66,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
         raise InputError(f"{path}:\n  " + "\n  ".join(describe_problems(error, raw_settings))) from None
     if config.tuning is not None:
         try:
+            _require_effect_of_each_range(list(config.tuning.ranges))
             range_by_key = {key: _typed_range(config, key, value) for key, value in config.tuning.ranges.items()}
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
@@ -116,6 +117,18 @@ def _changed_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> di
     for key, value in settings.items():
         _put_setting(raw_settings, key, value, shown_source=f"tuning.ranges.{key}")
     return raw_settings
+
+
+def _require_effect_of_each_range(keys: Sequence[str]) -> None:
+    """Raise InputError if the value of a range replaces the value of an earlier range, because it is a group around it."""
+    for index, key in enumerate(keys):
+        names = _split_key(key, shown_source=f"tuning.ranges.{key}")
+        for earlier_key in keys[:index]:
+            if _split_key(earlier_key, shown_source=f"tuning.ranges.{earlier_key}")[: len(names)] == names:
+                raise InputError(
+                    f"tuning.ranges: {key} replaces the value of {earlier_key}, which then has no effect; drop one of the two "
+                    "ranges, or write the group first"
+                )
 
 
 def _typed_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> RangeConfig:

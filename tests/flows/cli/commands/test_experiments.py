@@ -51,6 +51,14 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
         ("interactions.min_events: {low: 1, high: 2}", "interactions.min_events: all trials share one ingest"),
         ("index.kind: {choices: [flat]}", "index.kind: all trials share one ingest and end after training"),
         ("training.validation.k: {choices: [5, 10]}", "training.validation.k: trials are compared by this setting"),
+        (
+            "model.history.length: {low: 5, high: 9}, model.history: {choices: [{pooling: mean}, {pooling: recency}]}",
+            "tuning.ranges: model.history replaces the value of model.history.length, which then has no effect; drop one of",
+        ),
+        (
+            "model.temperature: {low: 1, high: 2}, 'model.\"temperature\"': {low: 1, high: 2}",
+            'tuning.ranges: model."temperature" replaces the value of model.temperature, which then has no effect',
+        ),
         ("training.warm_start.full_retrain_every: {choices: [1, 7]}", "trials start from scratch"),
     ],
 )

@@ -112,8 +112,8 @@ class RunRecord(Frozen):
 
     @property
     def seconds(self) -> float | None:
-        """Time between start and end; None while the run is running, or if it was killed."""
-        return None if self.ended is None else (self.ended - self.started).total_seconds()
+        """Time between start and end; None while the run is running, if it was killed, or if the clock was set back."""
+        return None if self.ended is None or self.ended < self.started else (self.ended - self.started).total_seconds()
 
     @classmethod
     def read(cls, run: Run) -> "RunRecord | None":

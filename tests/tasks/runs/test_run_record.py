@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,12 @@ def test_a_run_that_ends_while_its_record_is_read_is_not_interrupted(run: Run, m
     monkeypatch.setattr(Run, "is_locked", end_run_and_test_lock)
     record = read_record(run)
     assert (record.state, record.message, record.ended is None) == ("Promoted", "version 3 is champion", False)
+
+
+def test_a_run_during_which_the_clock_was_set_back_has_no_duration(run: Run) -> None:
+    with run.lock(), record_run(StageContext(run, pipeline="films")):
+        started_later = read_record(run).started + timedelta(hours=1)
+    assert read_record(run).model_copy(update={"started": started_later}).seconds is None
 
 
 def test_a_missing_or_damaged_record_is_none(run: Run) -> None:

@@ -45,7 +45,8 @@ class InterruptingRunner(Runner):
         """End all runs. Prefect's handler of SIGTERM calls this method, and then waits for the reports about the runs."""
         run_processes = psutil.Process().children()
         for run_process in run_processes:
-            run_process.terminate()
+            with suppress(psutil.NoSuchProcess):
+                run_process.terminate()
         # psutil.wait_procs would collect the exit status of the children, and asyncio would not get it.
         deadline_s = time.monotonic() + INTERRUPT_GRACE_S
         while any(run_process.is_running() for run_process in run_processes) and time.monotonic() < deadline_s:

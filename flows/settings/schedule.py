@@ -86,7 +86,7 @@ class ScheduleConfig(Settings):
         ge=1,
         le=MINUTES_PER_WEEK,
         description="longest intended duration of a run in minutes. A run that takes longer is reported but not stopped. "
-        "Default: no deadline",
+        "Default: four hours in the alert `overran`",
     )
     on_overrun: Literal["skip", "queue"] = Field(
         "skip",

@@ -16,7 +16,7 @@ class RangeConfig(Settings):
     """The values that a setting may take: {low, high} with log or step, or {choices}."""
 
     low: Number | None = Field(None, description="smallest value of the range")
-    high: Number | None = Field(None, description="largest value of the range. It is included in the range")
+    high: Number | None = Field(None, description="upper end of the range. It is included, unless the steps from `low` miss it")
     log: bool = Field(False, description="whether values are sampled on a logarithmic scale, as is usual for learning rates")
     step: Number | None = Field(
         None,

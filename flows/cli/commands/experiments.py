@@ -128,9 +128,17 @@ def tune(
     study: StudyResult = _run_flow(
         "flows.tuning:tune_settings", loaded, server, [config], folder_name="tuning", command_words=["tune", *option_words]
     )
+    if not study.trials:
+        raise StageError(
+            "the time of the search, --minutes or tuning.timeout_s, was over before the first trial started; run the command "
+            "again, which does not repeat the ingest, or give it more time"
+        )
     if study.best_trial is None:
-        last_failure_text = f"; trial {study.trials[-1].number} failed: {study.trials[-1].reason}" if study.trials else ""
-        raise StageError(f"none of {len(study.trials)} trials is complete{last_failure_text}\nthe trials are in {study.folder}")
+        last_trial = study.trials[-1]
+        raise StageError(
+            f"none of {len(study.trials)} trials is complete; trial {last_trial.number} failed: {last_trial.reason}\n"
+            f"the trials are in {study.folder}"
+        )
     if as_json:
         trials = [trial.model_dump(mode="json") for trial in study.trials]
         summary = {"study": study.folder.name, "folder": str(study.folder), "metric": study.metric, "trials": trials}

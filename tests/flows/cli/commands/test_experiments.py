@@ -12,12 +12,14 @@ import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from flows.cli.commands.experiments import print_study, tunable_config
+from flows.cli.arguments import ConfigOptions
+from flows.cli.commands import experiments
+from flows.cli.commands.experiments import print_study, tunable_config, tune
 from flows.cli.main import app
 from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml
 from flows.settings.template import starter_config
 from flows.tuning import StudyResult
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest, InteractionsManifest
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.tuning.study import FinishedTrial
@@ -175,6 +177,14 @@ def test_the_command_that_continues_a_study_has_the_overrides_of_the_study(
     printed_lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "continue nightjar tune nightly.yaml --set model.embedding_dim=16 --trials 2" in printed_lines
     assert "run nightjar run nightly.yaml --set model.embedding_dim=16 --set loss.kind=bce" in printed_lines
+
+
+def test_the_error_of_a_search_without_a_trial_says_that_the_time_was_too_short(
+    tmp_path: Path, config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments, "_run_flow", lambda *_, **__: StudyResult(tmp_path, "ndcg@10", []))
+    with pytest.raises(StageError, match=r"^the time of the search, --minutes or tuning\.timeout_s, was over before the first"):
+        tune(ConfigOptions(config_path), None, num_trials=None, minutes=0.1, as_json=False)
 
 
 def test_suggest_ends_with_exit_code_1_if_a_column_is_missing(config_path: Path) -> None:

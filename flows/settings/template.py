@@ -59,6 +59,7 @@ IMPORTANT_SETTINGS = (
 """Settings that `nightjar init` writes, in addition to settings with a value that is not the default."""
 _LINE_WIDTH = 128
 _COMMENT_COLUMN = 42
+_MIN_COMMENT_WIDTH = 30
 
 
 def starter_config() -> PipelineConfig:
@@ -224,6 +225,9 @@ def _with_comment(setting_line: str, comment: str) -> Iterator[str]:
         yield setting_line
         return
     comment_column = max(_COMMENT_COLUMN, len(setting_line) + 2)
+    if comment_column + _MIN_COMMENT_WIDTH > _LINE_WIDTH:
+        yield setting_line
+        setting_line, comment_column = "", _COMMENT_COLUMN  # the comment begins on the next line
     first_line, *other_lines = textwrap.wrap(comment, _LINE_WIDTH - comment_column - 2)
     yield f"{setting_line.ljust(comment_column)}# {first_line}"
     for line in other_lines:

@@ -81,3 +81,11 @@ def test_the_important_settings_exist_and_are_written() -> None:
 def test_the_temperature_is_auto_in_a_new_file_and_a_number_in_the_demo() -> None:
     assert "temperature: auto " in to_commented_yaml(starter_config(), every_setting=False)
     assert "temperature: 0.1 " in to_commented_yaml(demo_config())
+
+
+@pytest.mark.parametrize("every_setting", [True, False])
+def test_a_config_with_a_path_longer_than_a_line_loads_back(tmp_path: Path, every_setting: bool) -> None:
+    config = starter_config().with_absolute_paths(tmp_path / ("long" * 40))
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(config, every_setting=every_setting))
+    assert load_config(config_path) == config.with_absolute_paths(tmp_path)

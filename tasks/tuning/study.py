@@ -53,6 +53,7 @@ class FinishedTrial(Frozen):
     Attributes:
         settings: values of the searched settings.
         value: metric of a complete trial's best epoch, or of a pruned trial's last epoch; None if the trial failed.
+        seconds: duration of the last start of the trial's training; 0 if the trial failed before its training.
         reason: why the trial failed.
         epochs: metric by epoch (1-based).
     """
@@ -68,13 +69,13 @@ class FinishedTrial(Frozen):
     @classmethod
     def of(cls, trial: FrozenTrial) -> Self:
         """Return the result of a finished trial of Optuna."""
-        assert trial.duration is not None
         return cls(
             number=trial.number,
             settings=trial.user_attrs["settings"],
             ending=ENDING_BY_STATE[trial.state],
             value=trial.value,
-            seconds=trial.duration.total_seconds(),
+            # Optuna's own duration includes interruptions, and is wrong if daylight saving time begins or ends in a trial.
+            seconds=trial.user_attrs.get("seconds", 0.0),
             reason=trial.user_attrs.get("reason", ""),
             epochs=trial.intermediate_values,
         )
@@ -164,6 +165,7 @@ def run_trial(
     last_validation: dict[str, float] = {}
     num_complete = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
     can_prune = num_complete >= startup_trials
+    start_s = time.monotonic()
 
     def on_progress(progress: Progress) -> None:
         if metric in progress.validation:
@@ -179,11 +181,16 @@ def run_trial(
         note = training_note(progress, validation=last_validation)
         show_bar(label, num_done=progress.step, num_total=progress.total_steps, note=note)
 
+    def save_duration() -> None:
+        trial.set_user_attr("seconds", time.monotonic() - start_s)
+
     try:
         manifest = train(on_progress=on_progress)
     except optuna.TrialPruned:  # raised in on_progress, so the launcher has ended all ranks
+        save_duration()
         study.tell(trial, state=TrialState.PRUNED)
     except StageError as error:
+        save_duration()
         fail_trial(study, trial, reason=str(error))
     else:
         if metric not in manifest.validation:
@@ -191,6 +198,7 @@ def run_trial(
                 "tuning compares trials on the validation split, but no user in the split has a target; set "
                 "interactions.split so that the validation split holds events"
             )
+        save_duration()
         study.tell(trial, manifest.validation[metric])
     remove_all_but_metrics_and_logs(folder)
 

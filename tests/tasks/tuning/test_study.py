@@ -1,6 +1,7 @@
 """A tuning study: its trials after an interruption, their order, when a trial is pruned, and which files are kept."""
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
@@ -97,6 +98,28 @@ def test_a_trial_that_the_deadline_interrupts_is_continued_by_a_later_call(tmp_p
     assert [trial.number for trial in finished_trials(study)] == [0]
     assert run_next_trial(deadline=inf) == 1
     assert [trial.ending for trial in finished_trials(study)] == ["complete", "complete"]
+
+
+@pytest.mark.parametrize("error", [None, StageError("the loss is nan")])
+def test_the_duration_of_a_trial_is_measured_with_a_clock_that_is_never_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StageError | None
+) -> None:
+    now_s = 1_000.0
+    clock = Mock(wraps=time)
+    clock.monotonic = lambda: now_s
+    monkeypatch.setattr("tasks.tuning.study.time", clock)
+
+    def train(on_progress: Callable[[Progress], None]) -> Any:
+        nonlocal now_s
+        now_s += 90
+        if error is not None:
+            raise error
+        return Mock(validation={"ndcg@10": 0.1})
+
+    study = open_study(tmp_path / "study")
+    trial = start_trial(study, CONFIG)
+    run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline_s=inf, folder=tmp_path, label="1")
+    assert [trial.seconds for trial in finished_trials(study)] == [90]
 
 
 def test_a_complete_trial_ranks_before_a_pruned_trial_with_a_better_metric(tmp_path: Path) -> None:

@@ -155,7 +155,10 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
-    """Remove the files, except files of a run on which a process works; return the completed removals."""
+    """Remove the files, except files of a run on which a process works; return the completed removals.
+
+    Files that cannot be removed, such as files of another user, are reported in the log.
+    """
     completed_removals, trash_folder = [], workspace / TRASH_FOLDER_NAME
     for removal in removals:
         folder = workspace / RUNS_FOLDER_NAME / removal.run_id
@@ -175,14 +178,23 @@ def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRem
                     _reduce_run(folder, kept_stages=removal.kept_stages)
         except (Timeout, FileNotFoundError):  # another process works on the run
             continue
+        except OSError as error:
+            LOG.warning("%s: cannot be cleaned (%s); check the owner and the permissions of its files", folder, error)
+            continue
         completed_removals.append(removal)
-    remove_own_folder(trash_folder)  # also removes folders that a killed process has moved there
+    try:
+        remove_own_folder(trash_folder)  # also removes folders that a killed process has moved there
+    except OSError as error:
+        LOG.warning("%s: cannot be emptied (%s); check the owner and the permissions of its files", trash_folder, error)
     return completed_removals
 
 
 def _reduce_run(folder: Path, *, kept_stages: Collection[StageName]) -> None:
     if not (folder / REDUCED_FILE_NAME).exists():
-        write_text(folder / REDUCED_FILE_NAME, json.dumps({"reduced_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}))
+        try:
+            write_text(folder / REDUCED_FILE_NAME, json.dumps({"reduced_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}))
+        except OSError:  # a full disk still has room for an empty file
+            (folder / REDUCED_FILE_NAME).touch()
     for path in _large_files(folder, kept_stages=kept_stages):
         if _is_real_folder(path):
             shutil.rmtree(path)

@@ -98,7 +98,10 @@ class Workspace:
         try:
             start_time = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "started": start_time}
-            write_text(holder_file, json.dumps(holder))
+            try:
+                write_text(holder_file, json.dumps(holder))
+            except OSError:  # `nightjar clean` must start on a full disk too
+                holder_file.unlink(missing_ok=True)
             yield
         finally:
             holder_file.unlink(missing_ok=True)

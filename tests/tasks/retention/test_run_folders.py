@@ -1,5 +1,6 @@
 """Retention of run folders: which runs stay whole, are reduced or removed, and which files are always kept."""
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -26,7 +27,7 @@ from recsys_core.manifests import (
 from tasks.retention import run_folders
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import TRASH_FOLDER_NAME, find_removals, remove_files
-from tasks.runs.run import Run
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.workspace import Workspace
 from tests.tasks.retention.run_folders_by_hand import STAGE_BYTES, files_below, run_ids, run_of
 
@@ -149,6 +150,36 @@ def test_a_locked_run_stays_whole_and_a_reduced_run_cannot_be_resumed(tmp_path: 
         runs[1].lock(),
     ):
         pass
+
+
+def test_runs_on_a_full_disk_are_reduced(tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_text_on_full_disk(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folders, "write_text", write_text_on_full_disk)
+    runs = [add_run(tmp_path, f"2026{index}") for index in range(3)]
+    assert clean(tmp_path) == {"20260": "reduce"}
+    assert (runs[0].folder / REDUCED_FILE_NAME).exists() and not (runs[0].folder / "train.work").exists()
+
+
+def test_files_that_cannot_be_removed_do_not_prevent_the_removal_of_other_files(
+    tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove_tree = shutil.rmtree
+
+    def remove_own_tree(path: Path) -> None:
+        if "20261" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        remove_tree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_own_tree)
+    runs = [add_run(tmp_path, f"2026{index}") for index in range(5)]
+    assert clean(tmp_path) == {"20260": "remove", "20262": "reduce"}
+    assert f"{runs[1].folder}: cannot be cleaned ([Errno 13] Permission denied)" in caplog.text
+    assert clean(tmp_path, config=RetentionConfig(keep_full_runs=1, keep_report_runs=1)) == {
+        "20261": "remove", "20262": "remove", "20263": "reduce",
+    }  # fmt: skip
+    assert f"{tmp_path / TRASH_FOLDER_NAME}: cannot be emptied ([Errno 13] Permission denied)" in caplog.text
 
 
 @pytest.mark.parametrize("is_removed_during_the_lock", [False, True])

@@ -1,5 +1,6 @@
 """Ids and folders of runs, and the locks of a run and of a workspace."""
 
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -144,6 +145,20 @@ def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_fir
     first_process.join()
     with Workspace(tmp_path).lock(run_id="second"):
         assert json.loads((tmp_path / ".command.json").read_text())["run_id"] == "second"
+
+
+def test_a_workspace_on_a_full_disk_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_text_on_full_disk(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tasks.runs.workspace.write_text", write_text_on_full_disk)
+    (tmp_path / ".command.json").write_text('{"pid": 1, "host": "h", "run_id": "killed", "started": "2026"}')
+    with (
+        Workspace(tmp_path).lock(run_id="clean"),
+        pytest.raises(InputError, match="another process is using this workspace"),
+        Workspace(tmp_path).lock(run_id="second"),
+    ):
+        pass
 
 
 def test_the_lock_file_of_another_user_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from recsys_core.disk import free_bytes, used_bytes
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, TrackingServerError
 from recsys_core.manifests import MARKER_NAME, PackageManifest, RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import GIB, format_gib
 from tasks.retention.config import RetentionConfig
@@ -24,7 +24,10 @@ def ensure_disk_space(config: RetentionConfig, run: Run, *, model_name: str) -> 
         from tasks.retention.clean import clean  # imports MLflow, which takes seconds
 
         LOG.warning("%s; the workspace is cleaned", error)
-        clean(run.workspace, config, model_name=model_name)
+        try:
+            clean(run.workspace, config, model_name=model_name)
+        except TrackingServerError as tracking_error:
+            LOG.warning("could not clean the workspace (%s)", tracking_error)
         require_disk_space(config, run)
 
 

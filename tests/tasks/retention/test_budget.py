@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recsys_core.disk import used_bytes
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, TrackingServerError
 from recsys_core.manifests import PackageManifest, RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import GIB
 from tasks.registry.mlflow_client import connect
@@ -105,3 +105,15 @@ def test_the_workspace_is_cleaned_before_a_run_is_rejected(workspace: Path, add_
     assert run_ids(workspace) == ["20264", "20265"]
     with pytest.raises(InputError, match=r"retention\.disk_budget_gb is"):
         ensure_disk_space(config.model_copy(update={"disk_budget_gb": 0.001}), run_of(workspace, "9"), model_name="m")
+
+
+def test_a_run_that_does_not_fit_is_rejected_also_if_mlflow_does_not_answer(
+    tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clean_without_mlflow(*_: Any, **__: Any) -> None:
+        raise TrackingServerError("MLflow at http://mlflow does not answer")
+
+    monkeypatch.setattr("tasks.retention.clean.clean", clean_without_mlflow)
+    add_large_run(tmp_path, add_run, "1", num_bytes=5 * MEBIBYTE)
+    with pytest.raises(InputError, match=r"retention\.disk_budget_gb is 0\.001; raise it"):
+        ensure_disk_space(RetentionConfig(disk_budget_gb=0.001), run_of(tmp_path, "9"), model_name="m")

@@ -267,7 +267,7 @@ def _unordered_with_vectors(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion("tables.user.init_std", 1e-4, reason)
     yield _suggestion("tables.user.optimizer.learning_rate", 0.02, reason)
     reason = f"the vectors have {facts.vector_dim} numbers; layers with a skip connection adapt them"
-    yield from _wide_candidates(min(facts.vector_dim // 4 * 4, MAX_DIM), reason)
+    yield from _wide_candidates(min(max(4, facts.vector_dim // 4 * 4), MAX_DIM), reason)
     yield from _vectors_with_offsets(facts)
 
 

@@ -46,6 +46,7 @@ def test_a_sparse_unordered_log_gets_an_embedding_per_user_and_keeps_item_vector
     }
     suggested = suggested_settings(SPARSE_UNORDERED)
     assert expected.items() <= suggested.items() and "model.num_members" not in suggested
+    assert suggested_settings(SPARSE_UNORDERED, vector_dim=2)["model.embedding_dim"] == 4  # the smallest allowed width
 
 
 def test_a_sparse_log_with_neither_order_nor_vectors_gets_wide_vectors_and_no_embedding_per_user() -> None:

@@ -13,8 +13,8 @@ from torch import distributed as dist
 from recsys_core.launching.rank import Process
 
 # The fork server imports TorchRec once. Each rank is a fork of this server, so it is ready in milliseconds.
-FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["tests.rank_imports"])
+FORK_SERVER_CONTEXT = multiprocessing.get_context("forkserver")
+FORK_SERVER_CONTEXT.set_forkserver_preload(["tests.rank_imports"])
 
 
 def run_ranks(
@@ -25,14 +25,14 @@ def run_ranks(
     timeout_s: float = 120.0,
     killed_rank: int | None = None,
 ) -> None:
-    """Call function(rank, *arguments) on each of `world_size` gloo ranks, and fail with all exit codes if a rank fails.
+    """Call function(rank, *arguments) on each of `world_size` gloo ranks; raise AssertionError if a rank fails.
 
     killed_rank: a rank that must end by SIGKILL; the other ranks must end too, with any exit code.
     """
     with tempfile.TemporaryDirectory() as folder:
         store_path = Path(folder) / "store"
         processes = [
-            FORK_SERVER.Process(target=_run_rank, args=(function, rank, world_size, store_path, arguments))
+            FORK_SERVER_CONTEXT.Process(target=_run_rank, args=(function, rank, world_size, store_path, arguments))
             for rank in range(world_size)
         ]
         for process in processes:

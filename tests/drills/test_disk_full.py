@@ -16,7 +16,7 @@ from flows.settings import yaml_loader
 from recsys_core.disk import used_bytes
 from recsys_core.manifests import STAGES, Manifest, StageName, read_unchecked_manifest
 from tests.drills.interrupted_run import ROOT
-from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, create_run_folder, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, create_run_folder, write_config_with_every_stage
 
 pytestmark = pytest.mark.drill
 DISK_MIB = 96
@@ -100,7 +100,7 @@ def checksums_of(folder: Path, manifest_type: type[Manifest]) -> dict[str, str]:
 
 def write_short_config(folder: Path) -> Path:
     """Write the config of a pipeline that trains one epoch on one rank."""
-    config_path = write_config_of_every_stage(folder)
+    config_path = write_config_with_every_stage(folder)
     config = yaml_loader.load(config_path.read_text(), subject="config")
     config["training"] |= {"epochs": 1}
     config["sharding"] = {"cluster": {"processes_per_node": 1}}

@@ -12,7 +12,7 @@ from tests.drills.test_kill_and_resume import (
     create_run_folder,
     is_stage_in_progress,
     run_pipeline,
-    write_config_of_every_stage,
+    write_config_with_every_stage,
 )
 
 pytestmark = pytest.mark.drill
@@ -24,7 +24,7 @@ FINAL_TYPES = {"CRASHED", "COMPLETED", "CANCELLED"}
 def test_a_signal_in_any_stage_ends_the_run_in_time_and_prints_the_command_that_resumes_it(
     tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
-    config_path = write_config_of_every_stage(tmp_path)
+    config_path = write_config_with_every_stage(tmp_path)
     run_folder = create_run_folder(config_path)
     for stage in STAGES:
 

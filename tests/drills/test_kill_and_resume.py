@@ -26,8 +26,8 @@ pytestmark = pytest.mark.drill
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
 RUN_ID = "20260101-000000-d41d"
 TIMEOUT_S = 120.0
-ITEM_VECTOR_FILE = {"paths": "data/item_embeddings.parquet", "vector_column": "embedding"}
-USER_VECTOR_FILE = {
+ITEM_VECTOR_SETTINGS = {"paths": "data/item_embeddings.parquet", "vector_column": "embedding"}
+USER_VECTOR_SETTINGS = {
     "table": "user",
     "paths": "data/user_embeddings.parquet",
     "id_column": "user_id",
@@ -35,7 +35,7 @@ USER_VECTOR_FILE = {
 }
 
 
-def write_config(folder: Path, *, embeddings: Sequence[dict[str, Any]] = (ITEM_VECTOR_FILE,)) -> Path:
+def write_config(folder: Path, *, embeddings: Sequence[dict[str, Any]] = (ITEM_VECTOR_SETTINGS,)) -> Path:
     """Write generated data and a config that trains on them in seconds; return the path of the config."""
     generate(folder / "data", num_users=300, num_items=200, num_events=6_000, num_days=10, dim=16, num_cold_items=10)
     config = {
@@ -59,9 +59,9 @@ def write_config(folder: Path, *, embeddings: Sequence[dict[str, Any]] = (ITEM_V
     return config_path
 
 
-def write_config_of_every_stage(folder: Path) -> Path:
+def write_config_with_every_stage(folder: Path) -> Path:
     """Write data and the config of a run that has every stage: user vectors come from a file, item vectors from the log."""
-    config_path = write_config(folder, embeddings=[USER_VECTOR_FILE, {"source": "log", "dim": 16}])
+    config_path = write_config(folder, embeddings=[USER_VECTOR_SETTINGS, {"source": "log", "dim": 16}])
     user_ids = pc.unique(pq.read_table(folder / "data" / "interactions", columns=["user_id"])["user_id"])
     vector_UD = np.random.default_rng(0).normal(size=(len(user_ids), 16)).astype(np.float32)
     pq.write_table(pa.table({"user_id": user_ids, "embedding": list(vector_UD)}), folder / "data" / "user_embeddings.parquet")
@@ -107,8 +107,8 @@ def create_run_folder(config_path: Path, *, workspace: Path | None = None) -> Pa
 
 
 def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_run(tmp_path):
-    undisturbed_output = run_pipeline(write_config_of_every_stage(tmp_path / "undisturbed"))
-    config_path = write_config_of_every_stage(tmp_path / "killed")
+    undisturbed_output = run_pipeline(write_config_with_every_stage(tmp_path / "undisturbed"))
+    config_path = write_config_with_every_stage(tmp_path / "killed")
     run_folder = create_run_folder(config_path)
     for stage in STAGES:
         children = kill_in(stage, config_path, run_folder)

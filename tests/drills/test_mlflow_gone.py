@@ -12,7 +12,7 @@ import pytest
 from recsys_core.manifests import MANIFEST_NAME, STAGES
 from tests.drills.restartable_server import mlflow_server, running
 from tests.drills.started_run import StartedRun, started_run
-from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_with_every_stage
 
 pytestmark = pytest.mark.drill
 COUNT_SQL_BY_POINT = {
@@ -53,7 +53,7 @@ def lock(database_file: Path, *, seconds: float) -> None:
 
 
 def test_a_run_without_mlflow_fails_only_at_its_last_stage_and_a_resume_registers_one_version(tmp_path: Path) -> None:
-    config_path, server = write_config_of_every_stage(tmp_path), mlflow_server(tmp_path)
+    config_path, server = write_config_with_every_stage(tmp_path), mlflow_server(tmp_path)
     with started_run(config_path, MLFLOW_TRACKING_URI=server.address) as run:
         run.wait_until(lambda folder: (folder / "package").is_dir(), description="package")
         start_s = time.monotonic()
@@ -78,7 +78,7 @@ def test_a_run_without_mlflow_fails_only_at_its_last_stage_and_a_resume_register
 def test_a_run_registers_once_although_mlflow_is_killed_and_restarted_in_the_training_and_in_the_registration(
     tmp_path: Path,
 ) -> None:
-    config_path = write_config_of_every_stage(tmp_path)
+    config_path = write_config_with_every_stage(tmp_path)
     with running(mlflow_server(tmp_path)) as server, started_run(config_path, MLFLOW_TRACKING_URI=server.address) as run:
         run.wait_until(lambda folder: is_stage_in_progress("train", folder), description="training")
         server.stop(signal.SIGKILL)
@@ -97,7 +97,7 @@ def test_a_run_registers_once_although_mlflow_is_killed_and_restarted_in_the_tra
 
 def test_a_run_registers_once_although_the_database_is_locked_in_the_training_and_in_the_registration(tmp_path: Path) -> None:
     database_file = tmp_path / "workspace" / "mlflow.db"
-    with started_run(write_config_of_every_stage(tmp_path)) as run:
+    with started_run(write_config_with_every_stage(tmp_path)) as run:
         for stage in ("train", "register"):
             run.wait_until(lambda folder, stage=stage: is_stage_in_progress(stage, folder), description=stage)
             lock(database_file, seconds=LOCK_DURATION_S)

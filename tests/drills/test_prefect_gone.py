@@ -11,7 +11,7 @@ import pytest
 from recsys_core.manifests import STAGES
 from tests.drills.restartable_server import prefect_server, running
 from tests.drills.started_run import StartedRun, started_run
-from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_with_every_stage
 
 pytestmark = pytest.mark.drill
 REGISTERED_MODEL = {"name": "nightjar", "version": "1", "alias": "champion"}
@@ -39,7 +39,7 @@ def assert_promoted(run: StartedRun, prefect_home: Path) -> None:
 
 
 def test_an_embedded_server_that_is_killed_in_the_training_is_replaced(tmp_path: Path) -> None:
-    with started_run(write_config_of_every_stage(tmp_path)) as run:
+    with started_run(write_config_with_every_stage(tmp_path)) as run:
         wait_for_training(run)
         (server,) = [child for child in run.children() if "flows.servers.prefect_app" in child.cmdline()]
         server.send_signal(signal.SIGKILL)
@@ -48,7 +48,7 @@ def test_an_embedded_server_that_is_killed_in_the_training_is_replaced(tmp_path:
 
 
 def test_a_server_that_was_stopped_for_twenty_seconds_of_the_training_records_all_states_of_the_run(tmp_path: Path) -> None:
-    config_path = write_config_of_every_stage(tmp_path)
+    config_path = write_config_with_every_stage(tmp_path)
     with running(prefect_server(tmp_path)) as server, started_run(config_path, PREFECT_API_URL=f"{server.address}/api") as run:
         wait_for_training(run)
         server.stop(signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_a_server_that_was_stopped_for_twenty_seconds_of_the_training_records_al
 
 
 def test_a_run_whose_server_stays_away_registers_its_version_and_warns(tmp_path: Path) -> None:
-    config_path, server = write_config_of_every_stage(tmp_path), prefect_server(tmp_path)
+    config_path, server = write_config_with_every_stage(tmp_path), prefect_server(tmp_path)
     settings = {
         "PREFECT_API_URL": f"{server.address}/api",
         "PREFECT_CLIENT_MAX_RETRIES": "2",

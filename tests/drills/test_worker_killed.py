@@ -15,7 +15,7 @@ import requests
 from recsys_core.manifests import STAGES
 from tests.drills.process_worker import GONE_WITHIN_S, TIMEOUT_S, PrefectPage, worker_of
 from tests.drills.production_servers import USER_PASSWORD, Servers, production_servers
-from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_of_every_stage
+from tests.drills.test_kill_and_resume import is_stage_in_progress, write_config_with_every_stage
 
 pytestmark = pytest.mark.drill
 
@@ -38,7 +38,7 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
     servers: Servers, tmp_path: Path, number: signal.Signals, record_property: Callable[[str, object], None]
 ) -> None:
     name = number.name.lower()
-    config_path, runs = write_config_of_every_stage(tmp_path), tmp_path / "workspace" / "runs"
+    config_path, runs = write_config_with_every_stage(tmp_path), tmp_path / "workspace" / "runs"
     config_path.write_text(f"{config_path.read_text()}name: {name}\n".replace("model_name: nightjar", f"model_name: {name}"))
     log_file = tmp_path / "worker.log"
     page = PrefectPage(servers, pipeline=name)

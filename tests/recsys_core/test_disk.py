@@ -1,10 +1,11 @@
-"""Files that are replaced as a whole, or not at all after an error."""
+"""Files that are replaced as a whole, or not at all after an error, and files that are linked or copied."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from recsys_core.disk import atomic_replacement, write_text
+from recsys_core.disk import atomic_replacement, link_or_copy, write_text
 
 
 def test_text_replaces_the_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:
@@ -40,3 +41,14 @@ def test_an_error_keeps_the_old_file_and_removes_the_temporary_file(tmp_path: Pa
     with pytest.raises(OSError, match="the disk is full"):
         write_half()
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_linked_on_the_same_disk_and_copied_to_another_disk(tmp_path: Path, small_disk: Path) -> None:
+    (tmp_path / "file").write_bytes(b"state")
+    with pytest.raises(OSError, match="cross-device") as caught:
+        (small_disk / "file").hardlink_to(tmp_path / "file")
+    assert caught.value.errno == errno.EXDEV
+    link_or_copy(str(tmp_path / "file"), str(small_disk / "file"))
+    link_or_copy(str(tmp_path / "file"), str(tmp_path / "other"))
+    assert (small_disk / "file").read_bytes() == b"state"
+    assert (tmp_path / "other").samefile(tmp_path / "file")

@@ -54,15 +54,17 @@ def test_a_skip_connection_needs_a_last_layer_of_width_embedding_dim(tower: str)
 
 
 @pytest.mark.parametrize(
-    ("query", "candidate", "widths"),
+    ("query_layers", "candidate_layers", "widths"),
     [((12,), None, (12, 8)), ((12,), (), (12, 8)), ((), (12,), (8, 12)), ((16, 12), (12, 16), (12, 16))],
 )
-def test_towers_of_different_output_widths_are_rejected(query: Any, candidate: Any, widths: tuple[int, int]) -> None:
+def test_towers_of_different_output_widths_are_rejected(
+    query_layers: Any, candidate_layers: Any, widths: tuple[int, int]
+) -> None:
     with raises_message(
         f"the towers have different output widths: query.layers end in {widths[0]}, candidate.layers in {widths[1]}; "
         "give both the same last width, or leave query.layers out"
     ):
-        two_tower_config(query={"layers": query}, candidate={"layers": candidate})
+        two_tower_config(query={"layers": query_layers}, candidate={"layers": candidate_layers})
 
 
 @given(
@@ -84,7 +86,7 @@ def test_the_default_query_tower_ends_in_the_width_of_the_candidate_tower(
 
 
 @pytest.mark.parametrize("kind", ["bce", "bpr", "cosine_contrastive"])
-def test_pairwise_losses_need_sampled_or_in_batch_negatives(kind: Any) -> None:
+def test_losses_other_than_softmax_need_sampled_or_in_batch_negatives(kind: Any) -> None:
     assert LossConfig(kind=kind, num_negatives=1).uses_in_batch_negatives is False
     assert LossConfig(kind=kind, num_negatives=0, in_batch_negatives=True).uses_in_batch_negatives is True
     for settings in ({}, {"in_batch_negatives": False}):
@@ -140,10 +142,10 @@ def test_the_number_of_attention_heads_must_divide_the_width_of_an_item_in_a_his
         "num_heads to one of 1, 2, 4, 5, 10, 20"
     ):
         TwoTowerConfig.model_validate({"embedding_dim": 20, "history": history})
-    model = {"candidate": {"layers": [8]}, "query": {"skip_connection": False}, "embedding_dim": 12}
-    TwoTowerConfig.model_validate(model | {"history": history})
+    model_settings = {"candidate": {"layers": [8]}, "query": {"skip_connection": False}, "embedding_dim": 12}
+    TwoTowerConfig.model_validate(model_settings | {"history": history})
     with raises_message("does not divide the width of an item's vector in a history, 8 (candidate.layers)"):
-        TwoTowerConfig.model_validate(model | {"history": history | {"item_representation": "candidate_tower"}})
+        TwoTowerConfig.model_validate(model_settings | {"history": history | {"item_representation": "candidate_tower"}})
 
 
 @pytest.mark.parametrize("num_blocks", [0, 4])

@@ -153,10 +153,10 @@ def test_a_file_in_two_settings_is_rejected_without_a_hint_at_links(tmp_path: Pa
 
 def test_a_file_that_two_patterns_match_counts_once(tmp_path: Path) -> None:
     write_parquet(tmp_path / "log" / "a.parquet", x=[1])
-    same_spelling_patterns = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
-    assert len(open_sources(same_spelling_patterns, setting="s")) == 1
+    folder_and_glob = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
+    assert len(open_sources(folder_and_glob, setting="s")) == 1
     with raises_input_error("s: ", "is the same file as "):
-        open_sources([*same_spelling_patterns, f"{tmp_path}/log/../log/a.parquet"], setting="s")
+        open_sources([*folder_and_glob, f"{tmp_path}/log/../log/a.parquet"], setting="s")
 
 
 def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:

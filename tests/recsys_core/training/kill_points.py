@@ -23,7 +23,7 @@ from recsys_core.training.metrics_log import MetricsLog
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
-from tests.gloo import FORK_SERVER, cpu_process
+from tests.gloo import FORK_SERVER_CONTEXT, cpu_process
 from tests.recsys_core.training.forked_training import (
     Experiment,
     checkpoint_of,
@@ -201,7 +201,7 @@ def train_through_kills(experiment: Experiment, folder: Path, *, victims: Sequen
     work_folder = folder.with_name(folder.name + ".work")
 
     def start_flow() -> Any:
-        process = FORK_SERVER.Process(target=run_train_stage, args=(experiment, folder))
+        process = FORK_SERVER_CONTEXT.Process(target=run_train_stage, args=(experiment, folder))
         process.start()
         return process
 

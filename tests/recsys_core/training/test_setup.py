@@ -1,11 +1,9 @@
 """Estimated sizes of checkpoints and exports, compared with the files that are written, and disks that are too small."""
 
-import errno
 from pathlib import Path
 
 import pytest
 
-from recsys_core.disk import link_or_copy
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
 from recsys_core.models.config import TwoTowerConfig
@@ -38,21 +36,21 @@ def experiment(tmp_path_factory):
 def test_the_estimates_are_the_bytes_of_the_arrays_in_a_checkpoint_and_in_an_export(experiment, tmp_path):
     finished_training = train_in_forks(experiment, tmp_path / "work")
     arrays = export_in_forks(experiment, checkpoint_of(finished_training), tmp_path / "export")
-    table_bytes = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
-    vector_bytes = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
+    bytes_by_table_array = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
+    bytes_by_vector_array = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
     estimate = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path / "none", steps_per_epoch=10)
     averaged = CONFIG.model_copy(update={"averaged_epochs": 2})
     estimate_with_average = TrainingSetup(experiment.spec, averaged).checkpoint_bytes(
         work_folder=tmp_path / "none", steps_per_epoch=10
     )
-    weight_bytes = sum(num_bytes for name, num_bytes in table_bytes.items() if name.startswith("table_"))
+    weight_bytes = sum(num_bytes for name, num_bytes in bytes_by_table_array.items() if name.startswith("table_"))
     assert estimate_with_average == estimate + weight_bytes
     checkpoint_bytes = sum(path.stat().st_size for path in checkpoint_of(finished_training).glob("*.distcp"))
-    assert estimate == sum(table_bytes.values()) < checkpoint_bytes  # a checkpoint also contains the layers
-    array_bytes = table_bytes | vector_bytes
-    largest_bytes = max(num_bytes for name, num_bytes in array_bytes.items() if not name.startswith("state_"))
+    assert estimate == sum(bytes_by_table_array.values()) < checkpoint_bytes  # a checkpoint also contains the layers
+    bytes_by_array = bytes_by_table_array | bytes_by_vector_array
+    largest_bytes = max(num_bytes for name, num_bytes in bytes_by_array.items() if not name.startswith("state_"))
     # While an array is built, its parts are on the disk too.
-    assert export_bytes(experiment.spec) == sum(array_bytes.values()) + largest_bytes
+    assert export_bytes(experiment.spec) == sum(bytes_by_array.values()) + largest_bytes
 
 
 @pytest.mark.parametrize(
@@ -60,17 +58,23 @@ def test_the_estimates_are_the_bytes_of_the_arrays_in_a_checkpoint_and_in_an_exp
     [
         ({"validation": None}, 1000, 1),  # step 1000 is the last step
         ({"validation": None}, 1001, 2),  # steps 1000 and 1001
-        ({"validation": None, "epochs": 3}, 1500, 3),  # an old checkpoint is removed after the third one is complete
+        ({"validation": None, "epochs": 3}, 1500, 3),  # two are kept (keep_checkpoints) while the third is written
         ({"validation": ValidationConfig()}, 10, 1),
-        ({"validation": ValidationConfig(every_epochs=2), "epochs": 4}, 10, 2),  # both validations may be the best so far
+        (
+            {"validation": ValidationConfig(every_epochs=2), "epochs": 4},
+            10,
+            2,
+        ),  # a best epoch is saved: at most one of each validation
     ],
 )
-def test_the_checkpoint_of_the_last_step_is_part_of_the_estimate(
+def test_the_estimate_counts_the_checkpoints_that_exist_at_the_same_time(
     experiment, tmp_path, changes, steps_per_epoch, num_checkpoints
 ):
-    one_step = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=1)
+    one_checkpoint_bytes = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=1)
     setup = TrainingSetup(experiment.spec, CONFIG.model_copy(update=changes))
-    assert setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=steps_per_epoch) == num_checkpoints * one_step
+    assert (
+        setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=steps_per_epoch) == num_checkpoints * one_checkpoint_bytes
+    )
 
 
 def test_files_of_an_earlier_attempt_are_subtracted_from_the_estimate(experiment, tmp_path):
@@ -122,14 +126,3 @@ def test_export_and_index_start_only_if_their_arrays_fit_on_the_disk(experiment,
         InputError, match=rf"^{small_disk}/index: the build_index stage takes at least 0\.073 GiB, but the disk"
     ):
         build_indexes(IndexConfig(), export=export, folder=small_disk / "index")
-
-
-def test_a_file_is_linked_on_the_same_disk_and_copied_to_another_disk(tmp_path: Path, small_disk: Path):
-    (tmp_path / "file").write_bytes(b"state")
-    with pytest.raises(OSError, match="cross-device") as caught:
-        (small_disk / "file").hardlink_to(tmp_path / "file")
-    assert caught.value.errno == errno.EXDEV
-    link_or_copy(str(tmp_path / "file"), str(small_disk / "file"))
-    link_or_copy(str(tmp_path / "file"), str(tmp_path / "other"))
-    assert (small_disk / "file").read_bytes() == b"state"
-    assert (tmp_path / "other").samefile(tmp_path / "file")

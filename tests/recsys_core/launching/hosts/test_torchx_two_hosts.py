@@ -60,10 +60,11 @@ def train_and_export(
 @pytest.mark.drill
 def test_two_hosts_with_one_rank_each_train_the_same_model_as_one_host_with_two_ranks(tmp_path: Path) -> None:
     experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "plan", training=CONFIG)
-    expected, expected_lines, expected_export = train_and_export(experiment, tmp_path / "one host", launcher=ONE_HOST)
-    actual, lines, export = train_and_export(experiment, tmp_path / "two hosts", launcher=TWO_HOSTS)
+    expected_training, expected_lines, expected_export = train_and_export(experiment, tmp_path / "one host", launcher=ONE_HOST)
+    training, lines, export = train_and_export(experiment, tmp_path / "two hosts", launcher=TWO_HOSTS)
     assert [line.loss for line in lines] == [line.loss for line in expected_lines] and len(lines) > 3
-    assert (actual.final_loss, actual.validation, actual.num_attempts) == (expected.final_loss, expected.validation, 1)
+    assert (training.final_loss, training.num_attempts) == (expected_training.final_loss, 1)
+    assert training.validation == expected_training.validation
     array_names = [name for name in expected_export.files if name.endswith(".npy")]
     assert "item_vectors.npy" in array_names
     for name in array_names:

@@ -11,7 +11,7 @@ from recsys_core.models.tables.table_config import TableConfig
 from tests.recsys_core.models.error_messages import raises_message
 
 
-def gradual(*steps: tuple[int, float]) -> TableConfig:
+def gradual_table(*steps: tuple[int, float]) -> TableConfig:
     """Return a gradual table that is unfrozen in steps (epoch, share)."""
     return TableConfig.model_validate(
         {"transfer": "gradual", "unfreeze": [{"epoch": epoch, "share": share} for epoch, share in steps]}
@@ -32,7 +32,7 @@ def schedules(draw: st.DrawFn) -> list[tuple[int, float]]:
 
 @given(schedules())
 def test_the_trained_share_is_the_share_of_the_last_step_and_never_falls(steps: list[tuple[int, float]]) -> None:
-    table = gradual(*steps)
+    table = gradual_table(*steps)
     shares = [table.trained_share(epoch) for epoch in range(1, 15)]
     for epoch, share in enumerate(shares, 1):
         past_shares = [step_share for step_epoch, step_share in steps if step_epoch <= epoch]
@@ -49,7 +49,7 @@ def test_a_schedule_that_does_not_rise_is_rejected(steps: list[tuple[int, float]
     else:
         next_step = (epoch + 1, data.draw(st.floats(0, share)))
     with raises_message("unfreeze does not rise: epoch "):
-        gradual(*steps[: step_index + 1], next_step)
+        gradual_table(*steps[: step_index + 1], next_step)
 
 
 def test_the_error_of_a_falling_schedule_names_both_steps_and_the_reason() -> None:
@@ -57,12 +57,12 @@ def test_the_error_of_a_falling_schedule_names_both_steps_and_the_reason() -> No
         "unfreeze does not rise: epoch 3 share 0.5 is followed by epoch 5 share 0.25; make both rise, because a trained "
         "row cannot be frozen again"
     ):
-        gradual((3, 0.5), (5, 0.25))
+        gradual_table((3, 0.5), (5, 0.25))
 
 
 def test_only_gradual_tables_have_a_schedule() -> None:
     with raises_message("transfer is gradual, but unfreeze is empty; give it steps such as {epoch: 2, share: 0.25}"):
-        gradual()
+        gradual_table()
     for transfer in ("full", "frozen", "residual"):
         with raises_message(
             f"unfreeze is not empty, but transfer is {transfer}; set transfer to gradual, or leave unfreeze out"

@@ -18,7 +18,7 @@ from tests.recsys_core.training.small_model import sharded_model, small_spec
 LEARNING_RATE, WEIGHT_DECAY = 0.1, 0.5
 
 
-def step_without_gradients(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
+def assert_weight_decay_changes_only_matrices(rank: int, kind: str, dense_parallel: DenseParallel) -> None:
     """Assert that an optimizer step without gradients changes only matrices, by the weight decay."""
     spec = small_spec(forms={})
     query_tower = TowerConfig(layers=(12, 8), skip_connection=True, layer_norm=True)
@@ -51,7 +51,7 @@ def step_without_gradients(rank: int, kind: str, dense_parallel: DenseParallel) 
 @pytest.mark.parametrize("dense_parallel", ["replicated", "sharded"])
 @pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd"])
 def test_weight_decay_changes_only_matrices(kind: str, dense_parallel: DenseParallel) -> None:
-    run_ranks(step_without_gradients, world_size=1, arguments=(kind, dense_parallel))
+    run_ranks(assert_weight_decay_changes_only_matrices, world_size=1, arguments=(kind, dense_parallel))
 
 
 def test_rowwise_accumulators_of_column_shards_add_up_to_the_mean_over_the_whole_row() -> None:
@@ -69,7 +69,7 @@ def test_a_shard_with_an_accumulator_per_value_keeps_its_position_in_the_table()
 
 
 @pytest.mark.parametrize(
-    ("parameter", "table"),
+    ("parameter_name", "table_name"),
     [
         ("embedding_tables.item.embeddings.item.weight", "item"),
         ("embedding_tables.item.embeddings.item__brand.weight", "item.brand"),
@@ -77,7 +77,7 @@ def test_a_shard_with_an_accumulator_per_value_keeps_its_position_in_the_table()
         ("dense.head.item.tower.layers.0.weight", None),
     ],
 )
-def test_table_name_of_finds_the_table_of_a_parameter_in_any_collection(parameter: str, table: str | None) -> None:
+def test_table_name_of_finds_the_table_of_a_parameter_in_any_collection(parameter_name: str, table_name: str | None) -> None:
     brand = IngestedFeature(
         kind="categorical",
         num_rows=5,
@@ -90,4 +90,4 @@ def test_table_name_of_finds_the_table_of_a_parameter_in_any_collection(paramete
     spec = ModelSpec.sized(
         TwoTowerConfig(learn_user_embedding=True), num_users=3, num_items=4, ingested_by_feature={"item.brand": brand}
     )
-    assert table_name_of(parameter, spec) == table
+    assert table_name_of(parameter_name, spec) == table_name

@@ -22,7 +22,7 @@ class TowerConfig(Settings):
         None,
         max_length=64,
         description="widths of the tower's layers. With `[]`, the tower has no layers and its features are added up. Default: "
-        "one layer with the width of the item vectors in the query tower, no layers in the candidate tower",
+        "one layer in the query tower, as wide as the item vectors, and no layers in the candidate tower",
     )
     skip_connection: bool = Field(
         False,
@@ -84,9 +84,9 @@ class TwoTowerConfig(Settings):
     )
     spectral_block: SpectralBlockSettings | None = Field(
         None,
-        description="vectors in closed form, computed from the training events after the training, that are appended to the "
-        "trained vectors. A score is then the sum of a trained score and the score of a truncated singular value "
-        "decomposition. Default: trained vectors alone",
+        description="vectors of a truncated singular value decomposition of the training events, which are computed after the "
+        "training and appended to the trained vectors. A score is then the sum of the scores of both parts. Default: trained "
+        "vectors alone",
     )
 
     @model_validator(mode="before")
@@ -225,9 +225,9 @@ class PackageConfig(Settings):
         None,
         min_length=1,
         max_length=1_000,
-        description="categorical feature of users or context, e.g. `user.country`. A request with a value of this feature, and "
-        "nothing else that the model reads, gets the most popular items of the events with this value. Default: "
-        "the model computes the recommendations from the value",
+        description="categorical feature of users or context, e.g. `user.country`. If the value of this feature is the only "
+        "model input of a request, the answer is the most popular items of the events with this value. Default: the model "
+        "computes the recommendations from the value",
     )
     popularity_min_events: int = Field(
         100,

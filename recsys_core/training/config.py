@@ -79,10 +79,10 @@ class TrainingConfig(Settings):
         1,
         ge=1,
         le=MAX_EPOCHS,
-        description="Number of epochs over which the weights are averaged. After each epoch, the average moves towards the "
-        "weights by 2/(`averaged_epochs` + 1) of the difference, and in the first epochs by 1/epoch. The average is validated "
-        "and exported, while the training continues with the weights. The average takes as much memory as the weights. With "
-        "`1`, the weights are not averaged",
+        description="Number of epochs over which the weights are averaged. The average is exponential: after each epoch, it "
+        "moves towards the weights by 2/(`averaged_epochs` + 1) of the difference. In the first epochs, it is the mean over "
+        "all epochs so far. The average is validated and exported, while the training continues with the weights. The average "
+        "takes as much memory as the weights. With `1`, the weights are not averaged",
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="Precision of the matrix products of the towers. Tables and optimizer states stay in `fp32`"
@@ -115,7 +115,8 @@ class TrainingConfig(Settings):
         2,
         ge=1,
         le=10_000,
-        description="Number of newest checkpoints that are kept. For each of them, the best checkpoint so far is also kept",
+        description="Number of newest checkpoints that are kept. Older checkpoints are removed, except the best one, because "
+        "it may be the result of the training",
     )
     profile: Annotated[ProfileConfig | None, OPERATIONAL] = Field(
         None, description="Record some steps with `torch.profiler`. Default: no recording"
@@ -131,8 +132,8 @@ class TrainingConfig(Settings):
         ge=1,
         le=1_000_000,
         description="Smallest number of ranks with which the training may continue. After two failures in a row, the training "
-        "continues with fewer ranks, so `max_attempts` must be at least 3. On a host with too few GPUs, one failure is "
-        "enough. Default: never fewer ranks",
+        "continues with fewer ranks, so `max_attempts` must be at least 3. If the host has fewer GPUs than ranks, one "
+        "failure is enough. Default: never fewer ranks",
     )
     start_timeout_s: Annotated[float, OPERATIONAL] = Field(
         180.0,

@@ -48,8 +48,8 @@ class LogFilter(Settings):
 
     until: Annotated[datetime, WithJsonSchema({"type": "string", "format": "date-time", "maxLength": 40})] | None = Field(
         None,
-        description="Time of the newest event that is kept, in UTC without an offset. Later events are removed, as if the log "
-        "ended there. Default: all events",
+        description="Time of the newest event that is kept, for example `2026-03-01T00:00:00`. A time without a UTC offset is "
+        "in UTC. Later events are removed, as if the log ended there. Default: all events",
     )
     window_days: float | None = Field(
         None,

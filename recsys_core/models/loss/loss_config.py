@@ -75,8 +75,8 @@ class LossConfig(Settings):
         1.0,
         gt=0,
         le=1e6,
-        description="weight of a known negative: it counts as this many sampled negatives in the mean over the negatives. With "
-        "`softmax`, it counts as this many items of the catalogue in the sum over the negatives",
+        description="weight of a known negative. With `softmax`, a known negative counts as this many items of the catalogue; "
+        "with another loss, as this many sampled negatives",
     )
     cross_rank_negatives: bool = Field(
         False,

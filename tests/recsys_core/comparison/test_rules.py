@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from benchmarks.gate import outcome_rates
 from recsys_core.comparison.bootstrap import resample_means
-from recsys_core.comparison.rules import Outcome, PairedBootstrap, Rule, RuleConfig
+from recsys_core.comparison.rules import MIN_MARGIN, Margin, Outcome, PairedBootstrap, Rule, RuleConfig
 
 RULES: list[Rule] = [rule_class() for rule_class in get_args(get_args(RuleConfig)[0])]
 FAST_RULES: list[Rule] = [
@@ -72,6 +72,43 @@ def test_a_margin_is_wider_for_guardrails_and_absent_for_baselines(rule: Rule) -
     assert rule.for_guardrail(0.2).compare(new_U, baseline_U, baseline="version 1").is_accepted
     assert not rule.for_baseline().compare(new_U, baseline_U, baseline="popularity").is_accepted
     assert rule.for_baseline().compare(baseline_U * 1.1, baseline_U, baseline="popularity").is_accepted
+
+
+def test_a_drop_of_exactly_the_margin_is_accepted_by_the_rule_without_a_test_of_significance() -> None:
+    rule = Margin(max_relative_drop=0.5)
+    assert rule.compare(np.full(10, 0.25), np.full(10, 0.5), baseline="version 1").outcome == "accepted"
+    assert rule.compare(np.full(10, 0.2499), np.full(10, 0.5), baseline="version 1").outcome == "rejected"
+
+
+@every_rule
+def test_a_guardrail_has_its_own_minimum_of_users_or_the_minimum_of_the_rule(rule: Rule) -> None:
+    value_U = np.tile([0.0, 0.5], 150)
+    assert rule.for_guardrail(0.2).min_users == rule.min_users
+    assert rule.for_guardrail(0.2, min_users=300).compare(value_U, value_U, baseline="version 1").is_accepted
+    comparison = rule.for_guardrail(0.2, min_users=301).compare(value_U, value_U, baseline="version 1")
+    assert (comparison.outcome, comparison.num_needed_users) == ("not_enough_data", 301)
+
+
+def test_a_margin_of_0_becomes_the_smallest_margin_of_a_bootstrap() -> None:
+    rule = PairedBootstrap(num_resamples=500)
+    assert rule.with_margin(0).max_relative_drop == rule.for_guardrail(0).max_relative_drop == MIN_MARGIN
+    comparison = rule.with_margin(0).compare(np.tile([0.0, 1.0], 150), np.tile([1.0, 0.0], 150), baseline="version 1")
+    assert comparison.outcome == "not_enough_data" and comparison.num_needed_users is not None
+
+
+def test_several_comparisons_need_more_users_and_reject_fewer_versions() -> None:
+    baseline_U = np.tile([0.0, 1.0], 200)
+    new_U = baseline_U.copy()
+    new_U[:40:2], new_U[1:80:2] = 1, 0  # 20 users are better, and 40 users are worse
+    rule = PairedBootstrap(num_resamples=1000)
+    one, twenty = (rule.compare(new_U, baseline_U, baseline="version 1", num_comparisons=number) for number in (1, 20))
+    assert (one.num_better_users, one.num_worse_users) == (twenty.num_better_users, twenty.num_worse_users) == (20, 40)
+    assert (one.outcome, twenty.outcome) == ("rejected", "not_enough_data")
+    assert one.detectable_drop is not None and twenty.detectable_drop is not None
+    assert twenty.detectable_drop > 1.2 * one.detectable_drop
+    assert one.absolute_interval is not None and one.interval is not None
+    for (low, high), difference in ((one.absolute_interval, -0.05), (one.interval, -0.1)):
+        assert low < difference < high < 0
 
 
 def test_a_rule_that_requires_a_better_version_does_not_require_better_guardrails() -> None:

@@ -16,10 +16,12 @@ from tasks.registry.mlflow_client import connect
 from tasks.retention.budget import ensure_disk_space, estimated_bytes, require_disk_space
 from tasks.retention.config import RetentionConfig
 from tasks.runs.run import REDUCED_FILE_NAME, Run
+from tests.recsys_core.manifests.committed_stage import commit_stage
 from tests.tasks.retention.run_folders_by_hand import run_ids, run_of
 
 AddRun = Callable[..., Run]
 MEBIBYTE = 2**20
+PACKAGE_FIELDS: dict[str, Any] = {"size_bytes": 3 * MEBIBYTE, "served_index": "flat", "quantization": "int8"}
 
 
 def add_large_run(workspace: Path, add_run: AddRun, run_id: str, *, num_bytes: int) -> Run:
@@ -39,6 +41,20 @@ def test_the_estimate_is_the_size_of_the_newest_whole_run(tmp_path: Path, add_ru
     (newer_run.folder / REDUCED_FILE_NAME).write_text("{}")
     shutil.rmtree(add_run(tmp_path, "3").stage_folder(RegistrationManifest))
     assert 5 * MEBIBYTE < estimated_bytes(new_run) < 6 * MEBIBYTE
+
+
+def test_the_package_counts_twice_because_mlflow_has_a_copy(tmp_path: Path, add_run: AddRun) -> None:
+    run = add_large_run(tmp_path, add_run, "1", num_bytes=5 * MEBIBYTE)
+
+    def write_package(folder: Path) -> dict[str, Any]:
+        (folder / "values").write_bytes(bytes(3 * MEBIBYTE))
+        return PACKAGE_FIELDS
+
+    commit_stage(run.stage_folder(PackageManifest), PackageManifest, fingerprint="f", build=write_package)
+    assert 11 * MEBIBYTE < estimated_bytes(run_of(tmp_path, "9")) < 12 * MEBIBYTE
+    assert estimated_bytes(run) == 0  # no other run is complete
+    newer_run = add_large_run(tmp_path, add_run, "2", num_bytes=2 * MEBIBYTE)
+    assert 8 * MEBIBYTE < estimated_bytes(newer_run) < 10 * MEBIBYTE  # of run 1, minus the files of the resumed run
 
 
 def test_a_run_that_another_process_removes_during_the_estimate_does_not_count(

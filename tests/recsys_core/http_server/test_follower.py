@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.errors import StageError
+from recsys_core.http_server import metrics
 from recsys_core.http_server.follower import Follower
 from recsys_core.http_server.release import RELEASE_NAME, Champion, Release, WorkerState
 from recsys_core.http_server.served_model import ParsedRequest
@@ -57,6 +58,18 @@ def test_a_damaged_version_is_refused_once_and_the_served_version_stays(
     write_release(release_of(package, version="7"), tmp_path)
     follower.check()
     assert follower.state.problem is None
+
+
+def test_the_state_of_the_registry_is_read_again_although_the_version_is_the_same(
+    follower: Follower, package: PackageManifest, tmp_path: Path
+) -> None:
+    for problem, is_registry_up in (("no answer", 0), (None, 1)):
+        champion = Champion(release=release_of(package, version="7"), registry_problem=problem, registry_answered_at=0.0)
+        champion.write(tmp_path / RELEASE_NAME)
+        follower.check()
+        assert follower.champion == champion
+        (sample,) = metrics.REGISTRY_UP.collect()[0].samples
+        assert sample.value == is_registry_up
 
 
 def test_the_start_fails_if_the_champion_does_not_load(package: PackageManifest, tmp_path: Path) -> None:

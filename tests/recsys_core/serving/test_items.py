@@ -1,4 +1,4 @@
-"""Item vectors of a package: in items.parquet in the configured precision, or only in the index."""
+"""Items of a package: vectors in items.parquet in the configured precision or only in the index, and joined columns."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys_core.errors import StageError
-from recsys_core.serving.items import write_items
+from recsys_core.serving.items import ROW_GROUP_ROWS, ItemTable, join_columns, write_items
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import DIM, ITEM_FILES, ITEM_IDS, NUM_ITEMS, ModelBuilder
 
@@ -44,3 +44,19 @@ def test_item_vectors_that_overflow_half_precision_are_rejected(tmp_path: Path) 
     columns, vectors = pa.table({"item_id": [1, 2]}), np.array([[1, 2], [70_000, 3]], np.float32)
     with pytest.raises(StageError, match=r"values of 1 to 70000, which do not fit .*; set package.item_vectors to fp32"):
         write_items(tmp_path / "items.parquet", columns=columns, item_vector_ID=vectors, space_id="", precision="fp16")
+
+
+def test_vectors_of_several_row_groups_are_returned_in_the_requested_order(tmp_path: Path) -> None:
+    num_items = 2 * ROW_GROUP_ROWS + 10
+    vectors = np.arange(4 * num_items, dtype=np.float32).reshape(num_items, 4)
+    columns = pa.table({"item_id": pa.array(range(num_items))})
+    write_items(tmp_path / "items.parquet", columns=columns, item_vector_ID=vectors, space_id="s")
+    table = ItemTable(tmp_path / "items.parquet", filter_columns=(), has_titles=False)
+    rows = np.array([num_items - 1, 0, ROW_GROUP_ROWS, ROW_GROUP_ROWS - 1, 0])
+    np.testing.assert_array_equal(table.vectors(rows), vectors[rows])
+
+
+def test_columns_of_a_file_are_joined_by_item_row(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"row": [2, 0], "price": [5.0, 7.0], "title": ["c", None]}), tmp_path / "columns.parquet")
+    joined = join_columns(pa.table({"item_id": ["x", "y", "z"]}), [tmp_path / "columns.parquet"])
+    assert joined.to_pydict() == {"item_id": ["x", "y", "z"], "price": [7.0, None, 5.0], "title": [None, None, "c"]}

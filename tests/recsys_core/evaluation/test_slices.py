@@ -8,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
+from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import EvaluationConfig, FeatureSlice
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.evaluation.slices import feature_slices
-from recsys_core.manifests import Dataset, EvaluationManifest, FeaturesManifest, IngestedFeature
+from recsys_core.evaluation.slices import feature_slices, guarded_slices
+from recsys_core.manifests import Dataset, EvaluationManifest, FeaturesManifest, IngestedFeature, InteractionsManifest
 from tests.recsys_core.evaluation.stage_folders import write_export_stage, write_features_stage, write_interactions_stage
 
 INGESTED_BY_FEATURE = {
@@ -114,11 +115,47 @@ def test_a_slice_is_rejected_if_no_feature_is_declared() -> None:
         feature_slices(FeatureSlice(feature="user.age"), None, owner_T=np.array([0]))
 
 
+def write_small_log(folder: Path) -> InteractionsManifest:
+    """Write the events of three users with four items. The test events have the indices 2, 4, 5 and 7 in the log."""
+    train, test = [[0, 1], [0], [3]], [[2], [1, 3], [0]]
+    return write_interactions_stage(folder, train=train, validation=[[], [], []], test=test, num_items=4)
+
+
+def test_guarded_slices_are_built_from_the_rows_of_the_sampled_users(tmp_path: Path, features: FeaturesManifest) -> None:
+    masks, min_users_by_slice = guarded_slices(
+        [FeatureSlice(feature=name, min_users=7) for name in ("user.age", "context.hash", "item.brand")],
+        features,
+        store=EventStore.open(write_small_log(tmp_path / "interactions")),
+        user_row_U=np.array([2, 1]),
+        user_T=np.array([0, 1, 1]),
+        item_T=np.array([0, 1, 3]),
+    )
+    assert {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()} == {
+        "user.age=[30, inf)": [0, 1, 2],
+        "context.hash=(hash 2)": [1, 2],
+        "context.hash=(hash 1)": [0],
+        "item.brand=red": [0],
+        "item.brand=blue": [1],
+        "item.brand=(other)": [2],
+    }
+    assert min_users_by_slice == dict.fromkeys(masks, 7)
+
+
+def test_a_guarded_feature_without_a_value_among_the_targets_has_one_empty_slice(
+    tmp_path: Path, features: FeaturesManifest
+) -> None:
+    store = EventStore.open(write_small_log(tmp_path / "interactions"))
+    targets = {"user_row_U": np.array([1]), "user_T": np.array([0]), "item_T": np.array([3])}
+    masks, min_users_by_slice = guarded_slices(
+        [FeatureSlice(feature="item.tags", min_users=7)], features, store=store, **targets
+    )
+    assert {name: mask.tolist() for name, mask in masks.items()} == {"item.tags": [False]}
+    assert min_users_by_slice == {"item.tags": 7}
+
+
 def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest) -> EvaluationManifest:
     """Evaluate a model for three users. Their scores of the four items are the rows of `query_vectors`."""
-    interactions = write_interactions_stage(
-        folder / "interactions", train=[[0, 1], [0], [3]], validation=[[], [], []], test=[[2], [1, 3], [0]], num_items=4
-    )
+    interactions = write_small_log(folder / "interactions")
     query_vectors = np.array([[0, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 1.0]])
     return evaluate(
         config,
@@ -131,14 +168,18 @@ def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest
 def test_the_evaluation_reports_slices_of_items_users_and_context(tmp_path: Path, features: FeaturesManifest) -> None:
     slices = tuple(FeatureSlice(feature=name, min_users=1) for name in ("item.brand", "user.age", "context.hash"))
     reports = {report.name: report for report in _evaluate(tmp_path, EvaluationConfig(ks=(1,), slices=slices), features).slices}
-    # The items of the three users, with the test items after a bar: 0 1 | 2, 0 | 1 3, 3 | 0. The test events have the indices
-    # 2, 4, 5 and 7 in the log.
+    # The items of the three users, with the test items after a bar: 0 1 | 2, 0 | 1 3, 3 | 0.
     num_users_and_targets = {name: (report.num_users, report.num_targets) for name, report in reports.items() if "=" in name}
     assert num_users_and_targets == {
         "item.brand=red": (2, 2), "item.brand=(other)": (1, 1), "item.brand=blue": (1, 1),
         "user.age=[30, inf)": (2, 3), "user.age=[-inf, 30)": (1, 1),
         "context.hash=(hash 2)": (2, 3), "context.hash=(hash 1)": (1, 1),
     }  # fmt: skip
+    assert {name: reports[f"{name} users"].num_users for name in ("new", "light", "heavy")} == {
+        "new": 0,
+        "light": 2,
+        "heavy": 1,
+    }
     assert reports["item.brand=blue"].metrics["recall@1"] == 1  # user 1 has item 1 in first place
     assert reports["context.hash=(hash 2)"].metrics["recall@1"] == pytest.approx((1 + 1 / 2) / 2)
 

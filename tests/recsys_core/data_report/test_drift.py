@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys_core.data_report.drift import match_rows, popularity_buckets, stability_index
+from recsys_core.data_report.drift import MAX_MOVERS, match_rows, popularity_buckets, stability_index
 from tests.recsys_core.data_report.small_reports import report_of, user_events
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 
@@ -35,6 +35,15 @@ def test_runs_are_compared_by_id_whether_or_not_their_rows_agree(tmp_path: Path,
     assert {name: manifest.metrics[name] for name in expected_metrics} == expected_metrics
     shares_by_item = {mover.id: (mover.previous_share, mover.current_share) for mover in report.movers}
     assert shares_by_item["'b'"] == (0.2, 0) and shares_by_item["'d'"] == (0, 0.4)
+
+
+def test_the_event_drop_counts_training_events_and_the_turnover_counts_events_of_all_splits(tmp_path: Path) -> None:
+    ids = {"item_ids": range(3), "user_ids": [1, 2, 3]}
+    previous = interactions_of(tmp_path / "previous", [user_events(0, 1), user_events(1, 0), user_events()], **ids)
+    current = interactions_of(tmp_path / "current", [user_events(0, 1, 1), user_events(test_item=2), user_events()], **ids)
+    metrics = report_of(tmp_path, current, previous=previous)[0].metrics
+    assert metrics["event_drop_share"] == 0.25
+    assert (metrics["new_users"], metrics["vanished_users"], metrics["new_items"], metrics["vanished_items"]) == (0, 0, 1, 0)
 
 
 def test_a_workspace_below_a_folder_named_like_a_hive_partition_is_compared(tmp_path: Path) -> None:
@@ -70,7 +79,11 @@ def test_equal_popularity_has_psi_0_and_reversed_popularity_has_a_large_psi(tmp_
 def test_new_items_raise_the_psi(tmp_path: Path) -> None:
     previous = interactions_of(tmp_path / "previous", [user_events(*range(10))], item_ids=range(10))
     current = interactions_of(tmp_path / "current", [user_events(*range(20))], item_ids=range(20))
-    assert report_of(tmp_path, current, previous=previous)[0].metrics["popularity_psi"] > 1
+    manifest, report = report_of(tmp_path, current, previous=previous)
+    assert manifest.metrics["popularity_psi"] > 1
+    assert len(report.movers) == MAX_MOVERS
+    changes = [abs(mover.current_share - mover.previous_share) for mover in report.movers]
+    assert changes == sorted(changes, reverse=True) and changes[0] == pytest.approx(0.05)
 
 
 @given(event_counts)

@@ -1,15 +1,19 @@
 """The recall of each query, and the choice of the search settings from measured points."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 
 from recsys_core.manifests import SearchPoint
 from recsys_core.retrieval.compressed import PqFastScan
+from recsys_core.retrieval.index import build_index
 from recsys_core.retrieval.ivf import IvfFlat
-from recsys_core.retrieval.measure import recall_per_query, tune
+from recsys_core.retrieval.kinds import Flat
+from recsys_core.retrieval.measure import MeasuredQueries, faiss_threads, recall_per_query, tune
 
 
 @pytest.mark.parametrize("max_gathered_values", [1, 1 << 20])
@@ -69,3 +73,28 @@ def test_a_series_below_the_target_ends_when_its_recall_stops_growing() -> None:
     kind, measured_points = tune(IvfFlat(nlist=1_000), None, queries, recall_target=0.95)  # type: ignore[arg-type]
     assert kind == IvfFlat(nlist=1_000, nprobe=8)
     assert [point.recall for point in measured_points] == recalls
+
+
+def test_an_index_is_measured_by_its_fastest_search_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+    index = build_index(Flat(), items)
+    queries = MeasuredQueries.with_exact_results(items[:5], exact_index=index, item_vector_ID=items, depth=3)
+    clock = iter([0.0, 0.1, 1.0, 1.05, 2.0, 2.4])  # three searches of 0.1, 0.05 and 0.4 s
+    thread_counts = []
+
+    def read_clock() -> float:
+        thread_counts.append(faiss.omp_get_max_threads())
+        return next(clock)
+
+    monkeypatch.setattr(time, "perf_counter", read_clock)
+    with faiss_threads(2):
+        point = queries.measure(index, Flat())
+        assert faiss.omp_get_max_threads() == 2
+    assert point.recall == 1 and point.ms_per_query == pytest.approx(1000 * 0.05 / 5)
+    assert thread_counts == [1] * 6
+
+
+def test_an_index_with_one_setting_is_not_measured() -> None:
+    queries = ScriptedQueries({})
+    kind = IvfFlat(nlist=4, nprobe=2)
+    assert tune(kind, None, queries, recall_target=0.95) == (kind, ())  # type: ignore[arg-type]

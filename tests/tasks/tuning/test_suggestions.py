@@ -9,6 +9,7 @@ from recsys_core.ingest.log.split_config import TimeSplit
 from recsys_core.manifests import Dataset
 from tasks.tuning.suggestions import DataFacts, suggestions
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
+from tests.recsys_core.ingest.interactions_with_times import interactions_of
 from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS, SPARSE_UNORDERED
 
 
@@ -163,6 +164,15 @@ def test_the_facts_of_a_small_log_equal_facts_counted_by_hand(tmp_path: Path) ->
         Dataset(write_interactions(tmp_path / "log", user_ids=[1, 2, 3], item_ids=[5, 6, 7, 8], log=log)), TimeSplit()
     )
     assert (facts.num_users, facts.num_items, facts.num_train_events, facts.density) == (2, 2, 3, 3 / 4)
-    assert (facts.history_median, facts.vector_share, facts.has_item_features) == (1.5, 0.0, False)
+    assert (facts.history_median, facts.history_p95) == (1.5, pytest.approx(1.95))
+    assert (facts.vector_share, facts.has_item_features) == (0.0, False)
     assert facts.is_dense and not facts.describes_items
+    assert facts.model_copy(update={"density": 0.01}).is_dense and not facts.model_copy(update={"density": 0.0099}).is_dense
     assert (facts.cold_share, facts.cold_validation_share, facts.cold_test_share) == (pytest.approx(2 / 3), 1.0, 0.5)
+
+
+def test_the_vector_share_is_a_share_of_the_training_events_and_not_of_the_items(tmp_path: Path) -> None:
+    users = [([(0, 1), (0, 2), (1, 3)], [], [(2, 9)]), ([(0, 4)], [], [(1, 9)])]
+    interactions = interactions_of(tmp_path / "log", users, item_ids=[5, 6, 7], vector_row=[0, -1, -1])
+    facts = DataFacts.of(Dataset(interactions), TimeSplit())
+    assert (facts.vector_share, facts.describes_items) == (0.75, True)

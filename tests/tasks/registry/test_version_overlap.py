@@ -1,7 +1,11 @@
 """Overlap of the recommendations of two versions, compared with counts over single users."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 
 from recsys_core.errors import InputError
@@ -60,3 +64,36 @@ def test_versions_without_a_common_user_are_rejected(
     retriever_without_users = Retriever.load(build_packaged_model(users="none")[1].folder)
     with pytest.raises(InputError, match="have no user in common"):
         compare_recommendations(versions[0], retriever_without_users, num_users=7, k=K)
+
+
+class ScriptedRetriever:
+    """A version with scripted recommendations to each user. The title of an item contains the number of the version."""
+
+    def __init__(self, version: str, items_by_user: Mapping[int, Sequence[int]], *, untitled_items: Sequence[int] = ()) -> None:
+        self.version, self._items_by_user = version, {user: np.array(items) for user, items in items_by_user.items()}
+        self.user_ids = MagicMock(ids=lambda rows: np.array([*items_by_user])[rows], __len__=lambda _: len(items_by_user))
+        self.item_ids = Mock(rows=np.array)
+        self.items = Mock(
+            titles=lambda rows: [None if row in untitled_items else f"title {row} of version {version}" for row in rows]
+        )
+
+    def is_known(self, users: Sequence[int]) -> np.ndarray:
+        return np.isin(users, [*self._items_by_user])
+
+    def recommend(self, users: Sequence[int], k: int) -> Mock:
+        return Mock(item_ids=[self._items_by_user[user][:k] for user in users])
+
+
+def test_lists_of_different_lengths_and_the_ten_largest_changes_are_counted() -> None:
+    before: Any = ScriptedRetriever("1", {1: [1, 2], 2: [], 3: [1, 2, 3, 4], 4: [], 9: [1]})
+    items_after = {1: [2], 2: [], 3: [1, 2, 3, 4], 4: [*range(20, 32)], 8: [1]}
+    after: Any = ScriptedRetriever("2", items_after, untitled_items=[1])
+    result = compare_recommendations(before, after, num_users=1_000, k=20)
+    assert (result.num_users, result.num_equal_lists) == (4, 2)
+    assert result.mean_overlap == (1 / 2 + 1 + 1 + 0) / 4
+    assert len(result.movers) == 10
+    assert [(mover.item_id, mover.title) for mover in result.movers[:2]] == [
+        (1, "title 1 of version 1"),
+        (20, "title 20 of version 2"),
+    ]
+    assert (result.movers[0].num_users_before, result.movers[0].num_users_after) == (2, 1)

@@ -1,4 +1,4 @@
-"""Bodies that do not arrive as a whole: too slow, too large without a declared size, or interrupted."""
+"""Tokens of the environment, and bodies that do not arrive as a whole: too slow, too large, or interrupted."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from recsys_core.http_server.access import RequestError, read_body
-from recsys_core.http_server.config import ServeConfig
+from recsys_core.errors import InputError
+from recsys_core.http_server.access import RequestError, read_body, token_from_environment
+from recsys_core.http_server.config import TOKEN_VARIABLE, ServeConfig
 
 
 def chunk(content: bytes, *, is_last: bool = False) -> dict[str, Any]:
@@ -31,6 +32,24 @@ def read_messages(messages: Sequence[dict[str, Any]], **limits: object) -> bytes
 
 def test_the_chunks_of_a_body_are_joined() -> None:
     assert read_messages([chunk(b'{"rows":'), chunk(b" []}", is_last=True)]) == b'{"rows": []}'
+    body_of_largest_size = [chunk(b"x" * 600), chunk(b"x" * 424, is_last=True)]
+    assert read_messages(body_of_largest_size, max_body_bytes=1_024) == b"x" * 1_024
+
+
+@pytest.mark.parametrize(
+    ("token", "is_valid"), [("x" * 16, True), ("x" * 15, False), ("x" * 8 + " " + "x" * 8, False), ("é" * 16, False)]
+)
+def test_a_token_has_at_least_16_ascii_characters_without_blanks(
+    monkeypatch: pytest.MonkeyPatch, token: str, is_valid: bool
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    if is_valid:
+        assert token_from_environment() == token
+    else:
+        with pytest.raises(InputError, match="must have at least 16 ASCII characters without blanks"):
+            token_from_environment()
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    assert token_from_environment() is None
 
 
 @pytest.mark.parametrize(

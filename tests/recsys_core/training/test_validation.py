@@ -1,13 +1,15 @@
 """Validation during training, compared with the served recommendations."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
+from recsys_core.errors import InputError
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
@@ -35,6 +37,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
     for seed in range(3):
         validator = _validator_of(interactions, rank, folder, seed=seed)
         assert validator.measure() == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}
+        assert validator._encoder.task.training  # the training continues with dropout
 
 
 def _log_with_new_users(folder: Path) -> InteractionsManifest:
@@ -50,7 +53,9 @@ def _log_with_new_users(folder: Path) -> InteractionsManifest:
     )
 
 
-def _validator_of(interactions: InteractionsManifest, rank: int, folder: Path, *, seed: int) -> Validator:
+def _validator_of(
+    interactions: InteractionsManifest, rank: int, folder: Path, *, seed: int, candidates: Literal["all", "cold"] = "all"
+) -> Validator:
     """Return the validator of a model with random weights."""
     config = TwoTowerConfig(embedding_dim=8, history=MeanHistory(length=5), query=TowerConfig(layers=(8,)))
     spec = ModelSpec.of(config, dataset=Dataset(interactions))
@@ -65,12 +70,30 @@ def _validator_of(interactions: InteractionsManifest, rank: int, folder: Path, *
         torch.nn.init.normal_(parameter)
     encoder = Encoder(task, store, Assembler(user_batch_key=spec.user_batch_key, features=None), cpu_process(rank))
     return Validator(
-        ValidationConfig(k=1),
+        ValidationConfig(k=1, candidates=candidates),
         encoder=encoder,
         interactions=interactions,
         work_folder=folder,
         heartbeat_path=folder / "heartbeat",
     )
+
+
+def test_with_cold_candidates_only_items_without_a_training_event_are_ranked(tmp_path: Path) -> None:
+    run_ranks(_validate_cold_items, world_size=1, arguments=(tmp_path,))
+
+
+def _validate_cold_items(rank: int, folder: Path) -> None:
+    """Assert that the only cold item is always first, whatever the random weights are."""
+    interactions = write_interactions_stage(
+        folder / "interactions",
+        train=[[user % 39, (user + 1) % 39] for user in range(NUM_ITEMS)],
+        validation=[[39]] * NUM_ITEMS,
+        test=[[]] * NUM_ITEMS,
+        num_items=NUM_ITEMS,
+    )
+    cold_validator = _validator_of(interactions, rank, folder, seed=0, candidates="cold")
+    assert cold_validator.measure()["recall@1"] == 1
+    assert _validator_of(interactions, rank, folder, seed=0).measure()["recall@1"] < 1
 
 
 def test_each_batch_of_validated_users_sends_a_heartbeat(tmp_path: Path) -> None:
@@ -101,3 +124,27 @@ def test_users_who_had_seen_all_their_validation_items_are_not_validated(
 ) -> None:
     stage = write_interactions_stage(tmp_path / "stage", train=[[0], [1, 2]], validation=validation, test=[[], []], num_items=3)
     assert users_to_validate(ValidationConfig(), store=EventStore.open(stage), cold_items=None).tolist() == validated_users
+
+
+def test_cold_candidates_need_a_validation_event_of_a_cold_item(tmp_path: Path) -> None:
+    config = ValidationConfig(candidates="cold")
+    stage = write_interactions_stage(
+        tmp_path / "stage", train=[[0], [1], [0, 1]], validation=[[2], [0], [1, 2]], test=[[], [], []], num_items=3
+    )
+    store = EventStore.open(stage)
+    assert users_to_validate(config, store=store, cold_items=np.array([2])).tolist() == [0, 2]
+    with pytest.raises(InputError, match="candidates is cold, but every validation event has an item with training events"):
+        users_to_validate(config, store=store, cold_items=np.array([], np.int64))
+
+
+def test_a_sample_of_the_validation_users_is_ascending_and_always_the_same(tmp_path: Path) -> None:
+    stage = write_interactions_stage(
+        tmp_path / "stage", train=[[0]] * 100, validation=[[1]] * 100, test=[[]] * 100, num_items=2
+    )
+    samples = [
+        users_to_validate(ValidationConfig(max_users=60), store=EventStore.open(stage), cold_items=None).tolist()
+        for _ in range(2)
+    ]
+    assert samples[0] == samples[1] == sorted({*samples[0]}) and len(samples[0]) == 60
+    all_users = users_to_validate(ValidationConfig(max_users=100), store=EventStore.open(stage), cold_items=None)
+    assert all_users.tolist() == list(range(100))

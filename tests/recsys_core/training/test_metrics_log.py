@@ -1,11 +1,15 @@
-"""Lines of metrics.jsonl: step times on a simulated GPU, and a file that is replaced while it is read."""
+"""Lines of metrics.jsonl: values of all ranks, step times on a simulated GPU, lines of earlier attempts, and profiles."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
+import pytest
 import torch
 
+from recsys_core.launching.rank import Process
+from recsys_core.training.config import ProfileConfig
 from recsys_core.training.job import Progress
-from recsys_core.training.metrics_log import MetricsLog, MetricsTail
+from recsys_core.training.metrics_log import MetricsLog, MetricsTail, make_profiler
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import small_spec
 
@@ -37,14 +41,55 @@ def test_on_a_gpu_one_step_of_each_line_is_timed(tmp_path: Path) -> None:
     assert all(line.ms_per_step["step"] > 0 for line in lines)
 
 
+def progress_line(step: int, *, loss: float) -> str:
+    progress = Progress(step=step, total_steps=9, epoch=1, loss=loss, learning_rate=0.1, samples_per_s=1.0)
+    return progress.model_dump_json() + "\n"
+
+
+def test_a_new_attempt_keeps_the_complete_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
+    path, process = tmp_path / "metrics.jsonl", Process(rank=0, world_size=1, device=torch.device("cpu"))
+    lines = [progress_line(step, loss=1 / step) for step in (1, 2, 4)]
+    path.write_text("".join(lines) + progress_line(2, loss=9.0)[:-1])  # a killed attempt wrote a part of a line
+    for num_completed_steps, expected_lines, expected_loss in ((4, lines, 0.25), (3, lines[:2], 0.5), (2, lines[:2], 0.5)):
+        metrics_log = MetricsLog(
+            path, spec=small_spec(), process=process, total_steps=9, num_completed_steps=num_completed_steps
+        )
+        assert path.read_text() == "".join(expected_lines)
+        assert metrics_log.last_loss == expected_loss
+
+
+def write_lines_of_two_ranks(rank: int, path: Path) -> None:
+    """Write two lines. The losses of rank r are r + 1 before the first line, and r + 5 before the second."""
+    metrics_log = MetricsLog(path, spec=small_spec(), process=cpu_process(rank), total_steps=4, num_completed_steps=0)
+    metrics_log._os_process = Mock(memory_info=lambda: Mock(rss=1_000 * (rank + 1)))
+    for step, loss in ((1, 1.0), (2, 1.0), (3, 5.0)):
+        metrics_log.add_step(torch.tensor(loss + rank), num_samples=8)
+        if step > 1:
+            metrics_log.write_line(step, epoch=1, learning_rate=0.1, trained_share_by_table={}, validation={})
+    assert metrics_log.last_loss == 5.5
+
+
+def test_a_line_has_the_mean_loss_and_the_largest_memory_of_all_ranks(tmp_path: Path) -> None:
+    run_ranks(write_lines_of_two_ranks, world_size=2, arguments=(tmp_path / "metrics.jsonl",))
+    lines = [Progress.model_validate_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line.step, line.loss, line.memory_bytes) for line in lines] == [(2, 1.5, {"rss": 2_000}), (3, 5.5, {"rss": 2_000})]
+
+
+@pytest.mark.parametrize(("num_steps", "has_warning"), [(7, True), (8, False)])
+def test_a_profile_that_begins_after_the_last_step_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_steps: int, has_warning: bool
+) -> None:
+    process = Process(rank=0, world_size=1, device=torch.device("cpu"))
+    config = ProfileConfig(after_steps=5)  # and two warm-up steps
+    assert make_profiler(config, num_steps=num_steps, folder=tmp_path / "profile", process=process) is not None
+    assert ("training.profile records no step: the recording starts after step 7, but at most 7" in caplog.text) == has_warning
+    assert make_profiler(None, num_steps=1, folder=tmp_path / "none", process=process) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+
+
 def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer(tmp_path: Path) -> None:
     def write_metrics(path: Path, *, losses: list[float]) -> None:
-        lines = [
-            Progress(step=step, total_steps=9, epoch=1, loss=loss, learning_rate=0.1, samples_per_s=1.0).model_dump_json()
-            + "\n"
-            for step, loss in enumerate(losses, 1)
-        ]
-        path.write_text("".join(lines))
+        path.write_text("".join(progress_line(step, loss=loss) for step, loss in enumerate(losses, 1)))
 
     path = tmp_path / "metrics.jsonl"
     relayed_losses: list[tuple[int, float]] = []

@@ -1,13 +1,16 @@
 """Log lines and progress records of stages."""
 
 import logging
+import os
+import re
+import time
 from collections.abc import Callable
 
 import pytest
 
-from recsys_core.manifests import TrainManifest
+from recsys_core.manifests import MANIFEST_NAME, TrainManifest
 from recsys_core.training.config import TrainingConfig
-from tasks.progress.reporting import show_bar, training_summary
+from tasks.progress.reporting import StageLog, show_bar, training_summary
 from tests.tasks.conftest import Stages
 
 
@@ -31,6 +34,29 @@ def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(tr
     )
     manifest_without_validation = manifest_of_stopped_training.model_copy(update={"best_epoch": None, "validation": {}})
     assert "best epoch" not in training_summary(manifest_without_validation, config=TrainingConfig(epochs=5, validation=None))
+
+
+def test_the_log_line_of_a_stage_has_its_seconds_unless_an_earlier_process_completed_it_or_it_has_no_result(
+    trained: TrainManifest, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest_path, status_by_summary = trained.folder / MANIFEST_NAME, {}
+    with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
+        for summary, age_s in (("earlier", 60), ("new", -60)):
+            log = StageLog("train")
+            os.utime(manifest_path, 2 * (time.time() - age_s,))
+            assert log.finish(trained, summary) is trained
+        assert StageLog("train").finish(None, "none") is None
+        StageLog("step").finish_step("without a manifest")
+    for record in caplog.records:
+        if record.name == "nightjar":
+            _, summary, status = record.__dict__["stage_line"]
+            status_by_summary[summary] = status
+    assert (status_by_summary.pop("earlier"), status_by_summary.pop("none")) == ("(kept)", "(skipped)")
+    assert [*status_by_summary] == ["new", "without a manifest"]
+    assert all(re.fullmatch(r"\d+\.\d s", status) for status in status_by_summary.values())
+    assert [record.__dict__["stage"] for record in caplog.records if record.name == "nightjar.steps"] == 3 * ["train"] + [
+        "step"
+    ]
 
 
 def test_a_progress_bar_is_a_log_record_with_stage_done_and_total(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,51 @@
-"""The evidence over many runs: an equal champion rarely causes an alarm, and a worse champion nearly always does."""
+"""Verdicts about a version, and alarms over many runs: rare for an equal champion, and nearly certain for a worse champion."""
+
+from typing import get_args
 
 import numpy as np
+import pytest
 
-from recsys_core.comparison.decision import ALARM_E_VALUE, e_value
+from recsys_core.comparison.decision import ALARM_E_VALUE, Evidence, Verdict, decide, e_value, missing_evidence
+from recsys_core.comparison.rules import Comparison, Outcome
 
 NUM_SERIES, NUM_RUNS, NUM_CHANGED_USERS = 500, 60, 200
+
+
+def evidence_of(subject: str, outcome: Outcome, *, is_guardrail: bool = False) -> Evidence:
+    comparison = Comparison(
+        outcome=outcome, reason="r", num_users=1, new_mean=0.5, baseline_mean=0.5, num_better_users=0, num_worse_users=0
+    )
+    return Evidence(subject=subject, baseline="version 1", is_guardrail=is_guardrail, comparison=comparison)
+
+
+ACCEPTED, REJECTED, UNDECIDED = (evidence_of(outcome, outcome) for outcome in get_args(Outcome))
+ACCEPTED_GUARDRAIL, REJECTED_GUARDRAIL, UNDECIDED_GUARDRAIL = (
+    evidence_of(f"guardrail {outcome}", outcome, is_guardrail=True) for outcome in get_args(Outcome)
+)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "verdict", "reasons"),
+    [
+        ([ACCEPTED, ACCEPTED_GUARDRAIL], "promoted", ["accepted is r"]),
+        ([ACCEPTED, UNDECIDED_GUARDRAIL], "promoted", ["accepted is r"]),
+        ([ACCEPTED, UNDECIDED], "not_enough_data", ["not_enough_data is r"]),
+        ([ACCEPTED, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is r"]),
+        ([UNDECIDED, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is r"]),
+        ([UNDECIDED, REJECTED_GUARDRAIL, REJECTED], "not_promoted", ["rejected is r"]),
+    ],
+)
+def test_a_rejection_outweighs_too_few_users_and_guardrails_can_only_prevent_a_promotion(
+    evidence: list[Evidence], verdict: Verdict, reasons: list[str]
+) -> None:
+    assert decide(evidence) == (verdict, tuple(reasons))
+
+
+def test_the_guardrails_with_too_few_users_are_named() -> None:
+    assert missing_evidence([UNDECIDED, ACCEPTED_GUARDRAIL, REJECTED_GUARDRAIL]) == ()
+    assert missing_evidence([ACCEPTED, ACCEPTED_GUARDRAIL, UNDECIDED_GUARDRAIL]) == (
+        "not enough data for 1 of 2 guardrails: guardrail not_enough_data",
+    )
 
 
 def largest_products(win_rate: float) -> np.ndarray:

@@ -9,7 +9,7 @@ from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.training.config import TrainingConfig, ValidationConfig
+from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
 from recsys_core.training.job import RESULT_FILE, TrainJob, TrainResult
 from recsys_core.training.temperature import CANDIDATE_TEMPERATURES, TRIALS_FILE, TRIALS_FOLDER, TemperatureTrials
 from recsys_core.training.warm.starting_model import Champion
@@ -64,9 +64,10 @@ def run_trials(
 
 def test_each_candidate_is_trained_for_one_epoch_and_the_best_metric_wins(tmp_path: Path) -> None:
     trainings = FakeTrainings()
-    trials = run_trials(train_job(tmp_path / "work"), trainings)
+    training = TRAINING.model_copy(update={"profile": ProfileConfig()})
+    trials = run_trials(train_job(tmp_path / "work", training=training), trainings)
     assert trainings.temperatures == list(CANDIDATE_TEMPERATURES)
-    assert {job.training.epochs for job in trainings.jobs} == {1}
+    assert {(job.training.epochs, job.training.profile) for job in trainings.jobs} == {(1, None)}
     assert trials.temperature == 0.15
     assert trials.metric_by_temperature == {"0.07": 0.1, "0.1": 0.3, "0.15": 0.4, "0.2": 0.2}
     assert list((tmp_path / "work" / TRIALS_FOLDER).iterdir()) == []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation import diversity
-from recsys_core.evaluation.diversity import gini, known_negative_share, list_distances, novelty, popularity_lift
+from recsys_core.evaluation.diversity import Coverage, gini, known_negative_share, list_distances, novelty, popularity_lift
 
 NUM_ITEMS, DIM = 30, 6
 
@@ -50,6 +50,14 @@ def test_lists_are_divided_into_chunks_by_the_number_of_values_of_their_vectors(
         assert len(chunks) == num_chunks
         assert sum(distance for distance, _ in chunks) == pytest.approx(total_distance)
         assert sum(num_chunk_lists for _, num_chunk_lists in chunks) == num_lists
+
+
+def test_the_coverage_of_chunks_equals_the_share_of_distinct_items_of_all_lists() -> None:
+    top_BK = random_lists(5, num_lists=6)
+    coverage = Coverage((4, 1), num_items=NUM_ITEMS)
+    for chunk in (top_BK[:2], top_BK[2:3], top_BK[3:]):
+        coverage.add(chunk)
+    assert coverage.shares() == {k: len({*top_BK[:, :k].flat} - {-1}) / NUM_ITEMS for k in (1, 4)}
 
 
 def test_gini_equals_the_mean_absolute_difference_of_the_counts() -> None:

@@ -106,6 +106,20 @@ def test_if_the_sample_has_fewer_users_than_the_test_split_the_reason_names_the_
     )
 
 
+def test_the_needed_users_are_enough_for_each_comparison_although_some_sampled_users_are_not_compared(
+    interactions: InteractionsManifest, tmp_path: Path
+) -> None:
+    sample = prepare_sample(interactions, max_users=4, folder=tmp_path / "sample")
+    sentences = needed_users_sentences(
+        [evidence_of_too_few_users(Margin(min_users=min_users), num_users=2) for min_users in (3, 6, 4)],
+        config=RegistryConfig(),
+        sample=sample,
+        interactions=interactions,
+    )
+    assert sample.num_users == 4  # two of them are compared, so that 6 compared users need 12 sampled users
+    assert len(sentences) == 1 and sentences[0].startswith("about 12 test users would be enough for a decision, as many as in")
+
+
 def test_the_number_of_users_that_a_bootstrap_requests_is_enough() -> None:
     rule = PairedBootstrap(num_resamples=500)
 

@@ -81,6 +81,11 @@ def test_rarer_items_are_more_novel_and_have_a_lower_popularity_lift(seed: int) 
     assert popular_lift >= rare_lift >= -1
 
 
+def test_a_missing_item_at_the_end_of_a_list_does_not_change_the_lift() -> None:
+    arguments = {"history_item_L": np.array([1, 2]), "train_count_I": np.array([4, 2, 1])}
+    assert popularity_lift(np.array([[0, 1, -1]]), **arguments) == popularity_lift(np.array([[0, 1]]), **arguments) == 1
+
+
 def test_a_lift_without_a_history_is_nan_and_a_list_without_a_pair_has_no_distance() -> None:
     assert np.isnan(popularity_lift(np.array([[0]]), history_item_L=np.array([], int), train_count_I=np.ones(1)))
     chunks = list_distances(np.array([[0, 1]]), vectors_RD=np.ones((1, 2), np.float32), vector_row_I=np.array([0, -1]))

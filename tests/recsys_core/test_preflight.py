@@ -107,12 +107,14 @@ def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert problem.endswith("; free some space")
 
 
-def test_the_limits_of_a_cgroup_v2_include_the_limits_of_its_parents(tmp_path: Path) -> None:
+def test_the_limits_of_a_cgroup_v2_are_the_lowest_limits_of_the_group_and_its_parents(tmp_path: Path) -> None:
     job_group = tmp_path / "sys" / "service" / "job"
     job_group.mkdir(parents=True)
     (tmp_path / "self").write_text("0::/service/job\n")
-    (job_group / "cpu.max").write_text("max 100000\n")
-    (job_group / "memory.max").write_text("max\n")
+    (tmp_path / "sys" / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "sys" / "memory.max").write_text("max\n")
+    (job_group / "cpu.max").write_text("300000 100000\n")
+    (job_group / "memory.max").write_text("4294967296\n")
     (job_group.parent / "cpu.max").write_text("150000 100000\n")
     (job_group.parent / "memory.max").write_text("1073741824\n")
     (job_group.parent / "memory.stat").write_text("anon 1000\nfile 5000\n")

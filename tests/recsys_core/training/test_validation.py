@@ -101,12 +101,13 @@ def test_each_batch_of_validated_users_sends_a_heartbeat(tmp_path: Path) -> None
 
 
 def _validate_in_batches(rank: int, folder: Path) -> None:
-    """Assert that a heartbeat is sent in each of three batches and after the last."""
+    """Assert that a heartbeat is sent in each of three batches and after the last, and that dropout is off in each batch."""
     validator = _validator_of(_log_with_new_users(folder), rank, folder, seed=0)
     heartbeat_path, rank_users, was_sent = folder / "heartbeat", validator._target_positions, []
 
     def rank_users_and_check_heartbeat(*arguments: Any, **options: Any) -> TargetPositions:
         was_sent.append(heartbeat_path.exists())
+        assert not validator._encoder.task.training
         heartbeat_path.unlink(missing_ok=True)
         return rank_users(*arguments, **options)
 

@@ -97,12 +97,26 @@ def test_golden_queries_with_a_removed_item_are_left_out(
     assert 0 < num_remaining_queries < num_all_queries
 
 
+def test_golden_queries_with_a_filter_are_left_out_if_other_items_may_satisfy_it(
+    parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
+) -> None:
+    num_all_queries = _num_golden_queries(parent, tmp_path / "new items", write_tables, vector_ids=range(1000, 1600))
+    write_tables(genre=dict.fromkeys(ITEMS, "unseen"), in_stock={item_id: item_id % 6 == 0 for item_id in ITEMS})
+    refresh_result = refresh_small(parent, tmp_path / "filters")
+    assert refresh_result is not None
+    values = {check.metric: check.value for check in refresh_result.checks}
+    assert 0 < values["golden_queries"] < num_all_queries
+    assert values["golden_overlap"] == values["golden_equal_vectors"] == 1
+
+
 def _num_golden_queries(parent: SmallPipeline, folder: Path, write_tables: TableWriter, **table_changes: Any) -> float:
     """Return the number of golden queries that the checks of a refresh with these tables compare."""
     write_tables(**table_changes)
     refresh_result = refresh_small(parent, folder)
     assert refresh_result is not None and refresh_result.problems == ()
-    return refresh_result.checks[0].value
+    value_by_metric = {check.metric: check.value for check in refresh_result.checks}
+    assert value_by_metric["golden_overlap"] == 1  # new items are excluded
+    return value_by_metric["golden_queries"]
 
 
 def test_the_recall_is_compared_with_the_recall_of_the_parent_and_not_with_a_target(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ class AttentionEncoder(HistoryEncoder):
         self.attention = nn.Parameter(torch.zeros(dim))
 
     def _weights(self, item_VD: Tensor, history_H: Tensor, *, query_H: Tensor, offset: Tensor) -> Tensor:
-        score_H = (item_VD @ self.attention / self.attention.shape[0] ** 0.5)[history_H]
+        # Autocast may compute the product in bf16, in which the sum of more than 256 weights would stop rising.
+        score_V = item_VD @ self.attention / self.attention.shape[0] ** 0.5
+        score_H = score_V.to(torch.promote_types(score_V.dtype, torch.float32))[history_H]
         # Subtract the maximum of each history. With the maximum of the batch, all weights of a history could underflow.
         max_score_B = score_H.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, query_H, score_H.detach(), "amax")
         attention_H: Tensor = (score_H - max_score_B[query_H]).exp()

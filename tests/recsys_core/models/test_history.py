@@ -100,6 +100,14 @@ def test_attention_does_not_underflow_if_another_history_has_a_far_higher_score(
     assert result == pytest.approx([900.0, -900.0, -(901.0 + weight_ratio * 900.0) / (1 + weight_ratio)])
 
 
+def test_the_attention_weights_of_a_long_history_add_up_to_one_with_bf16() -> None:
+    config: HistorySettings = CONFIG_BY_KIND["attention"](length=2_000)
+    encoder = make_encoder(config, dim=WIDTH, std=0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = encoder(torch.full((5, WIDTH), 3.0), *ragged([[0, 1, 2, 3] * 500]))
+    assert result[0].tolist() == pytest.approx([3.0] * WIDTH, rel=1e-3)
+
+
 @every_kind
 def test_an_empty_history_has_the_start_vector_even_if_the_batch_has_no_item(kind: str) -> None:
     encoder = encoder_of(kind)

@@ -145,8 +145,8 @@ class SelfAttentionEncoder(HistoryEncoder):
             num_retained_before = nn.functional.pad(is_retained_H.cumsum(dim=0), (1, 0))
             history_H, offset = history_H[is_retained_H], num_retained_before[offset]
         length_B = offset.diff()
-        if not len(history_H) or not len(length_B):
-            return self.start.expand(len(length_B), -1)
+        if not len(history_H):
+            return self._encode_empty_histories(item_VD, num_histories=len(length_B))
         vectors_by_group, indices_by_group = [], []
         for index_B, padded_length in groups_of_similar_length(length_B, max_length=self.length):
             vectors_by_group.append(
@@ -156,6 +156,13 @@ class SelfAttentionEncoder(HistoryEncoder):
         original_order_B = torch.cat(indices_by_group).argsort()
         vector_BD = torch.cat(vectors_by_group)[original_order_B]
         return torch.where(length_B[:, None] > 0, vector_BD, self.start.to(vector_BD.dtype))
+
+    def _encode_empty_histories(self, item_VD: Tensor, *, num_histories: int) -> Tensor:
+        """Return `start` for each history. All layers are used, because DDP needs the same parameters in every step."""
+        padding_B1 = torch.zeros(num_histories, 1, dtype=torch.int64, device=item_VD.device)
+        is_item_B1 = padding_B1.bool()
+        unused_BD = self.encode(item_VD.new_zeros(num_histories, 1, item_VD.shape[1]), is_item_B1, padding_B1)
+        return torch.where(is_item_B1, unused_BD, self.start.to(unused_BD.dtype))
 
     def _encode_group(
         self, item_VD: Tensor, history_H: Tensor, first_entry_B: Tensor, length_B: Tensor, *, padded_length: int

@@ -118,6 +118,14 @@ def test_an_empty_history_has_the_start_vector_even_if_the_batch_has_no_item(kin
     assert encoder(torch.zeros(0, WIDTH), *ragged([])).shape == (0, WIDTH)
 
 
+@every_kind
+def test_a_batch_of_empty_histories_uses_the_same_parameters_as_other_batches(kind: str) -> None:
+    for lists in ([[], []], [[], [1]]):
+        encoder = encoder_of(kind)
+        encoder(torch.randn(5, WIDTH), *ragged(lists)).sum().backward()
+        assert [name for name, parameter in encoder.named_parameters() if parameter.grad is None] == []
+
+
 @pytest.mark.parametrize("kind", ["recency", "attention"])
 def test_an_untrained_encoder_with_learned_weights_returns_the_mean(kind: str) -> None:
     item_VD = torch.randn(5, WIDTH)

@@ -134,6 +134,14 @@ def _temperature_can_be_chosen(config: "PipelineConfig") -> None:
             )
 
 
+def _learned_temperature_is_in_the_loss(config: "PipelineConfig") -> None:
+    if config.model.learn_temperature and config.loss.kind == "cosine_contrastive":
+        raise ValueError(
+            "model.learn_temperature is true, but loss.kind is cosine_contrastive, which has no temperature; set "
+            "learn_temperature to false, or set another kind"
+        )
+
+
 def _explicit_negatives_are_ingested(config: "PipelineConfig") -> None:
     if config.loss.explicit_negatives and not config.interactions.explicit_negatives:
         raise ValueError(
@@ -247,6 +255,7 @@ RULES = (
     _exports_support_the_history,
     _cosine_loss_needs_cosine_similarity,
     _temperature_can_be_chosen,
+    _learned_temperature_is_in_the_loss,
     _explicit_negatives_are_ingested,
     _torchx_needs_device_and_rank_count,
     _tables_support_their_settings,

@@ -86,6 +86,12 @@ def test_an_automatic_temperature_needs_validation_and_a_loss_with_a_temperature
     assert expected in error_message(config_path, "model.temperature=auto", override)
 
 
+def test_a_temperature_is_learned_only_if_the_loss_has_one(config_path: Path) -> None:
+    assert load_config(config_path, ["model.learn_temperature=true"]).model.learn_temperature
+    error = error_message(config_path, "model.learn_temperature=true", "loss.kind=cosine_contrastive")
+    assert "model.learn_temperature is true, but loss.kind is cosine_contrastive, which has no temperature" in error
+
+
 def test_a_loss_with_known_negatives_needs_a_log_with_known_negatives(config_path: Path) -> None:
     error = error_message(config_path, "loss.explicit_negatives=4")
     assert "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error and "set it to true" in error

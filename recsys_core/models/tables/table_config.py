@@ -236,6 +236,11 @@ def check_tables(
                 f"tables.{table_name}.transfer is {settings.transfer}, but embeddings has no vectors of table {table_name!r} "
                 f"({vectors_text}); add them, or set transfer to full"
             )
+        if settings.missing_vector_init == "mean" and table_name not in tables_with_vectors:
+            raise InputError(
+                f"tables.{table_name}.missing_vector_init is mean, the mean of the pretrained vectors, but embeddings has no "
+                f"vectors of table {table_name!r} ({vectors_text}); add them, or set missing_vector_init to random"
+            )
         has_decay = settings.optimizer is not None and settings.optimizer.weight_decay > 0
         for is_set, setting, supporting_tables in (
             (has_decay, "optimizer.weight_decay", (*ITEM_TABLES, "user")),

@@ -144,6 +144,17 @@ def test_every_transfer_except_full_needs_vectors(table: str, transfer: str) -> 
         make_spec(learn_user_embedding=True, features=("item.single",), tables={table: settings})
 
 
+def test_the_mean_of_the_vectors_as_initial_value_needs_vectors() -> None:
+    mean = {"missing_vector_init": "mean"}
+    spec = make_spec(learn_user_embedding=True, tables={"user": mean}, vector_dims={"user": DIM})
+    assert spec.tables["user"].settings.missing_vector_init == "mean"
+    with raises_message(
+        "tables.user.missing_vector_init is mean, the mean of the pretrained vectors, but embeddings has no vectors of table "
+        "'user' (it has vectors of ['item']); add them, or set missing_vector_init to random"
+    ):
+        make_spec(learn_user_embedding=True, tables={"user": mean}, vector_dims={"item": DIM})
+
+
 def test_only_id_tables_can_be_gradual() -> None:
     assert make_spec(learn_user_embedding=True, tables={"user": GRADUAL}, vector_dims={"user": DIM}).tables["user"].pretrained
     with raises_message("tables.user.list: transfer gradual is only for the tables ['item', 'user']; leave it out"):

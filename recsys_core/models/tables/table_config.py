@@ -76,7 +76,8 @@ class TableOptimizer(Schedule):
         None,
         gt=0,
         le=1e9,
-        description="largest absolute value in the gradient of a row. Default: no clipping",
+        description="largest absolute value in the gradient of a looked-up row. A row that several queries or ranks look up "
+        "can have larger values, because a sharded table adds up their gradients after the clipping. Default: no clipping",
     )
 
 

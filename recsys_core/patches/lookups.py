@@ -7,6 +7,7 @@ pooling_mode and pools the rows, so its results are wrong for a collection with 
 Shapes: L lookups of all features of a kernel, D width of a row.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 
 ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
@@ -30,8 +31,16 @@ ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
     """EmbeddingBagCollectionSharder with every sharding type on every device.
 
-    TorchRec offers the row-wise types on CUDA only, but with the `fused` kernel they run on gloo too.
+    TorchRec offers the row-wise types on CUDA only, but with the `fused` kernel they run on gloo too, except on a rank without
+    a row.
     """
+
+    def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingBagCollection:
+        """Return the sharded collection with kernels that also run on a rank without a row."""
+        sharded_collection = super().shard(*args, **kwargs)
+        for kernel in _fused_cpu_kernels(sharded_collection):
+            kernel.forward = partial(pooled_lookup, kernel, kernel.forward)
+        return sharded_collection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the names of all sharding types, whatever the device."""
@@ -50,13 +59,40 @@ class UnpooledSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # Torc
 
 def patch_cpu_kernels(sharded_collection: ShardedEmbeddingCollection) -> None:
     """Replace `forward` of the collection's CPU kernels."""
-    # TorchRec stores the lookups of a sharded collection in a plain list, which nn.Module.modules() does not visit.
-    for module in nn.ModuleList(sharded_collection._lookups).modules():
-        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen) and module.use_cpu:
-            module.pooling_mode = PoolingMode.SUM
-            module.forward = partial(fused_lookup, module, module.forward)
+    for kernel in _fused_cpu_kernels(sharded_collection):
+        kernel.pooling_mode = PoolingMode.SUM
+        kernel.forward = partial(fused_lookup, kernel, kernel.forward)
+    for module in _lookup_modules(sharded_collection):
         if isinstance(module, BatchedDenseEmbedding) and module.emb_module.use_cpu:
             module.emb_module.forward = partial(dense_lookup, module.emb_module, table_indices=list(module._feature_table_map))
+
+
+def _lookup_modules(sharded_collection: Any) -> Iterator[nn.Module]:
+    """Yield the modules of the lookups, which TorchRec stores in a plain list, so nn.Module.modules() does not visit them."""
+    return nn.ModuleList(sharded_collection._lookups).modules()
+
+
+def _fused_cpu_kernels(sharded_collection: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """Return FBGEMM's CPU kernels of the sharded tables."""
+    return [
+        module
+        for module in _lookup_modules(sharded_collection)
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen) and module.use_cpu
+    ]
+
+
+def pooled_lookup(
+    kernel: SplitTableBatchedEmbeddingBagsCodegen, kernel_forward: Any, indices: Tensor, offsets: Tensor, **options: Any
+) -> Tensor:
+    """Look up and pool rows, [bags of a feature, D of all features]; zeros on a rank that has no row of any table.
+
+    FBGEMM takes a kernel without rows for a GPU kernel, and fails. kernel_forward: the original forward method of the kernel.
+    """
+    if kernel.weights_host.numel():
+        pooled_rows: Tensor = kernel_forward(indices, offsets, **options)
+        return pooled_rows
+    feature_dims = [kernel.embedding_specs[table_index][1] for table_index in kernel.feature_table_map]
+    return torch.zeros((len(offsets) - 1) // len(feature_dims), sum(feature_dims), requires_grad=True)
 
 
 def fused_lookup(

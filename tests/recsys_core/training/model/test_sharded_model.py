@@ -24,6 +24,7 @@ from recsys_core.training.model.optimizers import LearningRates, make_optimizer
 from recsys_core.training.model.sharded_model import EPS, zero_unknown_users
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.small_model import (
+    FORM_BY_FEATURE,
     ITEM_COUNT_I,
     NUM_USERS,
     make_batch,
@@ -45,12 +46,14 @@ class Case(NamedTuple):
     Attributes:
         sharding_type: sharding type of all tables that support it.
         item_sharding_type: sharding type of the item tables if they do not support `sharding_type`.
+        feature_names: features of the model.
     """
 
     sharding_type: str
     loss: LossConfig = LossConfig(num_negatives=NUM_NEGATIVES)
     item_sharding_type: str = "row_wise"
     quantized_comms: QuantizedCommsConfig = QuantizedCommsConfig()
+    feature_names: tuple[str, ...] = tuple(FORM_BY_FEATURE)
 
     @property
     def spec(self) -> ModelSpec:
@@ -58,7 +61,8 @@ class Case(NamedTuple):
         dim = 256 if self.sharding_type in COLUMN_SHARDING_TYPES else 32 if self.quantized_comms.forward == "int8" else 8
         user = TableConfig() if self.sharding_type in UNPOOLED_SHARDING_TYPES else TableConfig(lookup="pooled")
         tables = {"item": TableConfig(transfer="residual"), "user": user, "user.groups": TableConfig(pooling="sum")}
-        return small_spec(dim=dim, tables=tables, optimizer=self.training.table_optimizer)
+        forms = {name: FORM_BY_FEATURE[name] for name in self.feature_names}
+        return small_spec(dim=dim, tables=tables, forms=forms, optimizer=self.training.table_optimizer)
 
     @property
     def training(self) -> TrainingConfig:
@@ -197,6 +201,11 @@ def test_two_ranks_train_the_same_tables_and_layers_as_one_unsharded_process(sha
 def test_four_ranks_train_the_same_tables_and_layers_as_one_unsharded_process(sharding_type):
     item_sharding_type = "column_wise" if sharding_type in COLUMN_SHARDING_TYPES else "row_wise"
     assert_equals_unsharded(Case(sharding_type, item_sharding_type=item_sharding_type), world_size=4)
+
+
+def test_a_rank_without_a_row_of_any_pooled_table_of_a_collection_trains_with_the_other_ranks():
+    # The table of the number has two rows, and no other table is in its collection.
+    assert_equals_unsharded(Case("row_wise", feature_names=("user.groups", "user.age")), world_size=3)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ class VectorTable(Frozen):
     explained_variance: float | None = Field(
         None, description="share of the variance that the projection keeps; null if there is no projection"
     )
+    projected_rows: tuple[tuple[int, int], ...] = Field(
+        (), description="first row and end of the vectors of each entry with a projection; each entry has its own projection"
+    )
     num_dropped_by_fault: dict[str, int] = Field(
         default_factory=dict, description="rows dropped by on_bad_rows: drop, by problem"
     )

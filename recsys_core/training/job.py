@@ -13,7 +13,6 @@ from recsys_core.training.config import TrainingConfig
 
 JOB_FILE = "job.json"
 METRICS_FILE, RESULT_FILE = "metrics.jsonl", "result.json"
-LOG_VECTORS_FILE = "log_vectors.npy"
 CHECKPOINTS_FOLDER, PROFILE_FOLDER = "checkpoints", "profile"
 
 
@@ -27,8 +26,8 @@ class WarmStart(Frozen):
             dense.safetensors: the champion's layers, named as in this run's model.
             rows_<table>.npy for each table that is carried over: int64, for each row of this run's table, the row with the same
                 id in the champion's table; -1 for a new id.
-            log_vectors.npy: item vectors from the log, rotated to be as near as possible to the champion's item table; only if
-                there are such vectors and they have the width of the table.
+            vectors_<table>.npy for each table whose pretrained vectors are projected or come from the log: the vectors, rotated
+                to be as near as possible to the champion's table; only if they have the width of the table.
     """
 
     run_id: str
@@ -38,6 +37,10 @@ class WarmStart(Frozen):
     def row_path_by_table(self) -> dict[str, Path]:
         """Return the path of rows_<table>.npy by table, for the tables that are carried over."""
         return {path.stem.removeprefix("rows_"): path for path in sorted(self.prepared_folder.glob("rows_*.npy"))}
+
+    def vectors_path_by_table(self) -> dict[str, Path]:
+        """Return the path of vectors_<table>.npy by table, for the tables with rotated vectors."""
+        return {path.stem.removeprefix("vectors_"): path for path in sorted(self.prepared_folder.glob("vectors_*.npy"))}
 
 
 class JobSpec(Frozen):

@@ -97,7 +97,7 @@ def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_fold
             if not table_ids.count_ids():
                 raise InputError(f"{entries[0].setting}: no vector is left for table {table_name!r}")
             table_ids.write_ids(output_folder / f"{table_name}.ids.parquet")
-            dim, explained_variance = _write_matrix(
+            dim, explained_variance, projected_rows = _write_matrix(
                 read_entries, table_ids=table_ids, matrix_path=output_folder / f"{table_name}.vectors.npy"
             )
             return VectorTable(
@@ -105,6 +105,7 @@ def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_fold
                 dim=dim,
                 id_type=entries[0].id_type,
                 explained_variance=explained_variance,
+                projected_rows=projected_rows,
                 num_dropped_by_fault=sum((read_entry.num_dropped_by_fault for read_entry in read_entries), Counter()),
                 num_unmapped=sum(read_entry.num_unmapped for read_entry in read_entries),
                 num_overridden=sum(read_entry.num_overridden for read_entry in read_entries),
@@ -152,19 +153,25 @@ def _read_entry(entry: VectorFiles, *, table_ids: TableIds, scratch_folder: Path
     )
 
 
-def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_path: Path) -> tuple[int, float | None]:
-    """Write the usable vectors of all entries. Return their width, and the smallest explained variance of a projection."""
+def _write_matrix(
+    read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_path: Path
+) -> tuple[int, float | None, tuple[tuple[int, int], ...]]:
+    """Write the usable vectors of all entries.
+
+    Return their width, the smallest explained variance of a projection, and the first row and the end of each projected entry.
+    """
     if len(read_entries) == 1 and read_entries[0].is_final:
         dim = read_entries[0].source_dim
         read_entries[0].matrix_path.rename(matrix_path)
-        return dim, None
+        return dim, None, ()
     projections = [_fit_projection(read_entry, table_ids=table_ids) for read_entry in read_entries]
     dims = [read_entry.entry.config.pca_dim or read_entry.source_dim for read_entry in read_entries]
     for read_entry, dim in zip(read_entries, dims, strict=True):
         require_one_dim(read_entry.entry, dim, other_entry=read_entries[0].entry, other_dim=dims[0])
     final_matrix_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
-    start_row = 0
+    start_row, projected_rows = 0, []
     for read_entry, projection in zip(read_entries, projections, strict=True):
+        first_row = start_row
         for block_ND in _usable_vectors(read_entry, table_ids=table_ids):
             output_ND = block_ND
             if projection is not None:
@@ -173,9 +180,12 @@ def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, ma
                     output_ND = with_unit_norm(output_ND)
             final_matrix_RD[start_row : start_row + len(output_ND)] = output_ND
             start_row += len(output_ND)
+        if projection is not None:
+            projected_rows.append((first_row, start_row))
         os.unlink(read_entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
     assert start_row == table_ids.count_ids()
-    return dims[0], min((projection.explained_variance for projection in projections if projection is not None), default=None)
+    explained_variances = [projection.explained_variance for projection in projections if projection is not None]
+    return dims[0], min(explained_variances, default=None), tuple(projected_rows)
 
 
 def _usable_vectors(read_entry: _ReadEntry, *, table_ids: TableIds, sample_step: int = 1) -> Iterator[NDArray[np.float32]]:

@@ -38,7 +38,7 @@ from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.torchrec_planner import OPTIMIZER_CLASS_BY_KIND, sharders
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job import LOG_VECTORS_FILE, TrainJob
+from recsys_core.training.job import TrainJob
 from recsys_core.training.model.dense_parallel import shard_layers
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,9 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         config=job.training,
     )
     pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
-    if job.warm_start is not None and (rotated_path := job.warm_start.prepared_folder / LOG_VECTORS_FILE).is_file():
-        pretrained_by_table["item"] = replace(pretrained_by_table["item"], vectors=memory_map(rotated_path))
+    rotated_path_by_table = {} if job.warm_start is None else job.warm_start.vectors_path_by_table()
+    for table_name, path in rotated_path_by_table.items():
+        pretrained_by_table[table_name] = replace(pretrained_by_table[table_name], vectors=memory_map(path))
     fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_by_table)
     if spec.config.learn_user_embedding:
         is_known_U = store.train_count_U > 0

@@ -1,9 +1,10 @@
 """Warm start: the decision whether to start from the champion, and the champion's rows and layers for the shards of each rank.
 
-*Vectors from the log* are item vectors that are computed from the training events (`embeddings: {source: log}`).
+*Vectors from the log* are item vectors that are computed from the training events (`embeddings: {source: log}`). *Projected
+vectors* are read from a file and projected onto their principal components (`embeddings.pca_dim`).
 
-Shapes: I items, V vectors from the log, R rows of the champion's table or of a shard, D width of a vector, C columns of the
-accumulators of a shard.
+Shapes: T rows of a table, V pretrained vectors, N vectors of a chunk, R rows of the champion's table or of a shard, D width of
+a vector, C columns of the accumulators of a shard.
 """
 
 import logging
@@ -17,14 +18,15 @@ from torch import no_grad
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
-from recsys_core.dataset.layout import memory_map
+from recsys_core.dataset.jagged import chunk_slices
+from recsys_core.dataset.layout import allocate_npy, memory_map
 from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import LocalShard, table_shards
 from recsys_core.models.tables.initialisation import copy_rows
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.config import WarmStartConfig
-from recsys_core.training.job import LOG_VECTORS_FILE, WarmStart
+from recsys_core.training.job import WarmStart
 from recsys_core.training.model.dense_parallel import copy_into
 from recsys_core.training.model.optimizers import accumulator_shards, has_accumulators
 from recsys_core.training.model.sharded_model import PretrainedVectors, pretrained_vectors_by_table
@@ -39,6 +41,8 @@ from recsys_core.training.warm.starting_model import (
 
 logger = logging.getLogger(__name__)
 DENSE_FILE = "dense.safetensors"
+ROTATION_CHUNK_ROWS = 1 << 18
+"""Number of vectors that are rotated at once."""
 
 
 def choose_start(
@@ -83,8 +87,17 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
     folder.mkdir(parents=True)
     save_file(layer_by_name, folder / DENSE_FILE)
     pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
-    if dataset.log_vectors is not None:
-        _write_aligned_vectors(pretrained_by_table["item"], champion=champion, dataset=dataset, path=folder / LOG_VECTORS_FILE)
+    for table_name, row_ranges in _rows_to_rotate(dataset).items():
+        if table_name in pretrained_by_table and table_name in champion.spec.tables:
+            champion_row = champion_rows(table_name, dataset=dataset, champion=champion)
+            _write_rotated_vectors(
+                pretrained_by_table[table_name],
+                row_ranges=row_ranges,
+                champion=champion,
+                champion_row_T=champion_row,
+                champion_RD=memory_map(champion.export.path(f"table_{table_name}.npy")),
+                path=folder / f"vectors_{table_name}.npy",
+            )
     carried_names = carried_table_names(spec, champion=champion)
     for table_name, table in spec.tables.items():
         if table_name in carried_names:
@@ -101,22 +114,45 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
     return WarmStart(run_id=champion.run_id, export_folder=champion.export.folder, prepared_folder=folder)
 
 
-def _write_aligned_vectors(log_vectors: PretrainedVectors, *, champion: Champion, dataset: Dataset, path: Path) -> None:
-    """Write the vectors from the log, rotated onto the champion's item table. If the table has another width, write nothing."""
-    champion_RD = memory_map(champion.export.path("table_item.npy"))
-    dim, num_members = log_vectors.vectors.shape[1], champion.spec.config.num_members
-    if num_members * dim == champion_RD.shape[1]:
-        champion_row_I = champion_rows("item", dataset=dataset, champion=champion)
-        vectors_by_member = [
-            aligned_vectors(
-                log_vectors.vectors,
-                vector_row_I=log_vectors.vector_row,
-                champion_row_I=champion_row_I,
-                champion_RD=champion_RD[:, member * dim : (member + 1) * dim],
+def _rows_to_rotate(dataset: Dataset) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return, by table, the ranges (first row, end) of the pretrained vectors that a decomposition has rotated arbitrarily."""
+    vector_tables = {} if dataset.embeddings is None else dataset.embeddings.tables
+    row_ranges_by_table = {name: vector_table.projected_rows for name, vector_table in vector_tables.items()}
+    if dataset.log_vectors is not None:
+        row_ranges_by_table["item"] = ((0, dataset.log_vectors.num_vectors),)
+    return {name: row_ranges for name, row_ranges in row_ranges_by_table.items() if row_ranges}
+
+
+def _write_rotated_vectors(
+    pretrained_vectors: PretrainedVectors,
+    *,
+    row_ranges: tuple[tuple[int, int], ...],
+    champion: Champion,
+    champion_row_T: NDArray[np.int64],
+    champion_RD: NDArray[np.float32],
+    path: Path,
+) -> None:
+    """Write the vectors with each range of rows rotated onto the champion's table. For another width, write nothing."""
+    vector_VD, vector_row_T = pretrained_vectors.vectors, pretrained_vectors.vector_row
+    dim, num_members = vector_VD.shape[1], champion.spec.config.num_members
+    if num_members * dim != champion_RD.shape[1]:
+        return
+    rotated_VD = allocate_npy(path, dtype=np.float32, shape=(len(vector_VD), num_members * dim))
+    for member in range(num_members):
+        columns = slice(member * dim, (member + 1) * dim)
+        for chunk in chunk_slices(len(vector_VD), length=ROTATION_CHUNK_ROWS):
+            rotated_VD[chunk, columns] = vector_VD[chunk]
+        for first_row, end_row in row_ranges:
+            is_in_range_T = (vector_row_T >= first_row) & (vector_row_T < end_row)
+            rotation_DD = rotation_onto_champion(
+                vector_VD,
+                vector_row_T=np.where(is_in_range_T, vector_row_T, -1),
+                champion_row_T=champion_row_T,
+                champion_RD=champion_RD[:, columns],
             )
-            for member in range(num_members)
-        ]
-        np.save(path, np.concatenate(vectors_by_member, axis=1))
+            for chunk in chunk_slices(end_row - first_row, length=ROTATION_CHUNK_ROWS):
+                rows = slice(first_row + chunk.start, first_row + chunk.stop)
+                rotated_VD[rows, columns] = vector_VD[rows] @ rotation_DD + 0.0  # no negative zeros
 
 
 def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, initialisation: str) -> str:
@@ -170,35 +206,39 @@ def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, wa
             copy_rows(accumulator_shard, vectors=champion_values, vector_row=champion_row, norm=None)
 
 
-def aligned_vectors(
+def rotation_onto_champion(
     vector_VD: NDArray[np.float32],
     *,
-    vector_row_I: NDArray[np.int64],
-    champion_row_I: NDArray[np.int64],
+    vector_row_T: NDArray[np.int64],
+    champion_row_T: NDArray[np.int64],
     champion_RD: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Return vectors [V, D] from the log, rotated to be as near as possible to the champion's rows of the same items.
+    """Return the rotation [D, D] of the vectors that brings them as near as possible to the champion's rows of the same ids.
 
-    A decomposition determines the vectors only up to a rotation, which differs between runs. Without the alignment, new items
-    and frozen vectors would not fit the rows and layers that are carried over.
+    A decomposition determines the vectors only up to a rotation, which differs between runs. Without the rotation, new ids and
+    frozen vectors would not fit the rows and layers that are carried over.
 
-    The rotation is fitted to vectors and rows of norm 1, so each item has the same influence on it. The result keeps the norms
-    of the vectors.
+    The rotation is fitted to vectors and rows of norm 1, so each id has the same influence on it.
 
     Args:
-        vector_row_I: row of each item's vector, -1 if it has no vector.
-        champion_row_I: row of each item in the champion's table, -1 for a new item.
+        vector_row_T: row of each id's vector, -1 if it has no vector.
+        champion_row_T: row of each id in the champion's table, -1 for a new id.
 
     >>> rows, turned_RD = np.arange(2), np.array([[0, 1], [-1, 0]], np.float32)
-    >>> aligned_vectors(np.eye(2, dtype=np.float32), vector_row_I=rows, champion_row_I=rows, champion_RD=turned_RD).tolist()
+    >>> vectors = np.eye(2, dtype=np.float32)
+    >>> rotation_DD = rotation_onto_champion(vectors, vector_row_T=rows, champion_row_T=rows, champion_RD=turned_RD)
+    >>> (vectors @ rotation_DD + 0.0).tolist()
     [[0.0, 1.0], [-1.0, 0.0]]
     """
-    is_common_I = (vector_row_I >= 0) & (champion_row_I >= 0)
-    unit_vector_ID = _unit_rows(vector_VD[vector_row_I[is_common_I]])
-    unit_champion_ID = _unit_rows(champion_RD[champion_row_I[is_common_I]])
-    left, _, right = np.linalg.svd(unit_vector_ID.T @ unit_champion_ID)
-    rotated_VD: NDArray[np.float32] = np.ascontiguousarray(vector_VD @ (left @ right), np.float32)
-    return rotated_VD + 0.0  # no negative zeros
+    common_rows = np.flatnonzero((vector_row_T >= 0) & (champion_row_T >= 0))
+    product_DD = np.zeros((vector_VD.shape[1], vector_VD.shape[1]), np.float32)
+    for chunk in chunk_slices(len(common_rows), length=ROTATION_CHUNK_ROWS):
+        unit_vector_ND = _unit_rows(vector_VD[vector_row_T[common_rows[chunk]]])
+        unit_champion_ND = _unit_rows(champion_RD[champion_row_T[common_rows[chunk]]])
+        product_DD += unit_vector_ND.T @ unit_champion_ND
+    left, _, right = np.linalg.svd(product_DD)
+    rotation_DD: NDArray[np.float32] = left @ right
+    return rotation_DD
 
 
 def _unit_rows(rows_RD: NDArray[np.float32]) -> NDArray[Any]:

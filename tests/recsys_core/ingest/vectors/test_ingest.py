@@ -202,6 +202,20 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
     )
 
 
+def test_the_manifest_has_the_rows_of_each_entry_with_a_projection(tmp_path: Path) -> None:
+    paths = [
+        write_parquet(tmp_path / f"{entry}.parquet", item_id=np.arange(20) + 15 * entry, v=as_list(random_vectors(20, width)))
+        for entry, width in enumerate((4, 2, 5))
+    ]
+    settings: list[dict[str, Any]] = [{"pca_dim": 2}, {}, {"pca_dim": 2, "normalise": True}]
+    entries = tuple(
+        EmbeddingsConfig(paths=path, vector_column="v", **entry) for path, entry in zip(paths, settings, strict=True)
+    )
+    manifest = ingest_embeddings(entries, folder=tmp_path / "stage")
+    assert manifest.tables["item"].projected_rows == ((0, 20), (35, 50))  # five ids of each later entry are overridden
+    assert ingest(tmp_path / "unprojected", paths[1]).tables["item"].projected_rows == ()
+
+
 def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", item_id=["x", "y", "z", "w"], v=[[1.0], [2.0], [3.0], [4.0]])
     id_map_path = write_parquet(tmp_path / "map.parquet", theirs=["w", "x", "unused", "z"], ours=[40, 10, 5, 30])

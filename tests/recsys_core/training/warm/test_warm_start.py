@@ -28,7 +28,7 @@ from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import TableConfig, Transfer, random_norm
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job import CHECKPOINTS_FOLDER, LOG_VECTORS_FILE, TrainJob, WarmStart
+from recsys_core.training.job import CHECKPOINTS_FOLDER, TrainJob, WarmStart
 from recsys_core.training.loop import make_loader
 from recsys_core.training.model.optimizers import accumulator_shards, make_optimizer
 from recsys_core.training.model.sharded_model import initial_model
@@ -36,6 +36,7 @@ from recsys_core.training.warm.starting_model import Champion, match_rows_by_val
 from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights, prepare_warm_start
 from tests.gloo import cpu_process, run_ranks
 from tests.recsys_core.training.consecutive_runs import (
+    DIM,
     NUM_RANKS,
     PreparedRun,
     prepare_run,
@@ -215,7 +216,7 @@ def test_vectors_from_the_log_are_rotated_onto_the_champion(
     dataset, job = with_log_vectors(second_run, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
     assert dataset.log_vectors is not None
     warm_start = prepare_warm_start(champion, spec=job.spec, dataset=dataset, folder=tmp_path / "warm")
-    vector_VD, rotated_VD = np.load(dataset.log_vectors.vectors_path), np.load(tmp_path / "warm" / LOG_VECTORS_FILE)
+    vector_VD, rotated_VD = np.load(dataset.log_vectors.vectors_path), np.load(tmp_path / "warm/vectors_item.npy")
     np.testing.assert_allclose(rotated_VD @ rotated_VD.T, vector_VD @ vector_VD.T, atol=1e-5)
     expected_ID = scaled_vectors(rotated_VD, dataset)
     champion_ID = np.load(champion.export.path("table_item.npy"))
@@ -228,6 +229,37 @@ def test_vectors_from_the_log_are_rotated_onto_the_champion(
     if transfer == "full":
         expected_ID[:num_carried] = champion_ID
     run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job.model_copy(update={"warm_start": warm_start}), expected_ID))
+
+
+def test_projected_vectors_are_rotated_onto_the_champion(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
+    second_run = prepare_run(tmp_path / "second", 2, previous=first_run)
+    item_table = second_run.embeddings.tables["item"]
+    num_projected = item_table.num_rows - 5  # the other vectors are from an entry without a projection
+    projected_table = item_table.model_copy(update={"projected_rows": ((0, num_projected),)})
+    embeddings = second_run.embeddings.model_copy(update={"tables": {"item": projected_table}})
+    warm_start = prepare_start(champion, replace(second_run, embeddings=embeddings), tmp_path / "warm")
+    vector_VD, rotated_VD = np.load(embeddings.vectors_path("item")), np.load(warm_start.vectors_path_by_table()["item"])
+    np.testing.assert_array_equal(rotated_VD[num_projected:], vector_VD[num_projected:])
+    projected_VD, rotated_projected_VD = vector_VD[:num_projected], rotated_VD[:num_projected]
+    np.testing.assert_allclose(rotated_projected_VD @ rotated_projected_VD.T, projected_VD @ projected_VD.T, atol=1e-4)
+    vector_row_I = EventStore.open(second_run.interactions).vector_rows("item")
+    assert vector_row_I is not None
+    champion_ID = np.load(champion.export.path("table_item.npy"))
+    num_carried = len(champion_ID)  # the vocabulary is continued, so the first rows are the champion's items
+    is_common_I = (vector_row_I[:num_carried] >= 0) & (vector_row_I[:num_carried] < num_projected)
+    common_row = vector_row_I[:num_carried][is_common_I]
+    rotated_similarity, similarity = (
+        np.sum(vectors[common_row] * champion_ID[is_common_I]) for vectors in (rotated_VD, vector_VD)
+    )
+    assert rotated_similarity > similarity
+    is_new_I = vector_row_I >= 0
+    is_new_I[:num_carried] = False
+    expected_ID = np.full((len(vector_row_I), DIM), np.nan, np.float32)
+    new_ND = rotated_VD[vector_row_I[is_new_I]]
+    expected_ID[is_new_I] = new_ND * (random_norm(0.02, DIM) / np.linalg.norm(new_ND, axis=1, keepdims=True))
+    assert is_new_I.any()
+    job = train_job(second_run).model_copy(update={"warm_start": warm_start})
+    run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job, expected_ID))
 
 
 def train_step(

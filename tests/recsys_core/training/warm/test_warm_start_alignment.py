@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recsys_core.training.warm.warm_start import aligned_vectors
+from recsys_core.training.warm.warm_start import rotation_onto_champion
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -17,12 +17,16 @@ def test_rotated_vectors_are_rotated_back_to_the_rows_of_the_champion(seed: int)
     champion_row_I = np.where(np.arange(30) < 20, np.arange(30)[::-1], -1)  # items 20 and later are new
     champion_RD = np.zeros((30, 5), np.float32)
     champion_RD[champion_row_I[:20]] = 7 * true_ID[:20]  # the rows may have other norms
-    aligned_VD = aligned_vectors(vector_VD, vector_row_I=vector_row_I, champion_row_I=champion_row_I, champion_RD=champion_RD)
+    rotation_DD = rotation_onto_champion(
+        vector_VD, vector_row_T=vector_row_I, champion_row_T=champion_row_I, champion_RD=champion_RD
+    )
+    aligned_VD = vector_VD @ rotation_DD
     np.testing.assert_allclose(aligned_VD[vector_row_I[:25]], true_ID[:25], atol=1e-4)
 
 
 def test_without_a_common_item_the_vectors_keep_their_inner_products() -> None:
     vector_VD = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     all_new = np.full(4, -1)
-    aligned_VD = aligned_vectors(vector_VD, vector_row_I=np.arange(4), champion_row_I=all_new, champion_RD=vector_VD)
+    rotation_DD = rotation_onto_champion(vector_VD, vector_row_T=np.arange(4), champion_row_T=all_new, champion_RD=vector_VD)
+    aligned_VD = vector_VD @ rotation_DD
     np.testing.assert_allclose(aligned_VD @ aligned_VD.T, vector_VD @ vector_VD.T, atol=1e-5)

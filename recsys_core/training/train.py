@@ -67,7 +67,13 @@ def train(
     config, model = setup.training, setup.model
     require_shardable_layers(config.dense_parallel, spec=model)
     if setup.loss.negatives == "all":
-        require_catalogue_fits(model, limit_gb=setup.loss.catalogue_gb, world_size=plan.world_size)
+        features = {} if dataset.features is None else dataset.features.features
+        require_catalogue_fits(
+            model,
+            limit_gb=setup.loss.catalogue_gb,
+            world_size=plan.world_size,
+            num_values_by_list={name: feature.num_values for name, feature in features.items() if "list" in feature.kind},
+        )
     interactions = dataset.interactions
     start_champion, scratch_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     champion_export = start_champion and start_champion.export

@@ -8,6 +8,7 @@ pairs, D width of a vector.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,20 @@ def catalogue_share(item_count_I: NDArray[np.int64], *, rank: int, world_size: i
     return np.flatnonzero(item_count_I)[rank::world_size]
 
 
-def require_catalogue_fits(spec: ModelSpec, *, limit_gb: float, world_size: int) -> None:
-    """Raise InputError if the vectors of a rank's share of the items and their gradients exceed `limit_gb`."""
-    vector_dims = [table.dim for table in spec.on_side("item").values()] + [spec.config.trained_dim]
+def require_catalogue_fits(
+    spec: ModelSpec, *, limit_gb: float, world_size: int, num_values_by_list: Mapping[str, int] | None = None
+) -> None:
+    """Raise InputError if the vectors of a rank's share of the items and their gradients exceed `limit_gb`.
+
+    num_values_by_list: number of values of all items, by list feature. Each value has a vector before the list is pooled.
+    """
+    item_tables = spec.on_side("item")
+    vector_dims = [table.dim for table in item_tables.values()] + [spec.config.trained_dim]
+    vector_dims += [
+        math.ceil(num_values * item_tables[feature_name].dim / spec.num_items)
+        for feature_name, num_values in (num_values_by_list or {}).items()
+        if feature_name in item_tables
+    ]
     num_share_items = -(-spec.num_items // world_size)
     share_gb = num_share_items * sum(vector_dims) * BYTES_PER_VALUE / 1e9
     if share_gb > limit_gb:

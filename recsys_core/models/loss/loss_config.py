@@ -35,8 +35,8 @@ class LossConfig(Settings):
         4.0,
         gt=0,
         le=1e6,
-        description="memory limit in GB for the vectors of a rank's share of the items and their gradients, with `negatives: "
-        "all`",
+        description="memory limit in GB for the vectors of a rank's share of the items, of the values in their list features, "
+        "and for the gradients of these vectors, with `negatives: all`",
     )
     negatives_exponent: float = Field(
         1.0,

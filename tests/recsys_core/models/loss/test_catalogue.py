@@ -20,6 +20,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import Objective
 from recsys_core.models.spec import ModelSpec
 from tests.gloo import run_ranks
+from tests.recsys_core.training.small_model import small_spec
 
 NUM_ITEMS, NUM_QUERIES, WIDTH, HISTORY_LENGTH = 23, 6, 4, 5
 ITEM_COUNT_I = np.arange(NUM_ITEMS) % 4  # the items 0, 4, 8, ... have no training event
@@ -188,3 +189,13 @@ def test_a_catalogue_that_does_not_fit_is_rejected_and_the_error_shows_the_arith
     ):
         require_catalogue_fits(spec, limit_gb=4, world_size=2)
     require_catalogue_fits(spec, limit_gb=4, world_size=3)
+
+
+def test_the_vectors_of_the_values_of_a_list_feature_have_to_fit() -> None:
+    spec = small_spec(forms={"item.brand": "single", "item.genres": "list", "user.groups": "list"})
+    num_values_by_list = {"item.genres": 25 * spec.num_items, "user.groups": 10**12}  # the queries have a vector per list
+    num_item_values = sum(table.dim for table in spec.on_side("item").values()) + 8 + 25 * 8
+    limit_gb = spec.num_items * num_item_values * 8 / 1e9
+    require_catalogue_fits(spec, limit_gb=limit_gb, world_size=1, num_values_by_list=num_values_by_list)
+    with pytest.raises(InputError, match=rf"x {num_item_values} values \(8 \+ .* \+ 8 \+ 200\) x 8 bytes"):
+        require_catalogue_fits(spec, limit_gb=0.99 * limit_gb, world_size=1, num_values_by_list=num_values_by_list)

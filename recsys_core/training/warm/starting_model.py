@@ -169,6 +169,9 @@ def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset)
         dim, champion_dim = spec.member_dim(table_name), champion.spec.member_dim(table_name)
         if dim != champion_dim:
             raise _incompatible_error(f"the width of tables.{table_name}", dim, champion_dim, champion)
+        pooling, champion_pooling = table.settings.pooling, champion.spec.tables[table_name].settings.pooling
+        if spec.forms.get(table_name) in ("list", "weighted_list") and pooling != champion_pooling:
+            raise _incompatible_error(f"tables.{table_name}.pooling", pooling, champion_pooling, champion)
         _require_same_definition(table_name, features=dataset.features, champion=champion)
         if has_accumulators(table) and f"state_{table_name}.npy" not in champion.export.files:
             raise _incompatible_error(

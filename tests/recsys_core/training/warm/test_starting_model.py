@@ -115,6 +115,17 @@ def test_the_error_about_another_architecture_names_the_setting_and_both_values(
         check_compatible(run, champion, spec_with(run, **settings))
 
 
+def test_a_list_feature_with_another_pooling_is_rejected(run: PreparedRun, champion: Champion) -> None:
+    sum_pooling = {"item.brand": TableConfig(pooling="sum")}
+    check_compatible(run, champion, spec_with(run, tables=sum_pooling))  # a single value is not pooled
+    list_forms = {"forms": run.spec.forms | {"item.brand": "list"}}
+    list_champion = replace(champion, spec=champion.spec.model_copy(update=list_forms))
+    with pytest.raises(
+        InputError, match=rf"tables.item.brand.pooling is sum in this run, but mean in the champion \(run first\).*{ADVICE}"
+    ):
+        check_compatible(run, list_champion, spec_with(run, tables=sum_pooling).model_copy(update=list_forms))
+
+
 def test_adagrad_rejects_a_champion_without_accumulators(run: PreparedRun, champion: Champion) -> None:
     export = champion.export.model_copy(update={"files": {}})
     with pytest.raises(

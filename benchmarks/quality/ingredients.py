@@ -51,6 +51,7 @@ INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
         Ingredient("text vectors, next to attributes and words", "random, features", "pretrained, full, features"),
         Ingredient("learning rates that fall to 0", "pretrained, full, features", "pretrained, full, features, decay"),
         Ingredient("no dropout, 512 negatives and a higher learning rate, ids alone", "random", "random, for ids"),
+        Ingredient("128 numbers and layers, ids alone", "random, for ids", "random, for ids, wide"),
         Ingredient("three members, ids alone", "random, for ids", "random, for ids, 3 members"),
         Ingredient(
             "128 numbers and layers, three members, ids alone",

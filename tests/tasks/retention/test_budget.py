@@ -50,7 +50,7 @@ def test_the_package_counts_twice_because_mlflow_has_a_copy(tmp_path: Path, add_
         (folder / "values").write_bytes(bytes(3 * MEBIBYTE))
         return PACKAGE_FIELDS
 
-    commit_stage(run.stage_folder(PackageManifest), PackageManifest, fingerprint="f", build=write_package)
+    commit_stage(run.stage_folder(PackageManifest), PackageManifest, inputs=["f"], build=write_package)
     assert 11 * MEBIBYTE < estimated_bytes(run_of(tmp_path, "9")) < 12 * MEBIBYTE
     assert estimated_bytes(run) == 0  # no other run is complete
     newer_run = add_large_run(tmp_path, add_run, "2", num_bytes=2 * MEBIBYTE)

@@ -224,19 +224,13 @@ def read_unchecked_manifest(folder: Path, manifest_type: type[ManifestT]) -> Man
 
 
 def without_outdated(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
-    """Yield the manifests of a run, given in the order of its stages, without the stages whose inputs have changed since.
+    """Yield the manifests of a run, given in the order of its stages, without the stages whose inputs changed or are missing.
 
-    A run that is resumed with other settings, and stopped before its last stage, has such stages.
+    A run that is resumed with other settings, and ends before its last stage, has such stages.
     """
     fingerprint_by_stage: dict[str, str] = {}
-    outdated_stages: set[str] = set()
     for manifest in manifests:
-        if any(
-            stage in outdated_stages or fingerprint_by_stage.get(stage, fingerprint) != fingerprint
-            for stage, fingerprint in manifest.input_fingerprints.items()
-        ):
-            outdated_stages.add(manifest.stage)
-        else:
+        if manifest.input_fingerprints.items() <= fingerprint_by_stage.items():
             fingerprint_by_stage[manifest.stage] = manifest.fingerprint
             yield manifest
 

@@ -67,13 +67,7 @@ def train(
     config, model = setup.training, setup.model
     require_shardable_layers(config.dense_parallel, spec=model)
     if setup.loss.negatives == "all":
-        features = {} if dataset.features is None else dataset.features.features
-        require_catalogue_fits(
-            model,
-            limit_gb=setup.loss.catalogue_gb,
-            world_size=plan.world_size,
-            num_values_by_list={name: feature.num_values for name, feature in features.items() if "list" in feature.kind},
-        )
+        _require_catalogue_fits(setup, dataset=dataset, world_size=plan.world_size)
     interactions = dataset.interactions
     start_champion, scratch_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     champion_export = start_champion and start_champion.export
@@ -130,6 +124,16 @@ def train(
         )
     shutil.rmtree(work_folder, ignore_errors=True)
     return manifest
+
+
+def _require_catalogue_fits(setup: TrainingSetup, *, dataset: Dataset, world_size: int) -> None:
+    features = {} if dataset.features is None else dataset.features.features
+    require_catalogue_fits(
+        setup.model,
+        limit_gb=setup.loss.catalogue_gb,
+        world_size=world_size,
+        num_values_by_list={name: feature.num_values for name, feature in features.items() if "list" in feature.kind},
+    )
 
 
 def _make_job(

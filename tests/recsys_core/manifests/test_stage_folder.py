@@ -234,7 +234,7 @@ def test_a_manifest_has_the_fingerprints_of_the_stages_of_the_same_run_that_it_d
     manifest = commit_stage(tmp_path / "run" / "cubes", CubesManifest, inputs=inputs, build=write_squares)
     assert manifest.input_fingerprints == {squares.stage: squares.fingerprint}
     assert list(without_outdated([squares, manifest])) == [squares, manifest]
-    assert list(without_outdated([manifest])) == [manifest]  # the manifest of the input may be missing
+    assert list(without_outdated([manifest])) == []  # a run that is resumed with other settings first removes the input
     new_squares = squares.model_copy(update={"fingerprint": "new"})
     dependent = manifest.model_copy(update={"input_fingerprints": {"cubes": manifest.fingerprint}})
     assert list(without_outdated([new_squares, manifest, dependent])) == [new_squares]

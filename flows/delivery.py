@@ -15,6 +15,7 @@ from flows.query import recommend_many, recommendation_settings
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError, first_line
 from recsys_core.parent_process import die_with_parent
+from tasks import delivery
 from tasks.progress.reporting import StageLog
 from tasks.registry.loading import version_number_with_alias
 
@@ -35,13 +36,11 @@ def _write_recommendations(config: PipelineConfig) -> str | None:
     folder = config.delivery.recommendations.folder
     if folder is None:
         return None
-    from tasks.delivery.recommendations import is_written  # imports torch and FAISS
-
     try:
         model_name = config.registry.model_name
         champion = version_number_with_alias(config.workspace.absolute(), model_name=model_name)
         settings = recommendation_settings(config, model_name=model_name)
-        if champion is None or is_written(folder, version=champion, settings=settings):
+        if champion is None or delivery.recommendations.is_written(folder, version=champion, settings=settings):
             return None
         log = StageLog("recommend")
         summary = recommend_many(config, folder=folder)

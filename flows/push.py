@@ -7,6 +7,8 @@ from filelock import FileLock
 
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError
+from tasks import delivery
+from tasks.registry.loading import load_version
 
 if TYPE_CHECKING:
     from tasks.delivery.push import PushResult
@@ -31,13 +33,10 @@ def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[
     if not config.delivery.stores:
         raise InputError("the config has no vector store; add one to delivery.stores, e.g. {kind: lancedb, folder: vectors}")
     config.delivery.require_libraries()
-    from tasks.delivery.push import push_to_all  # imports torch and FAISS
-    from tasks.registry.loading import load_version
-
     model_name = config.registry.model_name
     with FileLock(config.workspace.absolute() / LOCK_NAME):
         retriever = load_version(config.workspace.absolute(), model_name=model_name, version=version).retriever
-        return push_to_all(retriever, config.delivery.stores, model_name=model_name)
+        return delivery.push.push_to_all(retriever, config.delivery.stores, model_name=model_name)
 
 
 def push_champion(config: PipelineConfig) -> str | None:

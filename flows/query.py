@@ -11,6 +11,8 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, shown
 from recsys_core.serving.requests import respond
+from tasks import delivery
+from tasks.progress.reporting import show_bar
 from tasks.registry.loading import LoadedVersion, load_version, newest_version_number
 
 if TYPE_CHECKING:
@@ -98,14 +100,11 @@ def recommend_many(config: PipelineConfig, *, folder: Path, model_uri: str | Non
     Args:
         model_uri: URI of the version; None means the champion.
     """
-    from tasks.delivery.recommendations import write_recommendations  # imports torch and FAISS
-    from tasks.progress.reporting import show_bar
-
     settings = config.delivery.recommendations
     config.workspace.mkdir(parents=True, exist_ok=True)
     with FileLock(config.workspace / "recommend.lock"):
         retriever, model_name, _ = _load(config, model_uri)
-        return write_recommendations(
+        return delivery.recommendations.write_recommendations(
             retriever,
             settings.user_paths,
             folder=folder,

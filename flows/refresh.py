@@ -9,6 +9,7 @@ from flows.prefect_runs import ConfigPath, Overrides, fail_run_with_unknown_para
 from recsys_core.errors import StageError
 from recsys_core.parent_process import die_with_parent
 from tasks.delivery.publishers import publishers_of
+from tasks.registry.registry import Registry
 
 
 @flow(name="refresh", validate_parameters=True, on_crashed=[fail_run_with_unknown_parameters])
@@ -30,7 +31,6 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
         StageError: the champion does not load, or its package has another format.
     """
     from tasks.refresh.refreshed_version import refresh_champion  # imports torch, FAISS and DuckDB
-    from tasks.registry.registry import Registry
 
     die_with_parent()  # has an effect only under `nightjar up`
     config = load_form_config(pipeline, overrides)

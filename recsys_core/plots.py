@@ -12,6 +12,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -63,14 +65,20 @@ def new_panels(
     num_panels: int, *, title: str, grid_axis: str = "both", size: tuple[float, float] = (6.4, 5.4)
 ) -> "tuple[Figure, list[Axes]]":
     """Create a figure with `num_panels` axes in one column that share the x axis. The title is above the first axes."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_STYLE, "axes.grid.axis": grid_axis}):
+    with _matplotlib().rc_context({**_STYLE, "axes.grid.axis": grid_axis}):
         figure = Figure(figsize=size, dpi=130, layout="constrained")
         panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
         panels[0].set_title(title)
     return figure, panels
+
+
+def _matplotlib() -> "ModuleType":
+    """Return matplotlib. It is imported only when it is used, because the import takes 0.2 s."""
+    import matplotlib
+
+    return matplotlib
 
 
 def legend_above(axes: "Axes", *, num_columns: int = 4) -> None:
@@ -79,9 +87,7 @@ def legend_above(axes: "Axes", *, num_columns: int = 4) -> None:
         frameon=False, fontsize=8, labelcolor=INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=num_columns,
         borderaxespad=0.2, borderpad=0.2, handlelength=1.6,
     )  # fmt: skip
-    import matplotlib
-
-    with matplotlib.rc_context(_STYLE):
+    with _matplotlib().rc_context(_STYLE):
         axes.set_title(axes.get_title(loc="left"), pad=22)
 
 
@@ -93,10 +99,8 @@ def save_png(figure: "Figure", path: Path) -> Path:
 
 def to_svg(figure: "Figure") -> Markup:
     """Return the figure as an <svg> element with a transparent background. Equal figures become equal texts."""
-    import matplotlib
-
     svg_buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nightjar", "font.family": "sans-serif"}):
+    with _matplotlib().rc_context({"svg.fonttype": "none", "svg.hashsalt": "nightjar", "font.family": "sans-serif"}):
         figure.savefig(svg_buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = svg_buffer.getvalue()
     svg = svg[svg.index("<svg") :]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flows import settings
 from flows.settings import environment
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ class ConfigOptions:
 
     def read(self) -> "LoadedConfig":
         """Return the config."""
-        from flows.settings.config_file import LoadedConfig  # imports pydantic, which the help texts do not need
-
-        return LoadedConfig.read(self.path, self.overrides)
+        return settings.config_file.LoadedConfig.read(self.path, self.overrides)
 
     def prepare(self) -> "LoadedConfig":
         """Return the config, and set the environment variables for Prefect and MLflow, which must be imported later."""

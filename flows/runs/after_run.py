@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from flows import runs
 from flows.runs.history_page import write_history_page
 from flows.runs.metrics_file import write_metrics_file
 from flows.settings.pipeline import PipelineConfig
@@ -31,8 +32,7 @@ def after_run(config: PipelineConfig, context: StageContext) -> None:
     if record.state == "StoppedEarly" and DataReportManifest.stage not in record.figures.stage_seconds:
         _call_or_warn("write the page of the last runs", write_page_offline)
         return
-    from flows.runs import mlflow_steps
-
+    mlflow_steps = runs.mlflow_steps
     has_mlflow = _call_or_warn(
         "log the stages to MLflow and remove files of old runs", partial(mlflow_steps.connect_if_mlflow_exists, context.run)
     )

@@ -91,10 +91,10 @@ def search_vectors(
     inner_index: Any, index: Any, query_BD: "NDArray[np.float32]", depth: int, parameters: Any
 ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
     """Search an index with the vectors of the IndexIDMap `index` in the same order. Return scores and item rows [B, N]."""
-    import numpy as np
-
     score_BN, position_BN = inner_index.search(query_BD, depth, params=parameters)
-    return score_BN, np.where(position_BN >= 0, item_row_by_position(index)[position_BN], -1)
+    row_BN = item_row_by_position(index)[position_BN]
+    row_BN[position_BN < 0] = -1  # FAISS found fewer than N vectors
+    return score_BN, row_BN
 
 
 def item_row_by_position(index: Any) -> "NDArray[np.int64]":

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import LocalFile
 from recsys_core.errors import InputError, shown
+from tasks import delivery
 from tasks.delivery.vector_store import ServerUrl, StoreSettings, VectorStore
 
 if TYPE_CHECKING:
@@ -91,8 +92,6 @@ class _Milvus:
         return list(self._client.list_collections())
 
     def create(self, collection: str, schema: pa.Schema) -> None:
-        from tasks.delivery.item_columns import column_kind
-
         types = self._library.DataType
         milvus_schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
         for field in schema:
@@ -104,7 +103,7 @@ class _Milvus:
             options: dict[str, Any] = {"is_primary": True} if field.name == "item_id" else {"nullable": True}
             if field.name == "vector":
                 options = {"dim": field.type.list_size}
-            data_type = _field_types(types)[column_kind(field.type)]
+            data_type = _field_types(types)[delivery.item_columns.column_kind(field.type)]
             if data_type == types.VARCHAR:
                 options["max_length"] = _MAX_TEXT_BYTES
             milvus_schema.add_field(field.name, data_type, **options)
@@ -115,10 +114,11 @@ class _Milvus:
         self._client.create_collection(collection, schema=milvus_schema, index_params=index, **consistency)
 
     def add(self, collection: str, items: pa.Table) -> None:
-        from tasks.delivery.item_columns import vectors_of, with_finite_numbers, with_integer_times
-
-        columns = with_finite_numbers(with_integer_times(items)).drop_columns(["vector"])
-        rows = [row | {"vector": vector} for row, vector in zip(columns.to_pylist(), vectors_of(items), strict=True)]
+        item_columns = delivery.item_columns
+        columns = item_columns.with_finite_numbers(item_columns.with_integer_times(items)).drop_columns(["vector"])
+        rows = [
+            row | {"vector": vector} for row, vector in zip(columns.to_pylist(), item_columns.vectors_of(items), strict=True)
+        ]
         self._client.insert(collection, rows)
 
     def finish(self, collection: str) -> None:

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import Folder
 from recsys_core.errors import StageError
+from tasks import delivery
 from tasks.delivery.vector_store import ServerUrl, StoreSettings, VectorStore
 
 if TYPE_CHECKING:
@@ -93,8 +94,6 @@ class _Qdrant:
         return [collection.name for collection in self._client.get_collections().collections]
 
     def create(self, collection: str, schema: pa.Schema) -> None:
-        from tasks.delivery.item_columns import column_kind
-
         models = self._models
         self._client.create_collection(
             collection,
@@ -104,16 +103,15 @@ class _Qdrant:
         if self._settings.url is not None:  # the local mode has no payload indexes
             for field in schema:
                 if field.name not in ("item_id", "title", "vector"):
-                    payload_type = _payload_types(models)[column_kind(field.type)]
+                    payload_type = _payload_types(models)[delivery.item_columns.column_kind(field.type)]
                     self._client.create_payload_index(collection, field.name, field_schema=payload_type)
 
     def add(self, collection: str, items: pa.Table) -> None:
-        from tasks.delivery.item_columns import rows_of, vectors_of, with_text_times
-
+        item_columns = delivery.item_columns
         points = self._models.Batch(
             ids=[_point_id(item_id) for item_id in items["item_id"].to_pylist()],
-            vectors=vectors_of(items).tolist(),
-            payloads=rows_of(with_text_times(items)),
+            vectors=item_columns.vectors_of(items).tolist(),
+            payloads=item_columns.rows_of(item_columns.with_text_times(items)),
         )
         self._client.upsert(collection, points, wait=True)
 

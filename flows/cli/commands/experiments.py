@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows import runs
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions, command_line
 from flows.cli.commands.run import prepare_input
@@ -17,7 +18,9 @@ from flows.settings.pipeline import PipelineConfig
 from flows.settings.suggested import SuggestedConfig
 from flows.settings.template import require_new_file, to_commented_yaml
 from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import ExportManifest, InteractionsManifest
 from recsys_core.units import format_metric
+from tasks import stages
 from tasks.runs.context import StageContext
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.tuning.config import TuningConfig, format_setting_value, label_of
@@ -34,14 +37,12 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
     Args:
         written_path: path of a new config file with the suggested settings; None for no file.
     """
-    from tasks.stages.data_stages import ingest  # imports Prefect, for which the commands prepare the environment
-
     config = loaded.config
     if written_path is not None:
         require_new_file(written_path)
     run = Run("data", workspace=config.workspace.absolute(), parent_name="tuning")
     with run.lock(), output.printed_stages():
-        facts = DataFacts.of(ingest(StageContext(run), config.input_config), config.interactions.split)
+        facts = DataFacts.of(stages.data_stages.ingest(StageContext(run), config.input_config), config.interactions.split)
     suggested = suggestions(facts)
     proposal = SuggestedConfig.of(config, suggested)
     if written_path is not None:
@@ -179,11 +180,9 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
         run_id: run whose vectors are ranked; None for the newest run.
         weights: numbers, separated by commas; None for weights that fit the scores.
     """
-    from flows.runs.results import open_run
     from recsys_core.evaluation.popularity_curve import plot_curve, popularity_curve
-    from recsys_core.manifests import ExportManifest, InteractionsManifest
 
-    config, results = loaded.config, open_run(loaded.config.workspace, run_id)
+    config, results = loaded.config, runs.results.open_run(loaded.config.workspace, run_id)
     if (results.run.folder / REDUCED_FILE_NAME).exists():
         raise InputError(
             f"{results.run.folder}: the vectors of run {results.run.run_id} are removed, because it is older than the runs "

@@ -218,13 +218,12 @@ def change_champion(
         output.printed_stages(),
     ):
         with fast_imports():
-            from flows import champion, refresh  # imports Prefect, within the time in which a signal is handled
-            from flows.prefect_runs import prefect_client
+            from flows import champion, prefect_runs, refresh  # imports Prefect, within the time in which a signal is handled
 
         flow: Any = {"promote": champion.promote, "rollback": champion.rollback, "refresh": refresh.refresh}[command]
         flow_parameters = {**loaded.flow_parameters, **parameters}
         if os.environ.get("PREFECT_API_URL"):
-            with prefect_client():  # raises InputError if the server does not answer
+            with prefect_runs.prefect_client():  # raises InputError if the server does not answer
                 final_state = flow(**flow_parameters, return_state=True)
         else:
             final_state = flow.fn(**flow_parameters)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import typer
 from rich.text import Text
 
+from flows import runs, settings
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions, InputOptions, command_line
 from flows.settings.config_file import LoadedConfig
-from flows.settings.template import require_new_file, starter_config, to_commented_yaml
+from flows.settings.template import require_new_file, starter_config, to_commented_yaml, write_demo
 from recsys_core.errors import InputError, printable
 from recsys_core.units import format_bytes, format_duration, format_metric
 
@@ -39,10 +40,9 @@ def init(config_path: Path, *, inputs: InputOptions, every_setting: bool) -> Non
         raise InputError("--test, --user-column, --item-column and --time-column are about the log; add --log")
     config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"
     if inputs != InputOptions():
-        from flows.settings.column_guesses import FILL_IN, InitInputs, guess_config  # imports DuckDB
-
-        config, notes = guess_config(config, InitInputs(**asdict(inputs)), config_folder=config_path.parent)
-        unknown = [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
+        guesses = settings.column_guesses
+        config, notes = guesses.guess_config(config, guesses.InitInputs(**asdict(inputs)), config_folder=config_path.parent)
+        unknown = [setting for setting, note in notes.items() if note.startswith(guesses.FILL_IN)]
         next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
     config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
     output.print_line(f"wrote {config_path}; {next_step}, then: nightjar validate {shlex.quote(str(config_path))}")
@@ -50,17 +50,13 @@ def init(config_path: Path, *, inputs: InputOptions, every_setting: bool) -> Non
 
 def demo(workspace: Path) -> Path:
     """Generate the data and the config of the demo, unless they exist; return the path of the config."""
-    from flows.settings.template import write_demo  # imports NumPy and pyarrow
-
     return write_demo(workspace)
 
 
 def validate(loaded: LoadedConfig) -> None:
     """Check the input files and print one line about each input."""
-    from flows.runs.before_run import check_inputs  # imports DuckDB
-
     with output.printed_log():
-        summary_by_input = check_inputs(loaded.config)
+        summary_by_input = runs.before_run.check_inputs(loaded.config)
     output.print_labelled(summary_by_input)
     output.print_line(f"{loaded.path}: OK. Run it with: {command_line('run', loaded)}")
 
@@ -100,31 +96,28 @@ def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
 
 def show_history(loaded: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
     """Print the last runs, the newest first."""
-    from flows.runs.run_history import run_history  # imports NumPy
-
     workspace, metric_name = loaded.config.workspace, loaded.config.registry.metric
-    runs = run_history(workspace, max_runs=num_runs)
+    past_runs = runs.run_history.run_history(workspace, max_runs=num_runs)
     if as_json:
-        output.print_json(json.dumps([past_run.as_json(metric_name=metric_name) for past_run in runs]))
-    elif runs:
-        print_history(runs, metric_name=metric_name)
+        output.print_json(json.dumps([past_run.as_json(metric_name=metric_name) for past_run in past_runs]))
+    elif past_runs:
+        print_history(past_runs, metric_name=metric_name)
         output.print_labelled({"page": str(workspace / "index.html")})
     else:
         output.print_line(f"no run in {workspace} yet; start one with: {command_line('run', loaded)}")
 
 
-def print_history(runs: "Sequence[PastRun]", *, metric_name: str) -> None:
+def print_history(past_runs: "Sequence[PastRun]", *, metric_name: str) -> None:
     """Print one row per run, then a note for each run that has a reason or was not promoted."""
-    from flows.runs.run_history import STATE_NAMES, format_count
-
+    state_names, format_count = runs.run_history.STATE_NAMES, runs.run_history.format_count
     rows: list[list[str | Text]] = []
-    for past_run in runs:
+    for past_run in past_runs:
         record, figures = past_run.record, past_run.record.figures
         metric_values = (past_run.new_version_metric(metric_name), past_run.champion_metric(metric_name))
         rows.append(
             [
                 past_run.run.run_id,
-                Text(STATE_NAMES[record.state], STATE_COLOURS.get(record.state, "red")),
+                Text(state_names[record.state], STATE_COLOURS.get(record.state, "red")),
                 figures.version or "-",
                 *map(format_metric, metric_values),
                 *map(format_count, (figures.events, figures.users, figures.test_users, figures.items)),
@@ -135,12 +128,14 @@ def print_history(runs: "Sequence[PastRun]", *, metric_name: str) -> None:
     count_titles = ["events", "users", "test users", "items"]
     column_titles = ["run (UTC)", "ended as", "version", metric_name, "champion", *count_titles, "duration", "disk"]
     output.print_table(column_titles, rows)
-    runs_with_note = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
+    runs_with_note = [
+        past_run for past_run in past_runs if past_run.record.state != "Promoted" or past_run.record.options.reason
+    ]
     if runs_with_note:
         output.stdout.print()
     for past_run in runs_with_note:
         record = past_run.record
         reason = f"reason: {record.options.reason}" if record.options.reason else ""
         message = record.message if record.state != "Promoted" else ""
-        note = "; ".join(filter(None, (reason, message))) or STATE_NAMES[record.state]
+        note = "; ".join(filter(None, (reason, message))) or state_names[record.state]
         output.print_line(f"{past_run.run.run_id}  {printable(note)}")

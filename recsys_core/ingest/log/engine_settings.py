@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from recsys_core.config import Settings
+from recsys_core.ingest.log import spark_engine
 
 if TYPE_CHECKING:  # at runtime, these imports would be circular, because an engine imports the config of the log
     from collections.abc import Mapping, Sequence
@@ -111,15 +112,11 @@ class SparkSettings(Settings):
     def engine_class(self) -> type[LogEngine]:
         """Return SparkEngine. Raise InputError if Spark or Java is not installed."""
         self.installed_versions()
-        from recsys_core.ingest.log.spark_engine.engine import SparkEngine
-
-        return SparkEngine
+        return spark_engine.engine.SparkEngine
 
     def installed_versions(self) -> str | None:
         """Return the versions of Spark and Java, and the master. Raise InputError if Spark or Java is not installed."""
-        from recsys_core.ingest.log.spark_engine.installation import check_installation
-
-        return f"{check_installation()}, master {self.master}"
+        return f"{spark_engine.installation.check_installation()}, master {self.master}"
 
     def open_tables(
         self,
@@ -131,15 +128,13 @@ class SparkSettings(Settings):
     ) -> list[tuple[Source, ...]]:
         """Open the tables of each setting; see open_tables of the Spark engine."""
         self.installed_versions()
-        from recsys_core.ingest.log.spark_engine.tables import open_tables
-
-        return open_tables(self, table_format, paths_by_setting, columns=columns, allowed_data_root=allowed_data_root)
+        return spark_engine.tables.open_tables(
+            self, table_format, paths_by_setting, columns=columns, allowed_data_root=allowed_data_root
+        )
 
     def check_master(self, *, timeout_s: float) -> None:
         """Raise StageError if the master of a standalone cluster does not answer within `timeout_s`."""
-        from recsys_core.ingest.log.spark_engine.installation import require_master
-
-        require_master(self.master, timeout_s=timeout_s)
+        spark_engine.installation.require_master(self.master, timeout_s=timeout_s)
 
 
 EngineSettings = Annotated[DuckdbSettings | SparkSettings, Field(discriminator="kind")]

@@ -39,13 +39,16 @@ class Form:
         self.client, self.config_path = client, config_path
 
     def start(self, **parameters: Any) -> "FlowRun":
-        """Start a run with these parameters of the form, wait for its end and return it."""
+        """Start a run with these parameters of the form, wait for its end and return it.
+
+        Prefect sets a run with unknown parameters to Crashed, and then calls the hook that sets it to Failed.
+        """
         deployment = self.client.read_deployment_by_name("nightly-retrain/drill")
         run = self.client.create_flow_run_from_deployment(
             deployment.id, parameters={"pipeline": str(self.config_path), **parameters}
         )
         deadline = time.monotonic() + TIMEOUT_S
-        while run.state is None or not run.state.is_final():
+        while run.state is None or not run.state.is_final() or run.state.is_crashed():
             assert time.monotonic() < deadline, run.state
             time.sleep(0.5)
             run = self.client.read_flow_run(run.id)

@@ -23,9 +23,9 @@ from benchmarks.quality import speed
 from benchmarks.quality.experiment import Settings, merge_settings
 from flows.cli.commands.plan import ESTIMATE_FILE_NAME, ESTIMATE_TITLES, estimate_rows
 from flows.settings.template import write_demo
-from recsys_core.estimates.constants import CONSTANTS_PATH, Constant, ConstantsFile, packaged_constants
 from recsys_core.estimates.model_stages import FLOPS_PER_SCORE_VALUE
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
+from recsys_core.estimates.stage_estimate import CONSTANTS_PATH, Constant, ConstantsFile, packaged_constants
 from recsys_core.estimates.workload import Workload
 from recsys_core.ingest.synthetic import generate
 
@@ -273,7 +273,7 @@ def to_markdown() -> str:
         *comparisons(),
         "",
         "The measured constants and their sources are in [constants.json](../recsys_core/estimates/constants.json), and the",
-        "assumed ones in [constants.py](../recsys_core/estimates/constants.py).",
+        "assumed ones in [stage_estimate.py](../recsys_core/estimates/stage_estimate.py).",
         "",
     ]
     return "\n".join(lines)

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from recsys_core.estimates.constants import Constant
-from recsys_core.estimates.stage_estimate import Rates, StageEstimate
+from recsys_core.estimates.stage_estimate import Constant, Rates, StageEstimate
 from recsys_core.estimates.workload import DataSizes, Machines
 
 INT32_LIMIT = 2**31

@@ -6,9 +6,8 @@ Letters in the formulas: B queries of a rank's batch, C candidates, D width of a
 import math
 from collections.abc import Mapping
 
-from recsys_core.estimates.constants import Constant
 from recsys_core.estimates.data_stages import BENCHMARK_CORES, FLOAT_BYTES, ONE_HOST
-from recsys_core.estimates.stage_estimate import Rates, StageEstimate
+from recsys_core.estimates.stage_estimate import Constant, Rates, StageEstimate
 from recsys_core.estimates.workload import Workload
 
 FLOPS_PER_SCORE_VALUE = 6

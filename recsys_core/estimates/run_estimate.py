@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from recsys_core.config import Frozen
 from recsys_core.estimates import data_stages, model_stages
-from recsys_core.estimates.constants import Constant, packaged_constants
-from recsys_core.estimates.stage_estimate import StageEstimate
+from recsys_core.estimates.stage_estimate import Constant, StageEstimate, packaged_constants
 from recsys_core.estimates.workload import Machines, Workload
 
 SECONDS_PER_HOUR = 3600

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import plan
-from recsys_core.estimates.constants import ASSUMPTIONS, packaged_constants
+from recsys_core.estimates.stage_estimate import ASSUMPTIONS, packaged_constants
 
 
 def test_the_packaged_constants_equal_the_constants_from_the_benchmark_results() -> None:

@@ -11,8 +11,8 @@ from flows.cli import output
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, plan_for_sizes, workload_of
 from recsys_core.errors import counted
-from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
+from recsys_core.estimates.stage_estimate import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.workload import DataSizes, Machines
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
 from recsys_core.sharding.planner import write_plan

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from recsys_core.estimates.constants import Constant, packaged_constants
 from recsys_core.estimates.data_stages import check_data, ingest_embeddings, ingest_interactions, store_bytes
 from recsys_core.estimates.model_stages import build_index, evaluate, export, train
 from recsys_core.estimates.run_estimate import estimate_run
+from recsys_core.estimates.stage_estimate import Constant, packaged_constants
 from recsys_core.estimates.workload import DataSizes, IndexSizes, Machines, TrainingSizes, Workload
 
 DATA = DataSizes(num_users=1_000, num_items=100, num_events=10_000, num_held_out_users=500)

@@ -13,9 +13,8 @@ from pyspark.sql import types as t
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.duckdb_engine.raw_log import raw_log_sql
 from recsys_core.ingest.log.engine import LogFiles
-from recsys_core.ingest.log.spark_engine.hashes import hash_sql
+from recsys_core.ingest.log.spark_engine.dialect import column_types, hash_sql, spark_type
 from recsys_core.ingest.log.spark_engine.session import SparkLogSession
-from recsys_core.ingest.log.spark_engine.spark_types import column_types, spark_type
 from recsys_core.ingest.log.spark_engine.tables import table_frame
 from recsys_core.ingest.log.sql.checks import column_by_alias, hive_columns, hive_keys_sql, order_position_sql
 from recsys_core.parquet.duckdb_session import quoted

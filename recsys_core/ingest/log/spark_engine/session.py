@@ -22,13 +22,12 @@ from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from recsys_core.errors import InputError
-from recsys_core.ingest.log.spark_engine.hashes import draw_sql, hash_sql
-from recsys_core.ingest.log.spark_engine.spark_types import spark_schema
+from recsys_core.ingest.log.spark_engine.dialect import FUNCTIONS, spark_schema
 from recsys_core.parquet.duckdb_session import quoted
 
 BATCH_ROWS = 1_000_000
 _CONF = {
-    "spark.sql.ansi.enabled": "false",  # hashes.py needs products of 64 bits
+    "spark.sql.ansi.enabled": "false",  # dialect.py needs products of 64 bits
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.caseSensitive": "true",
     "spark.sql.legacy.parquet.nanosAsLong": "true",
@@ -47,12 +46,6 @@ _READ_OPTIONS = {"__globPaths__": "false", "recursiveFileLookup": "true"}
 _FILE_COLUMN = "nightjar file"
 _URI_START = "^file:/+"
 _WRITE_OPTIONS = {"mapreduce.fileoutputcommitter.marksuccessfuljobs": "false", "compression": "lz4_raw"}
-_FUNCTIONS = {
-    "ordering_hash": ("(text STRING) RETURNS BIGINT", f"shiftrightunsigned({hash_sql('text')}, 1)"),
-    "pair_draw": ("(user STRING, item STRING) RETURNS INT", draw_sql("user", "item", "'validation'")),
-    "item_draw": ("(item STRING) RETURNS INT", draw_sql("item", "'validation'")),
-}
-"""Signature and body of each SQL function that the queries call. A function is created when a query calls it."""
 
 
 def new_session(spark: SparkSession) -> SparkSession:
@@ -191,7 +184,7 @@ class SparkLogSession:
 
     def _frame(self, query: str) -> DataFrame:
         """Return the result of a query in DuckDB's dialect, which is translated to Spark's dialect."""
-        for name, (signature, body_sql) in _FUNCTIONS.items():
+        for name, (signature, body_sql) in FUNCTIONS.items():
             if f"{name}(" in query:
                 self.spark.sql(f"CREATE OR REPLACE TEMPORARY FUNCTION {name}{signature} RETURN {body_sql}")
         (spark_query,) = sqlglot.transpile(query, read="duckdb", write="spark")

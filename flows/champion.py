@@ -19,7 +19,7 @@ from flows.prefect_runs import (
     name_flow_run,
     titled_field,
 )
-from flows.runs.mlflow_steps import write_and_log_history_page
+from flows.runs.after_run import write_and_log_history_page
 from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.parent_process import die_with_parent

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from flows.runs import mlflow_steps
-from flows.runs.after_run import after_run
+from flows.runs.after_run import after_run, write_and_log_history_page
 from flows.runs.history_page import write_history_page
-from flows.runs.mlflow_steps import write_and_log_history_page
 from flows.settings.template import starter_config
 from recsys_core.manifests import STAGES
 from tasks.registry.mlflow_client import connect, tracking_uri
@@ -43,7 +41,7 @@ def test_a_page_that_cannot_be_written_causes_a_warning(
 def test_the_housekeeping_waits_only_once_for_a_server_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mlflow_steps, "MLFLOW_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("flows.runs.after_run.MLFLOW_TIMEOUT_S", 0.5)
     config = starter_config().model_copy(update={"workspace": tmp_path})
     with silent_server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)

@@ -22,7 +22,7 @@ from flows.prefect_runs import (
 from flows.runs.after_run import write_and_log_history_page
 from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.parent_process import die_with_parent
+from recsys_core.termination import die_with_parent
 from tasks.delivery.publishers import publishers_of
 from tasks.gate.by_hand import ManualDecision, promote_version, roll_back
 from tasks.runs.context import MAX_REASON_CHARACTERS, StageContext

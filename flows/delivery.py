@@ -14,7 +14,7 @@ from flows.push import push_champion
 from flows.query import recommend_many, recommendation_settings
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError, first_line
-from recsys_core.parent_process import die_with_parent
+from recsys_core.termination import die_with_parent
 from tasks import delivery
 from tasks.progress.reporting import StageLog
 from tasks.registry.loading import version_number_with_alias

@@ -2,8 +2,7 @@
 
 The signal handler raises an exception in the main thread, and Prefect and the stages handle it like Ctrl-C. Native code (a
 matrix product, a query, an index) delays the exception. If the main thread has not ended after UNWIND_S, a second thread
-reports the end of the run to Prefect and ends the process. Processes that the run started end with it
-(recsys_core.parent_process).
+reports the end of the run to Prefect and ends the process. Processes that the run started end with it (`die_with_parent`).
 """
 
 import os
@@ -17,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from recsys_core.errors import NightjarError
-from recsys_core.interrupts import SIGNAL_RECEIVED
+from recsys_core.termination import SIGNAL_RECEIVED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 4.0
@@ -103,7 +102,7 @@ class Interruption:
 def _hide_signal(unraisable: Any) -> None:
     """Hide Python's message about an exception in a finalizer if a signal raised it: _Unwind or Prefect's TerminationSignal.
 
-    A finalizer cannot raise. The main thread therefore continues until the next stage starts (recsys_core.interrupts), or until
+    A finalizer cannot raise. The main thread therefore continues until the next stage starts (`raise_interrupts`), or until
     the watching thread ends the process.
     """
     if issubclass(unraisable.exc_type, Exception):

@@ -7,7 +7,7 @@ from prefect.states import Completed, Failed
 from flows.delivery import deliver
 from flows.prefect_runs import ConfigPath, Overrides, fail_run_with_unknown_parameters, load_form_config, name_flow_run
 from recsys_core.errors import StageError
-from recsys_core.parent_process import die_with_parent
+from recsys_core.termination import die_with_parent
 from tasks.delivery.publishers import publishers_of
 from tasks.registry.registry import Registry
 

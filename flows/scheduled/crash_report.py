@@ -19,7 +19,7 @@ import threading
 from importlib import import_module
 from uuid import UUID
 
-from recsys_core.parent_process import PARENT_VARIABLE, die_with_stdout_reader
+from recsys_core.termination import PARENT_VARIABLE, die_with_stdout_reader
 
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable in which Prefect's worker passes the id of the flow run to the process that it starts."""

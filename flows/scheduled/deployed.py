@@ -21,7 +21,7 @@ from flows.scheduled.crash_report import end_with_worker
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests import StageName
-from recsys_core.parent_process import die_with_parent
+from recsys_core.termination import die_with_parent
 from tasks.runs.context import MAX_REASON_CHARACTERS, Promote, RunOptions, StageContext
 from tasks.runs.workspace import Workspace
 

@@ -26,7 +26,7 @@ from flows.scheduled.deployments import deployments_of, paused_flows, read_deplo
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import NightjarError
-from recsys_core.parent_process import die_with_parent, parent_environment
+from recsys_core.termination import die_with_parent, parent_environment
 
 LOG = logging.getLogger("nightjar")
 POLL_INTERVAL_S = 5.0

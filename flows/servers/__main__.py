@@ -14,7 +14,7 @@ from importlib import import_module
 import uvicorn
 
 from recsys_core.imports import fast_imports
-from recsys_core.parent_process import die_with_parent
+from recsys_core.termination import die_with_parent
 
 REQUEST_GRACE_S = 2
 """Time for open requests when the server is stopped. It is short, because a page in a browser keeps a connection open."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from recsys_core.disk import require_free_space
 from recsys_core.errors import InputError, StageError
-from recsys_core.parent_process import parent_environment
+from recsys_core.termination import parent_environment
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0

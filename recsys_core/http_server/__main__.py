@@ -20,7 +20,7 @@ from recsys_core.http_server.app import create_app
 from recsys_core.http_server.config import ServeConfig
 from recsys_core.http_server.follower import Follower
 from recsys_core.http_server.release import CONFIG_NAME, worker_path
-from recsys_core.parent_process import die_with_parent
+from recsys_core.termination import die_with_parent
 
 
 def main() -> None:

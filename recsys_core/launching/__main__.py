@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from recsys_core.imports import fast_imports
-from recsys_core.parent_process import die_with_parent
+from recsys_core.termination import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

@@ -23,7 +23,7 @@ from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.messages import AGENT_MODULE, LaunchFolder, LaunchSpec, RankLayout, last_lines, running_versions
 from recsys_core.launching.monitor import GroupState, HostGroup, Monitor, RankOutput
-from recsys_core.parent_process import parent_environment
+from recsys_core.termination import parent_environment
 
 TERM_GRACE_S = 8.0
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys_core.launching.messages import FOLDER_VARIABLE, STORE_VARIABLE, Host, LaunchFolder, RankReport
-from recsys_core.parent_process import die_with_parent
+from recsys_core.termination import die_with_parent
 
 if TYPE_CHECKING:
     import torch

@@ -44,8 +44,8 @@ from recsys_core.launching.messages import (
     last_lines,
 )
 from recsys_core.launching.rank import request_stacks
-from recsys_core.parent_process import parent_environment
 from recsys_core.preflight import cgroup_limits, count_oom_kills
+from recsys_core.termination import parent_environment
 
 RENDEZVOUS_BACKEND = "nightjar"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -19,7 +19,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.http_server.access import token_from_environment
 from recsys_core.http_server.config import ServeConfig
 from recsys_core.http_server.release import CONFIG_NAME, RELEASE_NAME, Champion, WorkerState, worker_path
-from recsys_core.parent_process import parent_environment
+from recsys_core.termination import parent_environment
 from tasks.serve.registry_champion import RegistryChampion
 
 LOG = logging.getLogger("nightjar")

@@ -8,8 +8,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 
-from recsys_core.interrupts import raise_interrupts
 from recsys_core.manifests import Manifest
+from recsys_core.termination import raise_interrupts
 from tasks.progress.reporting import StageLog
 from tasks.runs.context import StageContext
 

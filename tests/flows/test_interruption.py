@@ -84,7 +84,7 @@ def test_a_flow_run_whose_error_replaces_the_signal_ends_as_crashed(tmp_path: Pa
 FINALIZER_SCRIPT = """
 import signal, sys, time, weakref
 from flows.interruption import Interrupted, end_process, interruptible
-from recsys_core.interrupts import raise_interrupts
+from recsys_core.termination import raise_interrupts
 
 class Finalized:
     pass

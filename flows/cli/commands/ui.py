@@ -19,7 +19,7 @@ from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
-from recsys_core.parent_process import parent_environment
+from recsys_core.termination import parent_environment
 from tasks.runs.run import exclusive_lock
 from tasks.runs.workspace import UP_LOCK_NAME
 

@@ -19,7 +19,7 @@ from recsys_core.launching.config import LOCAL_SCHEDULERS, TorchxLauncher
 from recsys_core.launching.heartbeat import heartbeat
 from recsys_core.launching.messages import AGENT_MODULE, NUM_LAST_LINES, LaunchFolder, LaunchSpec, last_lines
 from recsys_core.launching.monitor import GroupState
-from recsys_core.parent_process import PARENT_VARIABLE, parent_environment
+from recsys_core.termination import PARENT_VARIABLE, parent_environment
 
 logger = logging.getLogger(__name__)
 ROLE = "nightjar"

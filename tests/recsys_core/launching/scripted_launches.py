@@ -10,7 +10,7 @@ from recsys_core.launching.config import Launcher, LocalLauncher, TorchxLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import AGENT_MODULE, RankLayout
-from recsys_core.parent_process import PARENT_VARIABLE
+from recsys_core.termination import PARENT_VARIABLE
 
 RANK_MODULE = "tests.recsys_core.launching.scripted_ranks"
 ONE_HOST = LocalLauncher()

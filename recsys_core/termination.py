@@ -1,4 +1,4 @@
-"""Child processes that end when their parent process ends (PR_SET_PDEATHSIG).
+"""Termination of processes: a child process ends with its parent (PR_SET_PDEATHSIG), and a stage ends after a signal.
 
 This module imports only the standard library, because a child calls `die_with_parent` as early as possible.
 """
@@ -8,10 +8,15 @@ import os
 import select
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "NIGHTJAR_PARENT_PID"
 STDOUT_FD = 1
+SIGNAL_RECEIVED = threading.Event()
+"""Set by a command that has received SIGINT or SIGTERM. No stage starts while it is set."""
 
 
 def parent_environment() -> dict[str, str]:
@@ -49,3 +54,20 @@ def die_with_stdout_reader() -> None:
 
 def _set_death_signal() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def raise_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt if a signal arrived before the block, or interrupts a query of the block.
+
+    Libraries hide the exception of a signal handler: Python ignores an exception in a finalizer, so that a stage may complete
+    after the signal, and DuckDB raises a RuntimeError instead.
+    """
+    if SIGNAL_RECEIVED.is_set():
+        raise KeyboardInterrupt("a signal arrived before this stage")
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) == "Query interrupted":
+            raise KeyboardInterrupt from error
+        raise

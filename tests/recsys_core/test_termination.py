@@ -1,18 +1,20 @@
-"""Processes that end when their parent, or the reader of their output, ends."""
+"""Processes that end when their parent, or the reader of their output, ends, and stages that end after a signal."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import duckdb
 import psutil
 import pytest
 
-from recsys_core.parent_process import parent_environment
+from recsys_core.termination import SIGNAL_RECEIVED, parent_environment, raise_interrupts
 
 CHILD_CODE = (
-    "from recsys_core.parent_process import die_with_parent; {delay}; die_with_parent(); "
+    "from recsys_core.termination import die_with_parent; {delay}; die_with_parent(); "
     "print('alive', flush=True); import time; time.sleep(60)"
 )
 
@@ -23,7 +25,7 @@ def start_parent_and_child(delay: str) -> tuple[subprocess.Popen[str], psutil.Pr
     delay: statement that the child executes before `die_with_parent`.
     """
     parent_code = (
-        "import os, subprocess, sys; from recsys_core.parent_process import parent_environment; "
+        "import os, subprocess, sys; from recsys_core.termination import parent_environment; "
         f"p = subprocess.Popen([sys.executable, '-c', {CHILD_CODE.format(delay=delay)!r}], "
         "env=os.environ | parent_environment()); "
         "print(p.pid, flush=True); p.wait()"
@@ -59,7 +61,7 @@ def test_a_process_without_the_variable_of_its_parent_continues() -> None:
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_child_ends_with_the_reader_of_its_output(is_late: bool) -> None:
     child_code = (
-        "import sys, time; from recsys_core.parent_process import die_with_stdout_reader; "
+        "import sys, time; from recsys_core.termination import die_with_stdout_reader; "
         f"time.sleep({2 if is_late else 0}); die_with_stdout_reader(); print('alive', file=sys.stderr, flush=True); "
         "time.sleep(60)"
     )
@@ -76,3 +78,33 @@ def test_a_child_ends_with_the_reader_of_its_output(is_late: bool) -> None:
     parent.wait()
     _, alive = psutil.wait_procs([child], timeout=10)
     assert not alive
+
+
+def test_a_signal_during_a_query_raises_the_exception_of_its_handler() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous_handler = signal.signal(signal.SIGTERM, interrupt)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    endless_query = "SELECT count(*) FROM range(100000000) a, range(1000) b WHERE a.range * b.range % 7 = 3"
+    try:
+        with pytest.raises(KeyboardInterrupt), raise_interrupts(), duckdb.connect(config={"threads": 1}) as connection:
+            timer.start()
+            connection.sql(endless_query).fetchall()
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+def test_an_ordinary_runtime_error_passes_through_raise_interrupts() -> None:
+    with pytest.raises(RuntimeError, match=r"^ordinary$"), raise_interrupts():
+        raise RuntimeError("ordinary")
+
+
+def test_no_stage_starts_after_a_signal() -> None:
+    SIGNAL_RECEIVED.set()
+    try:
+        with pytest.raises(KeyboardInterrupt, match="before this stage"), raise_interrupts():
+            pytest.fail("the stage has started")
+    finally:
+        SIGNAL_RECEIVED.clear()

@@ -1,14 +1,17 @@
-"""FastAPI application: recommendations, similar items, health, readiness and metrics."""
+"""FastAPI application: recommendations, similar items, health, readiness and metrics, and their OpenAPI document."""
 
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,17 +20,40 @@ import recsys_core
 from recsys_core.errors import InputError
 from recsys_core.http_server import metrics
 from recsys_core.http_server.access import RequestError, read_body, require_token
-from recsys_core.http_server.api import Readiness, RegistryState, parse_body, request_bodies
+from recsys_core.http_server.api import (
+    Bodies,
+    Predictions,
+    Problem,
+    Readiness,
+    RegistryState,
+    parse_body,
+    request_bodies,
+)
 from recsys_core.http_server.batching import Batcher, QueueFullError
-from recsys_core.http_server.config import ServeConfig
+from recsys_core.http_server.config import TOKEN_VARIABLE, ServeConfig
 from recsys_core.http_server.follower import Follower
-from recsys_core.http_server.openapi import openapi_schema, route_documentation
 from recsys_core.http_server.release import Champion, WorkerState
 from recsys_core.http_server.served_model import ParsedRequest
 from recsys_core.serving.requests import parse, parse_similar
 
 LOG = logging.getLogger("nightjar.serve")
 JSON = "application/json"
+_REFERENCE = "#/components/schemas/{model}"
+_REASON_BY_STATUS = {
+    400: "The body is not JSON.",
+    401: "The token is missing or wrong.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    422: "A field or a param is invalid, or all rows are invalid.",
+    500: "The server has a bug.",
+    503: "Too many requests wait.",
+    504: "There was no answer in time.",
+}
+_DESCRIPTION = (
+    "Recommendations of the champion of a nightjar registry. A request has one row per user or item. "
+    "An invalid row gets a prediction with an `error`. If all rows are invalid, the status is 422."
+)
 
 
 class _Predictor:
@@ -76,27 +102,27 @@ def create_app(follower: Follower, *, limits: ServeConfig, token: str | None) ->
 
     app = FastAPI(title="nightjar", version=recsys_core.__version__, lifespan=run_batcher, docs_url=None, redoc_url=None)
 
-    @app.post("/recommend", **route_documentation(bodies.recommend, "Recommend items to users, or for histories."))
+    @app.post("/recommend", **_route_documentation(bodies.recommend, "Recommend items to users, or for histories."))
     async def recommend(request: Request) -> Response:
         answer = predictor.answer(request, body_model=bodies.recommend, is_similar=False)
         return await _measured_answer(answer, path="/recommend")
 
-    @app.post("/similar", **route_documentation(bodies.similar, "Return the items that are most similar to an item."))
+    @app.post("/similar", **_route_documentation(bodies.similar, "Return the items that are most similar to an item."))
     async def similar(request: Request) -> Response:
         answer = predictor.answer(request, body_model=bodies.similar, is_similar=True)
         return await _measured_answer(answer, path="/similar")
 
-    @app.get("/healthz", **route_documentation(None, "Return whether the process answers."))
+    @app.get("/healthz", **_route_documentation(None, "Return whether the process answers."))
     async def healthz() -> Response:
         return Response(b'{"status":"ok"}', media_type=JSON)
 
-    @app.get("/readyz", **route_documentation(None, "Return which version is served, and why a newer champion is not served."))
+    @app.get("/readyz", **_route_documentation(None, "Return which version is served, and why a newer champion is not served."))
     async def readyz() -> Response:
         assert follower.champion is not None  # the server starts after the first version is loaded
         return Response(readiness(follower.state, follower.champion).model_dump_json(), media_type=JSON)
 
     @app.get(
-        "/metrics", **route_documentation(None, "Return the metrics in Prometheus' text format.", content_type="text/plain")
+        "/metrics", **_route_documentation(None, "Return the metrics in Prometheus' text format.", content_type="text/plain")
     )
     async def prometheus_metrics(request: Request) -> Response:
         return await _measured_answer(predictor.metrics_text(request), path="/metrics")
@@ -107,7 +133,7 @@ def create_app(follower: Follower, *, limits: ServeConfig, token: str | None) ->
             error.status_code, f"{error.detail}; the paths and methods are in /openapi.json", error.headers
         )
 
-    app.openapi = lambda: openapi_schema(app, bodies)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi_schema(app, bodies)  # type: ignore[method-assign]
     return app
 
 
@@ -154,3 +180,38 @@ def readiness(state: WorkerState, champion: Champion) -> Readiness:
 
 def _time_text(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def _route_documentation(body: type[BaseModel] | None, summary: str, *, content_type: str = JSON) -> dict[str, Any]:
+    """Return the keyword arguments that document a route. body: model of the body of a POST request; None for a GET request."""
+    arguments: dict[str, Any] = {"summary": summary, "response_class": Response}
+    if body is None:
+        answer = {"description": "The answer.", "content": {content_type: {}}}
+        return arguments | {"responses": {200: answer}}
+    error_responses = {
+        status: {"description": reason, "content": {JSON: {"schema": _reference(Problem)}}}
+        for status, reason in _REASON_BY_STATUS.items()
+    }
+    answer = {"description": "One prediction per row.", "content": {JSON: {"schema": _reference(Predictions)}}}
+    request_body = {"required": True, "content": {JSON: {"schema": _reference(body)}}}
+    return arguments | {
+        "responses": {200: answer, **error_responses},
+        "openapi_extra": {"requestBody": request_body, "security": [{"token": []}, {}]},
+    }
+
+
+def _openapi_schema(app: FastAPI, bodies: Bodies) -> dict[str, Any]:
+    """Return the OpenAPI document with the schemas of all bodies."""
+    schema = get_openapi(title=app.title, version=app.version, description=_DESCRIPTION, routes=app.routes)
+    models: list[type[BaseModel]] = [*bodies, Predictions, Problem, Readiness]
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
+    components = schema.setdefault("components", {})
+    components["schemas"] = definitions["$defs"]
+    components["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "description": f"needed if the server has {TOKEN_VARIABLE}"}
+    }
+    return schema
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}

@@ -195,11 +195,6 @@ class ShardArrays:
         """Index of the first entry of each array in their concatenation."""
         return np.cumsum(self.length_S) - self.length_S
 
-    @property
-    def mapped_shards(self) -> tuple[int, ...]:
-        """The shards whose arrays have been read."""
-        return tuple(sorted(self._array_by_shard))
-
 
 @dataclass(frozen=True)
 class EventArrays:

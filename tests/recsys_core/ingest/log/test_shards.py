@@ -208,8 +208,8 @@ def test_only_the_shards_of_the_requested_users_are_mapped(tmp_path: Path) -> No
     users = np.arange(store.num_users)
     store.items_before(users[users % 8 < 2], "test")
     for parts in (store._event_item._shard_arrays, store._user_start._shard_arrays, store._validation_end._shard_arrays):
-        assert isinstance(parts, ShardArrays) and parts.mapped_shards == (0, 1)
-    assert store._event_time._shard_arrays.mapped_shards == ()
+        assert isinstance(parts, ShardArrays) and {*parts._array_by_shard} == {0, 1}
+    assert store._event_time._shard_arrays._array_by_shard == {}
 
 
 def test_a_growing_array_has_the_appended_values_for_any_expected_length(tmp_path: Path) -> None:

@@ -5,16 +5,13 @@
 """
 
 from collections.abc import Collection
-from typing import Any
-from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, VersionInfo
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Schedule
-from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 
 import recsys_core
@@ -24,7 +21,6 @@ from flows.refresh import refresh
 from flows.scheduled.deployed import deployed_retrain
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError, shown_names
 from tasks import ENVIRONMENT
 
 STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyLimitStrategy.ENQUEUE}
@@ -85,65 +81,3 @@ def paused_flows(client: SyncPrefectClient, config: PipelineConfig) -> set[str]:
         if any(not entry.active and getattr(entry.schedule, "cron", None) == cron for entry in prefect_schedules):
             paused_names.add(flow_name)
     return paused_names
-
-
-def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[list[str]]:
-    """Return [setting, current value, new value] for each setting that differs; a new deployment differs in all."""
-    current_settings = {} if current_deployment is None else _deployment_settings(current_deployment)
-    return [
-        [setting, current_settings.get(setting, "-"), new_value]
-        for setting, new_value in _deployment_settings(new_deployment).items()
-        if current_settings.get(setting) != new_value
-    ]
-
-
-def apply_deployment(deployment: RunnerDeployment) -> UUID:
-    """Create or update the deployment; return its id."""
-    # With explicit version information, Prefect does not look for a git repository in the current folder.
-    deployment_id = deployment.apply(version_info=VersionInfo(type="prefect:simple", version=recsys_core.__version__))
-    return UUID(str(deployment_id))
-
-
-def choose_work_pool(client: SyncPrefectClient, requested_name: str | None) -> str:
-    """Return `requested_name`, or the value of PREFECT_DEPLOYMENTS_DEFAULT_WORK_POOL_NAME if it is None.
-
-    Raise InputError if the server has no work pool of this name.
-    """
-    name = requested_name or get_current_settings().deployments.default_work_pool_name
-    existing_names = [work_pool.name for work_pool in client.read_work_pools()]
-    if name in existing_names:
-        return name
-    problem = "--work-pool is missing" if name is None else f"--work-pool {name}: the Prefect server has no such work pool"
-    raise InputError(
-        f"{problem}; the server's work pools are {shown_names(existing_names) if existing_names else 'none'}; create one with: "
-        f"prefect work-pool create {name or 'nightjar'} --type process"
-    )
-
-
-def _deployment_settings(deployment: RunnerDeployment | DeploymentResponse) -> dict[str, str]:
-    """Return the settings that `changed_settings` compares. The keys are names of settings, the values are text."""
-    if isinstance(deployment, RunnerDeployment):
-        max_concurrent_runs = deployment.concurrency_limit
-    else:
-        global_limit = deployment.global_concurrency_limit
-        max_concurrent_runs = global_limit.limit if global_limit else None
-    concurrency_options = deployment.concurrency_options
-    settings: dict[str, Any] = {
-        "schedule": ", ".join(map(_describe_schedule, deployment.schedules or [])) or "none",
-        "concurrent runs": str(max_concurrent_runs or "any number")
-        + (f", {concurrency_options.collision_strategy.value}" if concurrency_options else ""),
-        "pipeline": deployment.parameters.get("pipeline"),
-        "overrides": ", ".join(deployment.parameters.get("overrides") or []) or "none",
-        "work pool": deployment.work_pool_name or "none",
-        "entry point": deployment.entrypoint,
-        "tags": ", ".join(sorted(deployment.tags)),
-        "version": deployment.version,
-    }
-    return {setting: str(value) for setting, value in settings.items()}
-
-
-def _describe_schedule(prefect_schedule: Any) -> str:
-    """Describe a schedule of a deployment: cron expression, time zone, and whether it is paused."""
-    schedule = prefect_schedule.schedule
-    schedule_text = f"{schedule.cron} {schedule.timezone or 'UTC'}" if hasattr(schedule, "cron") else str(schedule)
-    return schedule_text if prefect_schedule.active is not False else f"{schedule_text}, paused"

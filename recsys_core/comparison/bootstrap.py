@@ -4,6 +4,8 @@ Shapes: U users, M measures of each user, G groups of users with the same measur
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -48,3 +50,30 @@ def resample_means(value_UM: Floats, *, num_resamples: int) -> Floats:
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill_block, range(NUM_BLOCKS)))
     return mean_RM
+
+
+@dataclass(frozen=True)
+class PairedMeans:
+    """Means of a metric of a new version and of a baseline, in the same resamples of the users."""
+
+    new_mean_R: Floats
+    baseline_mean_R: Floats
+
+    @classmethod
+    def resample(cls, new_value_U: Floats, baseline_value_U: Floats, *, num_resamples: int) -> Self:
+        """Draw resamples of the users, and compute both means of each resample."""
+        return cls(*resample_means(np.stack([new_value_U, baseline_value_U], axis=1), num_resamples=num_resamples).T)
+
+    def difference_quantile(self, level: float, *, margin: float = 0.0) -> float:
+        """Return a quantile of the difference between the new mean and the smallest mean that the relative margin allows."""
+        return float(np.quantile(self.new_mean_R - (1 - margin) * self.baseline_mean_R, level))
+
+    def relative_bounds(self, confidence: float) -> tuple[float, float | None]:
+        """Return one-sided bounds of the relative difference of the means.
+
+        The upper bound is None if it is infinite, because the baseline has no hit in too many resamples.
+        """
+        ratio_R = self.new_mean_R / np.maximum(self.baseline_mean_R, np.finfo(np.float64).tiny) - 1
+        low, high = np.quantile(ratio_R, [1 - confidence, confidence]).tolist()
+        num_unbounded = int(((self.baseline_mean_R == 0) & (self.new_mean_R > 0)).sum())
+        return low, high if num_unbounded <= (1 - confidence) * (len(ratio_R) - 1) else None

@@ -182,9 +182,7 @@ class PairedBootstrap(Settings):
         >>> rule.compare(new_value_U[:8], new_value_U[:8], baseline="version 3").reason
         '0.5000, not compared with version 3: 8 test users, but the gate needs at least 200'
         """
-        import numpy as np
-
-        from recsys_core.comparison.bootstrap import resample_means
+        from recsys_core.comparison.bootstrap import PairedMeans
 
         fields = _counts_and_means(new_value_U, baseline_value_U)
         if (too_few := _too_few_users(new_value_U, baseline_value_U, baseline=baseline, min_users=self.min_users)) is not None:
@@ -194,31 +192,21 @@ class PairedBootstrap(Settings):
             reason = f"0.0000, not compared with {baseline}: both have no hit for any of {num_users:,} test users"
             return Comparison(outcome="not_enough_data", reason=reason, **fields)
 
-        new_mean_R, baseline_mean_R = resample_means(
-            np.stack([new_value_U, baseline_value_U], axis=1), num_resamples=self.num_resamples
-        ).T
+        means = PairedMeans.resample(new_value_U, baseline_value_U, num_resamples=self.num_resamples)
         margin = 0.0 if self.must_be_better else self.max_relative_drop
-        # Lower bound of the difference between the new mean and the smallest mean that the margin allows.
-        low_excess = float(np.quantile(new_mean_R - (1 - margin) * baseline_mean_R, 1 - self.confidence))
-        is_worse = float(np.quantile(new_mean_R - baseline_mean_R, 1 - (1 - self.confidence) / num_comparisons)) < 0
-        z_score = NormalDist().inv_cdf(self.confidence) + NormalDist().inv_cdf(1 - (1 - POWER) / num_comparisons)
-        standard_error = float(np.std(new_value_U - (1 - margin) * baseline_value_U, ddof=1)) / math.sqrt(num_users)
-        detectable_drop = z_score * standard_error / baseline_mean if baseline_mean else math.inf
+        low_excess = means.difference_quantile(1 - self.confidence, margin=margin)
+        detectable_drop = self._detectable_drop(new_value_U, baseline_value_U, margin=margin, num_comparisons=num_comparisons)
         if low_excess > 0 or (low_excess == 0 and not self.must_be_better):
             outcome: Outcome = "accepted"
         else:
+            is_worse = means.difference_quantile(1 - (1 - self.confidence) / num_comparisons) < 0
             outcome = "rejected" if is_worse or detectable_drop <= self.max_relative_drop else "not_enough_data"
         interval, difference_text = None, f"{new_mean:+z.4f}"
         if baseline_mean:
-            ratio_R = new_mean_R / np.maximum(baseline_mean_R, np.finfo(np.float64).tiny) - 1
-            low, high = np.quantile(ratio_R, [1 - self.confidence, self.confidence]).tolist()
-            difference_text = f"{100 * (new_mean / baseline_mean - 1):+z.1f} %"
-            num_unbounded = int(((baseline_mean_R == 0) & (new_mean_R > 0)).sum())
-            if num_unbounded <= (1 - self.confidence) * (self.num_resamples - 1):
-                interval = (low, high)
-                difference_text += f" ({100 * low:+z.1f} to {100 * high:+z.1f} %)"
-            else:  # the baseline has no hit in so many resamples that there is no upper bound
-                difference_text += f" ({100 * low:+z.1f} % or more)"
+            low, high = means.relative_bounds(self.confidence)
+            interval = None if high is None else (low, high)
+            bounds_text = f"{100 * low:+z.1f} % or more" if high is None else f"{100 * low:+z.1f} to {100 * high:+z.1f} %"
+            difference_text = f"{100 * (new_mean / baseline_mean - 1):+z.1f} % ({bounds_text})"
         condition = "must be better" if self.must_be_better else f"margin {-100 * margin:.3g} %"
         reason = (
             f"{new_mean:.4f}, {difference_text} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
@@ -230,18 +218,26 @@ class PairedBootstrap(Settings):
             if math.isfinite(detectable_drop):
                 num_needed_users = math.ceil(num_users * (detectable_drop / self.max_relative_drop) ** 2)
                 reason += f", which needs about {num_needed_users:,}"
-        low_difference, high_difference = np.quantile(
-            new_mean_R - baseline_mean_R, [1 - self.confidence, self.confidence]
-        ).tolist()
         return Comparison(
             outcome=outcome,
             reason=reason,
             interval=interval,
-            absolute_interval=(low_difference, high_difference),
+            absolute_interval=(means.difference_quantile(1 - self.confidence), means.difference_quantile(self.confidence)),
             detectable_drop=detectable_drop,
             num_needed_users=num_needed_users,
             **fields,
         )
+
+    def _detectable_drop(
+        self, new_value_U: "Floats", baseline_value_U: "Floats", *, margin: float, num_comparisons: int
+    ) -> float:
+        """Return the smallest margin that these users can test; see Comparison. It is infinite if the baseline has no hit."""
+        baseline_mean = float(baseline_value_U.mean())
+        if not baseline_mean:
+            return math.inf
+        z_score = NormalDist().inv_cdf(self.confidence) + NormalDist().inv_cdf(1 - (1 - POWER) / num_comparisons)
+        standard_error = float((new_value_U - (1 - margin) * baseline_value_U).std(ddof=1)) / math.sqrt(len(new_value_U))
+        return z_score * standard_error / baseline_mean
 
     def with_margin(self, max_relative_drop: float) -> Self:
         """Return the rule with another margin, of at least MIN_MARGIN."""

@@ -126,7 +126,7 @@ def measure(num_events: int) -> dict[str, Any]:
         assert first is not None and second is not None
         return {
             "num_events": num_events,
-            "num_stored_events": first.num_train_events + first.num_validation_events + first.num_test_events,
+            "num_stored_events": first.num_events,
             "num_removed_events_by_filter": first.num_removed_events_by_filter,
             "num_known_negatives": first.num_known_negatives,
             "differences": differences(first, second),

@@ -209,7 +209,7 @@ def _two_runs(paths: list[Path], output_folder: Path, *, memory_limit: str) -> d
             "seconds": run.seconds,
             "files_read": run.num_files_read,
             "rows_read": run.num_rows_read,
-            "events": run.num_train_events + run.num_validation_events + run.num_test_events,
+            "events": run.num_events,
             "rows_changed": num_changed_rows,
         }
         for run_name, run in {"first": first_run, "second": second_run}.items()

@@ -28,7 +28,7 @@ def data_of_dataset(config: PipelineConfig, dataset: Dataset) -> DataSizes:
     return DataSizes(
         num_users=manifest.num_users,
         num_items=manifest.num_items,
-        num_events=manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events,
+        num_events=manifest.num_events,
         num_held_out_users=min(num_test_users, config.evaluation.max_users or num_test_users),
         num_vectors=manifest.num_items_with_vector if vector_dims else 0,
         vector_dim=max(vector_dims, default=0),

@@ -205,6 +205,11 @@ class InteractionsManifest(Manifest):
     shards: tuple[EventShard, ...] = Field((), description="size of each shard; empty if the event store has a single shard")
 
     @property
+    def num_events(self) -> int:
+        """Number of events of all splits."""
+        return self.num_train_events + self.num_validation_events + self.num_test_events
+
+    @property
     def num_shards(self) -> int:
         """Number of shards of the event store."""
         return max(1, len(self.shards))

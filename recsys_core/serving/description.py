@@ -101,7 +101,7 @@ class DataWindow(Frozen):
         return cls(
             first_time=interactions.first_time,
             last_time=interactions.last_time,
-            num_events=interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events,
+            num_events=interactions.num_events,
             num_users=interactions.num_users,
             num_items=interactions.num_items,
         )

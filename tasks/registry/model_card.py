@@ -69,11 +69,10 @@ def _model_section(context: StageContext, package: PackageDescription) -> str:
 def _data_section(context: StageContext) -> str:
     interactions = context.dataset.interactions
     period_text = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
-    num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
     users_text = describe_held_out_users(context.results[DataReportManifest].metrics)
     return (
-        f"## Data\n\n{num_events:,} events{period_text}, {interactions.num_users:,} users, {interactions.num_items:,} items; "
-        f"{interactions.num_train_events:,} training events; {users_text}."
+        f"## Data\n\n{interactions.num_events:,} events{period_text}, {interactions.num_users:,} users, "
+        f"{interactions.num_items:,} items; {interactions.num_train_events:,} training events; {users_text}."
     )
 
 

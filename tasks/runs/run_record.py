@@ -79,8 +79,7 @@ class RunFigures(Frozen):
         data_metrics = {} if data_report is None else data_report.metrics
         return cls(
             stage_seconds={manifest.stage: round(manifest.seconds, 3) for manifest in results},
-            events=interactions
-            and interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events,
+            events=interactions and interactions.num_events,
             users=interactions and interactions.num_users,
             validation_users=data_metrics.get("validation_users"),
             test_users=data_metrics.get("test_users"),

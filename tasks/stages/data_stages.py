@@ -48,8 +48,7 @@ def ingest_interactions(context: StageContext, config: InputConfig) -> tuple[Int
         previous=context.previous_manifest(InteractionsManifest),
         allowed_data_root=config.allowed_data_root,
     )
-    num_events = manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events
-    summary = f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items"
+    summary = f"{manifest.num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items"
     if config.interactions.explicit_negatives:
         summary += f", {manifest.num_known_negatives:,} known negatives"
     summary += f", {manifest.num_files_read} of {counted(len(manifest.sources), config.interactions.source_noun)} read"

@@ -111,8 +111,7 @@ def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsMa
     num_rows_by_owner_kind = {"user": interactions.num_users, "item": interactions.num_items}
     for table in tables:
         if table.owner_kind == "context":
-            num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
-            yield ContextSource(table, num_events, EventStore.open(interactions))
+            yield ContextSource(table, interactions.num_events, EventStore.open(interactions))
         else:
             ids_path = interactions.path(vocabulary_file(table.owner_kind))
             yield TableSource(table, num_rows_by_owner_kind[table.owner_kind], ids_path)

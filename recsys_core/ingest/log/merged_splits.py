@@ -31,7 +31,6 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
     if stage.manifest is not None:
         return stage.manifest
     store, num_shards = EventStore.open(interactions), interactions.num_shards
-    num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
     with stage.writing() as output_folder:
         merged_files = {
             file_name for array_name in MERGED_ARRAYS for file_name in array_files(array_name, num_shards=num_shards)
@@ -56,7 +55,7 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
                 save_npy(path_by_array[array_name], end_U)
             num_negatives_S.append(_write_merged_negatives(arrays, path_by_array=path_by_array))
         fields = interactions.model_dump(exclude={"fingerprint", "input_fingerprints", "seconds", "files", "folder"})
-        counts = {"num_train_events": num_events, "num_validation_events": 0, "num_test_events": 0}
+        counts = {"num_train_events": interactions.num_events, "num_validation_events": 0, "num_test_events": 0}
         counts |= {"num_known_negatives": sum(num_negatives_S)}
         shards = [
             EventShard(num_events=shard.num_events, num_known_negatives=num_negatives)

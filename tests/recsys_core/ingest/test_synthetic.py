@@ -31,7 +31,7 @@ def test_both_ingests_accept_the_generated_files(folder: Path, tmp_path: Path) -
     item_vectors = embeddings.tables["item"]
     assert (item_vectors.num_rows, item_vectors.dim) == (400, 8)
     assert (interactions.num_items, interactions.num_items_with_vector) == (400, 400)
-    assert interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events == 6000
+    assert interactions.num_events == 6000
     assert min(interactions.num_validation_events, interactions.num_test_events) > 300
     assert (interactions.user_id_type, interactions.item_id_type, interactions.num_users <= 200) == ("string", "int64", True)
 

@@ -37,7 +37,7 @@ def bad_rows_of(tmp_path: Path, *times: int | None, time_type: pa.DataType, **se
     ids = {name: values + [1] * len(times) for name, values in IDS.items()}
     path = write_parquet(tmp_path / "a.parquet", **ids, t=pa.array([1, 2, 3, 4, 5, *times], time_type))
     manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, on_bad_rows="drop", max_bad_share=0.9, **settings)
-    assert manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events == 5
+    assert manifest.num_events == 5
     return manifest.num_bad_rows_by_reason
 
 

@@ -370,7 +370,7 @@ def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
     file_names = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
     assert file_names == {*manifest.files, "manifest.json", MARKER_NAME}
     assert {path.name for path in manifest.folder.iterdir() if path.is_dir()} == {"parts"}
-    assert manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events == 1_000_000
+    assert manifest.num_events == 1_000_000
 
 
 def num_test_events_with_unseen_item(manifest: InteractionsManifest) -> dict[str, int]:

@@ -68,6 +68,7 @@ class ServerProcess:
         self._log_file = Path()
         self._log_start_byte = 0
         self._stop_event = threading.Event()
+        self._process_lock = threading.Lock()  # held while the process is replaced, and while it is ended for good
         self._supervisor_thread: threading.Thread | None = None
         self.has_failed = False
         self._process = self._start_process()
@@ -107,8 +108,9 @@ class ServerProcess:
 
     def stop(self) -> None:
         """Stop the server, which first writes its state to the database. No other server is started."""
-        self._stop_event.set()
-        self._process.terminate()
+        with self._process_lock:
+            self._stop_event.set()
+            self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -142,13 +144,14 @@ class ServerProcess:
         """Start another server whenever the server ends, up to MAX_RESTARTS times."""
         for num_restarts in range(MAX_RESTARTS + 1):
             self._process.wait()
-            if self._stop_event.is_set():
-                return
-            problem = f"the {self._name} {self._describe_end()}"
-            if num_restarts < MAX_RESTARTS:
-                LOG.warning("%s; another server is started%s", problem, self._last_log_lines())
-                self._process = self._start_process()
-                self._send_start_message()
+            with self._process_lock:
+                if self._stop_event.is_set():
+                    return
+                problem = f"the {self._name} {self._describe_end()}"
+                if num_restarts < MAX_RESTARTS:
+                    LOG.warning("%s; another server is started%s", problem, self._last_log_lines())
+                    self._process = self._start_process()
+                    self._send_start_message()
         LOG.error("%s again, after %d restarts%s", problem, MAX_RESTARTS, self._last_log_lines())
         self.has_failed = True
         self._listening_socket.close()  # clients fail immediately instead of waiting for a server

@@ -1,6 +1,8 @@
-"""A supervised server that ends more often than it is started again."""
+"""A supervised server that ends: it is started again, unless it is stopped or ends too often."""
 
 import logging
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,25 @@ def test_a_server_that_ends_again_and_again_is_given_up_with_its_last_log_lines(
     assert server.has_failed
     assert server._process.returncode == 3, "the last server had ended before"
     server.stop()
+
+
+def test_a_server_that_is_being_started_again_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one_request.py").write_text(ONE_REQUEST)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{tmp_path}")
+    server = ServerProcess("one_request", name="test server", health_path="/")
+    start_process, restart_event = server._start_process, threading.Event()
+
+    def start_process_while_the_server_is_stopped() -> "subprocess.Popen[bytes]":
+        restart_event.set()
+        server._stop_event.wait(0.5)
+        (tmp_path / "served").unlink()  # without this file, the new process does not end by itself
+        return start_process()
+
+    monkeypatch.setattr(server, "_start_process", start_process_while_the_server_is_stopped)
+    server.start_serving(log_file=tmp_path / "server.log", environment={"SERVED": str(tmp_path / "served")})
+    server.wait_until_ready()
+    assert restart_event.wait(60)
+    stop_thread = threading.Thread(target=server.stop, daemon=True)
+    stop_thread.start()
+    stop_thread.join(60)
+    assert not stop_thread.is_alive() and server._process.poll() is not None

@@ -102,8 +102,8 @@ class ServerProcess:
                     return
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
-        require_free_space(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
         problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._describe_end()
+        require_free_space(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which {problem},")
         raise StageError(f"the {self._name} {problem}{self._last_log_lines()}")
 
     def stop(self) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.servers import server_process
 from flows.servers.server_process import MAX_RESTARTS, ServerProcess
+from recsys_core.errors import InputError
 
 ONE_REQUEST = """
 import os, pathlib
@@ -74,3 +76,15 @@ def test_a_server_that_is_being_started_again_is_stopped_too(tmp_path: Path, mon
     stop_thread.start()
     stop_thread.join(60)
     assert not stop_thread.is_alive() and server._process.poll() is not None
+
+
+def test_the_error_on_a_full_disk_does_not_say_that_a_running_server_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_process, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(server_process, "MIN_FREE_BYTES", 2**80)
+    server = ServerProcess("one_request", name="test server", health_path="/")
+    server._log_file = tmp_path / "server.log"
+    with pytest.raises(InputError, match="the test server, which did not answer within 0 s, takes at least"):
+        server.wait_until_ready()
+    server.stop()

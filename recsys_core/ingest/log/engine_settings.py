@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from recsys_core.config import Settings
+from recsys_core.errors import redacted
 from recsys_core.ingest.log import spark_engine
 
 if TYPE_CHECKING:  # at runtime, these imports would be circular, because an engine imports the config of the log
@@ -29,7 +30,8 @@ SparkValue = (
     | bool
 )
 SparkKey = Annotated[str, Field(max_length=256, pattern=r"^spark\.[A-Za-z0-9._-]+$")]
-_SECRET_WORDS = ("secret", "password", "token", "access.key")
+_SECRET_KEY_PATTERN = re.compile(r"secret|password|passphrase|token|(access|account|private)\.key(\.|$)|\.sas\.", re.IGNORECASE)
+"""Spark properties that hold a secret, such as the account key or the shared access signature (SAS) of Azure storage."""
 _SETTING_BY_SPARK_KEY = {"spark.master": "interactions.engine.master"}
 
 
@@ -94,10 +96,10 @@ class SparkSettings(Settings):
     @field_validator("conf")
     @classmethod
     def _check_keys(cls, conf: dict[str, Any]) -> dict[str, Any]:
-        for key in conf:
+        for key, value in conf.items():
             if key in _SETTING_BY_SPARK_KEY:
                 raise ValueError(f"set {_SETTING_BY_SPARK_KEY[key]} instead of {key}")
-            if any(word in key.lower() for word in _SECRET_WORDS):
+            if _SECRET_KEY_PATTERN.search(key) or redacted(str(value)) != str(value):
                 raise ValueError(
                     f"{key} looks like a secret, and the config of a run is stored; set it in spark-defaults.conf in "
                     "the folder of the variable SPARK_CONF_DIR"

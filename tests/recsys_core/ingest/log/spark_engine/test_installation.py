@@ -105,3 +105,27 @@ def test_a_master_that_does_not_answer_is_an_error_after_the_timeout() -> None:
 def test_invalid_masters_and_spark_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparkSettings.model_validate({"kind": "spark"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("spark.hadoop.fs.azure.account.key.shop.dfs.core.windows.net", "x"),
+        ("spark.hadoop.fs.azure.sas.container.shop.blob.core.windows.net", "x"),
+        ("spark.hadoop.google.cloud.auth.service.account.private.key", "x"),
+        ("spark.ssl.keyPassword", "x"),
+        ("spark.driver.extraJavaOptions", "-Dproxy=http://ada:pw@proxy:3128"),
+    ],
+)
+def test_secrets_in_spark_properties_are_rejected(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} looks like a secret"):
+        SparkSettings(conf={key: value})
+
+
+def test_spark_properties_without_a_secret_are_accepted() -> None:
+    conf: dict[str, Any] = {
+        "spark.hadoop.fs.azure.account.keyprovider.shop.dfs.core.windows.net": "org.example.KeyProvider",
+        "spark.hadoop.fs.s3a.endpoint": "https://storage.example:9000",
+        "spark.executor.cores": 4,
+    }
+    assert SparkSettings(conf=conf).conf == conf

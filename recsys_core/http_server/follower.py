@@ -85,10 +85,13 @@ class Follower:
             if not isinstance(error, NightjarError):
                 LOG.exception("version %s does not load", release.version)
             metrics.SWAPS.labels("refused").inc()
-            version = None if self._release is None else self._release.version
+            served_version = None if self._release is None else self._release.version
             problem = first_line(error)
-            LOG.error("version %s is not served: %s; version %s remains", release.version, problem, version)
-            self._set_state(WorkerState(pid=self._state.pid, version=version, refused_version=release.version, problem=problem))
+            remaining_text = "no version is served" if served_version is None else f"version {served_version} remains"
+            LOG.error("version %s is not served: %s; %s", release.version, problem, remaining_text)
+            self._set_state(
+                WorkerState(pid=self._state.pid, version=served_version, refused_version=release.version, problem=problem)
+            )
             return
         self._model, self._release = model, release
         metrics.SWAPS.labels("served").inc()

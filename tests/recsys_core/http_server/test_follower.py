@@ -72,8 +72,11 @@ def test_the_state_of_the_registry_is_read_again_although_the_version_is_the_sam
         assert sample.value == is_registry_up
 
 
-def test_the_start_fails_if_the_champion_does_not_load(package: PackageManifest, tmp_path: Path) -> None:
+def test_the_start_fails_if_the_champion_does_not_load(
+    package: PackageManifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_release(write_damaged_package(package, tmp_path, version="9"), tmp_path)
     follower = Follower(tmp_path, state_path=tmp_path / "worker-0.json", pid=1)
     with pytest.raises(StageError, match=r"index\.faiss"):
         follower.start()
+    assert caplog.messages[-1].endswith("; no version is served")

@@ -68,19 +68,19 @@ class StoredRanking:
             top_BK = np.array(self._top_RK[first_query : self._num_queries])
         position_T = np.array(self._position_T[first_target : self._num_targets])
         if (len(position_T), len(top_BK)) != (len(pairs.targets.values_L), len(known_queries.targets)):
-            raise self._mismatch()
+            raise self._mismatch_error(log_has="has at least")
         return pairs.ranking(position_T=position_T, top_BK=top_BK, num_items=num_items)
 
     def check_end(self) -> None:
         """Raise StageError if the files have more users or targets than were read."""
         num_stored_users = self._num_queries if self._top_RK is None else len(self._top_RK)
         if (len(self._position_T), num_stored_users) != (self._num_targets, self._num_queries):
-            raise self._mismatch()
+            raise self._mismatch_error(log_has="has")
 
-    def _mismatch(self) -> StageError:
-        num_stored_users = self._num_queries if self._top_RK is None else len(self._top_RK)
+    def _mismatch_error(self, *, log_has: str) -> StageError:
+        users_text = "" if self._top_RK is None else f"{len(self._top_RK):,} users and "
         return StageError(
-            f"{self._path}: the ranking has {num_stored_users:,} users and {len(self._position_T):,} targets, but the log has "
+            f"{self._path}: the ranking has {users_text}{len(self._position_T):,} targets, but the log {log_has} "
             f"{self._num_queries:,} known users with {self._num_targets:,} targets; repeat the export"
         )
 

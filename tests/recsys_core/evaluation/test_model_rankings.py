@@ -56,5 +56,15 @@ def test_a_ranking_is_read_in_chunks_but_not_beyond_its_end(export: ExportManife
         np.testing.assert_array_equal(
             np.concatenate([getattr(chunk, field) for chunk in chunks]), getattr(whole_ranking, field)
         )
-    with pytest.raises(StageError, match="has 4 users and 4 targets, but the log has 8 known users with 8 targets; repeat"):
+    with pytest.raises(
+        StageError, match="4 users and 4 targets, but the log has at least 8 known users with 8 targets; repeat"
+    ):
         stored_ranking.read(QUERIES_OF_LOG, num_items=9)
+
+
+def test_the_error_for_a_cold_ranking_does_not_invent_a_number_of_users(export: ExportManifest) -> None:
+    cold_ranking = StoredRanking(export, split="test", is_cold=True)
+    with pytest.raises(
+        StageError, match=r"cold_positions\.npy: the ranking has 4 targets, but the log has 0 known users with 0"
+    ):
+        cold_ranking.check_end()

@@ -162,7 +162,11 @@ class _TemplateWriter(NamedTuple):
                 yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
                 yield from self._named_groups(value, group_name=dotted_name, depth=depth + 1)
             else:
-                yield from _with_comment(f"{indent}{setting_name}: {_inline_yaml(value)}", _comment(field))
+                is_single_path = setting_name.endswith("paths") and isinstance(value, tuple) and len(value) == 1
+                value_yaml = _inline_yaml(
+                    value[0] if is_single_path else value
+                )  # only lists of paths can be written as a string
+                yield from _with_comment(f"{indent}{setting_name}: {value_yaml}", _comment(field))
 
     def _named_groups(self, groups: Mapping[str, BaseModel], *, group_name: str, depth: int) -> Iterator[str]:
         """Yield a line for each named group, such as the settings of one table, with the settings that are not the default."""
@@ -215,8 +219,6 @@ def _member_and_settings(config_class: type[BaseModel], *, shared_names: set[str
 
 def _inline_yaml(value: Any) -> str:
     plain_value = json.loads(json.dumps(value, default=str))
-    if isinstance(plain_value, list) and len(plain_value) == 1 and isinstance(plain_value[0], str):
-        plain_value = plain_value[0]
     return yaml_loader.dump(plain_value, is_inline=True).removesuffix("\n...\n").rstrip("\n")
 
 

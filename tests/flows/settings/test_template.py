@@ -57,6 +57,18 @@ def test_groups_in_a_list_keep_their_kinds(tmp_path: Path, setting: str, every_s
     assert load_config(config_path) == config
 
 
+@pytest.mark.parametrize("every_setting", [True, False])
+@pytest.mark.parametrize(
+    "setting", ["interactions.context_columns=[device]", "evaluation.metrics=[recall]", "interactions.paths=[a.parquet]"]
+)
+def test_a_list_with_one_text_loads_back(tmp_path: Path, setting: str, every_setting: bool) -> None:
+    config_path = tmp_path / "nightly.yaml"
+    config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
+    config = load_config(config_path, [setting])
+    config_path.write_text(to_commented_yaml(config, every_setting=every_setting))
+    assert load_config(config_path) == config
+
+
 def test_the_choices_of_embeddings_name_the_source_and_the_method() -> None:
     text = " ".join(line.partition("#")[2].strip() for line in to_commented_yaml(starter_config()).splitlines())
     assert "(parquet: paths, table, " in text

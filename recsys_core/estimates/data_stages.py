@@ -16,7 +16,8 @@ def store_bytes(data: DataSizes) -> int:
     """Return the bytes of the event store: the arrays of events, users and items.
 
     An event has the row of its item, the row of its user and, if the log has times, a time. A user has three offsets. An item
-    has a count, a rank and the row of its vector. Row numbers of more than 2^31 users or items have 8 bytes instead of 4.
+    has a count, a popularity rank and the row of its vector. Row numbers of more than 2^31 users or items have 8 bytes
+    instead of 4.
 
     >>> data = DataSizes(num_users=10, num_items=5, num_events=100, num_held_out_users=0)
     >>> store_bytes(data)  # 100 x (4 + 4 + 8) + 10 x 24 + 5 x 24
@@ -59,13 +60,13 @@ def ingest_interactions(data: DataSizes, machines: Machines, constants: Mapping[
         seconds += rates("spark_start_s")
         memory_bytes = machines.cores_per_host * constants["spark_core_memory_bytes"].value
         where = f"{num_cores:,} cores"
-    id_bytes = constants["id_bytes"].value * (data.num_users + data.num_items)
+    vocabulary_bytes = constants["id_bytes"].value * (data.num_users + data.num_items)
     return rates.estimate(
         "ingest_interactions",
         where=where,
         seconds=seconds,
         memory_bytes=memory_bytes,
-        disk_bytes=store_bytes(data) + constants["part_bytes"].value * data.num_events + id_bytes,
+        disk_bytes=store_bytes(data) + constants["part_bytes"].value * data.num_events + vocabulary_bytes,
     )
 
 

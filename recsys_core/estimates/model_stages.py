@@ -47,7 +47,8 @@ def step_seconds(workload: Workload, rates: Rates) -> float:
         compute_s = training.lookups_ms / 1000 + operations * rates("gpu_operation_s")
         return max(compute_s, rates("loaded_example_s", times=training.batch_size))
     num_items = workload.data.num_items
-    # The time of an example is constant: `times` cancels the size. The size only records how far the estimate extrapolates.
+    # The time of an example does not depend on the number of items, which `times` therefore cancels. The number is passed so
+    # that the estimate of a catalogue larger than the benchmark's is marked as extrapolated.
     example_s = rates("trained_example_s", num_items, times=1 / num_items)
     return training.batch_size * example_s + operations * rates("cpu_operation_s")
 
@@ -129,10 +130,11 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     seconds, memory_bytes = 0.0, 0.0
     for index in workload.indexes:
         constant_name = f"index_{index.kind}_item_s"
-        growth = index_growth(index.kind, num_items, measured_at=constants[constant_name].measured_at or num_items)
+        benchmark_items = constants[constant_name].measured_at or num_items
+        item_time_ratio = _item_time_ratio(index.kind, num_items, benchmark_items=benchmark_items)
         core_ratio = 1.0 if index.kind == "flat" else workload.machines.cores_per_host / BENCHMARK_CORES
-        relative_time = growth * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM / core_ratio
-        seconds += rates(constant_name, num_items, times=relative_time)
+        time_ratio = item_time_ratio * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM / core_ratio
+        seconds += rates(constant_name, num_items, times=time_ratio)
         shard_bytes = index.num_bytes / index.num_shards
         memory_bytes = max(memory_bytes, shard_bytes * constants[f"index_{index.kind}_memory_factor"].value)
         rates.extrapolate(max(index.build_factor, core_ratio))
@@ -145,19 +147,19 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     )
 
 
-def index_growth(kind: str, num_items: int, *, measured_at: float) -> float:
-    """Return the build time of an item relative to its build time in an index of `measured_at` items.
+def _item_time_ratio(kind: str, num_items: int, *, benchmark_items: float) -> float:
+    """Return the build time per item, divided by the build time per item of an index with `benchmark_items` items.
 
-    >>> [index_growth(kind, 4_000_000, measured_at=1e6) for kind in ("flat", "ivf_flat")]
+    >>> [_item_time_ratio(kind, 4_000_000, benchmark_items=1e6) for kind in ("flat", "ivf_flat")]
     [1.0, 2.0]
-    >>> round(index_growth("hnsw", 10**12, measured_at=1e6), 6)  # log 10^12 / log 10^6
+    >>> round(_item_time_ratio("hnsw", 10**12, benchmark_items=1e6), 6)  # log 10^12 / log 10^6
     2.0
     """
     if kind == "flat":
         return 1.0
     if kind == "hnsw":
-        return math.log(max(num_items, 2)) / math.log(measured_at)
-    return math.sqrt(num_items / measured_at)
+        return math.log(max(num_items, 2)) / math.log(benchmark_items)
+    return math.sqrt(num_items / benchmark_items)
 
 
 def package(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:

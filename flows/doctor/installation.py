@@ -63,7 +63,7 @@ def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float 
 def check_log_engine(config: PipelineConfig) -> Finding:
     """Check that the engine of the log ingest is installed, and that the master of its cluster answers."""
     try:
-        engine_text = config.interactions.engine.installed_versions()
+        engine_text = config.interactions.engine.installation_text()
         config.interactions.engine.check_master(timeout_s=MASTER_TIMEOUT_S)
     except NightjarError as error:
         return problem(str(error))

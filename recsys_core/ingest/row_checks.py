@@ -76,7 +76,7 @@ class BadRowPolicy:
 
 
 def reject_bad_rows(
-    num_bad_by_check: Mapping[str, int],
+    num_bad_rows_by_check: Mapping[str, int],
     *,
     num_bad_rows: int,
     num_rows: int,
@@ -86,7 +86,7 @@ def reject_bad_rows(
     """Raise InputError for the first bad row, unless the policy drops the bad rows.
 
     Args:
-        num_bad_by_check: number of rows that fail each check, by the name of the check.
+        num_bad_rows_by_check: number of rows that fail each check, by the name of the check.
         num_bad_rows: number of rows that fail at least one check.
         policy: None if bad rows of this input can never be dropped.
         find_first_bad_row: returns the first bad row; called only if there is an error to report.
@@ -94,7 +94,7 @@ def reject_bad_rows(
     if num_bad_rows == 0 or (policy is not None and policy.allows_drop(num_bad_rows, num_rows=num_rows)):
         return
     bad_row = find_first_bad_row()
-    check_counts_text = ", ".join(f"{name} {count:,}" for name, count in num_bad_by_check.items() if count)
+    check_counts_text = ", ".join(f"{name} {count:,}" for name, count in num_bad_rows_by_check.items() if count)
     if policy is None or (policy.on_bad_rows == "fail" and num_bad_rows == num_rows):
         reason_and_fix = bad_row.fix
     elif num_bad_rows == num_rows:
@@ -112,7 +112,7 @@ def reject_bad_rows(
     row_text = "" if bad_row.row is None else f", row {bad_row.row}"
     raise InputError(
         f"{bad_row.file_name}: column {bad_row.column!r}{row_text}: {bad_row.problem} "
-        f"({num_bad_by_check[bad_row.check_name]:,} of {num_rows:,} rows); {reason_and_fix}"
+        f"({num_bad_rows_by_check[bad_row.check_name]:,} of {num_rows:,} rows); {reason_and_fix}"
     )
 
 

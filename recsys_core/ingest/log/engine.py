@@ -39,9 +39,9 @@ class FileStatistics:
     num_rows: int = 0
     num_bad_rows: int = 0
     """Number of rows that fail at least one check."""
-    num_bad_by_check: Mapping[str, int] = field(default_factory=dict)
+    num_bad_rows_by_check: Mapping[str, int] = field(default_factory=dict)
     """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""
-    range_by_role: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    bounds_by_role: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Smallest and largest value of the good rows, by role of the column: position, label or weight."""
     num_events: int = 0
     """Number of good rows that reach the label threshold."""
@@ -90,14 +90,14 @@ class LogEngine(Protocol):
         config: InteractionsConfig,
         *,
         id_types: Mapping[str, IdType],
-        continued_run: InteractionsManifest | None,
+        continued_manifest: InteractionsManifest | None,
         spill_folder: Path,
     ) -> AbstractContextManager[Self]:
         """Open the engine for one ingest.
 
         Args:
             id_types: type of the ids by side.
-            continued_run: the previous run, whose codes and rows are continued; None to start with empty vocabularies.
+            continued_manifest: manifest of the previous run, whose codes and rows are continued; None for empty vocabularies.
             spill_folder: folder for temporary files.
         """
 

@@ -1,4 +1,4 @@
-"""Settings of the engines of the log ingest: one class for each kind, which imports its engine on first use."""
+"""Settings of the log engines: one class for each kind, which imports its engine on first use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SETTING_BY_SPARK_KEY = {"spark.master": "interactions.engine.master"}
 
 
 def split_version(path: str) -> tuple[str, str | None]:
-    """Split an entry of `paths` into the path or name of its table and the version, or None.
+    """Split an entry of `paths` into a table, which is a path or a name, and a version. Without `@v`, the version is None.
 
     >>> split_version("lake.shop.events@v12"), split_version("/lake/events")
     (('lake.shop.events', '12'), ('/lake/events', None))
@@ -63,7 +63,7 @@ class DuckdbSettings(Settings):
 
         return DuckdbEngine
 
-    def installed_versions(self) -> str | None:
+    def installation_text(self) -> str | None:
         """Return None: DuckDB is always installed."""
 
     def check_master(self, *, timeout_s: float) -> None:
@@ -113,10 +113,10 @@ class SparkSettings(Settings):
 
     def engine_class(self) -> type[LogEngine]:
         """Return SparkEngine. Raise InputError if Spark or Java is not installed."""
-        self.installed_versions()
+        self.installation_text()
         return spark_engine.engine.SparkEngine
 
-    def installed_versions(self) -> str | None:
+    def installation_text(self) -> str | None:
         """Return the versions of Spark and Java, and the master. Raise InputError if Spark or Java is not installed."""
         return f"{spark_engine.installation.check_installation()}, master {self.master}"
 
@@ -129,7 +129,7 @@ class SparkSettings(Settings):
         allowed_data_root: Path | None,
     ) -> list[tuple[Source, ...]]:
         """Open the tables of each setting; see open_tables of the Spark engine."""
-        self.installed_versions()
+        self.installation_text()
         return spark_engine.tables.open_tables(
             self, table_format, paths_by_setting, columns=columns, allowed_data_root=allowed_data_root
         )

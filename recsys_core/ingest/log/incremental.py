@@ -36,9 +36,9 @@ def gather_parts(
     log: InteractionsInput,
     output_folder: Path,
     *,
-    continued_run: InteractionsManifest | None,
+    continued_manifest: InteractionsManifest | None,
 ) -> tuple[tuple[LogPart, ...], tuple[Source, ...]]:
-    """Reuse the valid parts of `continued_run`, and read all other files into one new part.
+    """Reuse the valid parts of the run that is continued, and read all other files into one new part.
 
     Returns:
         The parts with the events of all input files, and the files that were read.
@@ -46,18 +46,18 @@ def gather_parts(
     (output_folder / "parts").mkdir()
     settings_fingerprint = _settings_fingerprint(engine, config, log)
     parts = []
-    for part in continued_run.parts if continued_run else ():
+    for part in continued_manifest.parts if continued_manifest else ():
         if (
             part.settings_fingerprint == settings_fingerprint
             and _is_mostly_current(part, log.split_code_by_file)
             and not _has_dropped_future_rows(part)
         ):
-            assert continued_run is not None
-            _link_part(continued_run, part, output_folder)
+            assert continued_manifest is not None
+            _link_part(continued_manifest, part, output_folder)
             parts.append(part)
     reused_records = {file.source for part in parts for file in part.files}
     new_sources = tuple(source for source in log.sources if source.record not in reused_records)
-    for source in new_sources if continued_run else ():
+    for source in new_sources if continued_manifest else ():
         if source.table is not None:
             logger.info(
                 "%s: this version of the table is new, so all its rows are read; the row numbers of the ids do not change",
@@ -71,12 +71,12 @@ def gather_parts(
     return tuple(parts), new_sources
 
 
-def _link_part(run: InteractionsManifest, part: LogPart, output_folder: Path) -> None:
+def _link_part(manifest: InteractionsManifest, part: LogPart, output_folder: Path) -> None:
     """Link the file of a part, or the files in its folder. Runs can share a part, because a part never changes."""
-    for file_name in run.files:
+    for file_name in manifest.files:
         if file_name == part.file_name or file_name.startswith(f"{part.file_name}/"):
             (output_folder / file_name).parent.mkdir(exist_ok=True)
-            link_or_copy(run.path(file_name), output_folder / file_name)
+            link_or_copy(manifest.path(file_name), output_folder / file_name)
 
 
 def _settings_fingerprint(engine: LogEngine, config: InteractionsConfig, log: InteractionsInput) -> str:
@@ -133,19 +133,25 @@ def _ingested_file(
     column_by_role, num_good_rows = columns_by_role(config), statistics.num_rows - statistics.num_bad_rows
     return IngestedFile(
         source=source.record,
-        num_bad_rows_by_reason=dict(statistics.num_bad_by_check),
+        num_bad_rows_by_reason=dict(statistics.num_bad_rows_by_check),
         num_below_threshold=num_good_rows - statistics.num_events if config.label_column else 0,
-        spans={column_by_role[role]: bounds for role, bounds in statistics.range_by_role.items()},
+        spans={column_by_role[role]: bounds for role, bounds in statistics.bounds_by_role.items()},
         has_checksums=has_checksums,
     )
 
 
 def _type_for_checks(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return the first type of the widest kind. The row checks and the order of a user's events depend on it."""
-    return next((data_type for is_kind in _KINDS_OF_NUMBERS for data_type in data_types if is_kind(data_type)), data_types[0])
+    """Return one type of a column that may have another type in each file.
+
+    The SQL of the row checks and of the order of events is written for this type. It is also correct for the other types.
+
+    >>> _type_for_checks([pa.int64(), pa.float64(), pa.float32()])
+    DataType(float)
+    """
+    return next((data_type for has_type in _TYPE_TESTS for data_type in data_types if has_type(data_type)), data_types[0])
 
 
-_KINDS_OF_NUMBERS: tuple[Callable[[pa.DataType], bool], ...] = (
+_TYPE_TESTS: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_float16,  # first, because a limit on labels is rounded to the lowest precision of all files
     pa.types.is_float32,
     pa.types.is_floating,
@@ -153,4 +159,4 @@ _KINDS_OF_NUMBERS: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_uint64,
     is_whole_decimal,
 )
-"""Tests of a column's type, widest first. If files have different types, the checks of the widest type fit all values."""
+"""Tests for numeric types. The first test that the type of any file passes selects the type for the checks."""

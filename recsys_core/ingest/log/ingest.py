@@ -57,20 +57,22 @@ def ingest_interactions(
     if stage.manifest is not None:
         return stage.manifest
     rebuild_reason = _rebuild_reason(config, log, previous)
-    continued_run = None if rebuild_reason else previous
+    continued_manifest = None if rebuild_reason else previous
     with stage.writing() as output_folder:
         spill_folder = output_folder / "spill"
         id_types = {"user": log.user_id_type, "item": log.item_id_type}
         with config.engine.engine_class().open(
-            config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder
+            config, id_types=id_types, continued_manifest=continued_manifest, spill_folder=spill_folder
         ) as engine:
-            manifest_fields = _write_store(engine, config, log, embeddings, output_folder, continued_run=continued_run)
+            manifest_fields = _write_store(
+                engine, config, log, embeddings, output_folder, continued_manifest=continued_manifest
+            )
         shutil.rmtree(spill_folder, ignore_errors=True)
         return stage.commit(
             **manifest_fields,
-            continued_fingerprint=continued_run.fingerprint if continued_run else None,
-            lineage=continued_run.lineage if continued_run else stage.fingerprint,
-            run_number=continued_run.run_number + 1 if continued_run else 1,
+            continued_fingerprint=continued_manifest.fingerprint if continued_manifest else None,
+            lineage=continued_manifest.lineage if continued_manifest else stage.fingerprint,
+            run_number=continued_manifest.run_number + 1 if continued_manifest else 1,
             rebuild_reason=rebuild_reason,
             user_id_type=log.user_id_type,
             item_id_type=log.item_id_type,
@@ -85,10 +87,10 @@ def _write_store(
     embeddings: EmbeddingsManifest | None,
     output_folder: Path,
     *,
-    continued_run: InteractionsManifest | None,
+    continued_manifest: InteractionsManifest | None,
 ) -> dict[str, Any]:
     """Write the vocabularies and the event store; return the fields of the manifest that describe them."""
-    parts, new_sources = gather_parts(engine, config, log, output_folder, continued_run=continued_run)
+    parts, new_sources = gather_parts(engine, config, log, output_folder, continued_manifest=continued_manifest)
     counts = engine.load(parts, folder=output_folder, split_code_by_file=log.split_code_by_file)
     reject_unusable_log(config, counts, first_file_name=log.sources[0].name)
     ids_path_by_table = {table: embeddings.ids_path(table) for table in embeddings.tables} if embeddings else {}

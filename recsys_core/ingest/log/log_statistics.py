@@ -69,7 +69,10 @@ def reject_bad_log(
                 f"{file_statistics.num_rows:,}; write the file again"
             )
     reject_bad_rows(
-        {name: sum(file_statistics.num_bad_by_check.get(name, 0) for file_statistics in statistics) for name in check_names},
+        {
+            name: sum(file_statistics.num_bad_rows_by_check.get(name, 0) for file_statistics in statistics)
+            for name in check_names
+        },
         num_bad_rows=sum(file_statistics.num_bad_rows for file_statistics in statistics),
         num_rows=sum(file_statistics.num_rows for file_statistics in statistics),
         policy=BadRowPolicy("interactions", config.on_bad_rows, config.max_bad_share),
@@ -123,11 +126,13 @@ def column_statistics(
         num_nulls_by_context_column: number of events with a null. Such an event is not a bad row.
         num_events: number of events after the filters.
     """
-    num_bad_by_check = bad_row_counts(files)
+    num_bad_rows_by_check = bad_row_counts(files)
     statistics: dict[str, ColumnStatistics] = {}
     for column in config.columns:
-        num_nulls = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: null"))
-        num_bad_rows = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: "))
+        num_nulls = sum(
+            count for check_name, count in num_bad_rows_by_check.items() if check_name.startswith(f"{column}: null")
+        )
+        num_bad_rows = sum(count for check_name, count in num_bad_rows_by_check.items() if check_name.startswith(f"{column}: "))
         bounds_by_file = [ingested_file.spans[column] for ingested_file in files if column in ingested_file.spans]
         min_value = max_value = None
         if bounds_by_file:

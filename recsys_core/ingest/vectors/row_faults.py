@@ -61,7 +61,7 @@ def reject_faults(
         dim: expected width of the vectors; None if only the ids have been read.
         first_row_with_id: returns the first usable row of the entry that has an id.
     """
-    num_bad_by_check = num_rows_by_fault(fault_code_R)
+    num_bad_rows_by_check = num_rows_by_fault(fault_code_R)
 
     def find_first_bad_row() -> BadRow:
         entry_row = int(np.argmax(fault_code_R > 0))
@@ -81,8 +81,8 @@ def reject_faults(
         return BadRow(source.name, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
 
     reject_bad_rows(
-        num_bad_by_check,
-        num_bad_rows=sum(num_bad_by_check.values()),
+        num_bad_rows_by_check,
+        num_bad_rows=sum(num_bad_rows_by_check.values()),
         num_rows=entry.num_rows,
         policy=BadRowPolicy(entry.setting, entry.config.on_bad_rows, entry.config.max_bad_share),
         find_first_bad_row=find_first_bad_row,

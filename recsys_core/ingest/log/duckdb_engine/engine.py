@@ -95,14 +95,14 @@ class DuckdbEngine(SqlEngine):
         config: InteractionsConfig,
         *,
         id_types: Mapping[str, IdType],
-        continued_run: InteractionsManifest | None,
+        continued_manifest: InteractionsManifest | None,
         spill_folder: Path,
     ) -> Iterator[Self]:
         """Open a database within config.memory_limit; see LogEngine."""
         with database(
             memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill_folder, subject="interactions"
         ) as connection:
-            yield cls(DuckdbSession(connection), config, id_types=id_types, continued_run=continued_run)
+            yield cls(DuckdbSession(connection), config, id_types=id_types, continued_manifest=continued_manifest)
 
     def _create_raw(self, files: LogFiles) -> None:
         self._session.create_view("raw", raw_log_sql(self._config, files))

@@ -40,14 +40,14 @@ class SparkEngine(SqlEngine):
         config: InteractionsConfig,
         *,
         id_types: Mapping[str, IdType],
-        continued_run: InteractionsManifest | None,
+        continued_manifest: InteractionsManifest | None,
         spill_folder: Path,
     ) -> Iterator[Self]:
         """Use the Spark session of the process, or start one; see LogEngine."""
         assert isinstance(config.engine, SparkSettings)
         with open_spark(config.engine, scratch_folder=spill_folder) as spark:
             session = SparkLogSession(spark, spill_folder)
-            yield cls(session, config, id_types=id_types, continued_run=continued_run)
+            yield cls(session, config, id_types=id_types, continued_manifest=continued_manifest)
 
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
         """Read the files, and store the types of the context columns, because Spark has fewer types; see LogEngine."""

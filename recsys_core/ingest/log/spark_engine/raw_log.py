@@ -65,7 +65,7 @@ def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogF
 
 
 def _context_schema(config: InteractionsConfig, files: LogFiles, groups: Sequence[_FileGroup]) -> pa.Schema:
-    """Return the types of the context columns in the event store. Both engines write the types that DuckDB's SQL has."""
+    """Return the types of the context columns in the event store: with both engines, the types that DuckDB returns."""
     if not config.context_columns:
         return pa.schema([])
     first_indices = [group.indices[0] for group in groups]
@@ -118,8 +118,8 @@ def _group_sql(
     other_columns = [f"`{alias}`" for alias in name_by_alias if alias not in replaced_aliases]
     computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
     if config.timestamp_column is not None:
-        # UNION ALL needs equal types, but the times of two groups may have different types. The checks only need to know
-        # whether a time is null, so the column `time` is true or null.
+        # UNION ALL needs equal types, but the times of two groups may have different types. The checks read only whether a
+        # time is null, so the column `time` is true or null.
         is_integer = pa.types.is_integer(group.time_type)  # for an integer above 2^63, _ticks_sql would be null
         ticks_sql = "time" if is_integer else _ticks_sql(group, type_by_column.get(config.timestamp_column))
         computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{ticks_sql} < 0 AS before_1970"]
@@ -130,7 +130,10 @@ def _group_sql(
 
 
 def _context_sql(field: pa.Field, column_type: t.DataType | None) -> str:
-    """Return SQL that casts a context column to the same type in all groups: an integer if the store has nanoseconds."""
+    """Return SQL that casts a context column of one group to its type in the event store.
+
+    Spark has no type for times in nanoseconds. It reads and writes them as integers.
+    """
     is_time = pa.types.is_timestamp(field.type)
     if is_time and field.type.unit == "ns" and isinstance(column_type, t.TimestampType | t.TimestampNTZType):
         return f"(unix_micros(CAST({field.name} AS TIMESTAMP)) * 1000)"

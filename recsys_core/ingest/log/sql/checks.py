@@ -105,10 +105,10 @@ def scan_files(
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
     for file_index, num_rows, num_bad_rows, num_events, *check_counts_and_bounds in session.fetch_rows(query):
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
-        num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
+        num_bad_rows_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
-        range_by_role = {role: (min_value, max_value) for role, min_value, max_value in role_bounds if min_value is not None}
-        statistics[file_index] = FileStatistics(num_rows, num_bad_rows, num_bad_by_check, range_by_role, num_events)
+        bounds_by_role = {role: (min_value, max_value) for role, min_value, max_value in role_bounds if min_value is not None}
+        statistics[file_index] = FileStatistics(num_rows, num_bad_rows, num_bad_rows_by_check, bounds_by_role, num_events)
     return statistics
 
 

@@ -39,11 +39,12 @@ class SqlEngine:
         config: InteractionsConfig,
         *,
         id_types: Mapping[str, IdType],
-        continued_run: InteractionsManifest | None,
+        continued_manifest: InteractionsManifest | None,
     ) -> None:
         self._session, self._config, self._id_types = session, config, id_types
         num_ids_without_row = [
-            create_id_table(session, side, id_type=id_type, continued_run=continued_run) for side, id_type in id_types.items()
+            create_id_table(session, side, id_type=id_type, continued_manifest=continued_manifest)
+            for side, id_type in id_types.items()
         ]
         # An idle id has no event. If there can be none, `assign_rows` does not have to look for idle ids.
         self._may_have_idle_ids = any(num_ids_without_row) or config.filter != LogFilter() or config.explicit_negatives

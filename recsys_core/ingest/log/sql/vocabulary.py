@@ -20,16 +20,16 @@ from recsys_core.manifests import IdType, InteractionsManifest
 from recsys_core.parquet.duckdb_session import SQL_TYPE
 
 
-def create_id_table(session: SqlSession, side: str, *, id_type: IdType, continued_run: InteractionsManifest | None) -> int:
-    """Create table <side>_ids with the ids of `continued_run`; return the number of these ids that have no row.
+def create_id_table(session: SqlSession, side: str, *, id_type: IdType, continued_manifest: InteractionsManifest | None) -> int:
+    """Create table <side>_ids with the ids of `continued_manifest`; return the number of these ids that have no row.
 
     Args:
-        continued_run: the previous run; None if the vocabulary is built from scratch, so that the table starts empty.
+        continued_manifest: manifest of the previous run; None if the vocabulary is built from scratch. The table is then empty.
     """
     session.create_id_table(f"{side}_ids", id_type=SQL_TYPE[id_type])
-    if continued_run is None:
+    if continued_manifest is None:
         return 0
-    previous_ids_sql = session.scan_sql(continued_run.path(codes_file(side)), with_row_number=True)
+    previous_ids_sql = session.scan_sql(continued_manifest.path(codes_file(side)), with_row_number=True)
     session.append(f"{side}_ids", f'SELECT id, file_row_number::BIGINT, "row"::BIGINT FROM {previous_ids_sql}')
     return fetch_count(session, f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL")
 

@@ -13,7 +13,7 @@ LOG_SETTINGS = {"paths": "log.parquet", "timestamp_column": "t"}
 def test_duckdb_is_the_default_and_the_engine_is_not_part_of_the_fingerprint() -> None:
     duckdb_config = InteractionsConfig.model_validate(LOG_SETTINGS)
     spark_config = InteractionsConfig.model_validate(LOG_SETTINGS | {"engine": {"kind": "spark", "master": "yarn"}})
-    assert duckdb_config.engine == DuckdbSettings() and duckdb_config.engine.installed_versions() is None
+    assert duckdb_config.engine == DuckdbSettings() and duckdb_config.engine.installation_text() is None
     assert duckdb_config.result_settings() == spark_config.result_settings()
     assert "engine" not in duckdb_config.result_settings()
 

@@ -79,7 +79,7 @@ def test_another_major_version_of_pyspark_is_rejected(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("installed")
 def test_the_installation_text_names_the_versions_and_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_java(tmp_path, "echo 'openjdk version \"21.0.3\" 2024-04-16' >&2", monkeypatch)
-    assert SparkSettings(kind="spark", master="yarn").installed_versions() == "Spark 4.0.1, Java 21.0.3, master yarn"
+    assert SparkSettings(kind="spark", master="yarn").installation_text() == "Spark 4.0.1, Java 21.0.3, master yarn"
 
 
 def test_a_master_that_does_not_answer_is_an_error_after_the_timeout() -> None:

@@ -1,7 +1,7 @@
 """Rankings without a model: popularity, recent popularity, and nearest neighbours of the pretrained vectors (zero-shot).
 
-Shapes: B queries, E events of a chunk, I items, N items of a block, R pretrained vectors, D width of a pretrained vector, L
-items of all histories.
+Shapes: B queries, E events of a chunk, I items, N items of a block, R pretrained vectors, D width of a vector, L items of all
+histories. The vectors of ZeroShot are one number wider than the pretrained vectors.
 """
 
 from collections.abc import Iterator
@@ -77,13 +77,13 @@ def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
 class ZeroShot:
     """The zero-shot model. The score is the cosine between an item and the mean of the normalised vectors of a history.
 
-    The inner product of a query vector [D + 1] and an item vector [D + 1] is the score. The last number of an item vector is
-    a penalty, which ranks items without a vector below all other items. The last number of a query vector is 1.
+    The inner product of a query vector and an item vector is the score. Both have one number more than a pretrained vector: 1
+    in a query vector, and in an item vector a penalty, which ranks items without a pretrained vector below all other items.
 
     The pretrained vectors can be memory-mapped: only the rows that a method needs are read.
 
     Attributes:
-        dim: width of a query vector and of an item vector, D + 1.
+        dim: width of a query vector and of an item vector.
     """
 
     def __init__(self, vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any]) -> None:
@@ -103,9 +103,9 @@ class ZeroShot:
         assert vector_row_I is not None  # the ingest requires that items have vectors
         return cls(vectors_RD, vector_row_I=vector_row_I)
 
-    def item_vectors(self, items: slice) -> Tensor:
-        """Return the item vectors of a range of items, [N, D + 1]."""
-        vector_row_N = np.asarray(self._vector_row_I[items])
+    def item_vectors(self, item_rows: slice) -> Tensor:
+        """Return the item vectors of a range of items, [N, D]."""
+        vector_row_N = np.asarray(self._vector_row_I[item_rows])
         has_vector_N = torch.from_numpy(vector_row_N >= 0)
         item_ND = torch.zeros((len(vector_row_N), self.dim))
         item_ND[has_vector_N, :-1] = self._unit_vectors(vector_row_N[vector_row_N >= 0])
@@ -113,14 +113,14 @@ class ZeroShot:
         return item_ND
 
     def query_vectors(self, histories: JaggedArray) -> Tensor:
-        """Return the query vectors of these histories of item rows, [B, D + 1].
+        """Return the query vectors of these histories of item rows, [B, D].
 
         If no item of a history has a vector, every item with a vector has the score 0.
         """
         query_BD = torch.ones((len(histories), self.dim))
         for chunk in chunk_slices(len(histories), length=HISTORIES_PER_CHUNK):
-            items = histories.slice(chunk.start, chunk.stop)
-            vector_rows = JaggedArray.from_lengths(items.lengths, self._vector_row_I[items.values_L])
+            chunk_histories = histories.slice(chunk.start, chunk.stop)
+            vector_rows = JaggedArray.from_lengths(chunk_histories.lengths, self._vector_row_I[chunk_histories.values_L])
             vector_rows = vector_rows.filter(vector_rows.values_L >= 0)
             mean_BD = embedding_bag(
                 torch.arange(len(vector_rows.values_L)),

@@ -30,7 +30,7 @@ from recsys_core.evaluation.estimates import (
     half_widths,
     prefixed,
 )
-from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit, ranking_settings
+from recsys_core.evaluation.held_out import HeldOutSplit, HeldOutUsers, ranking_settings
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.evaluation.model_rankings import has_ranking, model_rankings, zero_shot_rankings
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
@@ -72,17 +72,17 @@ class _RankerMetrics:
         self.value_by_metric |= {name: float(estimate.value) for name, estimate in estimates.items()}
         self.half_widths |= half_widths(estimates)
 
-    def add_validation(self, rankings: Iterable[tuple[HeldOut, Ranking, Ranking]]) -> None:
+    def add_validation(self, rankings: Iterable[tuple[HeldOutUsers, Ranking, Ranking]]) -> None:
         """Add the metrics of the model on the validation split, from rankings of the catalogue and of the cold items."""
         catalogue_metrics, cold_metrics = self._ranking_metrics("validation"), self._cold_metrics("validation")
-        for held_out, ranking, cold_ranking in rankings:
-            catalogue_metrics.add(ranking, ranking.target_positions(), known_negatives=held_out.known_negatives)
+        for users, ranking, cold_ranking in rankings:
+            catalogue_metrics.add(ranking, ranking.target_positions(), known_negatives=users.known_negatives)
             cold_metrics.add(cold_ranking)
         if catalogue_metrics.num_targets:
             self.add(prefixed("validation", catalogue_metrics.estimates()))
         self.add(prefixed("validation/cold", cold_metrics.estimates()))
 
-    def add_ranker(self, ranker: str, rankings: Iterable[tuple[HeldOut, Ranking, Ranking | None]]) -> None:
+    def add_ranker(self, ranker: str, rankings: Iterable[tuple[HeldOutUsers, Ranking, Ranking | None]]) -> None:
         """Add all metrics of the model or a baseline on the test split, from its rankings of the catalogue and of cold items.
 
         Raises InputError if no test user has a target.
@@ -92,11 +92,11 @@ class _RankerMetrics:
         list_metrics = ListMetrics(
             self._columns, prefix, k=min(self._config.ks), store=self._store, vectors_RD=self._vectors_RD
         )
-        for held_out, ranking, cold_ranking in rankings:
+        for users, ranking, cold_ranking in rankings:
             targets = ranking.target_positions()
-            catalogue_metrics.add(ranking, targets, known_negatives=held_out.known_negatives)
-            list_metrics.add(ranking.top_BK, history_item_L=held_out.history.values_L)
-            self._append_chunk(ranker, targets, held_out=held_out, ranking=ranking)
+            catalogue_metrics.add(ranking, targets, known_negatives=users.known_negatives)
+            list_metrics.add(ranking.top_BK, history_item_L=users.history.values_L)
+            self._append_chunk(ranker, targets, users=users, ranking=ranking)
             if cold_ranking is not None:
                 cold_metrics.add(cold_ranking)
         if not catalogue_metrics.num_targets:
@@ -109,9 +109,9 @@ class _RankerMetrics:
         self.add(prefixed(prefix, list_metrics.estimates()))
         self.add(prefixed(f"{prefix}/cold", cold_metrics.estimates()))
 
-    def append_user_metrics(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut) -> None:
+    def append_user_metrics(self, ranker: str, targets: TargetPositions, *, users: HeldOutUsers) -> None:
         """Append the COMPARED_METRICS of a chunk of users to scratch files, for `write`."""
-        user_metrics = metrics.UserMetrics.of(targets, user_row_B=held_out.user_row_B)
+        user_metrics = metrics.UserMetrics.of(targets, user_row_B=users.user_row_B)
         for metric, value_U in {"user_row": user_metrics.user_row_U, **user_metrics.value_U_by_metric}.items():
             self._columns.append(f"user/{ranker}/{metric}", value_U)
 
@@ -137,17 +137,17 @@ class _RankerMetrics:
             path=output_folder / metrics.POSITIONS_FILE,
         )
 
-    def _append_chunk(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut, ranking: Ranking) -> None:
+    def _append_chunk(self, ranker: str, targets: TargetPositions, *, users: HeldOutUsers, ranking: Ranking) -> None:
         """Append the positions and the metrics of a chunk of users to scratch files."""
         self._columns.append(f"position/{ranker}", targets.position_T)
         if self._config.exclude_seen:
-            self.append_user_metrics(ranker, targets, held_out=held_out)
+            self.append_user_metrics(ranker, targets, users=users)
         if ranker == "model":
-            user_row_U = held_out.user_row_B[targets.original_user_U]
+            user_row_U = users.user_row_B[targets.original_user_U]
             self._columns.append("user_row_T", user_row_U[targets.user_T])
             self._columns.append("num_candidates_T", targets.num_candidates_U[targets.user_T])
             self._columns.append("target/user_index", ranking.query_T + len(self._columns.read("target/user_row")))
-            self._columns.append("target/user_row", held_out.user_row_B)
+            self._columns.append("target/user_row", users.user_row_B)
             self._columns.append("target/item", ranking.item_T)
             self._columns.append("target/position", ranking.position_T)
 
@@ -214,17 +214,17 @@ def evaluate(
         slices = slice_reports(columns, config=config, store=store, features=dataset.features)
         results.add(_slice_estimates(slices))
         for name, rank_chunk in _baselines(config, order_I=test_split.popularity_order_I, store=store, on_ranked=on_ranked):
-            results.add_ranker(name, ((held_out, rank_chunk(held_out), None) for held_out in test_split))
+            results.add_ranker(name, ((users, rank_chunk(users), None) for users in test_split))
         if vectors_RD is not None:
             rankings = zero_shot_rankings(
                 test_split, vectors_RD, config=config, export=export, store=store, on_ranked=on_ranked
             )
             results.add_ranker("zero_shot", rankings)
         if not config.exclude_seen:
-            for held_out in test_split:
-                served_queries = replace(held_out.queries, seen=held_out.history)  # a served version excludes seen items
+            for users in test_split:
+                served_queries = replace(users.queries, seen=users.history)  # a served version excludes seen items
                 ranking = rank_by_order(served_queries, order_I=test_split.popularity_order_I, k=0)
-                results.append_user_metrics("popularity", ranking.target_positions(), held_out=held_out)
+                results.append_user_metrics("popularity", ranking.target_positions(), users=users)
         results.write(output_folder)
         np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(results.value_by_metric, indent=2))
@@ -234,21 +234,21 @@ def evaluate(
 
 def _baselines(
     config: EvaluationConfig, *, order_I: NDArray[np.int32], store: EventStore, on_ranked: Callable[[int], None]
-) -> Iterator[tuple[str, Callable[[HeldOut], Ranking]]]:
+) -> Iterator[tuple[str, Callable[[HeldOutUsers], Ranking]]]:
     """Yield the name of each baseline that needs only the log, and the function that ranks the items for a chunk of users.
 
     These baselines cannot rank cold items.
     """
     settings = ranking_settings(config)
 
-    def rank_in_order(held_out: HeldOut, *, order_I: NDArray[np.int32]) -> Ranking:
-        return rank_by_order(held_out.queries, order_I=order_I, k=settings.k)
+    def rank_in_order(users: HeldOutUsers, *, order_I: NDArray[np.int32]) -> Ranking:
+        return rank_by_order(users.queries, order_I=order_I, k=settings.k)
 
-    def rank_linearly(held_out: HeldOut, *, model: closed_form.LinearModel) -> Ranking:
+    def rank_linearly(users: HeldOutUsers, *, model: closed_form.LinearModel) -> Ranking:
         # Without a history, all scores are 0, so the items keep the order of `order_I`, by popularity.
-        linear_scores = model(held_out.history)._asdict()
+        linear_scores = model(users.history)._asdict()
         return rank_by_scores(
-            held_out.queries, **linear_scores, row_C=order_I, k=settings.k, top_only=settings.top_only, on_progress=on_ranked
+            users.queries, **linear_scores, row_C=order_I, k=settings.k, top_only=settings.top_only, on_progress=on_ranked
         )
 
     yield "popularity", partial(rank_in_order, order_I=order_I)

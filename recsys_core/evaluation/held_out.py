@@ -27,7 +27,7 @@ CHUNK_USERS = 1 << 16
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutUsers:
     """The users with targets in one split, and their items.
 
     Attributes:
@@ -87,7 +87,12 @@ def queries_with_cold_targets(queries: Queries, cold_row_C: NDArray[np.int64], *
 
 
 class HeldOutSplit:
-    """The evaluated users of a split, in chunks."""
+    """The evaluated users of a split, in chunks.
+
+    Attributes:
+        name: name of the split.
+        popularity_order_I, cold_row_C: see HeldOutUsers.
+    """
 
     def __init__(
         self,
@@ -99,7 +104,7 @@ class HeldOutSplit:
         interactions: InteractionsManifest,
     ) -> None:
         """Open the split. The query vectors are memory-mapped only if the export has no ranking for `config`."""
-        self.split, self._store, self._exclude_seen = split, store, config.exclude_seen
+        self.name, self._store, self._exclude_seen = split, store, config.exclude_seen
         self._user_row_R = np.load(export.path(f"query_users_{split}.npy"), mmap_mode="r")
         self._index_B = sampled_users(len(self._user_row_R), max_users=config.max_users)
         self._vector_RD = None
@@ -109,27 +114,27 @@ class HeldOutSplit:
         self.popularity_order_I = popularity_order_before(split, store=store, interactions=interactions)
         self.cold_row_C = cold_rows(store, split)
 
-    def __iter__(self) -> Iterator[HeldOut]:
+    def __iter__(self) -> Iterator[HeldOutUsers]:
         """Yield at most CHUNK_USERS users at a time."""
         return map(self.load, chunk_slices(len(self._index_B), length=CHUNK_USERS))
 
-    def load(self, users: slice = slice(None)) -> HeldOut:
+    def load(self, users: slice = slice(None)) -> HeldOutUsers:
         """Load a slice of the evaluated users, by default all of them."""
         index_B = self._index_B[users]
         user_row_B, query_BD = np.asarray(self._user_row_R[index_B]), torch.empty((len(index_B), 0))
         if self._vector_RD is not None:
             query_BD = torch.from_numpy(self._vector_RD[index_B])
         queries, history = queries_of(
-            user_row_B, query_BD, split=self.split, exclude_seen=self._exclude_seen, store=self._store, spec=self._spec
+            user_row_B, query_BD, split=self.name, exclude_seen=self._exclude_seen, store=self._store, spec=self._spec
         )
         known_negatives = None
         if self._store.known_negatives is not None:
             # An item with an event is no known negative. The event store ensures this for training events, but not for
             # validation events.
-            known_negatives = self._store.known_negatives.before(user_row_B, self.split).difference(
+            known_negatives = self._store.known_negatives.before(user_row_B, self.name).difference(
                 history, bound=self._store.num_items
             )
-        return HeldOut(
+        return HeldOutUsers(
             queries=queries,
             user_row_B=user_row_B,
             history=history,

@@ -19,7 +19,7 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
 from recsys_core.evaluation import diversity, metrics
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit
+from recsys_core.evaluation.held_out import HeldOutSplit, HeldOutUsers
 from recsys_core.evaluation.ranking.served import rank_as_served
 from recsys_core.manifests import ExportManifest, InteractionsManifest
 from recsys_core.models.score_terms import append_popularity, item_popularity
@@ -63,10 +63,10 @@ def popularity_curve(
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     # HeldOutSplit loads the query vectors only if the manifest has no ranking.
     export_without_ranking = export.model_copy(update={"ranking": None})
-    held_out = HeldOutSplit(
+    users = HeldOutSplit(
         "validation", config=config, store=store, export=export_without_ranking, interactions=interactions
     ).load()
-    query_BD, item_vector_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
+    query_BD, item_vector_ID = users.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
     # In single precision, a weight of 0.1 is 0.10000000149. It is rounded, so that it equals the 0.1 in `weights`.
     served_weight = float(f"{float(query_BD[0, -1]):.6g}") if spec.config.has_popularity else 0.0
     if spec.config.has_popularity:
@@ -76,8 +76,8 @@ def popularity_curve(
     item_vector_ID, points = append_popularity(item_vector_ID, popularity_I), []
     for weight in sorted({*weights, served_weight}):
         weighted_BD = append_popularity(query_BD, torch.full((len(query_BD),), weight))
-        weighted_held_out = replace(held_out, queries=replace(held_out.queries, query_BD=weighted_BD))
-        values = _metrics(config, weighted_held_out, item_vector_ID=item_vector_ID, store=store)
+        weighted_users = replace(users, queries=replace(users.queries, query_BD=weighted_BD))
+        values = _metrics(config, weighted_users, item_vector_ID=item_vector_ID, store=store)
         points.append(CurvePoint(weight=weight, is_served=weight == served_weight, metrics=values))
     return points
 
@@ -95,16 +95,16 @@ def default_weights(query_BD: Tensor, *, item_vector_ID: Tensor, popularity_I: T
     return [float(f"{multiple * unit_weight:.2g}") for multiple in DEFAULT_MULTIPLES]
 
 
-def _metrics(config: EvaluationConfig, held_out: HeldOut, *, item_vector_ID: Tensor, store: EventStore) -> dict[str, float]:
+def _metrics(config: EvaluationConfig, users: HeldOutUsers, *, item_vector_ID: Tensor, store: EventStore) -> dict[str, float]:
     """Return the metrics of the ranking by these vectors, by <metric>@<k>."""
     k, train_count_I = min(config.ks), store.train_count_I
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranking = rank_as_served(
-        held_out.queries, item_vector_ID=item_vector_ID, order_I=held_out.popularity_order_I, k=k, top_only=True, device=device
+        users.queries, item_vector_ID=item_vector_ID, order_I=users.popularity_order_I, k=k, top_only=True, device=device
     )
     if not len(ranking.position_T):
         raise InputError("the users had already seen all validation targets; set evaluation.exclude_seen to false")
-    targets, history_item_L = ranking.target_positions(), held_out.history.values_L
+    targets, history_item_L = ranking.target_positions(), users.history.values_L
     values = {
         "recall": metrics.recall(targets, k=k).mean(),
         "ndcg": metrics.ndcg(targets, k=k).mean(),

@@ -45,8 +45,8 @@ class Queries:
         """Return the queries of the known users."""
         return self.take(np.flatnonzero(self.is_known_B))
 
-    def all_known(self) -> "Queries":
-        """Return the queries, with all users known."""
+    def as_known(self) -> "Queries":
+        """Return these queries with all users marked as known, so that their items are ranked by the query vectors."""
         return replace(self, is_known_B=np.ones(len(self.targets), np.bool_))
 
     def ranked_pairs(self, *, num_items: int) -> "RankedPairs":

@@ -45,8 +45,9 @@ def rank_by_order(queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking
     num_seen_above_T = np.searchsorted(seen_key_L, target_key_T) - seen.offset[targets.list_index_L]
 
     # The unseen item at position p of the ranking has the index p + (number of seen items above it) in the order. The next
-    # lines count these seen items. Let the n-th seen item of a query, with n from 0, have the index s in the order. Then s - n
-    # unseen items are above it. It is therefore above the unseen item at position p if s - n <= p.
+    # lines count these seen items. A seen item is above position p if at most p unseen items are above the seen item. Example:
+    # the seen items have the indices 0 and 3. Above them are 0 and 2 unseen items, so both are above position 2, and only the
+    # first is above position 1. The unseen items at the positions 1 and 2 have the indices 1 + 1 and 2 + 2.
     num_seen_above_L = np.arange(len(seen_key_L)) - seen.offset[seen.list_index_L]
     num_unseen_above_L = seen_key_L % max(1, num_items) - num_seen_above_L
     query_B1, position_K = np.arange(len(seen))[:, None], np.arange(k)
@@ -84,18 +85,18 @@ def rank_as_served(
 
 def add_unknown_queries(known_ranking: Ranking, queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking:
     """Return the ranking of all queries: `known_ranking` for known queries, and by popularity for unknown queries."""
-    query_groups = [np.flatnonzero(queries.is_known_B), np.flatnonzero(~queries.is_known_B)]
-    rankings = (known_ranking, rank_by_order(queries.take(query_groups[1]), order_I=order_I, k=k))
-    query_T = np.concatenate(
-        [query_indices[ranking.query_T] for query_indices, ranking in zip(query_groups, rankings, strict=True)]
-    )
-    order_T, order_B = np.argsort(query_T, kind="stable"), np.argsort(np.concatenate(query_groups))
+    known_indices, unknown_indices = np.flatnonzero(queries.is_known_B), np.flatnonzero(~queries.is_known_B)
+    unknown_ranking = rank_by_order(queries.take(unknown_indices), order_I=order_I, k=k)
+    rankings = (known_ranking, unknown_ranking)
+    query_T = np.concatenate([known_indices[known_ranking.query_T], unknown_indices[unknown_ranking.query_T]])
+    sorted_T = np.argsort(query_T, kind="stable")
+    sorted_B = np.argsort(np.concatenate([known_indices, unknown_indices]))
     return Ranking(
-        query_T=query_T[order_T],
-        item_T=np.concatenate([ranking.item_T for ranking in rankings])[order_T],
-        position_T=np.concatenate([ranking.position_T for ranking in rankings])[order_T],
-        num_candidates_B=np.concatenate([ranking.num_candidates_B for ranking in rankings])[order_B],
-        top_BK=np.concatenate([ranking.top_BK for ranking in rankings])[order_B],
+        query_T=query_T[sorted_T],
+        item_T=np.concatenate([ranking.item_T for ranking in rankings])[sorted_T],
+        position_T=np.concatenate([ranking.position_T for ranking in rankings])[sorted_T],
+        num_candidates_B=np.concatenate([ranking.num_candidates_B for ranking in rankings])[sorted_B],
+        top_BK=np.concatenate([ranking.top_BK for ranking in rankings])[sorted_B],
         num_seen_targets=sum(ranking.num_seen_targets for ranking in rankings),
         num_items=len(order_I),
     )
@@ -135,7 +136,7 @@ def rank_among(
 
 
 def restrict_to_candidates(queries: Queries, candidate_rows: NDArray[np.int64], *, num_items: int) -> Queries:
-    """Return the queries with a target among the candidates, with indices into `candidate_rows` as items; see `rank_among`."""
+    """Return the queries that have a target among the candidates. Their items become indices into `candidate_rows`."""
     candidate_index_I = _candidate_index(candidate_rows, num_items=num_items)
 
     def to_candidates(items: JaggedArray) -> JaggedArray:

@@ -169,7 +169,7 @@ class RankingWriter:
             items.add(first_item + block.start, 0, item_ND)
             self._writer.touch_heartbeat()
         queries, history = self._own_queries("test", vector_RD=None)
-        queries = replace(queries.all_known(), query_BD=model.query_vectors(history).to(process.device))
+        queries = replace(queries.as_known(), query_BD=model.query_vectors(history).to(process.device))
         self._write(queries, "test", items=items, ranker="zero_shot")
 
     def _own_queries(self, split: EvaluationSplit, *, vector_RD: Tensor | None) -> tuple[Queries, JaggedArray]:

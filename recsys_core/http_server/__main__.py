@@ -18,8 +18,8 @@ from recsys_core.errors import NightjarError
 from recsys_core.http_server.access import token_from_environment
 from recsys_core.http_server.app import create_app
 from recsys_core.http_server.config import ServeConfig
-from recsys_core.http_server.follower import Follower
-from recsys_core.http_server.release import CONFIG_NAME, worker_path
+from recsys_core.http_server.follower import ReleaseFollower
+from recsys_core.http_server.release import CONFIG_FILE_NAME, worker_path
 from recsys_core.termination import die_with_parent
 
 
@@ -28,9 +28,9 @@ def main() -> None:
     die_with_parent()
     file_descriptor, folder, worker_index = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    limits = ServeConfig.model_validate_json((folder / CONFIG_NAME).read_bytes())
+    limits = ServeConfig.model_validate_json((folder / CONFIG_FILE_NAME).read_bytes())
     torch.set_num_threads(limits.threads)
-    follower = Follower(folder, state_path=worker_path(folder, worker_index), pid=os.getpid())
+    follower = ReleaseFollower(folder, state_path=worker_path(folder, worker_index), pid=os.getpid())
     try:
         follower.start()
     except NightjarError as error:

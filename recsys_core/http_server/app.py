@@ -31,7 +31,7 @@ from recsys_core.http_server.api import (
 )
 from recsys_core.http_server.batching import Batcher, QueueFullError
 from recsys_core.http_server.config import TOKEN_VARIABLE, ServeConfig
-from recsys_core.http_server.follower import Follower
+from recsys_core.http_server.follower import ReleaseFollower
 from recsys_core.http_server.release import Champion, WorkerState
 from recsys_core.http_server.served_model import ParsedRequest
 from recsys_core.serving.requests import parse, parse_similar
@@ -89,7 +89,7 @@ class _Predictor:
         return Response(metrics.as_text(), media_type=metrics.CONTENT_TYPE)
 
 
-def create_app(follower: Follower, *, limits: ServeConfig, token: str | None) -> FastAPI:
+def create_app(follower: ReleaseFollower, *, limits: ServeConfig, token: str | None) -> FastAPI:
     """Return the application, which answers with the model of `follower`. token: see _Predictor."""
     batcher = Batcher(follower.respond, limits=limits, observe=metrics.BATCH_ROWS.observe)
     predictor, bodies = _Predictor(batcher, limits=limits, token=token), request_bodies(limits)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recsys_core.errors import NightjarError, StageError, first_line
 from recsys_core.http_server import metrics
-from recsys_core.http_server.release import RELEASE_NAME, Champion, Release, WorkerState
+from recsys_core.http_server.release import RELEASE_FILE_NAME, Champion, Release, WorkerState
 from recsys_core.http_server.served_model import ParsedRequest, Result, ServedModel
 from recsys_core.serving.retriever import Retriever
 
@@ -20,17 +20,20 @@ LOG = logging.getLogger("nightjar.serve")
 CHECK_INTERVAL_S = 0.2
 
 
-class Follower:
-    """The served model, and the thread that replaces it.
+class ReleaseFollower:
+    """The served model, and the thread that replaces it when release.json changes.
 
     Args:
         folder: folder of release.json.
         state_path: file for the state of this worker.
         pid: process id of this worker.
+
+    Attributes:
+        champion: content of release.json when it was last read; None before the first version is loaded.
     """
 
     def __init__(self, folder: Path, *, state_path: Path, pid: int) -> None:
-        self._release_path, self._state_path = folder / RELEASE_NAME, state_path
+        self._release_path, self._state_path = folder / RELEASE_FILE_NAME, state_path
         self._model: ServedModel | None = None
         self._release: Release | None = None
         self._state = WorkerState(pid=pid, version=None)
@@ -54,7 +57,7 @@ class Follower:
         Raises:
             StageError: the version does not load.
         """
-        self.check()
+        self.update()
         if self._model is None:
             raise StageError(self._state.problem or f"{self._release_path}: no such file")
         self._thread.start()
@@ -63,7 +66,7 @@ class Follower:
         """Stop following release.json."""
         self._stop_event.set()
 
-    def check(self) -> None:
+    def update(self) -> None:
         """Read release.json, and load its version if this version is not served."""
         champion = Champion.read(self._release_path)
         if champion is None:
@@ -73,7 +76,7 @@ class Follower:
         if self._release is None or champion.release != self._release:
             if champion.release.version != self._state.refused_version:
                 self._replace(champion.release)
-        elif self._state.refused_version is not None:  # release.json names the served version again
+        elif self._state.refused_version is not None:  # release.json has the served version again, so nothing is refused
             self._set_state(WorkerState(pid=self._state.pid, version=self._release.version))
 
     def _replace(self, release: Release) -> None:
@@ -106,6 +109,6 @@ class Follower:
     def _follow(self) -> None:
         while not self._stop_event.wait(CHECK_INTERVAL_S):
             try:
-                self.check()
+                self.update()
             except Exception:  # the next check may succeed, if the file system works again
                 LOG.exception("%s cannot be read", self._release_path)

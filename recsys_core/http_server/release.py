@@ -9,7 +9,7 @@ from typing import Self
 
 from recsys_core.config import Frozen
 
-RELEASE_NAME, CONFIG_NAME = "release.json", "config.json"
+RELEASE_FILE_NAME, CONFIG_FILE_NAME = "release.json", "config.json"
 
 
 class _StateFile(Frozen):

@@ -18,7 +18,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from recsys_core.errors import InputError, StageError
 from recsys_core.http_server.access import token_from_environment
 from recsys_core.http_server.config import ServeConfig
-from recsys_core.http_server.release import CONFIG_NAME, RELEASE_NAME, Champion, WorkerState, worker_path
+from recsys_core.http_server.release import CONFIG_FILE_NAME, RELEASE_FILE_NAME, Champion, WorkerState, worker_path
 from recsys_core.termination import parent_environment
 from tasks.serve.registry_champion import RegistryChampion
 
@@ -106,14 +106,14 @@ def serve(
     with _open_listener(config) as listener, temporary_folder as folder_name:
         folder = Path(folder_name)
         (folder / METRICS_FOLDER).mkdir()
-        (folder / CONFIG_NAME).write_text(config.model_dump_json())
-        champion = RegistryChampion(workspace, model_name=model_name, alias=alias, folder=folder / "versions")
-        poll_future = _start_in_thread(champion.poll)  # so that `stop_event` ends the function during a long download
+        (folder / CONFIG_FILE_NAME).write_text(config.model_dump_json())
+        registry_champion = RegistryChampion(workspace, model_name=model_name, alias=alias, folder=folder / "versions")
+        poll_future = _start_in_thread(registry_champion.poll)  # so that `stop_event` ends the function during a long download
         while not poll_future.done():
             if stop_event.wait(CHECK_INTERVAL_S):
                 return
-        served = poll_future.result()
-        served.write(folder / RELEASE_NAME)
+        champion = poll_future.result()
+        champion.write(folder / RELEASE_FILE_NAME)
         workers = [
             _Worker(index, folder=folder, listener=listener, num_threads=config.threads) for index in range(config.num_workers)
         ]
@@ -121,8 +121,10 @@ def serve(
             if not _wait_until_ready(workers, stop_event=stop_event):
                 return
             host, port = listener.getsockname()[:2]
-            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.release.version)
-            _follow_champion(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop_event=stop_event)
+            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", champion.release.version)
+            _follow_champion(
+                config, registry_champion, champion, workers, release_path=folder / RELEASE_FILE_NAME, stop_event=stop_event
+            )
         finally:
             listener.close()  # refuses new connections, which would wait for a process that ends
             _end(workers, timeout_s=config.shutdown_timeout_s + 5.0)
@@ -160,8 +162,8 @@ def _wait_until_ready(workers: list[_Worker], *, stop_event: threading.Event) ->
 
 def _follow_champion(
     config: ServeConfig,
-    champion: RegistryChampion,
-    served: Champion,
+    registry_champion: RegistryChampion,
+    champion: Champion,
     workers: list[_Worker],
     *,
     release_path: Path,
@@ -173,34 +175,34 @@ def _follow_champion(
     because its answer may take minutes.
 
     Args:
-        served: the version that the workers serve at the start.
+        champion: the version that the workers serve at the start.
     """
     poll_future: Future[Champion] | None = None
     next_poll_s = time.monotonic()
     while not stop_event.wait(CHECK_INTERVAL_S):
-        problem = _problem_with(served.release.version, workers)
-        if poll_future is None and problem is None and all(_serves(worker, served.release.version) for worker in workers):
-            champion.accept()
-        if poll_future is None and problem is not None and (former_champion := champion.refuse(problem)) is not None:
-            served = former_champion
-            _write(served, release_path)
+        problem = _problem_with(champion.release.version, workers)
+        if poll_future is None and problem is None and all(_serves(worker, champion.release.version) for worker in workers):
+            registry_champion.accept()
+        if poll_future is None and problem is not None and (former_champion := registry_champion.refuse(problem)) is not None:
+            champion = former_champion
+            _write(champion, release_path)
         # A problem is handled after the poll. Until then, a dead worker is not restarted, because its state may be the only
         # sign of the problem.
         if poll_future is None or problem is None:
             for worker in workers:
                 worker.restart_if_dead()
         if poll_future is None and time.monotonic() >= next_poll_s:
-            poll_future = _start_in_thread(champion.poll)
+            poll_future = _start_in_thread(registry_champion.poll)
         if poll_future is not None and poll_future.done():
-            served = poll_future.result()
-            _write(served, release_path)
+            champion = poll_future.result()
+            _write(champion, release_path)
             poll_future, next_poll_s = None, time.monotonic() + config.poll_interval_s
 
 
-def _write(served: Champion, release_path: Path) -> None:
+def _write(champion: Champion, release_path: Path) -> None:
     """Write release.json; log an error of the disk, because the workers can serve without the file."""
     try:
-        served.write(release_path)
+        champion.write(release_path)
     except OSError as error:
         LOG.error("%s cannot be written (%s); the workers keep their version", release_path, error.strerror)
 

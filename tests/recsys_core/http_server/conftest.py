@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 
 from recsys_core.http_server.app import create_app
 from recsys_core.http_server.config import ServeConfig
-from recsys_core.http_server.follower import Follower
-from recsys_core.http_server.release import RELEASE_NAME, Champion, Release
+from recsys_core.http_server.follower import ReleaseFollower
+from recsys_core.http_server.release import RELEASE_FILE_NAME, Champion, Release
 from recsys_core.manifests import PackageManifest
 from recsys_core.serving.description import description_sha256
 from recsys_core.serving.retriever import Retriever
@@ -36,16 +36,16 @@ def retriever(package: PackageManifest) -> Retriever:
 
 
 @pytest.fixture
-def follower(package: PackageManifest, tmp_path: Path) -> Iterator[Follower]:
-    Champion(release=release_of(package, version="7"), registry_answered_at=0.0).write(tmp_path / RELEASE_NAME)
-    follower = Follower(tmp_path, state_path=tmp_path / "worker-0.json", pid=os.getpid())
+def follower(package: PackageManifest, tmp_path: Path) -> Iterator[ReleaseFollower]:
+    Champion(release=release_of(package, version="7"), registry_answered_at=0.0).write(tmp_path / RELEASE_FILE_NAME)
+    follower = ReleaseFollower(tmp_path, state_path=tmp_path / "worker-0.json", pid=os.getpid())
     follower.start()
     yield follower
     follower.stop()
 
 
 @pytest.fixture
-def start_client(follower: Follower) -> Iterator[ClientStarter]:
+def start_client(follower: ReleaseFollower) -> Iterator[ClientStarter]:
     """A function that starts an application with these settings and returns a client of it."""
     with ExitStack() as stack:
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from recsys_core.http_server.api import request_bodies
 from recsys_core.http_server.batching import Batcher, QueueFullError
 from recsys_core.http_server.config import ServeConfig
-from recsys_core.http_server.follower import Follower
+from recsys_core.http_server.follower import ReleaseFollower
 from recsys_core.http_server.served_model import ParsedRequest
 from recsys_core.serving.requests import PARAMS
 from recsys_core.serving.retriever import Retriever
@@ -161,7 +161,7 @@ def test_a_wrong_method_gets_status_405(start_client: ClientStarter) -> None:
 
 
 def test_a_request_without_an_answer_in_time_gets_status_504(
-    start_client: ClientStarter, follower: Follower, monkeypatch: pytest.MonkeyPatch
+    start_client: ClientStarter, follower: ReleaseFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_timed_out, respond = threading.Event(), follower.respond
 
@@ -185,7 +185,7 @@ def test_a_request_that_the_full_queue_refuses_gets_status_503(
 
 
 def test_an_unexpected_exception_gets_status_500_and_the_next_request_is_answered(
-    start_client: ClientStarter, follower: Follower, monkeypatch: Any
+    start_client: ClientStarter, follower: ReleaseFollower, monkeypatch: Any
 ) -> None:
     client = start_client()
 

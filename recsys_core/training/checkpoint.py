@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 1.0
 MAX_SHOWN_DIFFERENCES = 5
 TRAINED_WEIGHTS = "trained"
-"""Key of the weights in the checkpoint of a training that averages its weights. The key `model` then has the average."""
+"""Checkpoint key of the trained weights, if the training averages its weights. The key `model` then has the average."""
 
 
 class BestValidation(Frozen):
@@ -185,15 +185,16 @@ class Checkpointer:
                 best=best,
             )
         self._heartbeat.end("checkpoint", start_time=start_time)
-        # A checkpoint of a later step is damaged, and must not displace this one.
+        # A checkpoint of a later step is damaged or belongs to other settings too. It is not counted, so that it does not
+        # displace this checkpoint.
         folders = [folder for folder in _committed_folders(self._folder) if folder.name <= checkpoint_folder.name]
-        num_old = max(0, len(folders) - self._keep_checkpoints)
-        # A training that resumes from the oldest kept checkpoint needs the best checkpoint of that time. The best checkpoint of
-        # a later kept checkpoint is the same, or is one of the kept checkpoints.
-        oldest_manifest = read_unchecked_manifest(folders[num_old], CheckpointManifest)
-        bests = (best, None if oldest_manifest is None else oldest_manifest.best)
-        best_names = {checkpoint_name(kept_best.step) for kept_best in bests if kept_best is not None}
-        for old_folder in folders[:num_old]:
+        num_old_folders = max(0, len(folders) - self._keep_checkpoints)
+        # A training that resumes from a kept checkpoint needs the checkpoint that was the best until then. Either it is one of
+        # the kept checkpoints, or it was already the best when the oldest kept checkpoint was written.
+        oldest_manifest = read_unchecked_manifest(folders[num_old_folders], CheckpointManifest)
+        best_validations = (best, None if oldest_manifest is None else oldest_manifest.best)
+        best_names = {checkpoint_name(validation.step) for validation in best_validations if validation is not None}
+        for old_folder in folders[:num_old_folders]:
             if old_folder.name not in best_names:
                 shutil.rmtree(old_folder)
 
@@ -279,14 +280,15 @@ def restore(
 ) -> None:
     """Collective. Load weights and optimizer state into this rank's shards.
 
-    If the training averages its weights, the checkpoint has the weights and their average. A resumed training passes
-    `average`, into which the average is loaded; the weights are loaded into the model. Without `average`, the average is
-    loaded into the model.
-
     The number of ranks and the sharding may have changed since the checkpoint was saved.
 
     Row-wise Adagrad has one accumulator per row and column shard. If a table is now split into another number of column shards,
     each shard gets the accumulator of the whole row: the mean over the saved column shards, weighted by their widths.
+
+    Args:
+        average: average of a resumed training that averages its weights. The saved average is loaded into it, and the trained
+            weights are loaded into the model. If it is None, the weights of the key `model` are loaded into the model; see
+            `TRAINED_WEIGHTS`.
 
     Raises StageError if the checkpoint belongs to another model; the message names the entries and both shapes.
     """
@@ -334,8 +336,9 @@ def _weight_key(accumulator_key: str, value_by_key: Mapping[str, Any]) -> str:
 
 def _fill_accumulators(accumulator: ShardedTensor, *, accumulator_SR: Tensor, saved_weight: TensorStorageMetadata) -> None:
     """Fill this rank's shards of `accumulator` with the mean of each row over the saved column shards; see `restore`."""
-    width_by_column = dict(sorted((int(chunk.offsets[1]), int(chunk.sizes[1])) for chunk in saved_weight.chunks))
-    width_share_S = torch.tensor(list(width_by_column.values()), dtype=accumulator_SR.dtype) / sum(width_by_column.values())
+    width_by_first_column = dict(sorted((int(chunk.offsets[1]), int(chunk.sizes[1])) for chunk in saved_weight.chunks))
+    width_S = torch.tensor(list(width_by_first_column.values()), dtype=accumulator_SR.dtype)
+    width_share_S = width_S / width_S.sum()
     accumulator_R = width_share_S @ accumulator_SR
     for shard in accumulator.local_shards():
         # TorchRec concatenates the row-wise state of all column shards, so the offset may be beyond the rows of the table.

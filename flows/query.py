@@ -66,8 +66,7 @@ def recommend(
         item: id of an item. The returned items are similar to this item. `user` and `history` must be None.
 
     Raises:
-        InputError: an id is invalid, the item is unknown, or the arguments are neither `item` alone nor `user`, `history` or
-            both.
+        InputError: an id is invalid, the item is unknown, `item` is combined with another argument, or all three are None.
     """
     if (item is None) == (user is None and history is None):
         raise InputError("pass --user, --history or both; or --item alone")
@@ -123,13 +122,13 @@ def recommendation_settings(config: PipelineConfig, *, model_name: str) -> dict[
 
 
 def compare_versions(
-    config: PipelineConfig, *, version: str | None, other: str, num_users: int, k: int
+    config: PipelineConfig, *, version: str | None, reference: str, num_users: int, k: int
 ) -> "tuple[str, str, VersionComparison]":
-    """Compare the recommendations of two versions. Return the numbers of `other` and `version`, and the comparison.
+    """Compare the recommendations of two versions. Return the numbers of `reference` and `version`, and the comparison.
 
     Args:
         version: number or alias of the version; None for the newest version.
-        other: number or alias of the version with which it is compared.
+        reference: number or alias of the version with which it is compared.
 
     Raises:
         InputError: both are the same version, or a version does not exist.
@@ -140,15 +139,17 @@ def compare_versions(
     model_name = config.registry.model_name
     if version is None:
         version = newest_version_number(config.workspace, model_name)
-    before, after = (
-        load_version(config.workspace, model_name=model_name, version=version_or_alias) for version_or_alias in (other, version)
+    reference_version, compared_version = (
+        load_version(config.workspace, model_name=model_name, version=number_or_alias)
+        for number_or_alias in (reference, version)
     )
-    if before.version == after.version:
+    if reference_version.version == compared_version.version:
         raise InputError(
-            f"version {before.version} would be compared with itself; name two versions with --version and --with, and list "
-            "them with `nightjar releases`"
+            f"version {compared_version.version} would be compared with itself; name two versions with --version and --with, "
+            "and list them with `nightjar releases`"
         )
-    return before.version, after.version, compare_recommendations(before.retriever, after.retriever, num_users=num_users, k=k)
+    comparison = compare_recommendations(reference_version.retriever, compared_version.retriever, num_users=num_users, k=k)
+    return reference_version.version, compared_version.version, comparison
 
 
 def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":

@@ -55,12 +55,14 @@ def releases(options: ConfigOptions) -> None:
 def compare(
     options: ConfigOptions,
     version: Annotated[str | None, typer.Option(help="number or alias of a version; by default the newest version")] = None,
-    other: Annotated[str, typer.Option("--with", help="number or alias of the version to compare it with")] = "champion",
+    reference: Annotated[str, typer.Option("--with", help="number or alias of the version to compare it with")] = "champion",
     users: Annotated[int, typer.Option(min=1, help="number of users whose recommendations are compared")] = 1_000,
     k: Annotated[int, typer.Option("-k", min=1, help="number of items per user")] = 20,
 ) -> None:
     """Compare two versions: metrics and overlap of recommendations, and items recommended to many more or many fewer users."""
-    commands.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=options.as_json)
+    commands.registry.compare(
+        options.prepare(), version=version, reference=reference, num_users=users, k=k, as_json=options.as_json
+    )
 
 
 @app.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')

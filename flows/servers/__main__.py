@@ -23,13 +23,13 @@ REQUEST_GRACE_S = 2
 def main() -> None:
     """Serve the application on the socket until SIGTERM, or until the parent process ends."""
     die_with_parent()
-    socket_fd, application, *libraries = sys.argv[1:]
+    socket_fd, application_module, *libraries = sys.argv[1:]
     with fast_imports():
         for library in libraries:
             import_module(library)
         if not receive_start_message():
             return
-        app = import_module(application).create_app()
+        app = import_module(application_module).create_app()
     config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=REQUEST_GRACE_S)
     uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(socket_fd))])
 

@@ -39,7 +39,7 @@ class ServerProcess:
     """A server process (`flows/servers/__main__.py`). It imports its libraries immediately, and serves after `start_serving`.
 
     Args:
-        application: module whose `create_app` returns the application.
+        application_module: module whose `create_app` returns the application.
         libraries: modules that the process imports before it gets its environment variables.
         health_path: path of the URL that answers when the server is ready.
         port: port of the server; 0: any free port.
@@ -48,7 +48,7 @@ class ServerProcess:
 
     def __init__(
         self,
-        application: str,
+        application_module: str,
         *,
         name: str,
         health_path: str,
@@ -63,7 +63,7 @@ class ServerProcess:
             problem = f"port {port} on {HOST}: {os.strerror(error.errno or 0)}"
             raise InputError(f"{problem}; set {port_option} to a free port") from None
         socket_fd = str(self._listening_socket.fileno())
-        self._command = [sys.executable, "-m", "flows.servers", socket_fd, application, *libraries]
+        self._command = [sys.executable, "-m", "flows.servers", socket_fd, application_module, *libraries]
         self._environment: dict[str, str] = {}
         self._log_file = Path()
         self._log_start_byte = 0

@@ -62,35 +62,35 @@ def guess_config(config: PipelineConfig, inputs: InitInputs, *, config_folder: P
         InputError: a file is missing or is not parquet, or a column that the user named is missing or unsuitable.
     """
     section_by_name: dict[str, Any] = {"embeddings": (), "features": None}
-    notes: dict[str, str] = {}
+    note_by_setting: dict[str, str] = {}
     item_column = inputs.item_column
     try:
         if inputs.log is not None:
             section_by_name["interactions"] = _guess_interactions(
-                _Table("interactions", inputs.log, config_folder, notes), inputs
+                _Table("interactions", inputs.log, config_folder, note_by_setting), inputs
             )
             item_column = section_by_name["interactions"].item_column
             if not section_by_name["interactions"].is_ordered:
                 history = config.model.history.model_copy(update={"last_item_feature": False})
                 section_by_name["model"] = config.model.model_copy(update={"history": history})
-                notes["model.history.last_item_feature"] = "without times, no item of a history is the last"
+                note_by_setting["model.history.last_item_feature"] = "without times, no item of a history is the last"
         if inputs.vectors is not None:
             section_by_name["embeddings"] = (
-                _guess_embeddings(_Table("embeddings", inputs.vectors, config_folder, notes), item_column),
+                _guess_embeddings(_Table("embeddings", inputs.vectors, config_folder, note_by_setting), item_column),
             )
         if inputs.items is not None:
-            table = _Table("features.items", inputs.items, config_folder, notes)
+            table = _Table("features.items", inputs.items, config_folder, note_by_setting)
             section_by_name["features"] = FeaturesConfig(items=_guess_items(table, item_column))
     except ValidationError as error:
         raise InputError(f"nightjar init: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-    return config.model_copy(update=section_by_name), notes
+    return config.model_copy(update=section_by_name), note_by_setting
 
 
 class _Table:
     """One input, with the names and types of its columns, and the first values of its first file."""
 
-    def __init__(self, section: str, path: str, config_folder: Path, notes: dict[str, str]) -> None:
-        self.section, self.config_folder, self.notes = section, config_folder, notes
+    def __init__(self, section: str, path: str, config_folder: Path, note_by_setting: dict[str, str]) -> None:
+        self.section, self.config_folder, self.note_by_setting = section, config_folder, note_by_setting
         self.sources = open_sources((path,), setting=f"{section}.paths")
         schema = self.sources[0].schema
         self.type_by_column = {
@@ -115,7 +115,7 @@ class _Table:
 
     def note_guess(self, setting: str, column: str) -> None:
         """Write a note for `setting`, whose guessed value is `column`."""
-        self.notes[f"{self.section}.{setting}"] = f"guessed: column {shown(column)} is {self.type_by_column[column]}"
+        self.note_by_setting[f"{self.section}.{setting}"] = f"guessed: column {shown(column)} is {self.type_by_column[column]}"
 
     def column_or_placeholder(
         self, setting: str, column: str | None, *, role: str, has_type: Callable[[pa.DataType], bool], types: str
@@ -137,7 +137,7 @@ class _Table:
         if unusable_columns:
             names = [f"{name} ({self.type_by_column[name]})" for name in unusable_columns]
             note += f"; {types}, unlike {shown_names(names, max_names=10)}"
-        self.notes[f"{self.section}.{setting}"] = note
+        self.note_by_setting[f"{self.section}.{setting}"] = note
         return f"<column of the {role}>"
 
 
@@ -154,7 +154,7 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
         time_column = _time_column(table, settings.values())
         if time_column is None and inputs.test is not None:
             settings["timestamp_column"] = None
-            table.notes["interactions.timestamp_column"] = "guessed: no column has times, so the log has no order"
+            table.note_by_setting["interactions.timestamp_column"] = "guessed: no column has times, so the log has no order"
         else:
             settings["timestamp_column"] = table.column_or_placeholder(
                 "timestamp_column",
@@ -164,14 +164,16 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
                 types="times are timestamps, dates or integers",
             )
             if time_column is None:
-                table.notes["interactions.timestamp_column"] += (
+                table.note_by_setting["interactions.timestamp_column"] += (
                     "; for a log without times, use --test, or write timestamp_column: null, order_column and "
                     "split: {kind: leave_last_out}"
                 )
     if settings["timestamp_column"] in table.columns(pa.types.is_integer):
         unit, newest_time = _time_unit(table, settings["timestamp_column"])
         settings["timestamp_unit"] = unit or "s"
-        table.notes["interactions.timestamp_unit"] = f"guessed from {newest_time}, the newest time in the first rows of the log"
+        table.note_by_setting["interactions.timestamp_unit"] = (
+            f"guessed from {newest_time}, the newest time in the first rows of the log"
+        )
     settings |= _guess_label(table, settings.values())
 
     for setting, words, role in (("user_column", USER_WORDS, "users"), ("item_column", ITEM_WORDS, "items")):
@@ -181,7 +183,7 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
                 setting, _named_column(id_columns, words), role=role, has_type=_is_id, types=ID_TYPES
             )
     if inputs.test is not None:
-        test_table = _Table("interactions.split", inputs.test, table.config_folder, table.notes)
+        test_table = _Table("interactions.split", inputs.test, table.config_folder, table.note_by_setting)
         settings["split"] = FileSplit(test_paths=(test_table.path_in_config,), validation_share=0.1)
     return InteractionsConfig(paths=(table.path_in_config,), **settings)
 
@@ -197,7 +199,7 @@ def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]
     if smallest == largest:
         return {}
     table.note_guess("label_column", column)
-    table.notes["interactions.label_threshold"] = (
+    table.note_by_setting["interactions.label_threshold"] = (
         f"guessed: the middle of {smallest:g} to {largest:g}; events below it are left out; "
         "delete label_column and label_threshold to keep all events"
     )
@@ -212,7 +214,9 @@ def _guess_embeddings(table: _Table, item_column: str | None) -> EmbeddingsConfi
     if prefixes and not vector_columns:
         ((prefix, num_columns),) = prefixes.most_common(1)
         settings["dimension_prefix"] = prefix
-        table.notes["embeddings.dimension_prefix"] = f"guessed: the names of {num_columns} columns start with {shown(prefix)}"
+        table.note_by_setting["embeddings.dimension_prefix"] = (
+            f"guessed: the names of {num_columns} columns start with {shown(prefix)}"
+        )
     else:
         vector_column = vector_columns[0] if len(vector_columns) == 1 else None
         settings["vector_column"] = table.column_or_placeholder(
@@ -242,7 +246,7 @@ def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
         note = "guessed from the types: delete the columns that do not describe an item"
         used_columns = {feature.name for feature in features}
         unused_columns = [column for column in feature_columns if column not in used_columns]
-        table.notes["features.items.features"] = note + (
+        table.note_by_setting["features.items.features"] = note + (
             f"; left out: {shown_names(unused_columns, max_names=10)}" if unused_columns else ""
         )
     return ItemTableConfig(paths=(table.path_in_config,), id_column=id_column, title_column=title_column, features=features)

@@ -106,15 +106,17 @@ def require_new_file(config_path: Path) -> None:
         raise InputError(f"{config_path}: the folder {config_path.parent} does not exist; create it first")
 
 
-def to_commented_yaml(config: PipelineConfig, *, notes: Mapping[str, str] | None = None, every_setting: bool = True) -> str:
+def to_commented_yaml(
+    config: PipelineConfig, *, note_by_setting: Mapping[str, str] | None = None, every_setting: bool = True
+) -> str:
     """Format `config` as YAML with the description and choices of each setting. The text loads back to an equal config.
 
     Args:
-        notes: comments by dotted name, written above the setting.
+        note_by_setting: comments by dotted name, written above the setting.
         every_setting: write all settings. Otherwise, write IMPORTANT_SETTINGS and the settings that differ from their default.
     """
     header = HEADER + (HEADER_ALL if every_setting else HEADER_IMPORTANT)
-    writer = _TemplateWriter(notes or {}, None if every_setting else IMPORTANT_SETTINGS)
+    writer = _TemplateWriter(note_by_setting or {}, None if every_setting else IMPORTANT_SETTINGS)
     return header + "\n".join(writer.lines(config)) + "\n"
 
 
@@ -122,19 +124,19 @@ class _TemplateWriter(NamedTuple):
     """Writer of a config as commented YAML.
 
     Attributes:
-        notes: comments by dotted name of a setting.
-        written_names: dotted names of the settings to write; None: all settings.
+        note_by_setting: comments by dotted name of a setting.
+        written_names: dotted names of the settings that are written even if they have their default; None: all settings.
     """
 
-    notes: Mapping[str, str]
+    note_by_setting: Mapping[str, str]
     written_names: Collection[str] | None
 
     def lines(self, config: BaseModel, *, group_name: str = "", depth: int = 0, kind_name: str | None = None) -> Iterator[str]:
         """Yield the lines of `config`, the group of settings with the dotted name `group_name`.
 
         Args:
-            kind_name: setting that selects the kind of the group. It is written even if it has its default. None if the group
-                has its default kind, or only one kind.
+            kind_name: setting that is written even if it has its default, because it selects the kind of the group. None if the
+                file needs no such setting: without it, the group would have the same kind.
         """
         indent = "  " * depth
         for setting_name, field in type(config).model_fields.items():
@@ -143,8 +145,8 @@ class _TemplateWriter(NamedTuple):
                 continue
             if depth == 0 and list(nested_config_classes(field.annotation)):
                 yield ""
-            if dotted_name in self.notes:
-                yield f"{indent}# {self.notes[dotted_name]}"
+            if dotted_name in self.note_by_setting:
+                yield f"{indent}# {self.note_by_setting[dotted_name]}"
             if isinstance(value, BaseModel):
                 yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
                 default = field.get_default(call_default_factory=True)
@@ -173,7 +175,7 @@ class _TemplateWriter(NamedTuple):
         indent = "  " * depth
         for name, group in groups.items():
             note_prefix = f"{group_name}.{name}."
-            for note in dict.fromkeys(note for key, note in self.notes.items() if key.startswith(note_prefix)):
+            for note in dict.fromkeys(note for key, note in self.note_by_setting.items() if key.startswith(note_prefix)):
                 yield f"{indent}# {note}"
             settings = group.model_dump(mode="json", exclude_defaults=True)
             yield f"{indent}{_inline_yaml(name)}: {_inline_yaml(settings)}"
@@ -200,21 +202,20 @@ def _choices(field: FieldInfo) -> list[str]:
     config_classes = list(nested_config_classes(field.annotation))
     if len(config_classes) > 1:
         shared_names = set.intersection(*(set(config_class.model_fields) for config_class in config_classes))
-        return [_member_and_settings(config_class, shared_names=shared_names) for config_class in config_classes]
+        return [_kind_and_settings(config_class, shared_names=shared_names) for config_class in config_classes]
     if config_classes:
         return []
     literal_choices = [argument for argument in get_args(field.annotation) if isinstance(argument, str)]
     return literal_choices if len(literal_choices) > 1 else []
 
 
-def _member_and_settings(config_class: type[BaseModel], *, shared_names: set[str]) -> str:
+def _kind_and_settings(config_class: type[BaseModel], *, shared_names: set[str]) -> str:
+    """Return text such as "time: test_days, validation_days": the kind that a class describes, and its own settings."""
     tag_names = union_tags(config_class)
-    values = [str(config_class.model_fields[name].default) for name in tag_names]  # each member of a union has a tag
-    member_name = " with ".join(
-        [values[0], *(f"{name} {value}" for name, value in zip(tag_names[1:], values[1:], strict=True))]
-    )
-    settings = ", ".join(name for name in config_class.model_fields if name not in {*shared_names, *tag_names})
-    return f"{member_name}: {settings}" if settings else member_name
+    values = [str(config_class.model_fields[name].default) for name in tag_names]  # each class of a union has a tag
+    kind = " with ".join([values[0], *(f"{name} {value}" for name, value in zip(tag_names[1:], values[1:], strict=True))])
+    own_names = ", ".join(name for name in config_class.model_fields if name not in {*shared_names, *tag_names})
+    return f"{kind}: {own_names}" if own_names else kind
 
 
 def _inline_yaml(value: Any) -> str:

@@ -59,4 +59,4 @@ def test_a_version_is_not_compared_with_itself(config_path: Path, monkeypatch: p
     monkeypatch.setattr(query, "newest_version_number", lambda *_: "3")
     monkeypatch.setattr(query, "load_version", lambda *_, **__: SimpleNamespace(version="3"))  # version 3 is the champion
     with pytest.raises(InputError, match=r"^version 3 would be compared with itself; name two versions with --version and"):
-        query.compare_versions(load_config(config_path), version=None, other="champion", num_users=10, k=5)
+        query.compare_versions(load_config(config_path), version=None, reference="champion", num_users=10, k=5)

@@ -51,7 +51,7 @@ def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -
             for suggestion in suggested
             if suggestion.setting in proposal.changes
         }
-        config_yaml = to_commented_yaml(proposal.config, notes=reasons, every_setting=False)
+        config_yaml = to_commented_yaml(proposal.config, note_by_setting=reasons, every_setting=False)
         written_path.write_text(config_yaml, encoding="utf-8")
     if as_json:
         suggestion_fields = [suggestion.model_dump(exclude={"search"}) for suggestion in suggested]

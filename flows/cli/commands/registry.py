@@ -161,24 +161,34 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
     output.print_table(titles, rows, left_columns=(0, len(titles) - 1))
 
 
-def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users: int, k: int, as_json: bool) -> None:
+def compare(loaded: LoadedConfig, *, version: str | None, reference: str, num_users: int, k: int, as_json: bool) -> None:
     """Print metrics and overlap of the recommendations of two versions, and items with other numbers of users."""
     config = loaded.config
-    before, after, overlap = compare_versions(config, version=version, other=other, num_users=num_users, k=k)
+    reference_number, version_number, overlap = compare_versions(
+        config, version=version, reference=reference, num_users=num_users, k=k
+    )
     client = connect(config.workspace)
     versions = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
     metrics_by_version: dict[str, Any] = {str(version_row["version"]): version_row["metrics"] for version_row in versions}
-    metrics_before, metrics_after = metrics_by_version[before], metrics_by_version[after]
-    metric_pairs = {name: (metrics_before.get(name), metrics_after.get(name)) for name in {**metrics_before, **metrics_after}}
+    reference_metrics, version_metrics = metrics_by_version[reference_number], metrics_by_version[version_number]
+    metric_pairs = {
+        name: (reference_metrics.get(name), version_metrics.get(name)) for name in {**reference_metrics, **version_metrics}
+    }
     metric_pairs = {name: values for name, values in metric_pairs.items() if name.startswith(("served/", "exact_", "index/"))}
     if as_json:
         output.print_json(
-            json.dumps({"versions": [before, after], "metrics": metric_pairs, "recommendations": overlap.model_dump()})
+            json.dumps(
+                {
+                    "versions": [reference_number, version_number],
+                    "metrics": metric_pairs,
+                    "recommendations": overlap.model_dump(),
+                }
+            )
         )
         return
-    output.print_line(f"version {after}, compared with version {before}")
+    output.print_line(f"version {version_number}, compared with version {reference_number}")
     output.print_table(
-        ["metric", f"version {before}", f"version {after}", "difference"],
+        ["metric", f"version {reference_number}", f"version {version_number}", "difference"],
         [
             [name, format_metric(old), format_metric(new), "-" if None in (old, new) else f"{new - old:+z.4f}"]
             for name, (old, new) in metric_pairs.items()
@@ -199,7 +209,12 @@ def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users:
             ]
             for mover in overlap.movers
         ]
-        column_titles = [*(["title"] if has_titles else []), "item", f"users of version {before}", f"users of version {after}"]
+        column_titles = [
+            *(["title"] if has_titles else []),
+            "item",
+            f"users of version {reference_number}",
+            f"users of version {version_number}",
+        ]
         output.print_table(column_titles, rows)
 
 

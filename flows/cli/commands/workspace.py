@@ -38,13 +38,17 @@ def init(config_path: Path, *, inputs: InputOptions, every_setting: bool) -> Non
     require_new_file(config_path)
     if inputs.log is None and any((inputs.test, inputs.user_column, inputs.item_column, inputs.time_column)):
         raise InputError("--test, --user-column, --item-column and --time-column are about the log; add --log")
-    config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"
+    config, note_by_setting, next_step = starter_config(), dict[str, str](), "set your paths and columns"
     if inputs != InputOptions():
         guesses = settings.column_guesses
-        config, notes = guesses.guess_config(config, guesses.InitInputs(**asdict(inputs)), config_folder=config_path.parent)
-        unknown = [setting for setting, note in notes.items() if note.startswith(guesses.FILL_IN)]
+        config, note_by_setting = guesses.guess_config(
+            config, guesses.InitInputs(**asdict(inputs)), config_folder=config_path.parent
+        )
+        unknown = [setting for setting, note in note_by_setting.items() if note.startswith(guesses.FILL_IN)]
         next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
-    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
+    config_path.write_text(
+        to_commented_yaml(config, note_by_setting=note_by_setting, every_setting=every_setting), encoding="utf-8"
+    )
     output.print_line(f"wrote {config_path}; {next_step}, then: nightjar validate {shlex.quote(str(config_path))}")
 
 

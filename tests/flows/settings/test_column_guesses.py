@@ -37,12 +37,12 @@ def guess(folder: Path, **inputs: str) -> tuple[PipelineConfig, dict[str, str]]:
 
 
 def guess_log(folder: Path, columns: dict[str, object], **inputs: str) -> tuple[InteractionsConfig, dict[str, str]]:
-    config, notes = guess(folder, log=write_parquet(folder / "log.parquet", **columns), **inputs)
-    return config.interactions, notes
+    config, note_by_setting = guess(folder, log=write_parquet(folder / "log.parquet", **columns), **inputs)
+    return config.interactions, note_by_setting
 
 
-def unknown_settings(notes: dict[str, str]) -> list[str]:
-    return [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
+def unknown_settings(note_by_setting: dict[str, str]) -> list[str]:
+    return [setting for setting, note in note_by_setting.items() if note.startswith(FILL_IN)]
 
 
 def columns_of(interactions: InteractionsConfig) -> tuple[str, str, str | None]:
@@ -60,9 +60,9 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     items_path = write_parquet(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
     vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=[7], values=vector)
-    config, notes = guess(tmp_path, log=log_path, items=items_path, vectors=vectors_path)
+    config, note_by_setting = guess(tmp_path, log=log_path, items=items_path, vectors=vectors_path)
     config_path = tmp_path / "nightly.yaml"
-    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    config_path.write_text(to_commented_yaml(config, note_by_setting=note_by_setting, every_setting=False))
     loaded = load_config(config_path)
     assert loaded == config.with_absolute_paths(tmp_path)
     interactions = loaded.interactions
@@ -76,7 +76,7 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     assert loaded.features.items.title_column == "title"
     lines = [line.strip() for line in config_path.read_text().splitlines()]
     assert lines[lines.index("# guessed: column 'userId' is int64") + 1].startswith("user_column: userId")
-    assert all(f"# {note}" in lines for note in notes.values())
+    assert all(f"# {note}" in lines for note in note_by_setting.values())
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,10 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     ],
 )
 def test_columns_are_recognised_by_their_names(tmp_path: Path, columns: tuple[str, str, str]) -> None:
-    interactions, notes = guess_log(tmp_path, dict(zip(columns, (random_ids(200), random_ids(50), TIMES_S), strict=True)))
-    assert columns_of(interactions) == columns and unknown_settings(notes) == []
+    interactions, note_by_setting = guess_log(
+        tmp_path, dict(zip(columns, (random_ids(200), random_ids(50), TIMES_S), strict=True))
+    )
+    assert columns_of(interactions) == columns and unknown_settings(note_by_setting) == []
 
 
 def test_the_name_decides_between_several_columns_with_times(tmp_path: Path) -> None:
@@ -100,17 +102,17 @@ def test_the_name_decides_between_several_columns_with_times(tmp_path: Path) -> 
 
 
 def test_the_note_of_an_unrecognised_column_lists_the_possible_columns(tmp_path: Path) -> None:
-    config, notes = guess(
+    config, note_by_setting = guess(
         tmp_path, log=write_parquet(tmp_path / "log.parquet", a=np.arange(NUM_EVENTS) % 200, b=np.arange(NUM_EVENTS) % 50)
     )
     settings = ["interactions.timestamp_column", "interactions.user_column", "interactions.item_column"]
-    assert unknown_settings(notes) == settings
-    assert notes["interactions.user_column"] == "FILL IN the column of the users: one of ['a', 'b']"
-    assert notes["interactions.timestamp_column"].endswith(
+    assert unknown_settings(note_by_setting) == settings
+    assert note_by_setting["interactions.user_column"] == "FILL IN the column of the users: one of ['a', 'b']"
+    assert note_by_setting["interactions.timestamp_column"].endswith(
         "for a log without times, use --test, or write timestamp_column: null, order_column and split: {kind: leave_last_out}"
     )
     config_path = tmp_path / "nightly.yaml"
-    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    config_path.write_text(to_commented_yaml(config, note_by_setting=note_by_setting, every_setting=False))
     assert columns_of(load_config(config_path).interactions) == (
         "<column of the users>", "<column of the items>", "<column of the times>",
     )  # fmt: skip
@@ -119,15 +121,17 @@ def test_the_note_of_an_unrecognised_column_lists_the_possible_columns(tmp_path:
 def test_the_note_of_a_column_that_cannot_be_used_has_its_type_and_the_usable_types(tmp_path: Path) -> None:
     user_ids, times = pa.array([1.0, None], pa.float64()), pa.array(["2026-01-01", "2026-01-02"])
     log_path = write_parquet(tmp_path / "log.parquet", user_id=user_ids, item_id=[7, 8], time=times)
-    _, notes = guess(tmp_path, log=log_path, vectors=write_parquet(tmp_path / "v.parquet", item_id=[7], vector=["0.5 0.25"]))
-    assert notes["interactions.user_column"] == (
+    _, note_by_setting = guess(
+        tmp_path, log=log_path, vectors=write_parquet(tmp_path / "v.parquet", item_id=[7], vector=["0.5 0.25"])
+    )
+    assert note_by_setting["interactions.user_column"] == (
         "FILL IN the column of the users: one of ['item_id', 'time']; ids are integers or strings, unlike ['user_id (double)']"
     )
     assert (
         "one of ['item_id']; times are timestamps, dates or integers, unlike ['user_id (double)', 'time (string)']"
-        in (notes["interactions.timestamp_column"])
+        in (note_by_setting["interactions.timestamp_column"])
     )
-    assert notes["embeddings.vector_column"] == (
+    assert note_by_setting["embeddings.vector_column"] == (
         "FILL IN the column of the vectors: no column can be used; vectors are lists of floats, unlike ['item_id (int64)', "
         "'vector (string)']"
     )
@@ -136,12 +140,12 @@ def test_the_note_of_a_column_that_cannot_be_used_has_its_type_and_the_usable_ty
 def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> None:
     for name in ("train.parquet", "test.parquet"):
         write_parquet(tmp_path / name, user=random_ids(200), item=random_ids(50))
-    config, notes = guess(tmp_path, log=str(tmp_path / "train.parquet"), test=str(tmp_path / "test.parquet"))
-    assert columns_of(config.interactions) == ("user", "item", None) and unknown_settings(notes) == []
+    config, note_by_setting = guess(tmp_path, log=str(tmp_path / "train.parquet"), test=str(tmp_path / "test.parquet"))
+    assert columns_of(config.interactions) == ("user", "item", None) and unknown_settings(note_by_setting) == []
     split = config.interactions.split
     assert isinstance(split, FileSplit) and (split.test_paths, split.validation_share) == (("test.parquet",), 0.1)
     config_path = tmp_path / "nightly.yaml"
-    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    config_path.write_text(to_commented_yaml(config, note_by_setting=note_by_setting, every_setting=False))
     assert not load_config(config_path).model.history.last_item_feature
     config, _ = guess(
         tmp_path,
@@ -173,8 +177,8 @@ def test_the_label_threshold_is_the_middle_of_the_finite_labels(tmp_path: Path, 
 
 def test_columns_from_options_are_not_guessed(tmp_path: Path) -> None:
     columns = {"user": random_ids(200), "a": random_ids(300), "b": random_ids(50), "c": TIMES_S}
-    interactions, notes = guess_log(tmp_path, columns, user_column="a", item_column="b", time_column="c")
-    assert columns_of(interactions) == ("a", "b", "c") and list(notes) == ["interactions.timestamp_unit"]
+    interactions, note_by_setting = guess_log(tmp_path, columns, user_column="a", item_column="b", time_column="c")
+    assert columns_of(interactions) == ("a", "b", "c") and list(note_by_setting) == ["interactions.timestamp_unit"]
     with pytest.raises(InputError, match=r"log.parquet: no column 'usr' \(interactions.user_column\); did you mean 'user'?"):
         guess_log(tmp_path, columns, user_column="usr")
     with pytest.raises(InputError, match="user_column and item_column are both 'a'"):
@@ -186,31 +190,31 @@ def test_the_id_column_of_the_vectors_is_the_item_column_of_the_log(tmp_path: Pa
     vectors_path = write_parquet(tmp_path / "vectors.parquet", id=[7], thing=[7], dim_0=[0.5], dim_1=[0.25])
     config, _ = guess(tmp_path, log=log_path, vectors=vectors_path, item_column="thing")
     assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("thing", "dim_")
-    config, notes = guess(tmp_path, vectors=write_parquet(tmp_path / "none.parquet", id=[7], thing=[7]))
-    assert config.embeddings[0].id_column == "id" and unknown_settings(notes) == ["embeddings.vector_column"]
+    config, note_by_setting = guess(tmp_path, vectors=write_parquet(tmp_path / "none.parquet", id=[7], thing=[7]))
+    assert config.embeddings[0].id_column == "id" and unknown_settings(note_by_setting) == ["embeddings.vector_column"]
 
 
 def test_a_column_with_a_name_in_another_alphabet_is_not_the_id_column(tmp_path: Path, log_path: str) -> None:
     columns = {"名前": ["a", "b"], "商品コード": ["1", "2"], "embedding": [[0.5], [1.5]]}
-    config, notes = guess(tmp_path, log=log_path, vectors=write_parquet(tmp_path / "vectors.parquet", **columns))
+    config, note_by_setting = guess(tmp_path, log=log_path, vectors=write_parquet(tmp_path / "vectors.parquet", **columns))
     assert config.embeddings[0].id_column == "<column of the item ids>"
-    assert unknown_settings(notes) == ["embeddings.id_column"]
+    assert unknown_settings(note_by_setting) == ["embeddings.id_column"]
 
 
 def test_the_note_of_the_features_has_the_columns_that_are_left_out(tmp_path: Path, log_path: str) -> None:
     columns = {"item_id": [1, 2], "in stock": [1, 2]} | {f"genre{index}": [1, 2] for index in range(22)}
-    config, notes = guess(tmp_path, log=log_path, items=write_parquet(tmp_path / "items.parquet", **columns))
+    config, note_by_setting = guess(tmp_path, log=log_path, items=write_parquet(tmp_path / "items.parquet", **columns))
     assert config.features is not None and config.features.items is not None
     assert [feature.name for feature in config.features.items.features] == [f"genre{index}" for index in range(20)]
-    assert notes["features.items.features"].endswith("; left out: ['in stock', 'genre20', 'genre21']")
+    assert note_by_setting["features.items.features"].endswith("; left out: ['in stock', 'genre20', 'genre21']")
 
 
 def test_a_table_with_titles_alone_has_no_features(tmp_path: Path, log_path: str) -> None:
     items_path = write_parquet(tmp_path / "movies.parquet", movieId=[7], Name=["Up"])
-    config, notes = guess(tmp_path, log=log_path, items=items_path)
+    config, note_by_setting = guess(tmp_path, log=log_path, items=items_path)
     assert config.features is not None and config.features.items is not None
     assert (config.features.items.title_column, config.features.items.features) == ("Name", ())
-    assert notes["features.items.title_column"] == "guessed: column 'Name' is string"
+    assert note_by_setting["features.items.title_column"] == "guessed: column 'Name' is string"
 
 
 def test_decimals_in_an_item_table_are_numeric_features(tmp_path: Path, log_path: str) -> None:

@@ -31,7 +31,7 @@ def test_the_written_file_has_every_suggestion_and_gets_no_more(tmp_path: Path, 
     proposal = SuggestedConfig.of(config, suggested)
     assert proposal.problem_by_setting == {} and len(proposal.changes) > 3
     reasons = {item.setting: item.reason for item in suggested if item.setting in proposal.changes}
-    text = to_commented_yaml(proposal.config, notes=reasons, every_setting=False)
+    text = to_commented_yaml(proposal.config, note_by_setting=reasons, every_setting=False)
     assert [reason for reason in reasons.values() if reason not in text] == []
     config_path = tmp_path / "suggested.yaml"
     config_path.write_text(text)

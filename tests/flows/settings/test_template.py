@@ -35,7 +35,9 @@ def test_settings_of_tables_and_other_kinds_than_the_default_load_back(tmp_path:
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
     config = load_config(config_path, settings)
-    config_path.write_text(to_commented_yaml(config, notes={"tables.item.transfer": "a note"}, every_setting=every_setting))
+    config_path.write_text(
+        to_commented_yaml(config, note_by_setting={"tables.item.transfer": "a note"}, every_setting=every_setting)
+    )
     assert load_config(config_path) == config
     assert "  # a note\n  item: {" in config_path.read_text()
 

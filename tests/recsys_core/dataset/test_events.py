@@ -28,8 +28,7 @@ logs = st.lists(
     max_size=6,
 )
 
-
-pytestmark = pytest.mark.usefixtures("num_shards")
+pytestmark = pytest.mark.usefixtures("num_shards")  # each test runs with several numbers of shards
 
 
 def store_of(log: Log, *, is_ordered: bool = True, event_weights: list[float] | None = None) -> EventStore:

@@ -18,8 +18,7 @@ NegativeTimes = list[tuple[list[int], list[int], list[int]]]
 """Ascending times of known negatives, by user and split. A time is the number of the user's earlier events in the split."""
 FIRST_NEGATIVE_ITEM = 20_000
 
-
-pytestmark = pytest.mark.usefixtures("num_shards")
+pytestmark = pytest.mark.usefixtures("num_shards")  # each test runs with several numbers of shards
 
 
 @st.composite

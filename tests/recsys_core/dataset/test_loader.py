@@ -1,4 +1,7 @@
-"""Examples, negatives, weights and threads of the training loader, and batches of queries."""
+"""Examples, sampled negatives, weights and threads of the training loader, and batches of queries.
+
+A log has a tuple for each user: (training items, validation items, test items).
+"""
 
 import itertools
 import threading
@@ -19,19 +22,14 @@ from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader, pr
 from recsys_core.errors import InputError
 from recsys_core.models.loss.objective import negative_share
 from tests.recsys_core.dataset.test_events import Log, logs, store_of
-from tests.recsys_core.dataset.test_known_negatives import (
-    NegativeTimes,
-    logs_with_negatives,
-    negative_items,
-    store_with_negatives,
-)
+from tests.recsys_core.dataset.test_known_negatives import NegativeTimes, store_with_negatives
 
 MAX_HISTORY = 3
 TENSOR_NAMES = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
 """Fields of a batch that are tensors. `sparse` has further tensors."""
 
 
-pytestmark = pytest.mark.usefixtures("num_shards")
+pytestmark = pytest.mark.usefixtures("num_shards")  # each test runs with several numbers of shards
 
 
 def loader_of(
@@ -61,6 +59,11 @@ def log_of_distinct_items(num_events_by_user: list[int]) -> Log:
     """Return a log of training events with the items 0, 1, 2, ..., so that an item identifies its event."""
     counter = itertools.count()
     return [([next(counter) for _ in range(num_events)], [], []) for num_events in num_events_by_user]
+
+
+def first_batch(loader: TrainLoader) -> Batch:
+    """Return the first batch of the first epoch."""
+    return loader.batch(0, 0)
 
 
 def candidates(batch: Batch) -> list[int]:
@@ -105,19 +108,19 @@ def test_an_epoch_of_all_ranks_has_each_example_at_most_once(
     num_events_by_user: list[int], world_size: int, batch_size: int, epoch: int
 ) -> None:
     store = store_of(log_of_distinct_items(num_events_by_user))
-    seen_items: list[int] = []
+    epoch_items: list[int] = []
     batch_sizes_by_rank: list[list[int]] = []
     for rank in range(world_size):
         loader = loader_of(store, rank=rank, world_size=world_size, batch_size=batch_size)
         batches = [loader.batch(epoch, batch_index) for batch_index in range(len(loader))]
-        seen_items += [item for batch in batches for item in positives(batch)]
+        epoch_items += [item for batch in batches for item in positives(batch)]
         batch_sizes_by_rank.append([batch.batch_size for batch in batches])
         assert batch_sizes_by_rank[-1] == [loader.num_batch_queries(batch_index) for batch_index in range(len(loader))]
         assert sum(batch_sizes_by_rank[-1]) == loader.num_epoch_queries
     assert batch_sizes_by_rank == [batch_sizes_by_rank[0]] * world_size
     assert all(0 < size <= batch_size for size in batch_sizes_by_rank[0])
-    assert len(set(seen_items)) == len(seen_items)
-    assert sum(num_events_by_user) - world_size < len(seen_items) <= sum(num_events_by_user)
+    assert len(set(epoch_items)) == len(epoch_items)
+    assert sum(num_events_by_user) - world_size < len(epoch_items) <= sum(num_events_by_user)
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,7 +161,7 @@ def test_positives_users_and_histories_belong_to_one_example(
 def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
     store = store_of(log_of_distinct_items([50]))
     batches = [
-        loader_of(store, rank=rank, world_size=2, batch_size=5, num_negatives=400).batch(0, batch_index)
+        loader_of(store, rank=rank, world_size=2, batch_size=5, num_negatives=400).batch(epoch=0, batch_index=batch_index)
         for rank in range(2)
         for batch_index in range(2)
     ]
@@ -170,7 +173,7 @@ def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() 
 def test_negatives_are_sampled_in_proportion_to_their_share() -> None:
     share_I = np.array([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
     loader = loader_of(store_of([([1, 3, 4], [], [])]), batch_size=3, num_negatives=100_000, negative_share_I=share_I)
-    sampled_share_I = np.bincount(candidates(loader.batch(0, 0))[3:], minlength=6) / 100_000
+    sampled_share_I = np.bincount(candidates(first_batch(loader))[3:], minlength=6) / 100_000
     assert sampled_share_I[share_I == 0].sum() == 0
     np.testing.assert_allclose(sampled_share_I, share_I, atol=0.01)
 
@@ -179,7 +182,7 @@ def test_negatives_are_sampled_in_proportion_to_their_share() -> None:
 @settings(max_examples=60, deadline=None)
 def test_only_items_with_a_training_event_are_sampled(event_counts: list[int], alpha: float) -> None:
     share_I = negative_share(np.array(event_counts), alpha)
-    batch = loader_of(store_of([([0], [], [])]), num_negatives=200, negative_share_I=share_I).batch(0, 0)
+    batch = first_batch(loader_of(store_of([([0], [], [])]), num_negatives=200, negative_share_I=share_I))
     assert all(event_counts[item] > 0 for item in candidates(batch)[1:])
 
 
@@ -214,7 +217,8 @@ def test_a_batch_depends_only_on_seed_epoch_rank_and_index(
     log: Log, is_ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
-    store = store_with_negatives(log, [([0] * 4, [], [0])] * len(log), is_ordered=is_ordered)
+    negative_times: NegativeTimes = [([0] * 4, [], [0])] * len(log)
+    store = store_with_negatives(log, negative_times, is_ordered=is_ordered)
     loader, equal_loader = (
         loader_of(
             store,
@@ -251,7 +255,7 @@ def test_the_order_of_the_examples_depends_on_seed_and_epoch() -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loaders compute chunks of 14 candidates: three batches of 4 positives, or two of 4 positives and 3 negatives."""
+    """Let loaders compute chunks of 14 candidates: three batches without negatives, or two batches with 3 negatives."""
     monkeypatch.setattr("recsys_core.dataset.loader.CHUNK_CANDIDATES", 14)
 
 
@@ -269,20 +273,20 @@ def test_closing_an_epoch_early_ends_its_thread(small_chunks: None) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("page 7 is gone"), SystemExit(3)])
-def test_an_error_in_the_background_thread_is_raised_after_the_items_before_it(error: BaseException) -> None:
-    def fail_after_six() -> Iterator[int]:
+def test_an_error_in_the_background_thread_is_raised_after_the_values_before_it(error: BaseException) -> None:
+    def numbers_before_error() -> Iterator[int]:
         yield from range(6)
         raise error
 
-    received_items = []
-    with pytest.raises(type(error)) as caught:
-        for item in prefetch(fail_after_six(), depth=2):
-            received_items.append(item)
-    assert caught.value is error and received_items == [*range(6)]
+    received_numbers = []
+    with pytest.raises(type(error)) as error_info:
+        for number in prefetch(numbers_before_error(), depth=2):
+            received_numbers.append(number)
+    assert error_info.value is error and received_numbers == [*range(6)]
     assert loader_threads() == []
 
 
-def test_the_background_thread_computes_no_more_than_depth_items_ahead() -> None:
+def test_the_background_thread_computes_no_more_than_depth_values_ahead() -> None:
     computed_numbers, buffer_is_full = [], threading.Event()
 
     def count_to_100() -> Iterator[int]:
@@ -302,7 +306,7 @@ def test_the_background_thread_computes_no_more_than_depth_items_ahead() -> None
 
 
 def test_all_tensors_of_a_batch_move_to_the_device() -> None:
-    batch = loader_of(store_of(log_of_distinct_items([9])), num_negatives=2).batch(0, 0)
+    batch = first_batch(loader_of(store_of(log_of_distinct_items([9])), num_negatives=2))
     assert are_equal(batch, batch.to(torch.device("cpu")))
     assert {tensor.device.type for tensor in tensors_of(batch.to(torch.device("meta")))} == {"meta"}
 
@@ -361,55 +365,3 @@ def test_fixed_catalogue_rows_follow_the_positives_of_every_batch() -> None:
     batches = list(loader_of(store, catalogue_row_N=catalogue_row_N).epoch(1))
     assert [positives(batch) for batch in batches] == [positives(batch) for batch in loader_of(store).epoch(1)]
     assert [candidates(batch)[batch.batch_size :] for batch in batches] == [catalogue_row_N.tolist()] * 3
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    log_with_negatives=logs_with_negatives().filter(lambda example: any(train for train, _, _ in example[1])),
-    batch_size=st.integers(1, 9),
-    num_negatives=st.integers(0, 4),
-    max_known_negatives=st.integers(1, 3),
-    is_ordered=st.booleans(),
-)
-def test_the_last_candidates_are_known_negatives_or_copies_of_the_positive(
-    log_with_negatives: tuple[Log, NegativeTimes],
-    batch_size: int,
-    num_negatives: int,
-    max_known_negatives: int,
-    is_ordered: bool,
-) -> None:
-    """The known negatives follow the candidates that the loader has without them."""
-    store = store_with_negatives(*log_with_negatives, is_ordered=is_ordered)
-    train_negatives_by_user = [train for train, _, _ in negative_items(log_with_negatives[1])]
-    sizes = {"batch_size": batch_size, "num_negatives": num_negatives}
-    loader, plain_loader = loader_of(store, max_known_negatives=max_known_negatives, **sizes), loader_of(store, **sizes)
-    for batch, plain_batch in zip(loader.epoch(1), plain_loader.epoch(1), strict=True):
-        num_plain_candidates = batch.batch_size + num_negatives
-        assert candidates(batch)[:num_plain_candidates] == candidates(plain_batch)
-        assert histories(batch) == histories(plain_batch)
-        last_candidates_BK = np.array(candidates(batch)[num_plain_candidates:]).reshape(batch.batch_size, max_known_negatives)
-        users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
-        for last_candidates, user, positive in zip(last_candidates_BK.tolist(), users_B, positives(batch), strict=True):
-            known_negatives = [item for item in last_candidates if item != positive]
-            train_negatives = train_negatives_by_user[int(user)]
-            assert set(known_negatives) <= set(train_negatives) and len(set(known_negatives)) == len(known_negatives)
-            assert last_candidates == known_negatives + [positive] * (max_known_negatives - len(known_negatives))
-            if not is_ordered:
-                assert len(known_negatives) == min(max_known_negatives, len(train_negatives))
-
-
-def test_known_negatives_of_an_unordered_log_differ_by_epoch_rank_and_batch() -> None:
-    store = store_with_negatives(log_of_distinct_items([40]), [([0] * 900, [], [])], is_ordered=False)
-    loaders = [loader_of(store, rank=rank, world_size=2, max_known_negatives=1) for rank in range(2)]
-    batches = [loader.batch(epoch, batch_index) for loader in loaders for epoch in range(2) for batch_index in range(2)]
-    assert len({tuple(candidates(batch)[batch.batch_size :]) for batch in batches}) == 8
-
-
-def test_known_negatives_that_the_store_does_not_have_are_rejected() -> None:
-    log: Log = [([1, 2], [3], [4])]
-    message = r"explicit_negatives is 2, but the ingest did not keep .*; set interactions.explicit_negatives to true"
-    with pytest.raises(InputError, match=message):
-        loader_of(store_of(log), max_known_negatives=2)
-    message = r"explicit_negatives is 2, but 0 known negatives are before the validation period, and 3 are after"
-    with pytest.raises(InputError, match=message):
-        loader_of(store_with_negatives(log, [([], [0, 0], [1])]), max_known_negatives=2)

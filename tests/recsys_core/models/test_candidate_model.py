@@ -1,4 +1,7 @@
-"""Item vectors of the candidate model, compared with the trained task, and vectors of unseen items."""
+"""Item vectors of the candidate model, compared with the trained task, and vectors of unseen items.
+
+Shapes: I items, V items of a batch, D width of a vector.
+"""
 
 from pathlib import Path
 
@@ -20,12 +23,12 @@ LAYERS = {"candidate": {"layers": [6, 4], "layer_norm": True, "skip_connection":
 
 
 def model_of(task: RetrievalTask) -> CandidateModel:
-    tables = {name: weight_of(task, name).detach().numpy() for name in task.head.spec.features("item")}
-    return CandidateModel.of(task.head.spec, tables=tables, dense=task.head.state_dict())
+    weight_by_table = {name: weight_of(task, name).detach().numpy() for name in task.head.spec.features("item")}
+    return CandidateModel.of(task.head.spec, tables=weight_by_table, dense=task.head.state_dict())
 
 
 @pytest.mark.parametrize(
-    ("config", "tables"),
+    ("config", "table_settings"),
     [
         ({}, {}),
         ({**LAYERS, "similarity": "dot"}, {"item": {"rescale": False}}),
@@ -38,62 +41,66 @@ def model_of(task: RetrievalTask) -> CandidateModel:
     ],
     ids=["default", "layers", "history of candidate vectors", "residual", "ensemble"],
 )
-def test_the_vectors_equal_the_vectors_of_a_task_with_the_same_item_rows(
-    config: dict[str, object], tables: dict[str, object]
+def test_the_model_computes_the_item_vectors_of_the_trained_task(
+    config: dict[str, object], table_settings: dict[str, object]
 ) -> None:
-    task = task_of(config, tables=tables, vector_dims={"item": 8}, features=FEATURE_KEYS).eval()
+    task = task_of(config, tables=table_settings, vector_dims={"item": 8}, features=FEATURE_KEYS).eval()
     spec = task.head.spec
     random = np.random.default_rng(3)
     vector_ID = random.normal(size=(NUM_ITEMS, 8)).astype(np.float32)
     for parameter in task.head.item.parameters():
         nn.init.normal_(parameter)  # the last layer begins with zeros
     with torch.no_grad():
-        # The item table is as before a training, which does not change the rows of cold items.
+        # The items are unseen, so the table `item` has the rows with which a training begins.
         settings = spec.tables["item"].settings
-        item_row_ID = torch.from_numpy(vector_ID)
-        item_row_ID = scale_to_norm(item_row_ID, norm=random_norm(settings.init_std, 8)) if settings.rescale else item_row_ID
-        weight_of(task, "item").copy_(item_row_ID.tile(1, spec.config.num_members))
+        weight_ID = torch.from_numpy(vector_ID)
+        if settings.rescale:
+            weight_ID = scale_to_norm(weight_ID, norm=random_norm(settings.init_std, 8))
+        weight_of(task, "item").copy_(weight_ID.tile(1, spec.config.num_members))
         if settings.transfer == "residual":
             weight_of(task, "item_offset").zero_()
         batch = batch_of(list(range(NUM_ITEMS)), features=FEATURE_STORE, users=[0], histories=[[]])
-        expected = [vectors.numpy() for vectors in task.encode_items(batch)]
+        expected_history_VD, expected_candidate_VD = (vector_VD.numpy() for vector_VD in task.encode_items(batch))
     order_V = np.argsort(batch.item_row_V.numpy())
-    actual = model_of(task).encode(vector_ID, FEATURE_STORE, np.arange(NUM_ITEMS))
-    for vectors, expected_vectors in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(vectors, expected_vectors[order_V], atol=1e-6)
+    history_ID, candidate_ID = model_of(task).encode(vector_ID, FEATURE_STORE, np.arange(NUM_ITEMS))
+    np.testing.assert_allclose(history_ID, expected_history_VD[order_V], atol=1e-6)
+    np.testing.assert_allclose(candidate_ID, expected_candidate_VD[order_V], atol=1e-6)
 
 
-def test_without_pretrained_vectors_an_unseen_item_has_a_row_of_zeros() -> None:
+def test_without_pretrained_vectors_an_unseen_item_has_a_table_row_of_zeros() -> None:
     task = task_of({}, features=FEATURE_KEYS).eval()
     with torch.no_grad():
         weight_of(task, "item").zero_()
         batch = batch_of([4, 2], features=FEATURE_STORE, users=[0], histories=[[]])
-        expected = task.encode_items(batch)[1].numpy()
-    actual = model_of(task).encode(None, FEATURE_STORE, batch.item_row_V.numpy())[1]
-    np.testing.assert_allclose(actual, expected, atol=1e-6)
+        _, expected_candidate_VD = task.encode_items(batch)
+    _, candidate_VD = model_of(task).encode(None, FEATURE_STORE, batch.item_row_V.numpy())
+    np.testing.assert_allclose(candidate_VD, expected_candidate_VD.numpy(), atol=1e-6)
 
 
 def test_an_unseen_item_has_the_popularity_of_an_item_without_events() -> None:
     task = task_of({"popularity": {"kind": "fixed", "weight": 1}}, features=FEATURE_KEYS).eval()
     batch = batch_of([4, 2], features=FEATURE_STORE, users=[0], histories=[[]])
-    popularity_V = task.encode_items(batch)[1][:, -1].tolist()
-    popularity_by_item = dict(zip(batch.item_row_V.tolist(), popularity_V, strict=True))
+    _, task_candidate_VD = task.encode_items(batch)  # the last number of a candidate vector is the popularity
+    popularity_by_item = dict(zip(batch.item_row_V.tolist(), task_candidate_VD[:, -1].tolist(), strict=True))
     # Item 2 has no event, item 4 has one event, and the most popular item has 9 events.
     assert popularity_by_item == {2: 0, 4: pytest.approx(np.log1p(1) / np.log1p(9))}
-    history_VD, vector_VD = model_of(task).encode(None, FEATURE_STORE, batch.item_row_V.numpy())
-    assert (history_VD.shape, vector_VD.shape) == ((2, 4), (2, 5)) and not vector_VD[:, -1].any()
-    assert model_of(task).encode(None, FEATURE_STORE, np.zeros(0, np.int64))[1].shape == (0, 5)
+    history_VD, candidate_VD = model_of(task).encode(None, FEATURE_STORE, batch.item_row_V.numpy())
+    assert (history_VD.shape, candidate_VD.shape) == ((2, 4), (2, 5)) and not candidate_VD[:, -1].any()
+    _, no_candidate_VD = model_of(task).encode(None, FEATURE_STORE, np.zeros(0, np.int64))
+    assert no_candidate_VD.shape == (0, 5)
 
 
 def test_a_saved_model_computes_the_same_vectors_bit_by_bit(tmp_path: Path) -> None:
     model = model_of(task_of(LAYERS, features=FEATURE_KEYS))
     model.save(tmp_path / "candidate.safetensors")
     loaded_model = CandidateModel.load(tmp_path / "candidate.safetensors", model.spec)
-    expected, actual = (encoder.encode(None, FEATURE_STORE, np.arange(5)) for encoder in (model, loaded_model))
-    for expected_vectors, vectors in zip(expected, actual, strict=True):
-        assert np.array_equal(vectors, expected_vectors)
+    history_VD, candidate_VD = model.encode(None, FEATURE_STORE, np.arange(5))
+    loaded_history_VD, loaded_candidate_VD = loaded_model.encode(None, FEATURE_STORE, np.arange(5))
+    assert np.array_equal(loaded_history_VD, history_VD)
+    assert np.array_equal(loaded_candidate_VD, candidate_VD)
 
 
 def test_without_items_there_are_no_vectors() -> None:
-    history_VD, vector_VD = model_of(task_of(LAYERS, features=FEATURE_KEYS)).encode(None, FEATURE_STORE, np.zeros(0, np.int64))
-    assert (history_VD.shape, vector_VD.shape) == ((0, 4), (0, 4))
+    model = model_of(task_of(LAYERS, features=FEATURE_KEYS))
+    history_VD, candidate_VD = model.encode(None, FEATURE_STORE, np.zeros(0, np.int64))
+    assert (history_VD.shape, candidate_VD.shape) == ((0, 4), (0, 4))

@@ -1,5 +1,6 @@
 """Lines of metrics.jsonl: values of all ranks, step times on a simulated GPU, lines of earlier attempts, and profiles."""
 
+import itertools
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -25,8 +26,8 @@ def write_lines(rank: int, path: Path) -> None:
     metrics_log._is_gpu = True
     torch.cuda.synchronize = lambda: None  # type: ignore[assignment]
     torch.cuda.max_memory_allocated = lambda device: 0  # type: ignore[assignment]
-    for first_step, last_step in zip((0, *LAST_STEPS), LAST_STEPS, strict=False):
-        for _ in range(first_step, last_step):
+    for previous_last_step, last_step in itertools.pairwise((0, *LAST_STEPS)):
+        for _ in range(previous_last_step, last_step):
             with metrics_log.time_step():
                 torch.ones(10).sum()
             metrics_log.add_step(torch.tensor(0.5), num_samples=8)
@@ -96,7 +97,7 @@ def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer
     tail = MetricsTail(path, lambda line: relayed_losses.append((line.step, line.loss)))
     write_metrics(path, losses=[0.25])
     tail.relay()
-    write_metrics(tmp_path / "new", losses=[0.5, 0.125])  # the second line begins before the end of the old file
+    write_metrics(tmp_path / "new", losses=[0.5, 0.125])  # the old file ends within the second new line
     (tmp_path / "new").replace(path)
     tail.relay()
     assert relayed_losses == [(1, 0.25), (2, 0.125)]  # step 1 is not relayed twice

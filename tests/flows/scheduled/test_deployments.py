@@ -1,4 +1,4 @@
-"""Deployments in a real Prefect server: created, compared, updated, and rejected before anything is created."""
+"""Deployments in a real Prefect server, their forms, and the states of flow runs whose process has ended."""
 
 import os
 import re
@@ -44,7 +44,7 @@ POOL = "workers"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start a Prefect server with a work pool, and set PREFECT_API_URL to its address."""
     folder = tmp_path_factory.mktemp("server")
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,7 @@ def deploy(folder: Path, *, work_pool: str | None = POOL, dry_run: bool = False,
     deploy_pipeline(loaded_config, work_pool_name=work_pool, dry_run=dry_run)
 
 
-def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
+def test_a_deployment_has_a_schedule_a_limit_of_one_run_and_the_config_as_a_parameter(
     tmp_path: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     schedule = {"cron": "15 2 * * *", "timezone": "Asia/Tokyo"}
@@ -152,12 +152,12 @@ def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client
     assert deployment is not None
     client.update_deployment_schedule(deployment.id, deployment.schedules[0].id, active=False)
     deploy(tmp_path, name=f"paused-{paused_flow}", schedule=crons)
-    schedules = {}
+    crons_by_flow = {}
     for flow in ("nightly-retrain", "refresh"):
         deployment = deployments.read_deployment(client, f"paused-{paused_flow}", flow_name=flow)
         assert deployment is not None
-        schedules[flow] = [(entry.schedule.cron, entry.active) for entry in deployment.schedules]  # type: ignore[union-attr]
-    assert schedules == {
+        crons_by_flow[flow] = [(schedule.schedule.cron, schedule.active) for schedule in deployment.schedules]  # type: ignore[union-attr]
+    assert crons_by_flow == {
         "nightly-retrain": [("15 2 * * *", paused_flow != "nightly-retrain")],
         "refresh": [("0 9-18 * * *", paused_flow != "refresh")],
     }
@@ -183,7 +183,7 @@ def test_a_name_that_prefect_does_not_accept_is_an_input_error(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("last_state", [Running, Completed])
-def test_the_reporter_sets_only_a_running_flow_run_to_crashed_and_the_slot_is_free(
+def test_the_reporter_sets_only_a_running_flow_run_to_crashed_and_the_next_run_can_start(
     tmp_path: Path, client: SyncPrefectClient, last_state: Callable[[], State]
 ) -> None:
     deploy(tmp_path, name="killed")
@@ -192,8 +192,8 @@ def test_the_reporter_sets_only_a_running_flow_run_to_crashed_and_the_slot_is_fr
     run, next_run = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
     for state in (Pending(), Running(), last_state()):
         client.set_flow_run_state(run.id, state)
-    reporter, pipe = start_reporter(str(run.id))
-    os.close(pipe)  # the kernel closes the pipe when this process ends
+    reporter, pipe_fd = start_reporter(str(run.id))
+    os.close(pipe_fd)  # the kernel does this when the process of a flow run ends
     assert reporter.wait(30) == 0
     state_type = client.read_flow_run(run.id).state_type
     assert state_type is not None and state_type.value == ("CRASHED" if last_state is Running else "COMPLETED")
@@ -303,7 +303,7 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
     assert [client.read_flow_run(run.id).state_name for run in (lost_run, current_run)] == ["Crashed", "Running"]
 
 
-def test_only_lost_flow_runs_of_commands_end_as_crashed(tmp_path: Path, client: SyncPrefectClient) -> None:
+def test_only_lost_flow_runs_without_a_deployment_end_as_crashed(tmp_path: Path, client: SyncPrefectClient) -> None:
     deploy(tmp_path, name="other")
     deployment = deployments.read_deployment(client, "other")
     assert deployment is not None
@@ -313,6 +313,7 @@ def test_only_lost_flow_runs_of_commands_end_as_crashed(tmp_path: Path, client: 
             client.set_flow_run_state(flow_run.id, state)
     end_lost_runs_of_commands()
     assert [client.read_flow_run(run.id).state_name for run in (command_run, deployed_run)] == ["Crashed", "Running"]
+    # The state of a task run may arrive after the end of its flow run.
     command_task_run, deployed_task_run = (
         client.create_task_run(task(lambda: None, name="train"), flow_run_id=run.id, dynamic_key="0", state=Running())
         for run in (command_run, deployed_run)
@@ -323,7 +324,8 @@ def test_only_lost_flow_runs_of_commands_end_as_crashed(tmp_path: Path, client: 
 
 def test_a_running_task_run_ends_as_crashed_after_any_number_of_completed_task_runs(client: SyncPrefectClient) -> None:
     trial, flow_run = task(lambda: None, name="trial"), client.create_flow_run(deployed_retrain)
-    running_id = UUID(int=1)  # the last one in the answers of the server, which have at most 200 task runs
+    # The server returns at most 200 task runs, in descending order of their ids, so it would leave out this one.
+    running_id = UUID(int=1)
     client.create_task_run(trial, flow_run_id=flow_run.id, dynamic_key="running", id=running_id, state=Running())
     for number in range(200):
         client.create_task_run(trial, flow_run_id=flow_run.id, dynamic_key=str(number), state=Completed())
@@ -332,10 +334,9 @@ def test_a_running_task_run_ends_as_crashed_after_any_number_of_completed_task_r
 
 
 def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:
-    retrain, *manual_deployments = entries = YAML(typ="safe", pure=True).load((ROOT / "prefect.yaml").read_text())[
-        "deployments"
-    ]
-    loaded_config = write_config(tmp_path, schedule=retrain["schedules"][0])
+    entries = YAML(typ="safe", pure=True).load((ROOT / "prefect.yaml").read_text())["deployments"]
+    retrain_entry, *manual_entries = entries
+    loaded_config = write_config(tmp_path, schedule=retrain_entry["schedules"][0])
     new_deployments = deployments.deployments_of(loaded_config, work_pool_name="nightjar")
     for entry, deployment in zip(entries, new_deployments, strict=True):
         assert entry["name"] == deployment.name
@@ -343,8 +344,8 @@ def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp
         assert entry["tags"] == deployment.tags
         assert set(entry["parameters"]) <= set(deployment.parameters)
         assert entry["work_pool"]["job_variables"]["env"] == ENVIRONMENT
-    assert retrain["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
-    assert not any({"concurrency_limit", "schedules"} & set(entry) for entry in manual_deployments)
+    assert retrain_entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+    assert not any({"concurrency_limit", "schedules"} & set(entry) for entry in manual_entries)
 
 
 SCRIPT_THAT_IGNORES_SIGTERM = (

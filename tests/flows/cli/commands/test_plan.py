@@ -1,4 +1,4 @@
-"""`nightjar plan` for a cluster other than this host, with a real log."""
+"""`nightjar plan` for this host and for a cluster, with a real log and with given sizes."""
 
 import json
 from pathlib import Path

@@ -25,38 +25,45 @@ pytestmark = pytest.mark.usefixtures("num_shards")  # each test runs with severa
 def logs_with_negatives(draw: st.DrawFn) -> tuple[Log, NegativeTimes]:
     """Draw a log and the times of its known negatives."""
     log = draw(logs)
-    times = [tuple(sorted(draw(st.lists(st.integers(0, len(part)), max_size=6))) for part in user) for user in log]
-    return log, times
+    negative_times = [
+        tuple(sorted(draw(st.lists(st.integers(0, len(split_items)), max_size=6))) for split_items in user) for user in log
+    ]
+    return log, negative_times
 
 
-def store_with_negatives(log: Log, times: NegativeTimes, *, is_ordered: bool = True) -> EventStore:
+def store_with_negatives(log: Log, negative_times: NegativeTimes, *, is_ordered: bool = True) -> EventStore:
     """Return a store with known negatives at these times, whose items are `negative_items(times)`."""
-    items = negative_items(times)
-    arrays = arrays_with_negatives(log, times, items, is_ordered=is_ordered)
+    items = negative_items(negative_times)
+    arrays = arrays_with_negatives(log, negative_times, items, is_ordered=is_ordered)
     shards = [
-        arrays_with_negatives(log[user_slice], times[user_slice], items[user_slice], is_ordered=is_ordered)
+        arrays_with_negatives(log[user_slice], negative_times[user_slice], items[user_slice], is_ordered=is_ordered)
         for user_slice in test_events.users_by_shard()
     ]
     return EventStore(test_events.in_shards(arrays, shards), is_ordered=is_ordered)
 
 
-def arrays_with_negatives(log: Log, times: NegativeTimes, items: list[list[list[int]]], *, is_ordered: bool) -> EventArrays:
+def arrays_with_negatives(
+    log: Log, negative_times: NegativeTimes, items: list[list[list[int]]], *, is_ordered: bool
+) -> EventArrays:
     """Return the arrays of a store with one shard. If `is_ordered` is false, `negative_event` is None."""
-    part_starts = np.concatenate([[0], np.cumsum([len(part) for user in log for part in user])])
-    times_by_part = [part for user in times for part in user]
-    event_index = [start + time for start, part in zip(part_starts, times_by_part, strict=False) for time in part]
+    split_starts = np.concatenate([[0], np.cumsum([len(split_items) for user in log for split_items in user])])
+    times_by_split = [split_times for user in negative_times for split_times in user]
+    negative_offset = np.concatenate([[0], np.cumsum([len(split_times) for split_times in times_by_split])])
+    event_index = [
+        start + time for start, split_times in zip(split_starts, times_by_split, strict=False) for time in split_times
+    ]
     return replace(
         arrays_of(log),
-        negative_offset=np.concatenate([[0], np.cumsum([len(part) for part in times_by_part])]).astype(np.int64),
-        negative_item=np.array([item for user in items for part in user for item in part], np.int32),
+        negative_offset=negative_offset.astype(np.int64),
+        negative_item=np.array([item for user in items for split_items in user for item in split_items], np.int32),
         negative_event=np.array(event_index, np.int64) if is_ordered else None,
     )
 
 
-def negative_items(times: NegativeTimes) -> list[list[list[int]]]:
+def negative_items(negative_times: NegativeTimes) -> list[list[list[int]]]:
     """Return the item of each known negative: FIRST_NEGATIVE_ITEM, FIRST_NEGATIVE_ITEM + 1, ..."""
     counter = count(FIRST_NEGATIVE_ITEM)
-    return [[[next(counter) for _ in part] for part in user] for user in times]
+    return [[[next(counter) for _ in split_times] for split_times in user] for user in negative_times]
 
 
 def negatives_of(store: EventStore) -> KnownNegatives:
@@ -69,14 +76,16 @@ def negatives_of(store: EventStore) -> KnownNegatives:
 def test_an_event_has_the_newest_negatives_of_its_user_before_or_at_the_event(
     log_with_negatives: tuple[Log, NegativeTimes], max_items: int
 ) -> None:
-    log, times = log_with_negatives
-    store = store_with_negatives(log, times)
+    log, negative_times = log_with_negatives
+    store = store_with_negatives(log, negative_times)
     event_index_B, user_B = training_events_and_users(store)
     draw_B = np.full(len(user_B), 0.5)
     negatives = negatives_of(store).at_events(event_index_B, user_B, max_items=max_items, draw_B=draw_B)
     expected_items = [
         [item for item, time in zip(items_by_split[0], times_by_split[0], strict=True) if time <= train_index][-max_items:]
-        for (train, _, _), times_by_split, items_by_split in zip(log, times, negative_items(times), strict=True)
+        for (train, _, _), times_by_split, items_by_split in zip(
+            log, negative_times, negative_items(negative_times), strict=True
+        )
         for train_index in range(len(train))
     ]
     assert lists_of(negatives) == expected_items
@@ -87,8 +96,9 @@ def test_an_event_has_the_newest_negatives_of_its_user_before_or_at_the_event(
 def test_the_negatives_before_a_split_are_the_negatives_of_the_earlier_splits(
     log_with_negatives: tuple[Log, NegativeTimes],
 ) -> None:
-    negatives = negatives_of(store_with_negatives(*log_with_negatives))
-    items_by_user = negative_items(log_with_negatives[1])
+    log, negative_times = log_with_negatives
+    negatives = negatives_of(store_with_negatives(log, negative_times))
+    items_by_user = negative_items(negative_times)
     user_B = np.arange(len(items_by_user))[::-1]
     assert lists_of(negatives.before(user_B, "validation")) == [train for train, _, _ in items_by_user[::-1]]
     assert lists_of(negatives.before(user_B, "test")) == [train + validation for train, validation, _ in items_by_user[::-1]]
@@ -100,13 +110,13 @@ def test_the_negatives_before_a_split_are_the_negatives_of_the_earlier_splits(
 def test_an_unordered_log_draws_distinct_training_negatives(
     log_with_negatives: tuple[Log, NegativeTimes], max_items: int, draw: float
 ) -> None:
-    log, times = log_with_negatives
-    store = store_with_negatives(log, times, is_ordered=False)
+    log, negative_times = log_with_negatives
+    store = store_with_negatives(log, negative_times, is_ordered=False)
     event_index_B, user_B = training_events_and_users(store)
     draw_B = np.full(len(user_B), draw)
     drawn_items_by_event = lists_of(negatives_of(store).at_events(event_index_B, user_B, max_items=max_items, draw_B=draw_B))
     for user, drawn_items in zip(user_B.tolist(), drawn_items_by_event, strict=True):
-        train_items = negative_items(times)[user][0]
+        train_items = negative_items(negative_times)[user][0]
         assert len(set(drawn_items)) == len(drawn_items) == min(max_items, len(train_items))
         assert set(drawn_items) <= set(train_items)
 

@@ -22,10 +22,10 @@ lists_by_shard = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, 
 
 
 @settings(deadline=None)
-@given(parts=lists_by_shard, data=st.data())
-def test_an_event_array_is_the_concatenation_of_its_shards(parts: list[list[int]], data: st.DataObject) -> None:
-    array = ShardedEventArray(ShardArrays.of(*(np.array(part, np.int32) for part in parts)))
-    expected_values = np.concatenate([np.array(part, np.int32) for part in parts])
+@given(values_by_shard=lists_by_shard, data=st.data())
+def test_an_event_array_is_the_concatenation_of_its_shards(values_by_shard: list[list[int]], data: st.DataObject) -> None:
+    array = ShardedEventArray(ShardArrays.of(*(np.array(shard_values, np.int32) for shard_values in values_by_shard)))
+    expected_values = np.concatenate([np.array(shard_values, np.int32) for shard_values in values_by_shard])
     assert len(array) == len(expected_values)
     start, stop = (data.draw(st.integers(0, len(expected_values))) for _ in range(2))
     assert array[start:stop].tolist() == expected_values[start:stop].tolist()
@@ -38,14 +38,18 @@ def test_an_event_array_is_the_concatenation_of_its_shards(parts: list[list[int]
 def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)
     # As in an offset array, the last entry of each part belongs to no user.
-    parts = ShardArrays.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
-    array = ShardedUserArray(parts, num_users=len(values_U), index_start_S=start_S)
+    shard_arrays = ShardArrays.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
+    array = ShardedUserArray(shard_arrays, num_users=len(values_U), index_start_S=start_S)
     expected_U = values_U + start_S[np.arange(len(values_U)) % num_shards]
     assert array[:].tolist() == expected_U.tolist() and len(array) == len(numbers)
     user_B = np.array(data.draw(st.lists(st.integers(0, len(numbers) - 1))) if numbers else [], np.int64)
     assert array[user_B].tolist() == expected_U[user_B].tolist()
-    assert [part[:-1].tolist() for part in parts] == [values_U[shard::num_shards].tolist() for shard in range(num_shards)]
-    assert users_by_shard(len(numbers), num_shards=num_shards).tolist() == [len(part) - 1 for part in parts]
+    assert [shard_array[:-1].tolist() for shard_array in shard_arrays] == [
+        values_U[shard::num_shards].tolist() for shard in range(num_shards)
+    ]
+    assert users_by_shard(len(numbers), num_shards=num_shards).tolist() == [
+        len(shard_array) - 1 for shard_array in shard_arrays
+    ]
     for shard in range(min(num_shards, len(numbers))):
         users = slice(shard, len(numbers), num_shards)
         assert array[users].tolist() == expected_U[users].tolist()
@@ -56,12 +60,14 @@ def test_searchsorted_counts_earlier_shards_and_searches_in_the_shard_of_the_eve
     num_events_S: list[int], data: st.DataObject
 ) -> None:
     start_S = np.cumsum(num_events_S) - num_events_S
-    parts = [sorted(data.draw(st.lists(st.integers(0, num_events), max_size=5))) for num_events in num_events_S]
-    array = ShardedEventIndices(ShardArrays.of(*(np.array(part, np.int64) for part in parts)), event_start_S=start_S)
+    indices_by_shard = [sorted(data.draw(st.lists(st.integers(0, num_events), max_size=5))) for num_events in num_events_S]
+    array = ShardedEventIndices(
+        ShardArrays.of(*(np.array(shard_indices, np.int64) for shard_indices in indices_by_shard)), event_start_S=start_S
+    )
     for shard, (num_events, start) in enumerate(zip(num_events_S, start_S.tolist(), strict=True)):
         for event in range(num_events):
-            num_before = sum(len(part) for part in parts[:shard])
-            expected_position = num_before + sum(event_index <= event for event_index in parts[shard])
+            num_before = sum(len(shard_indices) for shard_indices in indices_by_shard[:shard])
+            expected_position = num_before + sum(event_index <= event for event_index in indices_by_shard[shard])
             assert array.searchsorted(np.array([start + event]), side="right").tolist() == [expected_position]
 
 
@@ -130,14 +136,14 @@ def test_batches_have_users_and_items_above_2_to_the_31(large_store: EventStore,
     if num_shards == 1:  # the training batches would need an array of all users, which is too large for a test
         return
     loader = TrainLoader(ExampleSource(large_store, assembler, max_history=2), batch_size=5, rank_share=RankShare(0, 1), seed=1)
-    seen_examples = []
+    loaded_examples = []
     for batch in loader.epoch(0):
         users = batch.sparse[UNPOOLED]["user"].values().tolist()
         positives = batch.item_row_V[batch.candidate_index_C].tolist()[: batch.batch_size]
         for index, (user, item) in enumerate(zip(users, positives, strict=True)):
             history_index = batch.history_index_H[batch.history_offset[index] : batch.history_offset[index + 1]]
-            seen_examples.append((user, item, *batch.item_row_V[history_index].tolist()))
-    assert sorted(seen_examples) == sorted(
+            loaded_examples.append((user, item, *batch.item_row_V[history_index].tolist()))
+    assert sorted(loaded_examples) == sorted(
         example
         for user in range(NUM_IDS - 12, NUM_IDS)
         for example in ((user, user % 5), (user, user, user % 5), (user, user - 1, user % 5, user))

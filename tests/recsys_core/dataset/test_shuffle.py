@@ -47,10 +47,10 @@ def test_the_argument_is_not_modified(num_indices: int) -> None:
 def test_every_index_is_shuffled_to_every_position_equally_often(num_indices: int) -> None:
     """The chi-squared statistic has mean f and standard deviation sqrt(2 f) for f degrees of freedom."""
     num_shuffles = 300
-    counts = np.zeros((num_indices, num_indices))
+    count_by_index_and_position = np.zeros((num_indices, num_indices))
     for seed in range(num_shuffles):
-        counts[np.arange(num_indices), shuffled(np.arange(num_indices), n=num_indices, key=(seed, 1))] += 1
+        count_by_index_and_position[np.arange(num_indices), shuffled(np.arange(num_indices), n=num_indices, key=(seed, 1))] += 1
     expected_count = num_shuffles / num_indices
-    chi_squared = ((counts - expected_count) ** 2 / expected_count).sum()
+    chi_squared = ((count_by_index_and_position - expected_count) ** 2 / expected_count).sum()
     num_degrees_of_freedom = (num_indices - 1) ** 2
     assert chi_squared < num_degrees_of_freedom + 6 * np.sqrt(2 * num_degrees_of_freedom)

@@ -23,8 +23,10 @@ def test_ease_solves_the_ridge_regression_of_each_item_on_the_others(dense_UI: n
     for item in range(NUM_ITEMS):
         other_items = np.delete(np.arange(NUM_ITEMS), item)
         other_UV = dense_UI[:, other_items].astype(np.float64)
-        expected = np.linalg.solve(other_UV.T @ other_UV + 3.0 * np.eye(len(other_items)), other_UV.T @ dense_UI[:, item])
-        np.testing.assert_allclose(weight_II[other_items, item], expected, atol=1e-5)
+        expected_weights = np.linalg.solve(
+            other_UV.T @ other_UV + 3.0 * np.eye(len(other_items)), other_UV.T @ dense_UI[:, item]
+        )
+        np.testing.assert_allclose(weight_II[other_items, item], expected_weights, atol=1e-5)
         assert weight_II[item, item] == 0
 
 
@@ -36,15 +38,15 @@ def test_too_little_regularisation_for_items_with_the_same_users_is_rejected() -
 def test_the_vectors_of_ease_are_the_best_symmetric_approximation_of_its_weights(dense_UI: np.ndarray) -> None:
     present_UI = np.delete(dense_UI, ITEM_WITHOUT_EVENT, axis=1)
     weight_II = ease_weights(csr_array(present_UI), l2=3.0).astype(np.float64)
-    inverse = np.linalg.inv(present_UI.T.astype(np.float64) @ present_UI + 3.0 * np.eye(NUM_ITEMS - 1))
-    root_I = np.sqrt(np.diag(inverse))
+    inverse_II = np.linalg.inv(present_UI.T.astype(np.float64) @ present_UI + 3.0 * np.eye(NUM_ITEMS - 1))
+    root_I = np.sqrt(np.diag(inverse_II))
     symmetric_II = weight_II / root_I[:, None] * root_I
     np.testing.assert_allclose(symmetric_II, symmetric_II.T, atol=1e-5)
-    values, vectors = np.linalg.eigh(symmetric_II)
+    eigenvalue_I, eigenvector_II = np.linalg.eigh(symmetric_II)
     vector_ID = ease_vectors(csr_array(present_UI), l2=3.0, dim=6)
-    expected = vectors[:, -6:] * values[-6:] @ vectors[:, -6:].T
-    assert values[-6] > 0  # the six largest eigenvalues are positive, so the product of real vectors can represent them
-    np.testing.assert_allclose(vector_ID @ vector_ID.T, expected, atol=1e-4)
+    expected_II = eigenvector_II[:, -6:] * eigenvalue_I[-6:] @ eigenvector_II[:, -6:].T
+    assert eigenvalue_I[-6] > 0  # the six largest eigenvalues are positive, so the product of real vectors can represent them
+    np.testing.assert_allclose(vector_ID @ vector_ID.T, expected_II, atol=1e-4)
 
 
 @pytest.mark.parametrize(("user_exponent", "item_exponent"), [(0.5, 0.5), (0.3, 0.0)])

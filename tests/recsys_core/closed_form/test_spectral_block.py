@@ -59,10 +59,10 @@ def test_a_covariance_does_not_depend_on_chunks_and_may_leave_out_zero_rows(
     chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spectral_block, "CHUNK_ROWS", chunk_rows)
-    vectors = np.random.default_rng(0).normal(loc=3, size=(30, 4)).astype(np.float32)
-    vectors_with_zeros = np.concatenate([vectors, np.zeros((12, 4), np.float32)])
-    assert len(next(spectral_block.row_chunks(vectors))) == min(30, chunk_rows)
-    np.testing.assert_allclose(spectral_block.covariance(vectors), np.cov(vectors, rowvar=False), rtol=1e-5)
+    vector_RD = np.random.default_rng(0).normal(loc=3, size=(30, 4)).astype(np.float32)
+    vector_with_zeros_RD = np.concatenate([vector_RD, np.zeros((12, 4), np.float32)])
+    assert len(next(spectral_block.row_chunks(vector_RD))) == min(30, chunk_rows)
+    np.testing.assert_allclose(spectral_block.covariance(vector_RD), np.cov(vector_RD, rowvar=False), rtol=1e-5)
     np.testing.assert_allclose(
-        spectral_block.covariance(vectors, num_rows=42), np.cov(vectors_with_zeros, rowvar=False), rtol=1e-5
+        spectral_block.covariance(vector_RD, num_rows=42), np.cov(vector_with_zeros_RD, rowvar=False), rtol=1e-5
     )

@@ -147,13 +147,13 @@ def test_the_item_exponent_with_the_best_ndcg_on_validation_is_used(tmp_path: Pa
     assert best_exponent != exponents[0] and len({*ndcg_by_exponent.values()}) == 3
 
     config = ClosedFormConfig(ease_max_items=0, rank=4, item_exponents=exponents)
-    actual = linear_model(config, store=store, order_I=order_I)(test_histories)
+    chosen_scores = linear_model(config, store=store, order_I=order_I)(test_histories)
     best_config = config.model_copy(update={"item_exponents": (best_exponent,)})
-    expected = linear_model(best_config, store=store, order_I=order_I)(test_histories)
-    actual_UI, expected_UI = np.empty((80, 30), np.float32), np.empty((80, 30), np.float32)
-    for scores, score_UI in ((actual, actual_UI), (expected, expected_UI)):
+    best_scores = linear_model(best_config, store=store, order_I=order_I)(test_histories)
+    chosen_score_UI, best_score_UI = np.empty((80, 30), np.float32), np.empty((80, 30), np.float32)
+    for scores, score_UI in ((chosen_scores, chosen_score_UI), (best_scores, best_score_UI)):
         scores.score_tile(slice(0, 80), slice(0, 30), score_UI)
-    np.testing.assert_array_equal(actual_UI, expected_UI)
+    np.testing.assert_array_equal(chosen_score_UI, best_score_UI)
 
 
 @pytest.mark.filterwarnings("error")

@@ -199,7 +199,7 @@ def test_a_sample_of_users_is_the_same_every_time(tmp_path: Path) -> None:
     assert metrics["test/users"] == 2
 
 
-def test_without_auc_the_full_ranking_metrics_are_missing_and_the_others_stay_the_same(tmp_path: Path) -> None:
+def test_without_auc_only_the_metrics_of_the_full_ranking_are_missing(tmp_path: Path) -> None:
     all_metrics = _evaluate(tmp_path / "all", EvaluationConfig(ks=(1, 2)), has_embeddings=True).metrics
     names = ("recall", "ndcg", "precision", "hit_rate", "map", "mrr")
     metrics = _evaluate(tmp_path / "top", EvaluationConfig(ks=(1, 2), metrics=names), has_embeddings=True).metrics

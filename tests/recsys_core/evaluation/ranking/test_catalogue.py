@@ -69,27 +69,29 @@ def test_chunk_size_and_number_of_threads_do_not_change_the_ranking(monkeypatch:
 
 def test_a_catalogue_of_many_blocks_is_ranked_exactly() -> None:
     random = np.random.default_rng(5)
-    query, item = (torch.tensor(random.integers(-3, 4, shape), dtype=torch.float32) for shape in ((6, 3), (3_001, 3)))
+    query_BD, item_vector_ID = (
+        torch.tensor(random.integers(-3, 4, shape), dtype=torch.float32) for shape in ((6, 3), (3_001, 3))
+    )
     seen, targets = ([random.integers(0, 3_001, length).tolist() for _ in range(6)] for length in (50, 9))
-    ranking = rank_catalogue(queries_of(query, seen=seen, targets=targets), item_vector_ID=item, k=20)
-    positions, orders = sorted_ranking((query @ item.T).numpy(), seen=seen, targets=targets)
+    ranking = rank_catalogue(queries_of(query_BD, seen=seen, targets=targets), item_vector_ID=item_vector_ID, k=20)
+    positions, orders = sorted_ranking((query_BD @ item_vector_ID.T).numpy(), seen=seen, targets=targets)
     assert_ranking(ranking, positions=positions, orders=orders, k=20)
 
 
 def test_a_vector_that_is_not_finite_is_rejected() -> None:
-    item = torch.ones((3, 2))
-    item[1, 0] = torch.nan
+    item_vector_ID = torch.ones((3, 2))
+    item_vector_ID[1, 0] = torch.nan
     with pytest.raises(StageError, match="item vector 1 "):
-        rank_catalogue(queries_of(np.ones((1, 2)), seen=[[]], targets=[[]]), item_vector_ID=item, k=1)
+        rank_catalogue(queries_of(np.ones((1, 2)), seen=[[]], targets=[[]]), item_vector_ID=item_vector_ID, k=1)
 
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 10_000), bound_columns=st.integers(8, 20), tile_columns=st.integers(1, 9), k=st.integers(1, 8))
 def test_a_ranking_of_top_lists_only_equals_the_full_ranking(seed: int, bound_columns: int, tile_columns: int, k: int) -> None:
     random = np.random.default_rng(seed)
-    query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (50, 3))
+    query_BD, item_ID = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (50, 3))
     seen, targets = ([random.integers(0, 50, 5).tolist() for _ in range(NUM_QUERIES)] for _ in range(2))
-    queries, item_vector_ID = queries_of(query, seen=seen, targets=targets), torch.tensor(item, dtype=torch.float32)
+    queries, item_vector_ID = queries_of(query_BD, seen=seen, targets=targets), torch.tensor(item_ID, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "BOUND_COLUMNS", bound_columns)
         patch.setattr(chunks, "TILE_COLUMNS", tile_columns)
@@ -112,14 +114,19 @@ def test_rankings_on_a_gpu_and_on_the_cpu_are_equal(
     seed: int, k: int, top_only: bool, chunk_scores: int, block_columns: int
 ) -> None:
     random = np.random.default_rng(seed)
-    query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (20, 3))
+    query_BD, item_ID = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (20, 3))
     seen, targets = ([random.integers(0, 20, length).tolist() for _ in range(NUM_QUERIES)] for length in (15, 5))
-    queries, item_vector_ID = queries_of(query, seen=seen, targets=targets), torch.tensor(item, dtype=torch.float32)
+    queries, item_vector_ID = queries_of(query_BD, seen=seen, targets=targets), torch.tensor(item_ID, dtype=torch.float32)
     cpu_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
     with pytest.MonkeyPatch.context() as patch:
-        sizes = {"GPU_CHUNK_SCORES": chunk_scores, "BLOCK_COLUMNS": block_columns, "BOUND_COLUMNS": 1, "TILE_COLUMNS": 1}
-        for name, size in sizes.items():
-            patch.setattr(chunks, name, size)
+        value_by_constant = {
+            "GPU_CHUNK_SCORES": chunk_scores,
+            "BLOCK_COLUMNS": block_columns,
+            "BOUND_COLUMNS": 1,
+            "TILE_COLUMNS": 1,
+        }
+        for name, value in value_by_constant.items():
+            patch.setattr(chunks, name, value)
         gpu_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only, device=DEVICE)
     np.testing.assert_array_equal(gpu_ranking.top_BK, cpu_ranking.top_BK)
     np.testing.assert_array_equal(gpu_ranking.position_T, cpu_ranking.position_T)

@@ -25,8 +25,8 @@ def test_a_ranking_by_one_order_equals_a_ranking_by_scores_that_fall_in_this_ord
 ) -> None:
     queries = queries_of(np.zeros((NUM_QUERIES, 1)), seen=seen, targets=targets)
     ranking = rank_by_order(queries, order_I=np.array(order), k=k)
-    score = np.tile(-np.argsort(order), (NUM_QUERIES, 1))
-    positions, orders = sorted_ranking(score, seen=seen, targets=targets)
+    score_BI = np.tile(-np.argsort(order), (NUM_QUERIES, 1))
+    positions, orders = sorted_ranking(score_BI, seen=seen, targets=targets)
     assert_ranking(ranking, positions=positions, orders=orders, k=k)
 
 
@@ -38,21 +38,21 @@ def test_a_ranking_by_one_order_equals_a_ranking_by_scores_that_fall_in_this_ord
     st.lists(st.booleans(), min_size=NUM_QUERIES, max_size=NUM_QUERIES),
 )
 def test_unknown_queries_are_ranked_by_popularity(
-    seed: int, seen: list[list[int]], targets: list[list[int]], known: list[bool]
+    seed: int, seen: list[list[int]], targets: list[list[int]], is_known_by_query: list[bool]
 ) -> None:
     random = np.random.default_rng(seed)
-    query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (NUM_ITEMS, 3))
+    query_BD, item_ID = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (NUM_ITEMS, 3))
     popularity_order_I = random.permutation(NUM_ITEMS)
     progress_counts: list[int] = []
     ranking = rank_as_served(
-        queries_of(query, seen=seen, targets=targets, known=known),
-        item_vector_ID=torch.tensor(item, dtype=torch.float32),
+        queries_of(query_BD, seen=seen, targets=targets, known=is_known_by_query),
+        item_vector_ID=torch.tensor(item_ID, dtype=torch.float32),
         order_I=popularity_order_I,
         k=4,
         on_progress=progress_counts.append,
     )
-    score = np.where(np.array(known)[:, None], query @ item.T, -np.argsort(popularity_order_I))
-    positions, orders = sorted_ranking(score, seen=seen, targets=targets)
+    score_BI = np.where(np.array(is_known_by_query)[:, None], query_BD @ item_ID.T, -np.argsort(popularity_order_I))
+    positions, orders = sorted_ranking(score_BI, seen=seen, targets=targets)
     assert_ranking(ranking, positions=positions, orders=orders, k=4)
     assert sum(progress_counts) == NUM_QUERIES
 
@@ -63,24 +63,24 @@ def test_a_ranking_of_candidates_is_the_full_ranking_without_the_other_items(
     seed: int, seen: list[list[int]], targets: list[list[int]], candidates: set[int]
 ) -> None:
     random = np.random.default_rng(seed)
-    query, item = (
-        torch.tensor(random.integers(-1, 2, (num_rows, 3)), dtype=torch.float32) for num_rows in (NUM_QUERIES, NUM_ITEMS)
+    query_BD, item_ID = (
+        torch.tensor(random.integers(-1, 2, (num_rows, 3)), dtype=torch.float64) for num_rows in (NUM_QUERIES, NUM_ITEMS)
     )
-    candidate_rows = np.array(sorted(candidates), np.int64)
+    candidate_row_C = np.array(sorted(candidates), np.int64)
     # Avoid ties: `rank_among` breaks ties in another order than `rank_as_served`.
-    query, item = query.double(), item.double() + torch.tensor(random.permutation(NUM_ITEMS))[:, None] / 1e3
+    item_ID += torch.tensor(random.permutation(NUM_ITEMS))[:, None] / 1e3
     is_known_B, popularity_order_I = random.random(NUM_QUERIES) < 0.7, random.permutation(NUM_ITEMS)
-    all_queries = Queries(query + 1e-3, is_known_B=is_known_B, seen=jagged_of(seen), targets=jagged_of(targets))
-    arguments = {"item_vector_ID": item, "order_I": popularity_order_I, "k": NUM_ITEMS}
+    all_queries = Queries(query_BD + 1e-3, is_known_B=is_known_B, seen=jagged_of(seen), targets=jagged_of(targets))
+    arguments = {"item_vector_ID": item_ID, "order_I": popularity_order_I, "k": NUM_ITEMS}
     full_ranking = rank_as_served(all_queries, **arguments)
-    ranking = rank_among(all_queries, candidate_rows=candidate_rows, **arguments)
+    ranking = rank_among(all_queries, candidate_rows=candidate_row_C, **arguments)
 
     queries_with_target = [query for query in range(NUM_QUERIES) if candidates & set(targets[query])]
     expected_rows = [[row for row in full_ranking.top_BK[query].tolist() if row in candidates] for query in queries_with_target]
-    assert [[int(candidate_rows[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == expected_rows
+    assert [[int(candidate_row_C[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == expected_rows
     assert ranking.num_candidates_B.tolist() == [len(rows) for rows in expected_rows]
     assert ranking.num_items == len(candidates)
-    pairs = zip(ranking.query_T.tolist(), candidate_rows[ranking.item_T].tolist(), ranking.position_T.tolist(), strict=True)
+    pairs = zip(ranking.query_T.tolist(), candidate_row_C[ranking.item_T].tolist(), ranking.position_T.tolist(), strict=True)
     assert set(pairs) == {
         (query_index, row, expected_rows[query_index].index(row))
         for query_index, query in enumerate(queries_with_target)

@@ -43,9 +43,9 @@ def test_top_lists_equal_a_stable_sort(
 
 
 @pytest.mark.parametrize("is_rising", [True, False])
-def test_columns_with_rising_or_falling_scores_give_the_best_ones(is_rising: bool) -> None:
+def test_the_best_columns_are_found_if_the_scores_rise_or_fall(is_rising: bool) -> None:
     score_BC = np.sort(np.random.default_rng(0).normal(size=(3, 5_000)), axis=1)[:, :: 1 if is_rising else -1].copy()
     lists = TopLists(3, k=9)
     lists.add([(0, score_BC[:, :1_000]), (1_000, score_BC[:, 1_000:].copy())])
-    expected = np.arange(5_000)[::-1][:9] if is_rising else np.arange(9)
-    np.testing.assert_array_equal(lists.column_BK, np.tile(expected, (3, 1)))
+    expected_column_K = np.arange(5_000)[::-1][:9] if is_rising else np.arange(9)
+    np.testing.assert_array_equal(lists.column_BK, np.tile(expected_column_K, (3, 1)))

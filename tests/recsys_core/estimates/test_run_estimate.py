@@ -173,6 +173,8 @@ def test_a_run_on_twice_as_much_of_any_data_takes_more_time_or_disk() -> None:
         larger_data = data.model_copy(update={doubled_field: 2 * getattr(data, doubled_field)})
         larger_estimate = estimate_run(workload.model_copy(update={"data": larger_data}))
         pairs = zip(estimate_run(workload).stages, larger_estimate.stages, strict=True)
-        growths = [(after.seconds - before.seconds, after.disk_bytes - before.disk_bytes) for before, after in pairs]
+        growths = [
+            (larger_stage.seconds - stage.seconds, larger_stage.disk_bytes - stage.disk_bytes) for stage, larger_stage in pairs
+        ]
         assert any(seconds > 0 or num_bytes > 0 for seconds, num_bytes in growths), doubled_field
     assert {stage.basis for stage in estimate_run(workload).stages} == {"extrapolated", "assumed"}

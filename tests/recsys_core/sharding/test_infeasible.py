@@ -16,9 +16,9 @@ HUGE_MODEL = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding
 
 
 def message_of(config: ShardingConfig, model: ModelSpec = HUGE_MODEL) -> str:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         make_plan(config, model=model, batch_size=1024)
-    return str(caught.value)
+    return str(error_info.value)
 
 
 def suggestion_in(message: str, setting: str) -> int:

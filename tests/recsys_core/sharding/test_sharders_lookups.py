@@ -58,7 +58,7 @@ def loop_output(spec: ModelSpec, table: str, store: FeatureStore, owners: list[i
 
 
 def compare_lookups(rank: int, sharding_type: str) -> None:
-    """Assert on each rank that the lookups of sharded tables equal those of whole tables."""
+    """Assert on each rank that the lookups of sharded tables equal the lookups of whole tables."""
     spec, process = make_spec(), cpu_process(rank)
     sharding = ShardingConfig(
         cluster=ClusterConfig(device="cpu", processes_per_node=process.world_size),
@@ -89,9 +89,9 @@ def compare_lookups(rank: int, sharding_type: str) -> None:
         for side in ("query", "item"):
             output_by_table |= table_outputs(spec, embeddings, batch, side=side)
         owners = {"user": user_row_B.tolist(), "context": (3 * user_row_B).tolist(), "item": batch.item_row_V.tolist()}
-        for name, value in output_by_table.items():
-            expected = loop_output(spec, name, store, owners[name.split(".")[0]])
-            torch.testing.assert_close(value, expected, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")
+        for name, output in output_by_table.items():
+            expected_output = loop_output(spec, name, store, owners[name.split(".")[0]])
+            torch.testing.assert_close(output, expected_output, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")
         assert task.eval().encode_queries(batch).isfinite().all()
 
 

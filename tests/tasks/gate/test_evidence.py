@@ -1,11 +1,12 @@
 """The evidence of the gate, for simulated users: slices, the used-up margin, baselines, and too few users."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from recsys_core.comparison.decision import decide, missing_evidence
+from recsys_core.comparison.decision import Evidence, decide, missing_evidence
 from recsys_core.comparison.rules import Margin, PairedBootstrap
 from recsys_core.evaluation.metrics import COMPARED_METRICS, UserMetrics
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
@@ -21,10 +22,10 @@ def metrics_of(
     hit_U: np.ndarray, *, coverage: float = 0.5, cpu_ms_per_user: float = 1.0, num_bytes: int = 10**6
 ) -> ServedMetrics:
     """Return the metrics of a version. Every metric of user u is `hit_U[u]`. The second half of the users are heavy users."""
-    rows, middle = np.arange(len(hit_U)), len(hit_U) // 2
+    user_row_U, middle = np.arange(len(hit_U)), len(hit_U) // 2
 
-    def user_metrics(part: slice) -> UserMetrics:
-        return UserMetrics(rows[part], {name: hit_U[part].astype(np.float64) for name in COMPARED_METRICS})
+    def user_metrics(users: slice) -> UserMetrics:
+        return UserMetrics(user_row_U[users], {name: hit_U[users].astype(np.float64) for name in COMPARED_METRICS})
 
     slices = {"light users": user_metrics(slice(0, middle)), "heavy users": user_metrics(slice(middle, None))}
     slices["new users"] = user_metrics(slice(0, 0))
@@ -36,20 +37,31 @@ def hits(rate: float, *, num_users: int = NUM_USERS) -> np.ndarray:
     return np.random.default_rng(3).random(num_users) < rate
 
 
-def verdict(
-    new_version: ServedMetrics, champion: ServedMetrics, *, spent_drop: float = 0.0, **settings: Any
-) -> tuple[str, str]:
-    """Return the name of the decision and its first reason. spent_drop: the part of the margin that is used up."""
+class Decision(NamedTuple):
+    """A verdict on a version, and the first reason for it."""
+
+    verdict: str
+    reason: str
+
+
+def decision_on(new_version: ServedMetrics, champion: ServedMetrics, *, spent_drop: float = 0.0, **settings: Any) -> Decision:
+    """Return the decision on a version. spent_drop: the part of the margin that is used up."""
     config = CONFIG.model_copy(update=settings)
-    name, reasons = decide(version_evidence(config, new_version, champion, baseline="version 7", spent_drop=spent_drop))
-    return name, reasons[0]
+    verdict, reasons = decide(version_evidence(config, new_version, champion, baseline="version 7", spent_drop=spent_drop))
+    return Decision(verdict, reasons[0])
+
+
+def verdict_on(evidence: Sequence[Evidence]) -> str:
+    """Return the verdict without its reasons."""
+    verdict, _ = decide(evidence)
+    return verdict
 
 
 def test_a_loss_of_one_percent_is_accepted_until_earlier_losses_have_used_up_the_margin() -> None:
     new_version, champion = metrics_of(hits(0.198)), metrics_of(hits(0.2))
-    assert verdict(new_version, champion)[0] == "promoted"
-    name, reason = verdict(new_version, champion, spent_drop=0.045)
-    assert name == "not_promoted" and "(margin -0.5 %" in reason
+    assert decision_on(new_version, champion).verdict == "promoted"
+    verdict, reason = decision_on(new_version, champion, spent_drop=0.045)
+    assert verdict == "not_promoted" and "(margin -0.5 %" in reason
 
 
 @pytest.mark.parametrize("rule", [Margin(), PairedBootstrap(num_resamples=200)], ids=lambda rule: rule.kind)
@@ -61,7 +73,7 @@ def test_thirty_runs_that_each_lose_a_little_lose_at_most_the_margin_in_total(ru
         new_version, champion = metrics_of(hits(0.985 * champion_rate)), metrics_of(hits(champion_rate))
         config = CONFIG.model_copy(update={"gate": rule})
         evidence = version_evidence(config, new_version, champion, baseline="version 7", spent_drop=spent_drop)
-        if decide(evidence)[0] == "promoted":
+        if verdict_on(evidence) == "promoted":
             spent_drop = max(0.0, spent_drop - (evidence[0].comparison.relative_difference or 0.0))
             champion_rate, num_promoted = 0.985 * champion_rate, num_promoted + 1
     assert num_promoted >= 1
@@ -76,10 +88,10 @@ def test_a_version_that_is_worse_on_one_slice_alone_is_refused() -> None:
     num_lost_hits = int((hit_U ^ worse_U).sum())
     light_users_without_hit = np.flatnonzero(~hit_U[: NUM_USERS // 2])
     worse_U[light_users_without_hit[:num_lost_hits]] = True  # so that the recall over all users is equal
-    name, reason = verdict(metrics_of(worse_U), metrics_of(hit_U))
-    assert name == "not_promoted" and reason.startswith("recall@20 of heavy users is ")
+    verdict, reason = decision_on(metrics_of(worse_U), metrics_of(hit_U))
+    assert verdict == "not_promoted" and reason.startswith("recall@20 of heavy users is ")
     no_guardrails = GuardrailsConfig(slices=False, metrics=())
-    assert verdict(metrics_of(worse_U), metrics_of(hit_U), guardrails=no_guardrails)[0] == "promoted"
+    assert decision_on(metrics_of(worse_U), metrics_of(hit_U), guardrails=no_guardrails).verdict == "promoted"
 
 
 def test_a_slice_with_too_few_users_is_reported_and_does_not_prevent_a_promotion() -> None:
@@ -90,7 +102,7 @@ def test_a_slice_with_too_few_users_is_reported_and_does_not_prevent_a_promotion
     assert [(item.subject, item.comparison.outcome) for item in evidence if item.comparison.outcome != "accepted"] == [
         ("recall@20 of cold items", "not_enough_data")
     ]
-    assert decide(evidence)[0] == "promoted"
+    assert verdict_on(evidence) == "promoted"
 
 
 def test_slices_with_too_few_users_do_not_make_the_other_comparisons_stricter() -> None:
@@ -102,12 +114,12 @@ def test_slices_with_too_few_users_do_not_make_the_other_comparisons_stricter() 
         version._replace(user_metrics_by_slice=version.user_metrics_by_slice | small_slices)
         for version in (new_version, champion)
     ]
-    (expected, actual) = (
+    (comparisons, comparisons_with_small_slices) = (
         {item.subject: item.comparison for item in version_evidence(CONFIG, *versions, baseline="version 7", spent_drop=0)}
         for versions in ([new_version, champion], versions_with_small_slices)
     )
-    assert len(actual) == len(expected) + 50
-    assert {subject: actual[subject] for subject in expected} == expected
+    assert len(comparisons_with_small_slices) == len(comparisons) + 50
+    assert {subject: comparisons_with_small_slices[subject] for subject in comparisons} == comparisons
 
 
 def brand_slices(version: ServedMetrics, hit_U: np.ndarray, *, num_slice_users: int) -> ServedMetrics:
@@ -128,18 +140,16 @@ def test_a_version_that_is_worse_on_one_guarded_feature_slice_alone_is_refused()
     )
     for rule in (CONFIG.gate, Margin()):
         config = CONFIG.model_copy(update={"gate": rule})
-        name, reasons = decide(
+        verdict, reasons = decide(
             version_evidence(
                 config, new_version, champion, baseline="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": None}
             )
         )
-        assert name == "not_promoted" and len(reasons) == 1
+        assert verdict == "not_promoted" and len(reasons) == 1
         assert reasons[0].startswith("recall@20 of item.brand=red is 0.1424, ")
         config_without_slices = config.model_copy(update={"guardrails": GuardrailsConfig(slices=False, metrics=())})
-        assert (
-            decide(version_evidence(config_without_slices, new_version, champion, baseline="version 7", spent_drop=0))[0]
-            == "promoted"
-        )
+        evidence = version_evidence(config_without_slices, new_version, champion, baseline="version 7", spent_drop=0)
+        assert verdict_on(evidence) == "promoted"
 
 
 @pytest.mark.parametrize(("num_slice_users", "min_users"), [(150, None), (900, 1_000), (0, None)])
@@ -154,7 +164,7 @@ def test_a_guarded_slice_with_too_few_users_is_named_in_the_reasons(num_slice_us
         CONFIG, new_version, champion, baseline="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": min_users}
     )
     (item,) = [item for item in evidence if item.subject == "recall@20 of item.brand=red"]
-    assert (item.comparison.outcome, decide(evidence)[0]) == ("not_enough_data", "promoted")
+    assert (item.comparison.outcome, verdict_on(evidence)) == ("not_enough_data", "promoted")
     assert f"{num_slice_users} test users, but the gate needs at least {min_users or 200:,}" in item.comparison.reason
     assert missing_evidence(evidence) == ("not enough data for 1 of 4 guardrails: recall@20 of item.brand=red",)
 
@@ -167,16 +177,16 @@ def test_a_feature_slice_may_be_compared_with_fewer_users_than_the_gate_needs() 
     evidence = version_evidence(
         CONFIG, new_version, champion, baseline="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": 100}
     )
-    assert decide(evidence)[0] == "not_promoted"
+    assert verdict_on(evidence) == "not_promoted"
 
 
 def test_a_version_that_recommends_far_fewer_items_is_refused() -> None:
-    name, reason = verdict(metrics_of(hits(0.2), coverage=0.2), metrics_of(hits(0.2)))
-    assert (name, reason) == ("not_promoted", "coverage@20 is 0.2000, less than 0.75 times the 0.5000 of version 7")
+    verdict, reason = decision_on(metrics_of(hits(0.2), coverage=0.2), metrics_of(hits(0.2)))
+    assert (verdict, reason) == ("not_promoted", "coverage@20 is 0.2000, less than 0.75 times the 0.5000 of version 7")
 
 
 @pytest.mark.parametrize(
-    ("num_users", "rate", "popularity_rate", "expected_name", "reason"),
+    ("num_users", "rate", "popularity_rate", "expected_verdict", "reason"),
     [
         (8, 0.5, 0.0, "not_enough_data", "8 test users, but the gate needs at least 200"),
         (5_000, 0.1, 0.2, "not_promoted", "of popularity (must be better; users +"),
@@ -185,20 +195,20 @@ def test_a_version_that_recommends_far_fewer_items_is_refused() -> None:
     ],
 )
 def test_a_first_version_must_beat_popularity(
-    num_users: int, rate: float, popularity_rate: float, expected_name: str, reason: str
+    num_users: int, rate: float, popularity_rate: float, expected_verdict: str, reason: str
 ) -> None:
     baseline = metrics_of(np.roll(hits(popularity_rate, num_users=num_users), num_users // 3)).user_metrics
     evidence = baseline_evidence(CONFIG, metrics_of(hits(rate, num_users=num_users)), {"popularity": baseline})
-    name, reasons = decide(evidence)
-    assert (name, reason in reasons[0]) == (expected_name, True), reasons
+    verdict, reasons = decide(evidence)
+    assert (verdict, reason in reasons[0]) == (expected_verdict, True), reasons
 
 
 def test_a_first_version_that_does_not_beat_the_zero_shot_baseline_is_refused() -> None:
     baselines = {"popularity": metrics_of(hits(0.1)).user_metrics, "zero_shot": metrics_of(hits(0.25)).user_metrics}
     evidence = baseline_evidence(CONFIG, metrics_of(hits(0.2)), baselines)
     assert {item.baseline: item.comparison.outcome for item in evidence} == {"popularity": "accepted", "zero-shot": "rejected"}
-    name, reasons = decide(evidence)
-    assert name == "not_promoted" and "of zero-shot (must be better; users +0 / -" in reasons[0]
+    verdict, reasons = decide(evidence)
+    assert verdict == "not_promoted" and "of zero-shot (must be better; users +0 / -" in reasons[0]
 
 
 def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> None:
@@ -217,8 +227,8 @@ def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> 
 )
 def test_a_version_that_needs_far_more_cpu_time_or_memory_is_refused(cost: dict[str, Any], reason: str) -> None:
     new_version, champion = metrics_of(hits(0.2), **cost), metrics_of(hits(0.2))
-    assert verdict(new_version, champion) == ("not_promoted", reason)
-    assert verdict(new_version, champion, guardrails=GuardrailsConfig(max_cost_increase=3))[0] == "promoted"
+    assert decision_on(new_version, champion) == ("not_promoted", reason)
+    assert decision_on(new_version, champion, guardrails=GuardrailsConfig(max_cost_increase=3)).verdict == "promoted"
 
 
 def test_a_cpu_time_that_was_too_short_to_measure_does_not_prevent_a_promotion() -> None:
@@ -227,7 +237,7 @@ def test_a_cpu_time_that_was_too_short_to_measure_does_not_prevent_a_promotion()
     assert [item.sentence for item in evidence if item.comparison.outcome == "not_enough_data" and "CPU" in item.subject] == [
         "CPU ms per user is not compared with version 7: too few users to measure it"
     ]
-    assert decide(evidence)[0] == "promoted"
+    assert verdict_on(evidence) == "promoted"
 
 
 def index_recall(recall: float) -> UserMetrics:
@@ -238,8 +248,8 @@ def index_recall(recall: float) -> UserMetrics:
 def test_an_index_that_misses_most_items_is_refused() -> None:
     user_metrics = metrics_of(hits(0.2)).user_metrics
     exact_metrics = {TRAINED: user_metrics, PACKAGED: user_metrics, INDEX: index_recall(0.3)}
-    verdict_name, reasons = decide(serving_evidence(CONFIG, metrics_of(hits(0.2)), exact_metrics))
-    assert verdict_name == "not_promoted"
+    verdict, reasons = decide(serving_evidence(CONFIG, metrics_of(hits(0.2)), exact_metrics))
+    assert verdict == "not_promoted"
     assert reasons[0].startswith("recall@100 of the index is 0.3000, -70.0 %") and "of an exact search" in reasons[0]
 
 
@@ -260,9 +270,9 @@ def test_a_package_is_refused_only_if_it_answers_clearly_worse_than_its_model(
         INDEX: index_recall(0.9),
     }
     evidence = serving_evidence(CONFIG, metrics_of(hits(served_rate)), exact_metrics)
-    verdict_name, reasons = decide(evidence)
+    verdict, reasons = decide(evidence)
     if reason is None:
-        assert verdict_name == "promoted"
+        assert verdict == "promoted"
     else:
-        assert verdict_name == "not_promoted" and reasons[0].startswith(reason), reasons
+        assert verdict == "not_promoted" and reasons[0].startswith(reason), reasons
     assert serving_evidence(CONFIG, metrics_of(hits(served_rate)), {}) == []

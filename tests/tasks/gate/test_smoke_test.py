@@ -183,7 +183,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
     columns = {key: Feature(np.array(rows, np.int32), None, None) for key, rows in rows_by_feature.items()}
     columns["item.tags"] = Feature(np.zeros(0, np.int32), np.zeros(5, np.int64), None)
     zero_counts = dict.fromkeys(("num_values", "num_out_of_vocabulary", "num_missing"), 0)
-    facts = {
+    ingested_by_feature = {
         key: IngestedFeature(
             kind="list" if key == "item.tags" else "categorical", num_rows=3, definition="", is_continued=False, **zero_counts
         )
@@ -193,7 +193,7 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
         interactions,
         max_users=3,
         folder=tmp_path / "sample",
-        features=write_features_stage(tmp_path / "features", FeatureStore(columns), ingested_by_feature=facts),
+        features=write_features_stage(tmp_path / "features", FeatureStore(columns), ingested_by_feature=ingested_by_feature),
         feature_slices=[FeatureSlice(feature=key, min_users=7 if key == "user.age" else None) for key in columns],
     )
     assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]

@@ -20,13 +20,13 @@ K = 5
 @pytest.fixture(scope="module")
 def versions(build_packaged_model: ModelBuilder) -> tuple[Retriever, Retriever]:
     """Two versions that read histories of 2 and of 6 items."""
-    manifests = [build_packaged_model(item_files=ITEM_FILES, history={"length": length})[1] for length in (2, 6)]
+    manifests = [build_packaged_model(item_files=ITEM_FILES, history={"length": length}).package for length in (2, 6)]
     return Retriever.load(manifests[0].folder), Retriever.load(manifests[1].folder)
 
 
 def test_a_version_overlaps_completely_with_itself(versions: tuple[Retriever, Retriever]) -> None:
-    result = compare_recommendations(versions[0], versions[0], num_users=1_000, k=K)
-    assert (result.num_users, result.mean_overlap, result.num_equal_lists, result.movers) == (
+    overlap = compare_recommendations(versions[0], versions[0], num_users=1_000, k=K)
+    assert (overlap.num_users, overlap.mean_overlap, overlap.num_equal_lists, overlap.movers) == (
         len(USER_IDS),
         1.0,
         len(USER_IDS),
@@ -35,21 +35,21 @@ def test_a_version_overlaps_completely_with_itself(versions: tuple[Retriever, Re
 
 
 def test_the_mean_overlap_and_the_movers_agree_with_single_recommendations(versions: tuple[Retriever, Retriever]) -> None:
-    before, after = versions
-    result = compare_recommendations(before, after, num_users=1_000, k=K)
+    version_before, version_after = versions
+    overlap = compare_recommendations(version_before, version_after, num_users=1_000, k=K)
     item_lists_by_version = [[version.recommend([user], K)[0].item_ids for user in USER_IDS] for version in versions]
     list_pairs = list(zip(*item_lists_by_version, strict=True))
     overlaps = [len({*items_before} & {*items_after}) / len(items_before) for items_before, items_after in list_pairs]
-    assert result.mean_overlap == pytest.approx(sum(overlaps) / len(overlaps))
-    assert result.num_equal_lists == sum(items_before == items_after for items_before, items_after in list_pairs)
+    assert overlap.mean_overlap == pytest.approx(sum(overlaps) / len(overlaps))
+    assert overlap.num_equal_lists == sum(items_before == items_after for items_before, items_after in list_pairs)
     count_before, count_after = (
         Counter(item for items in version_lists for item in items) for version_lists in item_lists_by_version
     )
-    for mover in result.movers:
+    for mover in overlap.movers:
         assert mover.num_users_before == count_before[mover.item_id]
         assert mover.num_users_after == count_after[mover.item_id]
-        assert mover.title == before.items.titles(before.item_ids.rows([mover.item_id]))[0]
-    differences = [abs(mover.num_users_after - mover.num_users_before) for mover in result.movers]
+        assert mover.title == version_before.items.titles(version_before.item_ids.rows([mover.item_id]))[0]
+    differences = [abs(mover.num_users_after - mover.num_users_before) for mover in overlap.movers]
     assert differences == sorted(differences, reverse=True)
     assert differences[0] == max(abs(count_after[item] - count_before[item]) for item in {*count_before, *count_after})
 
@@ -61,7 +61,7 @@ def test_the_sample_of_users_has_the_requested_size(versions: tuple[Retriever, R
 def test_versions_without_a_common_user_are_rejected(
     build_packaged_model: ModelBuilder, versions: tuple[Retriever, Retriever]
 ) -> None:
-    retriever_without_users = Retriever.load(build_packaged_model(users="none")[1].folder)
+    retriever_without_users = Retriever.load(build_packaged_model(users="none").package.folder)
     with pytest.raises(InputError, match="have no user in common"):
         compare_recommendations(versions[0], retriever_without_users, num_users=7, k=K)
 
@@ -85,15 +85,15 @@ class ScriptedRetriever:
 
 
 def test_lists_of_different_lengths_and_the_ten_largest_changes_are_counted() -> None:
-    before: Any = ScriptedRetriever("1", {1: [1, 2], 2: [], 3: [1, 2, 3, 4], 4: [], 9: [1]})
+    version_before: Any = ScriptedRetriever("1", {1: [1, 2], 2: [], 3: [1, 2, 3, 4], 4: [], 9: [1]})
     items_after = {1: [2], 2: [], 3: [1, 2, 3, 4], 4: [*range(20, 32)], 8: [1]}
-    after: Any = ScriptedRetriever("2", items_after, untitled_items=[1])
-    result = compare_recommendations(before, after, num_users=1_000, k=20)
-    assert (result.num_users, result.num_equal_lists) == (4, 2)
-    assert result.mean_overlap == (1 / 2 + 1 + 1 + 0) / 4
-    assert len(result.movers) == 10
-    assert [(mover.item_id, mover.title) for mover in result.movers[:2]] == [
+    version_after: Any = ScriptedRetriever("2", items_after, untitled_items=[1])
+    overlap = compare_recommendations(version_before, version_after, num_users=1_000, k=20)
+    assert (overlap.num_users, overlap.num_equal_lists) == (4, 2)
+    assert overlap.mean_overlap == (1 / 2 + 1 + 1 + 0) / 4
+    assert len(overlap.movers) == 10
+    assert [(mover.item_id, mover.title) for mover in overlap.movers[:2]] == [
         (1, "title 1 of version 1"),
         (20, "title 20 of version 2"),
     ]
-    assert (result.movers[0].num_users_before, result.movers[0].num_users_after) == (2, 1)
+    assert (overlap.movers[0].num_users_before, overlap.movers[0].num_users_after) == (2, 1)

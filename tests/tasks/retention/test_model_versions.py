@@ -176,5 +176,5 @@ def test_a_clean_returns_its_removals_and_the_next_clean_finds_nothing(
     }
     assert [str(version.version) for version in removals.versions] == ["2", "3", "4"]
     assert removals.freed_bytes > 100_000
-    second_clean = clean(workspace, config, model_name="m")
-    assert (second_clean.run_removals, second_clean.versions) == ([], [])
+    second_removals = clean(workspace, config, model_name="m")
+    assert (second_removals.run_removals, second_removals.versions) == ([], [])

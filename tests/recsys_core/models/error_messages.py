@@ -9,6 +9,6 @@ import pytest
 @contextmanager
 def raises_message(text: str) -> Iterator[None]:
     """Expect a ValueError whose message contains `text`. InputError and ValidationError are ValueErrors."""
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as error_info:
         yield
-    assert text in str(caught.value)
+    assert text in str(error_info.value)

@@ -18,7 +18,7 @@ def two_tower_config(**settings: Any) -> TwoTowerConfig:
     return TwoTowerConfig.model_validate({"embedding_dim": 8, **settings})
 
 
-def test_default_layers_are_one_for_the_query_tower_and_none_for_the_candidate_tower() -> None:
+def test_by_default_the_query_tower_has_one_layer_and_the_candidate_tower_has_none() -> None:
     config = two_tower_config()
     assert (config.query_layers, config.candidate_layers, config.output_dim) == ((8,), (), 8)
     config = two_tower_config(candidate={"layers": (16, 12)}, query={"skip_connection": False})
@@ -33,7 +33,7 @@ def test_the_width_of_a_history_depends_on_the_item_representation() -> None:
 
 
 @pytest.mark.parametrize("name", ["last_item_feature", "learn_offsets"])
-def test_settings_that_need_a_history_are_rejected_without_one(name: str) -> None:
+def test_settings_that_need_a_history_are_rejected_without_a_history(name: str) -> None:
     settings = {"last_item_feature": False, "learn_offsets": False, name: True}
     with raises_message(f"{name} is true, but length is 0; set length to 1 or more, or {name} to false"):
         MeanHistory(length=0, **settings)

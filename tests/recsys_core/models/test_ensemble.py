@@ -93,9 +93,11 @@ def test_each_member_gets_the_gradient_of_its_own_loss(settings: dict[str, Any])
         member_loss.backward()
         member_losses.append(member_loss.detach())
         for name, parameter in member.named_parameters():
-            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            actual = member_part(gradients, name, index, parameter)
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            expected_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            member_gradient = member_part(gradients, name, index, parameter)
+            torch.testing.assert_close(
+                member_gradient, expected_gradient, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
     torch.testing.assert_close(reported_loss, torch.stack(member_losses).mean(), rtol=1e-4, atol=1e-5)
 
 

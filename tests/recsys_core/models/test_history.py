@@ -86,26 +86,26 @@ def test_a_weighted_sum_equals_a_loop_over_the_items(kind: str, lists: list[list
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH) * scale
-    result = encoder(item_VD, *ragged(lists))
-    expected = torch.tensor(loop_vectors(kind, encoder, item_VD, lists)).reshape(len(lists), WIDTH)
-    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4 * scale)
+    vector_BD = encoder(item_VD, *ragged(lists))
+    expected_BD = torch.tensor(loop_vectors(kind, encoder, item_VD, lists)).reshape(len(lists), WIDTH)
+    torch.testing.assert_close(vector_BD, expected_BD, rtol=1e-3, atol=1e-4 * scale)
 
 
 def test_attention_does_not_underflow_if_another_history_has_a_far_higher_score() -> None:
     encoder = encoder_of("attention")
     torch.nn.init.ones_(encoder.attention)
     item_VD = torch.tensor([[900.0] * WIDTH, [-900.0] * WIDTH, [-901.0] * WIDTH])
-    result = encoder(item_VD, *ragged([[0], [1], [2, 1]]))[:, 0].tolist()
+    first_numbers = encoder(item_VD, *ragged([[0], [1], [2, 1]]))[:, 0].tolist()
     weight_ratio = math.exp(math.sqrt(WIDTH))  # of the items 1 and 2, whose scores differ by sqrt(WIDTH)
-    assert result == pytest.approx([900.0, -900.0, -(901.0 + weight_ratio * 900.0) / (1 + weight_ratio)])
+    assert first_numbers == pytest.approx([900.0, -900.0, -(901.0 + weight_ratio * 900.0) / (1 + weight_ratio)])
 
 
 def test_the_attention_weights_of_a_long_history_add_up_to_one_with_bf16() -> None:
     config: HistorySettings = CONFIG_BY_KIND["attention"](length=2_000)
     encoder = make_encoder(config, dim=WIDTH, std=0.5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = encoder(torch.full((5, WIDTH), 3.0), *ragged([[0, 1, 2, 3] * 500]))
-    assert result[0].tolist() == pytest.approx([3.0] * WIDTH, rel=1e-3)
+        vector_BD = encoder(torch.full((5, WIDTH), 3.0), *ragged([[0, 1, 2, 3] * 500]))
+    assert vector_BD[0].tolist() == pytest.approx([3.0] * WIDTH, rel=1e-3)
 
 
 @every_kind

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.score_terms import item_popularity
-from tests.recsys_core.models.test_task import COUNT_I, batch_of, scores, task_of
+from tests.recsys_core.models.test_task import COUNT_I, batch_of, loss_of, scores, task_of
 
 MODEL: dict[str, Any] = {"history": {"length": 3}, "candidate": {"layers": [4], "skip_connection": True}}
 
@@ -31,20 +31,20 @@ def test_a_score_is_the_similarity_plus_the_weighted_popularity(similarity: str,
 
 def test_a_fixed_term_does_not_change_the_training() -> None:
     task_without_term, task_with_term = task_of(MODEL), task_of(with_popularity(kind="fixed", weight=3.0))
-    torch.testing.assert_close(task_without_term(batch_of())[0], task_with_term(batch_of())[0])
+    torch.testing.assert_close(loss_of(task_without_term, batch_of()), loss_of(task_with_term, batch_of()))
     assert [name for name, _ in task_without_term.named_parameters()] == [name for name, _ in task_with_term.named_parameters()]
 
 
 def test_a_learned_weight_starts_at_0_and_is_trained_with_the_loss() -> None:
     task_without_term, task_with_term = task_of(MODEL), task_of(with_popularity(kind="learned"))
-    loss = task_with_term(batch_of())[0]
-    torch.testing.assert_close(loss, task_without_term(batch_of())[0])
+    loss = loss_of(task_with_term, batch_of())
+    torch.testing.assert_close(loss, loss_of(task_without_term, batch_of()))
     loss.backward()
     weight = task_with_term.head.query.popularity.weight
     with torch.no_grad():
         gradient = weight.grad.item()
         weight.add_(1e-3)
-        assert (task_with_term(batch_of())[0] - loss).item() == pytest.approx(1e-3 * gradient, rel=0.05)
+        assert (loss_of(task_with_term, batch_of()) - loss).item() == pytest.approx(1e-3 * gradient, rel=0.05)
     assert abs(gradient) > 0.1
 
 
@@ -57,8 +57,8 @@ def test_served_weight_replaces_the_trained_weight_only_in_the_served_scores(
         task.head.query.popularity.weight.fill_(0.3)
     task_with_expected_weight = task_of(with_popularity(kind="fixed", weight=expected))
     torch.testing.assert_close(scores(task), scores(task_with_expected_weight))
-    training_loss = task.train()(batch_of())[0]
-    assert not torch.equal(training_loss, task_of(MODEL)(batch_of())[0])  # the training keeps the trained weight
+    training_loss = loss_of(task.train(), batch_of())
+    assert not torch.equal(training_loss, loss_of(task_of(MODEL), batch_of()))  # the training keeps the trained weight
 
 
 def test_the_distillation_compares_vectors_without_the_popularity() -> None:
@@ -66,7 +66,7 @@ def test_the_distillation_compares_vectors_without_the_popularity() -> None:
     task_without_term, task_with_term = (
         task_of(model, loss=loss, vector_dims={"item": 8}) for model in (MODEL, with_popularity(kind="fixed", weight=3.0))
     )
-    torch.testing.assert_close(task_without_term(batch_of())[0], task_with_term(batch_of())[0])
+    torch.testing.assert_close(loss_of(task_without_term, batch_of()), loss_of(task_with_term, batch_of()))
 
 
 def test_a_catalogue_without_events_has_popularity_0() -> None:

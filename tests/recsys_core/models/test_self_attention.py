@@ -14,7 +14,7 @@ WIDTH, MAX_LENGTH = 8, 12
 
 
 def random_attention(**settings: int) -> SelfAttention:
-    """Return an encoder in which all weights are random, also those that are initialised with zeros."""
+    """Return an encoder in which all weights are random, including weights that are normally zero at first."""
     torch.manual_seed(1)
     attention = SelfAttention(SelfAttentionHistory(length=MAX_LENGTH, **settings), dim=WIDTH, std=0.5).eval()
     for parameter in attention.parameters():

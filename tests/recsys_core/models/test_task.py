@@ -92,6 +92,12 @@ def batch_of(
     )
 
 
+def loss_of(task: RetrievalTask, batch: Batch) -> Tensor:
+    """Return the loss of a batch, with its gradient."""
+    loss, _ = task(batch)
+    return loss
+
+
 def scores(task: RetrievalTask) -> Tensor:
     """Return the scores [B, I] of the queries of `batch_of` with all items."""
     all_items = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(NUM_ITEMS))
@@ -128,7 +134,7 @@ def test_a_matrix_factorisation_with_a_sampled_softmax_can_be_configured() -> No
     user_row_UD, item_row_ID = weight_of(task, "user"), weight_of(task, "item")
     logit_BC = user_row_UD[QUERY_USERS] @ item_row_ID[CANDIDATES].T
     candidate_logits = torch.cat([logit_BC.diag()[:, None], logit_BC[:, 3:]], dim=1)  # the positive, then the negatives
-    torch.testing.assert_close(task(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64)))
+    torch.testing.assert_close(loss_of(task, batch_of()), cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64)))
     task_with_correction = task_of(
         DOT_PRODUCT,
         loss={"in_batch_negatives": False, "num_negatives": 4, "negative_sampling_alpha": 0.5, "mask_negatives": "none"},
@@ -137,7 +143,7 @@ def test_a_matrix_factorisation_with_a_sampled_softmax_can_be_configured() -> No
     positive_log_q = log_q_I[CANDIDATES[:3]][:, None]
     candidate_logits = candidate_logits - torch.cat([positive_log_q, log_q_I[CANDIDATES[3:]].expand(3, -1)], dim=1)
     torch.testing.assert_close(
-        task_with_correction(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64))
+        loss_of(task_with_correction, batch_of()), cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64))
     )
 
 
@@ -154,7 +160,7 @@ def test_simplex_can_be_configured() -> None:
     torch.testing.assert_close(scores(task), cosine_BI)
     negative_loss_B = (cosine_BI[:, CANDIDATES[3:]] - 0.1).relu().mean(dim=1)
     loss = (1 - cosine_BI[range(3), CANDIDATES[:3]] + 3.0 * negative_loss_B).mean()
-    torch.testing.assert_close(task.train()(batch_of())[0], loss)
+    torch.testing.assert_close(loss_of(task.train(), batch_of()), loss)
 
 
 def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
@@ -190,7 +196,7 @@ def test_the_encoders_compute_the_vectors_that_the_loss_compares() -> None:
         all_items = Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(NUM_ITEMS))
         candidate_CD = task.encode_items(all_items)[1][CANDIDATES]
         expected = task.head.objective(query_BD, candidate_CD, batch=batch_of(features=store), teacher_CD=None)
-        torch.testing.assert_close(task(batch_of(features=store))[0], expected)
+        torch.testing.assert_close(loss_of(task, batch_of(features=store)), expected)
 
 
 def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None:
@@ -199,10 +205,10 @@ def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None
     item_row_ID, user_row_UD = weight_of(task, "item"), weight_of(task, "user")
     distinct_items = sorted({*CANDIDATES, *(item for rows in HISTORIES for item in rows)})
     penalty = 0.1 / 2 * item_row_ID[distinct_items].square().sum() + 0.3 / 2 * user_row_UD[QUERY_USERS].square().sum()
-    torch.testing.assert_close(task_with_decay(batch_of())[0], task(batch_of())[0] + penalty)
+    torch.testing.assert_close(loss_of(task_with_decay, batch_of()), loss_of(task, batch_of()) + penalty)
     batch = batch_of(users=[2, 0, 2])  # a user with two queries counts once
     penalty += 0.3 / 2 * (user_row_UD[[2, 0]].square().sum() - user_row_UD[QUERY_USERS].square().sum())
-    torch.testing.assert_close(task_with_decay(batch)[0], task(batch)[0] + penalty)
+    torch.testing.assert_close(loss_of(task_with_decay, batch), loss_of(task, batch) + penalty)
 
 
 def compare_penalty_of_catalogue(rank: int) -> None:
@@ -214,7 +220,7 @@ def compare_penalty_of_catalogue(rank: int) -> None:
     loss = {"negatives": "all"}
     task = task_of(config, loss=loss, group=dist.group.WORLD)
     task_with_decay = task_of(config, loss=loss, weight_decay={"item": 0.1}, group=dist.group.WORLD)
-    penalty = (task_with_decay(batch)[0] - task(batch)[0]).detach()
+    penalty = (loss_of(task_with_decay, batch) - loss_of(task, batch)).detach()
     dist.all_reduce(penalty)
     expected_penalty = 0.1 / 2 * weight_of(task, "item").detach().square().sum()  # the history has the item without an event
     torch.testing.assert_close(penalty / world_size, expected_penalty, rtol=1e-4, atol=1e-5)
@@ -227,7 +233,7 @@ def test_weight_decay_counts_each_row_once_for_unequal_shares_of_the_catalogue()
 def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
     """Return the rows of `table` that get a gradient from `batch_of()`."""
     task.zero_grad()
-    task(batch_of())[0].backward()
+    loss_of(task, batch_of()).backward()
     gradient = weight_of(task, table).grad
     return set() if gradient is None else set(gradient.any(dim=1).nonzero().flatten().tolist())
 
@@ -248,7 +254,7 @@ def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: d
         assert shares == {"item": pytest.approx(len(trained_items) / NUM_ITEMS)}
         assert rows_with_gradient(task, "item") == trained_items & looked_up_items
         assert rows_with_gradient(task, "user") == set(QUERY_USERS)
-        losses.append(task(batch_of())[0].item())
+        losses.append(loss_of(task, batch_of()).item())
     assert len(set(losses)) == 1  # frozen rows count in the loss too
 
 
@@ -304,7 +310,7 @@ def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
     with torch.no_grad():
         weight_of(task, "item").copy_(weight_of(task_without_teacher, "item"))
         weight_of(task, "user").copy_(weight_of(task_without_teacher, "user"))
-    assert task(batch_of())[0] > task_without_teacher(batch_of())[0]
+    assert loss_of(task, batch_of()) > loss_of(task_without_teacher, batch_of())
     assert rows_with_gradient(task, "item_teacher") == set()
 
 
@@ -328,8 +334,8 @@ def test_tables_of_different_widths_work_in_one_model() -> None:
 
 def test_the_loss_with_autocast_is_a_float32_close_to_the_loss_without_autocast() -> None:
     task = task_of({"learn_user_embedding": True, "query": {"layers": [8, 4], "skip_connection": False}})
-    fp32_loss = task(batch_of())[0]
+    fp32_loss = loss_of(task, batch_of())
     task.head.uses_bf16 = True
-    bf16_loss = task(batch_of())[0]
+    bf16_loss = loss_of(task, batch_of())
     assert bf16_loss.dtype == torch.float32 and bf16_loss != fp32_loss
     assert bf16_loss.item() == pytest.approx(fp32_loss.item(), rel=0.02)

@@ -17,7 +17,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import OFFSET_TABLE, TableConfig
 from recsys_core.models.task import RetrievalTask
 from recsys_core.models.towers import MLP, CandidateTower, QueryTower, unit_vectors
-from tests.recsys_core.models.test_task import NUM_ITEMS, batch_of, task_of, weight_of
+from tests.recsys_core.models.test_task import NUM_ITEMS, batch_of, loss_of, task_of, weight_of
 
 STD, DIM, TEMPERATURE = 0.02, 4, 0.1
 NORM = STD * math.sqrt(DIM)
@@ -121,9 +121,9 @@ def test_layer_norm_activation_and_dropout_follow_every_layer_except_the_last() 
 def test_features_are_dropped_only_in_the_training() -> None:
     torch.manual_seed(0)
     tower = MLP(TowerConfig(dropout=0.5), layers=(), feature_dims=(4,), dim=4)
-    features = torch.ones(200, 4)
-    assert set(tower([features]).unique().tolist()) == {0.0, 2.0}
-    assert torch.equal(tower.eval()([features]), features)
+    feature_BD = torch.ones(200, 4)
+    assert set(tower([feature_BD]).unique().tolist()) == {0.0, 2.0}
+    assert torch.equal(tower.eval()([feature_BD]), feature_BD)
 
 
 def test_an_item_is_its_frozen_row_plus_its_offset() -> None:
@@ -223,7 +223,7 @@ def initial_task(config: dict[str, Any], **kwargs: Any) -> RetrievalTask:
 def compute_gradients(task: RetrievalTask, batch: Batch) -> dict[str, Tensor]:
     """Return the gradients of the loss by parameter name. They are also in `grad` of the parameters."""
     task.zero_grad()
-    task(batch)[0].backward()
+    loss_of(task, batch).backward()
     return {name: parameter.grad for name, parameter in task.named_parameters() if parameter.grad is not None}
 
 
@@ -264,7 +264,7 @@ def test_the_layers_stay_small_after_a_step_of_sgd(similarity: str) -> None:
     compute_gradients(task, batch_of(histories=HISTORIES_WITHOUT_ITEMS))
     optimizer.step()
     assert all(parameter.abs().max() < 2 for parameter in task.head.parameters())
-    assert task(batch_of(histories=HISTORIES_WITHOUT_ITEMS))[0] < 10
+    assert loss_of(task, batch_of(histories=HISTORIES_WITHOUT_ITEMS)) < 10
 
 
 def test_empty_histories_train_the_start_vector() -> None:
@@ -274,7 +274,7 @@ def test_empty_histories_train_the_start_vector() -> None:
     for _ in range(60):
         compute_gradients(task, batch_of([7, 7, 7, 1, 1, 6, 4], histories=HISTORIES_WITHOUT_ITEMS))
         optimizer.step()
-        losses.append(task(batch_of([7, 7, 7, 1, 1, 6, 4], histories=HISTORIES_WITHOUT_ITEMS))[0].item())
+        losses.append(loss_of(task, batch_of([7, 7, 7, 1, 1, 6, 4], histories=HISTORIES_WITHOUT_ITEMS)).item())
     assert losses[-1] < 0.5 * losses[0]
     query_BD = task.eval().encode_queries(batch_of([], histories=HISTORIES_WITHOUT_ITEMS))
     torch.testing.assert_close(query_BD.norm(dim=1), torch.ones(3))

@@ -129,7 +129,7 @@ def test_an_exponent_with_sampled_negatives_is_rejected() -> None:
 
 
 def compare_with_one_process(rank: int, mask: str, block_scores: int) -> None:
-    """Assert on each rank that loss and gradients, as means over the ranks, equal those of one process."""
+    """Assert on each rank that the mean loss and mean gradients of the ranks equal the loss and gradients of one process."""
     catalogue.MAX_BLOCK_SCORES = block_scores
     expected_loss, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
     world_size = dist.get_world_size()

@@ -114,7 +114,7 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
         expected_count = num_positives * positive_share_I[row] + num_negatives * negative_share_I[row]
         return math.log(max(expected_count, float(np.finfo(np.float32).tiny)))
 
-    total = 0.0
+    total_loss = 0.0
     for query_index, history in enumerate(case.histories):
         positive_row = shared_rows[query_index]
         masked_rows = {"none": set(), "positive": {positive_row}, "seen": {positive_row, *history}}[loss.mask_negatives]
@@ -138,8 +138,8 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
             log_q_columns=[log_q(shared_rows[column]) for column in columns],
             known_negatives=known_negatives,
         )
-        total += weight * query_loss
-    return total / num_queries
+        total_loss += weight * query_loss
+    return total_loss / num_queries
 
 
 def query_loss_of(
@@ -223,9 +223,9 @@ def test_a_query_without_an_unmasked_negative_has_a_finite_loss_and_gradient(kin
     case = Case(histories=[[3, 1], [1]], candidates=[3, 3, 1, 3], weights=None, seed=2)
     query_BD, candidate_CD = (vectors.requires_grad_() for vectors in case.vectors())
     loss = LossConfig(kind=kind, in_batch_negatives=in_batch_negatives, mask_negatives="seen")
-    value = objective_of(loss)(query_BD, candidate_CD, batch=case.batch(), teacher_CD=None)
-    value.backward()
-    assert value.isfinite() and query_BD.grad is not None and query_BD.grad.isfinite().all()
+    loss_value = objective_of(loss)(query_BD, candidate_CD, batch=case.batch(), teacher_CD=None)
+    loss_value.backward()
+    assert loss_value.isfinite() and query_BD.grad is not None and query_BD.grad.isfinite().all()
 
 
 def test_a_masked_column_has_no_gradient() -> None:
@@ -279,9 +279,9 @@ def test_a_learned_temperature_starts_at_the_configured_value_and_has_a_gradient
     for kind in ("softmax", "bce", "bpr"):
         loss = LossConfig(kind=kind)
         objective = objective_of(loss, learn_temperature=True)
-        value = objective(*CASE.vectors(), batch=CASE.batch(), teacher_CD=None)
-        assert value.item() == pytest.approx(loss_of(CASE, loss), rel=1e-6)
-        value.backward()
+        loss_value = objective(*CASE.vectors(), batch=CASE.batch(), teacher_CD=None)
+        assert loss_value.item() == pytest.approx(loss_of(CASE, loss), rel=1e-6)
+        loss_value.backward()
         assert objective.log_temperature is not None and objective.log_temperature.grad.abs() > 0
         with torch.no_grad():
             objective.log_temperature.fill_(math.log(2.0))
@@ -308,8 +308,8 @@ def test_no_step_synchronises_with_the_accelerator(kind: Any, logq_correction: A
 def test_a_positive_has_the_same_score_as_the_same_item_among_the_negatives(seed: int) -> None:
     case = Case(histories=[[]], candidates=[4, 4], weights=None, seed=seed)  # the positive is also sampled as a negative
     with torch.autocast("cpu", torch.bfloat16):
-        value = loss_of(case, LossConfig(kind="bpr", in_batch_negatives=False, mask_negatives="none"), temperature=0.01)
-    assert value == pytest.approx(math.log(2), abs=1e-6)  # the BPR loss of equal scores
+        loss_value = loss_of(case, LossConfig(kind="bpr", in_batch_negatives=False, mask_negatives="none"), temperature=0.01)
+    assert loss_value == pytest.approx(math.log(2), abs=1e-6)  # the BPR loss of equal scores
 
 
 def test_item_counts_are_not_part_of_the_checkpoint() -> None:

@@ -94,7 +94,7 @@ def test_experiments_and_runs_of_other_pipelines_and_reduced_runs_are_skipped(
         ("damaged", "the config differs from "),
     ],
 )
-def test_a_new_run_starts_and_the_log_says_why(
+def test_a_new_run_starts_and_the_log_has_the_reason(
     config: PipelineConfig, change: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = add_run(

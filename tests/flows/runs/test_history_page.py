@@ -76,7 +76,7 @@ def test_a_page_without_a_run_and_with_one_run_is_complete(tmp_path: Path) -> No
     assert "Failed: there is no champion yet" in page.text and "no such file" in page.text
 
 
-def test_a_lost_comparison_says_which_version_stays_champion(tmp_path: Path) -> None:
+def test_a_lost_comparison_names_the_version_that_stays_champion(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="Promoted", version="7")
     past_run(tmp_path, FIRST_START + timedelta(days=1), state="NotPromoted", version="8", message="recall@20 is lower")
     assert "Not promoted: version 7 stays champion" in page_of(tmp_path).text

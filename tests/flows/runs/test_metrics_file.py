@@ -46,8 +46,8 @@ def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
     assert {state for state, value in metrics["run_state"].items() if value == 1} == {("Promoted",)}
     assert metrics["run_state"][("Failed",)] == 0
     assert metrics["stage_duration_seconds"][("train",)] == 1900
-    new, champion = figures.metrics[f"served/{METRIC}"], figures.metrics[f"champion/{METRIC}"]
-    assert metrics["served_metric"] == {(METRIC, "new"): new, (METRIC, "champion"): champion}
+    new_metric, champion_metric = figures.metrics[f"served/{METRIC}"], figures.metrics[f"champion/{METRIC}"]
+    assert metrics["served_metric"] == {(METRIC, "new"): new_metric, (METRIC, "champion"): champion_metric}
     assert [metrics[name][()] for name in ("events", "users", "items")] == [figures.events, figures.users, figures.items]
     assert metrics["champion_version"] == {(): float(figures.version or 0)}
     assert metrics["workspace_bytes"][()] > 10_000 and metrics["free_bytes"][()] > 0

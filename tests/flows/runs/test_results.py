@@ -16,7 +16,7 @@ from tests.flows.run_folders import FIRST_START, past_run
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
-def test_every_name_of_the_api_exists_and_no_other() -> None:
+def test_every_listed_name_of_the_api_exists_and_another_name_raises() -> None:
     for package in (flows, recsys_core):
         with pytest.raises(AttributeError, match="has no attribute 'absent'; it has ") as error_info:
             package.absent  # noqa: B018
@@ -35,7 +35,7 @@ def write_evaluated_run(workspace: Path, run_id: str) -> None:
     )
 
 
-def test_open_run_reads_the_newest_run_or_the_named_one(tmp_path: Path) -> None:
+def test_open_run_reads_the_newest_run_or_the_named_run(tmp_path: Path) -> None:
     write_evaluated_run(tmp_path, "20261121-000000-aaaa")
     write_evaluated_run(tmp_path, "20261122-000000-aaaa")
     assert open_run(tmp_path).run.run_id == "20261122-000000-aaaa"

@@ -63,17 +63,17 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     config, note_by_setting = guess(tmp_path, log=log_path, items=items_path, vectors=vectors_path)
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(to_commented_yaml(config, note_by_setting=note_by_setting, every_setting=False))
-    loaded = load_config(config_path)
-    assert loaded == config.with_absolute_paths(tmp_path)
-    interactions = loaded.interactions
+    loaded_config = load_config(config_path)
+    assert loaded_config == config.with_absolute_paths(tmp_path)
+    interactions = loaded_config.interactions
     assert columns_of(interactions) == ("userId", "movieId", "timestamp")
     assert (interactions.timestamp_unit, interactions.label_column, interactions.label_threshold) == ("ms", "rating", 3.0)
     assert interactions.paths == (log_path,)
-    assert loaded.embeddings[0].vector_column == "values"
-    assert loaded.features is not None and loaded.features.items is not None
-    kinds = {feature.name: feature.kind for feature in loaded.features.items.features}
+    assert loaded_config.embeddings[0].vector_column == "values"
+    assert loaded_config.features is not None and loaded_config.features.items is not None
+    kinds = {feature.name: feature.kind for feature in loaded_config.features.items.features}
     assert kinds == {"genres": "list", "year": "numeric"}
-    assert loaded.features.items.title_column == "title"
+    assert loaded_config.features.items.title_column == "title"
     lines = [line.strip() for line in config_path.read_text().splitlines()]
     assert lines[lines.index("# guessed: column 'userId' is int64") + 1].startswith("user_column: userId")
     assert all(f"# {note}" in lines for note in note_by_setting.values())

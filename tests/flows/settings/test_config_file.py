@@ -211,7 +211,7 @@ def test_uris_are_unchanged_and_data_root_is_relative_to_the_file(config_path: P
 
 def test_a_loaded_config_has_the_parameters_to_read_it_again(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(config_path.parent)
-    loaded = LoadedConfig.read(Path(config_path.name), ["training.epochs=2"])
-    parameters = loaded.flow_parameters
+    loaded_config = LoadedConfig.read(Path(config_path.name), ["training.epochs=2"])
+    parameters = loaded_config.flow_parameters
     assert parameters == {"pipeline": str(config_path), "overrides": ["training.epochs=2"]}
-    assert load_config(parameters["pipeline"], parameters["overrides"]) == loaded.config
+    assert load_config(parameters["pipeline"], parameters["overrides"]) == loaded_config.config

@@ -1,4 +1,4 @@
-"""The config file of `nightjar init`: it loads back, explains every setting, and has the important ones."""
+"""The config file of `nightjar init`: it loads back, explains every setting, and has the important settings."""
 
 import re
 from pathlib import Path

@@ -130,8 +130,8 @@ def test_a_file_with_the_suggested_settings_gets_no_more_suggestions(config_path
     assert result.exit_code == 0, result.output
     assert "a dense log needs a higher temperature" in result.output and "nightjar tune" in result.output
     yaml = YAML(typ="safe", pure=True)
-    changes = result.output.partition("for your file\n")[2].partition("\n\n")[0]
-    config_path.write_text(json.dumps(yaml.load(config_path.read_text()) | yaml.load(changes)))
+    printed_settings = result.output.partition("for your file\n")[2].partition("\n\n")[0]
+    config_path.write_text(json.dumps(yaml.load(config_path.read_text()) | yaml.load(printed_settings)))
     result = CliRunner().invoke(app, ["suggest", str(config_path)])
     assert result.exit_code == 0 and "The file has all suggested settings." in result.output
 
@@ -172,8 +172,8 @@ def test_the_command_that_continues_a_study_has_the_overrides_of_the_study(
     trial = FinishedTrial(
         number=0, settings={"loss.kind": "bce"}, ending="complete", value=0.1, seconds=1, reason="", epochs={1: 0.1}
     )
-    loaded = LoadedConfig(starter_config(), Path("nightly.yaml"), ("model.embedding_dim=16",))
-    print_study(StudyResult(tmp_path, "ndcg@10", [trial]), loaded)
+    loaded_config = LoadedConfig(starter_config(), Path("nightly.yaml"), ("model.embedding_dim=16",))
+    print_study(StudyResult(tmp_path, "ndcg@10", [trial]), loaded_config)
     printed_lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "continue nightjar tune nightly.yaml --set model.embedding_dim=16 --trials 2" in printed_lines
     assert "run nightjar run nightly.yaml --set model.embedding_dim=16 --set loss.kind=bce" in printed_lines

@@ -38,7 +38,7 @@ def test_a_run_shows_the_weights_that_its_export_has_chosen(
 @pytest.mark.parametrize(
     ("alias", "expected_options"), [("champion", "--user ID -k 10"), ("challenger", "--user ID -k 10 --model models:/m/3")]
 )
-def test_the_query_after_a_run_asks_the_version_of_the_run(
+def test_the_query_command_after_a_run_has_the_version_of_the_run(
     alias: str, expected_options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     registration = RegistrationManifest.model_construct(

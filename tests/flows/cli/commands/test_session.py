@@ -42,15 +42,15 @@ def test_the_traceback_of_an_unexpected_error_holds_no_password(tmp_path: Path) 
 
 
 def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = LoadedConfig(starter_config().with_absolute_paths(tmp_path), tmp_path / "nightly.yaml")
-    run_folder = loaded.config.workspace / "runs" / "r"
+    loaded_config = LoadedConfig(starter_config().with_absolute_paths(tmp_path), tmp_path / "nightly.yaml")
+    run_folder = loaded_config.config.workspace / "runs" / "r"
     create_own_folder(run_folder)
-    dump_config(loaded.config, run_folder / "config.yaml")
+    dump_config(loaded_config.config, run_folder / "config.yaml")
 
     def raise_tracking_server_error(*_: object, **__: object) -> None:
         raise TrackingServerError("MLflow does not work")
 
     monkeypatch.setattr(session, "prefect_session", raise_tracking_server_error)
     with pytest.raises(StageError, match=r"^MLflow does not work; resume the run with --resume r$"):
-        run_nightly(loaded, None, options=RunOptions(), resume="r", until=None)
+        run_nightly(loaded_config, None, options=RunOptions(), resume="r", until=None)
     assert not (run_folder / "error.log").exists()

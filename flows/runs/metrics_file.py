@@ -5,7 +5,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
-from flows.runs.run_history import newest_promoted_version, run_history
+from flows.runs.run_history import last_to_end, newest_promoted_version, run_history
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes, used_bytes
 from tasks.runs.run_record import RunState
@@ -39,10 +39,10 @@ def metrics_registry(config: PipelineConfig) -> CollectorRegistry:
     version = newest_promoted_version(past_runs)
     if version is not None and version.isdecimal():
         add_gauge("champion_version", "Version of the newest promotion.", int(version))
-    registration_ends = [past_run.record.ended for past_run in past_runs if past_run.record.state in _REGISTERING_STATES]
-    if registration_ends and registration_ends[0] is not None:
-        description = "End of the newest run that registered a version."
-        add_gauge("last_registration_timestamp_seconds", description, registration_ends[0].timestamp())
+    last_registration = last_to_end(past_run for past_run in past_runs if past_run.record.state in _REGISTERING_STATES)
+    if last_registration is not None and last_registration.record.ended is not None:
+        end_timestamp = last_registration.record.ended.timestamp()
+        add_gauge("last_registration_timestamp_seconds", "End of the last run that registered a version.", end_timestamp)
     if not past_runs:
         return registry
     record, figures = past_runs[0].record, past_runs[0].record.figures

@@ -1,8 +1,9 @@
 """The history of a workspace: its runs, with the end state, counts, durations and metrics of each run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -98,7 +99,22 @@ def newest_promoted_version(past_runs: Sequence[PastRun]) -> str | None:
 
     The champion may be another version, because a rollback is not in the history.
     """
-    return next((past_run.record.figures.version for past_run in past_runs if past_run.record.figures.promoted), None)
+    last_promotion = last_to_end(past_run for past_run in past_runs if past_run.record.figures.promoted)
+    return None if last_promotion is None else last_promotion.record.figures.version
+
+
+def last_to_end(past_runs: Iterable[PastRun]) -> PastRun | None:
+    """Return the run that ended last; None if there is no run. It may have an older run id than others: it was resumed.
+
+    A run without an end counts with its start. A time in the future counts only if there is no other: the clock was set back.
+    """
+    now = datetime.now(UTC)
+
+    def end_key(past_run: PastRun) -> tuple[bool, datetime]:
+        end = past_run.record.ended or past_run.record.started
+        return end <= now, end
+
+    return max(past_runs, key=end_key, default=None)
 
 
 def format_count(count: int | None) -> str:

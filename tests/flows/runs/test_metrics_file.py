@@ -70,6 +70,25 @@ def test_a_run_id_from_the_future_does_not_change_which_run_is_the_newest(tmp_pa
     assert metrics["run_start_timestamp_seconds"] == {(): FIRST_START.timestamp()}
 
 
+def test_an_older_run_that_was_resumed_and_ended_last_has_the_last_registration(tmp_path: Path) -> None:
+    ends = [FIRST_START + timedelta(days=2), FIRST_START + timedelta(days=1, hours=1)]
+    past_run(tmp_path, FIRST_START, state="Promoted", version="8", started=ends[0] - timedelta(hours=1), ended=ends[0])
+    past_run(tmp_path, FIRST_START + timedelta(days=1), state="Promoted", version="7", ended=ends[1])
+    write_metrics_file(config_of(tmp_path))
+    metrics = values_by_metric((tmp_path / METRICS_FILE_NAME).read_text())
+    assert metrics["last_registration_timestamp_seconds"] == {(): ends[0].timestamp()}
+    assert metrics["champion_version"] == {(): 8}
+
+
+def test_a_registration_in_the_future_does_not_hide_the_last_registration(tmp_path: Path) -> None:
+    end = FIRST_START - timedelta(days=700)
+    past_run(tmp_path, end, state="NotPromoted", version="7", ended=end)
+    past_run(tmp_path, datetime(2090, 1, 1, tzinfo=UTC), state="Promoted", version="6")
+    write_metrics_file(config_of(tmp_path))
+    metrics = values_by_metric((tmp_path / METRICS_FILE_NAME).read_text())
+    assert metrics["last_registration_timestamp_seconds"] == {(): end.timestamp()}
+
+
 def test_the_file_of_a_failed_run_leaves_out_the_metrics_that_the_run_does_not_have(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="Promoted", version="7")
     past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", num_stages=0, message="no such file")

@@ -5,6 +5,7 @@ An entry is one element of the config list `embeddings`; a table may have severa
 Shapes: N rows of a block, R rows of an entry or of the final matrix, D width of a vector.
 """
 
+import math
 import os
 import shutil
 from collections import Counter
@@ -212,6 +213,11 @@ def _fit_projection(read_entry: _ReadEntry, *, table_ids: TableIds) -> Projectio
             f"{read_entry.entry.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; "
             f"provide more than {dim} vectors, or lower pca_dim"
         )
-    return Projection.fit(
-        _usable_vectors(read_entry, table_ids=table_ids, sample_step=-(-num_vectors // MAX_SAMPLE_ROWS)), dim=dim
-    )
+    sample_step = -(-num_vectors // MAX_SAMPLE_ROWS)
+    projection = Projection.fit(_usable_vectors(read_entry, table_ids=table_ids, sample_step=sample_step), dim=dim)
+    if math.isnan(projection.explained_variance):
+        raise InputError(
+            f"{read_entry.entry.setting}.pca_dim is {dim}, but all {-(-num_vectors // sample_step):,} vectors to fit it on are "
+            "equal, so the projection would turn them into zeros; check the job that writes these vectors, or remove pca_dim"
+        )
+    return projection

@@ -3,6 +3,7 @@
 Shapes: N rows of a block, D width of an input vector, P width of a projected vector.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -15,6 +16,8 @@ MAX_SAMPLE_ROWS = 131_072
 
 With more vectors, only the third digit of the explained variance changes.
 """
+_MIN_VARIANCE = 1e-12
+"""Smallest variance of vectors that differ, as a share of their mean squared norm. Rounding causes a smaller variance."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Projection:
     mean_D: NDArray[np.float64]
     component_DP: NDArray[np.float32]
     explained_variance: float
-    """Share of the sample's variance in the principal components."""
+    """Share of the sample's variance in the principal components; NaN if all vectors of the sample are equal."""
 
     @classmethod
     def fit(cls, blocks_ND: Iterable[NDArray[np.float32]], *, dim: int) -> Self:
@@ -49,9 +52,10 @@ class Projection:
         # The sign of a component is arbitrary. For reproducible results, the number of largest magnitude is made positive.
         component_DP = component_DP * np.sign(component_DP[np.abs(component_DP).argmax(axis=0), np.arange(dim)])
         total_variance = eigenvalue_D.clip(min=0).sum()
+        is_constant = total_variance <= _MIN_VARIANCE * np.trace(moment_DD) / num_rows
         explained_variance = eigenvalue_D[::-1][:dim].clip(min=0).sum()
-        explained_share = float(explained_variance / total_variance) if total_variance > 0 else 1.0
-        return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), min(round(explained_share, 12), 1.0))
+        explained_share = math.nan if is_constant else min(round(float(explained_variance / total_variance), 12), 1.0)
+        return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), explained_share)
 
     def apply(self, block_ND: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the projected vectors."""

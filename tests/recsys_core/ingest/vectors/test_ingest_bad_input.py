@@ -308,6 +308,15 @@ def test_a_projection_that_the_vectors_do_not_allow_is_rejected(tmp_path: Path, 
     assert_rejects(lambda folder: ingest(folder, path, **settings), tmp_path, message)
 
 
+def test_a_projection_of_equal_vectors_is_rejected(tmp_path: Path) -> None:
+    vector = np.random.default_rng(0).normal(size=8).astype(np.float32)
+    path = write_parquet(tmp_path / "a.parquet", item_id=[*range(1_000)], v=[vector.tolist()] * 1_000)
+    message = (
+        "embeddings.pca_dim is 4, but all 1,000 vectors to fit it on are equal, so the projection would turn them into zeros"
+    )
+    assert_rejects(lambda folder: ingest(folder, path, pca_dim=4, normalise=True), tmp_path, message)
+
+
 def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,6 +277,11 @@ class ModelSpec(Frozen):
         """Return how many numbers of a table row one member reads."""
         return self.tables[table].dim // self.config.num_members
 
+    def optimizer_setting(self, table: str) -> str:
+        """Return the name of the setting with the optimizer of `table`."""
+        has_own_optimizer = self.tables[table].settings.optimizer is not None
+        return f"tables.{table}.optimizer" if has_own_optimizer else "training.table_optimizer"
+
     def output_name(self, table: str) -> str:
         """Return the name of the table's output. TorchRec appends the table's name if several tables have the same feature."""
         table_spec = self.tables[table]

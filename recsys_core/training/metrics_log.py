@@ -221,11 +221,11 @@ def make_profiler(config: ProfileConfig | None, *, num_steps: int, folder: Path,
 def raise_if_not_finite(
     loss: Tensor, *, step: int, epoch: int, model: DistributedModelParallel, spec: ModelSpec, rank: int
 ) -> None:
-    """Raise StageError if the loss of a step is not finite; the message names the tables and layers that are not finite."""
+    """Raise StageError if the loss of a step is not finite. The message names the tables and layers with such values."""
     if math.isfinite(loss.item()):
         return
     tensor_by_name = model.state_dict()
-    problems = []
+    problems, non_finite_tables = [], []
     for table_name in spec.tables:
         for shard in table_shards(tensor_by_name, table=table_name):
             non_finite_rows = torch.nonzero(~torch.isfinite(shard.weight_RD).all(dim=1))
@@ -234,6 +234,7 @@ def raise_if_not_finite(
                 problems.append(
                     f"table {table_name}: {len(non_finite_rows)} rows of this rank are not finite, the first is row {first_row}"
                 )
+                non_finite_tables.append(table_name)
                 break
     # Only this rank's part of each layer is checked: a collective gather would hang if another rank did not take part.
     layer_names = [
@@ -244,9 +245,13 @@ def raise_if_not_finite(
     if layer_names:
         problems.append(f"layers {', '.join(layer_names)} are not finite")
     details = "; ".join(problems) or "tables and layers are finite"
+    tables = non_finite_tables or [table_name for table_name, table in spec.tables.items() if not table.is_frozen]
+    table_settings = list(dict.fromkeys(spec.optimizer_setting(table_name) for table_name in tables))
+    rates = " or ".join([*table_settings, "training.dense_optimizer"])
+    clips = " or ".join(
+        [*(f"{setting}.gradient_clip_value" for setting in table_settings), "training.dense_optimizer.gradient_clip_norm"]
+    )
     raise StageError(
         f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({details}); "
-        "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set "
-        "training.table_optimizer.gradient_clip_value or training.dense_optimizer.gradient_clip_norm, or raise "
-        "model.temperature"
+        f"lower the learning_rate of {rates}, set {clips}, or raise model.temperature"
     )

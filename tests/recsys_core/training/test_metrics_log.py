@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl: values of all ranks, step times on a simulated GPU, lines of earlier attempts, and profiles."""
+"""Lines of metrics.jsonl, profiles, and the error of a loss that is not finite."""
 
 import itertools
 from pathlib import Path
@@ -7,12 +7,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from recsys_core.errors import StageError
 from recsys_core.launching.rank import Process
-from recsys_core.training.config import ProfileConfig
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.tables.embedding_tables import table_shards
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
+from recsys_core.training.config import ProfileConfig, TrainingConfig
 from recsys_core.training.job import Progress
-from recsys_core.training.metrics_log import MetricsLog, MetricsTail, make_profiler
+from recsys_core.training.metrics_log import MetricsLog, MetricsTail, make_profiler, raise_if_not_finite
 from tests.gloo import cpu_process, run_ranks
-from tests.recsys_core.training.small_model import small_spec
+from tests.recsys_core.training.small_model import sharded_model, small_spec
 
 LAST_STEPS = (20, 25, 40, 50)
 """Last step of each line, with log_every_steps 20 and epochs of 25 steps."""
@@ -101,3 +105,29 @@ def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer
     (tmp_path / "new").replace(path)
     tail.relay()
     assert relayed_losses == [(1, 0.25), (2, 0.125)]  # step 1 is not relayed twice
+
+
+def check_message_of_tables(rank: int) -> None:
+    """Assert that the message names the optimizer of the table that is not finite, which may be its own optimizer."""
+    spec = small_spec(tables={"user": TableConfig(optimizer=TableOptimizer(kind="sgd"))})
+    for table, setting in (("user", "tables.user.optimizer"), ("item", "training.table_optimizer")):
+        model, _ = sharded_model(
+            spec,
+            sharding_type_by_table=dict.fromkeys(spec.tables, "row_wise"),
+            training=TrainingConfig(),
+            loss=LossConfig(),
+            process=cpu_process(rank),
+        )
+        with torch.no_grad():
+            (shard,) = table_shards(model.state_dict(), table=table)
+            shard.weight_RD[3, 0] = torch.nan
+        with pytest.raises(StageError) as error_info:
+            raise_if_not_finite(torch.tensor(torch.nan), step=3, epoch=1, model=model, spec=spec, rank=rank)
+        assert f"table {table}: 1 rows of this rank are not finite, the first is row 3" in str(error_info.value)
+        assert f"lower the learning_rate of {setting} or training.dense_optimizer, set {setting}.gradient_clip_value or" in str(
+            error_info.value
+        )
+
+
+def test_the_error_of_a_table_names_the_setting_of_its_optimizer() -> None:
+    run_ranks(check_message_of_tables, world_size=1)

@@ -10,6 +10,7 @@ from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimize
 
 ValidationMetric = Literal["recall", "ndcg", "hit_rate"]
 MAX_EPOCHS = 10_000
+MAX_BATCH_SIZE = 1_048_576
 DenseParallel = Literal["auto", "replicated", "sharded"]
 
 
@@ -64,7 +65,7 @@ class TrainingConfig(Settings):
     """Loop, optimizers, checkpoints and restarts."""
 
     epochs: int = Field(10, ge=1, le=MAX_EPOCHS, description="Maximum number of passes over the training events")
-    batch_size: int = Field(1024, ge=1, le=1_048_576, description="Number of training examples per rank and step")
+    batch_size: int = Field(1024, ge=1, le=MAX_BATCH_SIZE, description="Number of training examples per rank and step")
     table_optimizer: TableOptimizer = Field(
         default_factory=TableOptimizer, description="Optimizer of the embedding tables, fused into the backward pass"
     )

@@ -21,6 +21,7 @@ from recsys_core.models.loss.catalogue import require_catalogue_fits
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import latest_checkpoint
+from recsys_core.training.config import MAX_BATCH_SIZE
 from recsys_core.training.job import (
     CHECKPOINTS_FOLDER,
     JOB_FILE,
@@ -259,7 +260,17 @@ def _with_fewer_ranks(job: TrainJob, *, setup: TrainingSetup, plan: PlanFile, ma
     world_size = num_nodes * processes_per_node
     if world_size < min_ranks:
         return None
-    training = job.training.model_copy(update={"batch_size": job.training.batch_size * plan.world_size // world_size})
+    batch_size = job.training.batch_size * plan.world_size // world_size
+    if batch_size > MAX_BATCH_SIZE:
+        logger.warning(
+            "there is no attempt with %d ranks instead of %d: its training.batch_size would be %d, but at most %d is possible",
+            world_size,
+            plan.world_size,
+            batch_size,
+            MAX_BATCH_SIZE,
+        )
+        return None
+    training = job.training.model_copy(update={"batch_size": batch_size})
     cluster_update = {
         "device": plan.device,
         "num_nodes": num_nodes,

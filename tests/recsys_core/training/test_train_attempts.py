@@ -48,3 +48,27 @@ def test_fewer_ranks_are_a_divisor_of_the_planned_ranks_and_have_a_gpu_each(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus_left)
     train_module.run_attempts(train_job(experiment._replace(plan=plan), tmp_path / "work"), setup=setup, poll=lambda: None)
     assert world_sizes == expected_world_sizes
+
+
+def test_an_attempt_with_fewer_ranks_never_has_a_batch_size_above_the_limit(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = TRAINING.model_copy(update={"batch_size": 600_000, "min_processes": 1, "max_attempts": 4})
+    cluster = ClusterConfig(device="cpu", processes_per_node=2)
+    setup = TrainingSetup(experiment.spec, training, experiment.loss, ShardingConfig(cluster=cluster))
+    plan = setup.plan(experiment.dataset, folder=tmp_path / "plan")
+    jobs: list[TrainJob] = []
+
+    def fail(job: TrainJob, **_: object) -> None:
+        jobs.append(job)
+        raise LaunchError("a rank has failed")
+
+    monkeypatch.setattr(train_module, "launch_job", fail)
+    job = train_job(experiment._replace(plan=plan), tmp_path / "work").model_copy(update={"training": training})
+    with pytest.raises(LaunchError, match="a rank has failed"):
+        train_module.run_attempts(job, setup=setup, poll=lambda: None)
+    for started_job in jobs:
+        assert TrainJob.model_validate_json(started_job.model_dump_json()) == started_job
+    assert "there is no attempt with 1 ranks instead of 2: its training.batch_size would be 1200000, but at most 1048576" in (
+        caplog.text
+    )

@@ -18,6 +18,7 @@ from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import RankLayout
 from recsys_core.manifests import Dataset, PlanManifest, StageFolder, TrainManifest, require_no_link
 from recsys_core.models.loss.catalogue import require_catalogue_fits
+from recsys_core.models.tables.table_config import Schedule
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import latest_checkpoint
@@ -92,6 +93,7 @@ def train(
         return stage.manifest
     steps_per_epoch = math.ceil(interactions.num_train_events // plan.world_size / config.batch_size)
     checkpoint_bytes = setup.checkpoint_bytes(work_folder=work_folder, steps_per_epoch=steps_per_epoch)
+    _warn_about_long_warmups(setup, max_steps=config.epochs * steps_per_epoch)
     with stage.writing(min_bytes=checkpoint_bytes) as output_folder:
         if scratch_reason is not None:
             logger.info("training from scratch: %s", scratch_reason)
@@ -135,6 +137,25 @@ def _require_catalogue_fits(setup: TrainingSetup, *, dataset: Dataset, world_siz
         world_size=world_size,
         num_values_by_list={name: feature.num_values for name, feature in features.items() if "list" in feature.kind},
     )
+
+
+def _warn_about_long_warmups(setup: TrainingSetup, *, max_steps: int) -> None:
+    """Log a warning for each optimizer whose warm-up ends after the last step."""
+    model = setup.model
+    trained_tables = {table_name: table for table_name, table in model.tables.items() if not table.is_frozen}
+    schedule_by_setting: dict[str, Schedule] = {
+        model.optimizer_setting(table_name): table.optimizer for table_name, table in trained_tables.items()
+    }
+    for setting, schedule in (schedule_by_setting | {"training.dense_optimizer": setup.training.dense_optimizer}).items():
+        if schedule.warmup_steps >= max_steps:
+            logger.warning(
+                "%s.warmup_steps is %d, but the training has only %d steps, so the learning rate does not reach %g; lower "
+                "warmup_steps, or raise training.epochs",
+                setting,
+                schedule.warmup_steps,
+                max_steps,
+                schedule.learning_rate,
+            )
 
 
 def _make_job(

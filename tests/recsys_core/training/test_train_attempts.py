@@ -1,11 +1,12 @@
-"""The number of ranks of an attempt after a failure. The launches are faked, because their ranks would need GPUs."""
+"""Warnings before the launch, and the number of ranks of an attempt after a failure. The launches are faked."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from recsys_core.errors import LaunchError
+from recsys_core.errors import LaunchError, StageError
+from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training import train as train_module
@@ -13,6 +14,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job import TrainJob
 from recsys_core.training.setup import TrainingSetup
 from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment, train_job
+from tests.recsys_core.training.small_model import with_optimizer
 
 TRAINING = TrainingConfig(batch_size=64, max_attempts=3, min_processes=2)
 NUM_PLANNED_RANKS = 8
@@ -72,3 +74,39 @@ def test_an_attempt_with_fewer_ranks_never_has_a_batch_size_above_the_limit(
     assert "there is no attempt with 1 ranks instead of 2: its training.batch_size would be 1200000, but at most 1048576" in (
         caplog.text
     )
+
+
+@pytest.mark.parametrize(("warmup_steps", "has_warning"), [(10, True), (9, False)])
+def test_a_warm_up_that_ends_after_the_last_step_is_reported(
+    experiment: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    warmup_steps: int,
+    has_warning: bool,
+) -> None:
+    optimizer = TableOptimizer(warmup_steps=warmup_steps)
+    user_table = experiment.spec.tables["user"]
+    settings = user_table.settings.model_copy(update={"optimizer": optimizer})
+    spec = with_optimizer(experiment.spec, TableOptimizer(warmup_steps=0))
+    user_table = user_table.model_copy(update={"settings": settings, "optimizer": optimizer})
+    spec = spec.model_copy(update={"tables": spec.tables | {"user": user_table}})
+    num_rank_events = experiment.dataset.interactions.num_train_events // experiment.plan.world_size
+    training = TRAINING.model_copy(
+        update={"epochs": 10, "batch_size": num_rank_events, "dense_optimizer": DenseOptimizer(warmup_steps=warmup_steps)}
+    )
+
+    def fail(job: TrainJob, **_: object) -> None:
+        raise StageError("stopped before the launch")
+
+    monkeypatch.setattr(train_module, "launch_job", fail)
+    setup = TrainingSetup(spec, training, experiment.loss, ShardingConfig())
+    with pytest.raises(StageError, match="stopped before the launch"):
+        train_module.train(
+            setup, dataset=experiment.dataset, plan=experiment.plan, folder=tmp_path / "train", on_progress=lambda _: None
+        )
+    warnings = [message for message in caplog.messages if "warmup_steps" in message]
+    assert [warning.partition(" is ")[0] for warning in warnings] == (
+        ["tables.user.optimizer.warmup_steps", "training.dense_optimizer.warmup_steps"] if has_warning else []
+    )
+    assert all("is 10, but the training has only 10 steps" in warning for warning in warnings)

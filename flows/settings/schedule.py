@@ -2,9 +2,9 @@
 
 import difflib
 import re
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated, Literal
-from zoneinfo import ZoneInfo, available_timezones
+from zoneinfo import available_timezones
 
 from cronsim import CronSim, CronSimError
 from pydantic import AfterValidator, Field
@@ -13,6 +13,8 @@ from recsys_core.config import Settings
 from recsys_core.errors import shown
 
 MINUTES_PER_WEEK = 10_080
+_LAST_VALUES = (("59",), ("23",), ("31",), ("12", "dec"), ("6", "7", "sat", "sun"))
+"""Names of the largest value of each field of a cron expression."""
 
 
 def _check_cron(expression: str) -> str:
@@ -21,12 +23,11 @@ def _check_cron(expression: str) -> str:
         problem = "has LW or a number before L, which Prefect does not support"
     try:
         CronSim(expression, datetime(2026, 1, 1))
+        minute, hour, day, month, _ = expression.split()[-5:]
+        CronSim(f"{minute} {hour} {day} {month} *", datetime(2026, 1, 1))  # Prefect fails at 30 February with a weekday
     except CronSimError as error:
-        problem = f"is not a cron expression: {error}"
-    if problem is None and "#" in expression:
-        _, _, day, _, weekday = expression.split()
-        if day != "*" or not all("#" in weekday_part for weekday_part in weekday.split(",")):
-            problem = "has # together with other days of the week or with a day of the month, which Prefect does not support"
+        problem = problem or f"is not a cron expression: {error}"
+    problem = problem or _unsupported_part(expression)
     if problem is not None:
         raise ValueError(
             f"{shown(expression)} {problem}; write the five fields minute, hour, day of month, month and day of week, "
@@ -35,19 +36,24 @@ def _check_cron(expression: str) -> str:
     return expression
 
 
-def _as_prefect_reads(expression: str) -> str:
-    """Return a cron expression for CronSim with the starts that Prefect plans for `expression`.
+def _unsupported_part(expression: str) -> str | None:
+    """Describe a part of a cron expression that Prefect reads in another way than cron; return None if there is none.
 
-    If both day fields are limited, Prefect starts a run on each day that one of them allows, and so does CronSim. But if one
-    of them begins with */, CronSim requires both.
-
-    >>> _as_prefect_reads("15 2 */2 * mon"), _as_prefect_reads("15 2 */2 * *")
-    ('15 2 1-31/2 * mon', '15 2 */2 * *')
+    >>> _unsupported_part("0 3 * * 5-5"), _unsupported_part("0 3 28/2 12/3 *"), _unsupported_part("0 3 * * 5")
+    ('has 5-5, which Prefect reads as all values', 'has 12/3, which Prefect reads as all values in steps', None)
     """
-    minute, hour, day, month, weekday = expression.split()
-    if day != "*" and weekday != "*":
-        day, weekday = re.sub(r"^\*/", "1-31/", day), re.sub(r"^\*/", "0-6/", weekday)
-    return " ".join((minute, hour, day, month, weekday))
+    fields = expression.lower().split()
+    if "#" in expression and (fields[2] != "*" or not all("#" in part for part in fields[4].split(","))):
+        return "has # together with other days of the week or with a day of the month, which Prefect does not support"
+    for field, last_values in zip(fields, _LAST_VALUES, strict=True):
+        for part in field.split(","):
+            value_range, _, step = part.partition("/")
+            first, _, last = value_range.partition("-")
+            if first == last:
+                return f"has {part}, which Prefect reads as all values"
+            if step and value_range in last_values:
+                return f"has {part}, which Prefect reads as all values in steps"
+    return None
 
 
 def _check_timezone(timezone: str) -> str:
@@ -113,4 +119,13 @@ class ScheduleConfig(Settings):
         '2026-11-23 02:15:00+01:00'
         """
         cron = self.cron_by_flow[flow_name]
-        return None if cron is None else next(CronSim(_as_prefect_reads(cron), after.astimezone(ZoneInfo(self.timezone))))
+        if cron is None:
+            return None
+        # Prefect's class is imported here, because it takes seconds, and most commands only load the config.
+        from prefect.server.schemas.schedules import CronSchedule
+        from prefect.utilities.asyncutils import run_coro_as_sync
+
+        schedule = CronSchedule(cron=cron, timezone=self.timezone)
+        # A date that Prefect returns may be equal to `start`.
+        (planned_start,) = run_coro_as_sync(schedule.get_dates(1, start=after + timedelta(microseconds=1))) or [None]
+        return planned_start

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from random import Random
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -41,6 +42,10 @@ def error_message(folder: Path, **schedule: object) -> str:
             "0 0 15 * 1#2",
             "has # together with other days of the week or with a day of the month, which Prefect does not support",
         ),
+        ("0 3 * * 5-5", "has 5-5, which Prefect reads as all values"),
+        ("0 3 1 12/3 *", "has 12/3, which Prefect reads as all values in steps"),
+        ("0 3 * * mon,sat/2", "has sat/2, which Prefect reads as all values in steps"),
+        ("0 0 30 2 1", "is not a cron expression: Bad day-of-month"),
     ],
 )
 def test_an_invalid_cron_expression_is_reported_with_its_problem_and_an_example(
@@ -79,6 +84,8 @@ def test_an_unknown_time_zone_is_reported_with_a_similar_name_or_an_example(
         "0 0 * * 7",
         "0 3 */10 * mon",
         "0 3 30 * */3",
+        "0 3 * * thu/3",
+        "0 3 10-26/7 * 4-5,*",
     ],
 )
 def test_the_next_start_is_the_start_that_prefect_plans(expression: str) -> None:
@@ -90,6 +97,45 @@ def test_the_next_start_is_the_start_that_prefect_plans(expression: str) -> None
     schedule = CronSchedule(cron=expression, timezone="Europe/Berlin")
     (next_start,) = asyncio.run(schedule.get_dates(1, start=start_after))
     assert ScheduleConfig(cron=expression, timezone="Europe/Berlin").next_start(start_after) == next_start
+
+
+def random_field(random: Random, lowest: int, highest: int) -> tuple[str, set[int]]:
+    """Return a field of a cron expression and its values."""
+    first, last = sorted(random.sample(range(lowest, highest + 1), 2))
+    step = random.randint(2, 7)
+    return random.choice(
+        [
+            ("*", {*range(lowest, highest + 1)}),
+            (str(first), {first}),
+            (f"{first},{last}", {first, last}),
+            (f"{first}-{last}", {*range(first, last + 1)}),
+            (f"{first}-{last}/{step}", {*range(first, last + 1, step)}),
+            (f"*/{step}", {*range(lowest, highest + 1, step)}),
+        ]
+    )
+
+
+def test_the_next_start_is_the_first_minute_that_the_fields_allow() -> None:
+    random = Random(7)
+    for _ in range(200):
+        bounds = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 6))
+        texts, (minutes, hours, days, months, weekdays) = zip(
+            *(random_field(random, *field_bounds) for field_bounds in bounds), strict=True
+        )
+        needs_both_days = "*" in (texts[2], texts[4])  # otherwise one of the two fields is enough
+        start_after = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=random.randrange(500_000))
+        expected = start_after + timedelta(minutes=1)
+        while True:
+            day_rules = (expected.day in days, expected.isoweekday() % 7 in weekdays)
+            if expected.month not in months or not (all if needs_both_days else any)(day_rules):
+                expected = expected.replace(hour=0, minute=0) + timedelta(days=1)
+            elif expected.hour not in hours:
+                expected = expected.replace(minute=0) + timedelta(hours=1)
+            elif expected.minute not in minutes:
+                expected += timedelta(minutes=1)
+            else:
+                break
+        assert ScheduleConfig(cron=" ".join(texts)).next_start(start_after) == expected, texts
 
 
 @pytest.mark.parametrize(

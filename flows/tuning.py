@@ -28,6 +28,7 @@ from tasks.tuning.study import (
     FinishedTrial,
     fail_trial,
     finished_trials,
+    log_missing_trials,
     log_study,
     log_trial,
     open_study,
@@ -90,9 +91,10 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
         study_result = StudyResult(run.folder, metric, finished_trials(study))
         LOG.info("%-20s %s, %d of %d trials done", "study", run.folder, len(study_result.trials), tuning.trials)
         if study_result.trials:
-            # The process may have been killed after the end of a trial, but before the trial's files were removed.
+            # The process may have been killed after the end of a trial, but before its files were removed or it was logged.
             for trial in study_result.trials:
                 remove_all_but_metrics_and_logs(run.folder / f"trial-{trial.number}")
+            log_missing_trials(context, study_result.trials, metric=metric)
             _write_reports(config, study, study_result)
         while len(study_result.trials) < tuning.trials and time.monotonic() <= deadline_s:
             try:

@@ -259,6 +259,33 @@ def log_trial(context: StageContext, trial: FinishedTrial, *, metric: str) -> No
     )
 
 
+def log_missing_trials(context: StageContext, trials: Iterable[FinishedTrial], *, metric: str) -> None:
+    """Log the finished trials that MLflow does not have, because the process was killed or MLflow did not work."""
+
+    def find_logged_names(client: MlflowClient) -> set[str]:
+        parent_run_id = open_mlflow_run(client, context)
+        experiment_id = client.get_run(parent_run_id).info.experiment_id
+        filter_string = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent_run_id}'"
+        logged_names, page_token = set(), None
+        while page_token != "":
+            page = client.search_runs([experiment_id], filter_string, page_token=page_token)
+            for child_run in page:
+                if RunStatus.is_terminated(RunStatus.from_string(child_run.info.status)):
+                    logged_names.add(str(child_run.info.run_name))
+                else:  # the process was killed while it logged this trial
+                    client.delete_run(child_run.info.run_id)
+            page_token = page.token or ""
+        return logged_names
+
+    logged_names = call_or_warn(
+        find_logged_names, workspace=context.run.workspace, warning="could not read the trials in MLflow; tuning continues"
+    )
+    if logged_names is not None:
+        for trial in trials:
+            if f"trial-{trial.number}" not in logged_names:
+                log_trial(context, trial, metric=metric)
+
+
 def log_study(context: StageContext, *, best_trial: FinishedTrial | None, metric: str, paths: Iterable[Path]) -> None:
     """Log the config, the value of the best trial and `paths` to the study's MLflow run, and end this run."""
 

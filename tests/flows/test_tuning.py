@@ -12,6 +12,7 @@ from flows.tuning import StudyResult, tune_settings
 from recsys_core.ingest.synthetic import generate
 from recsys_core.training import train
 from recsys_core.training.export import export
+from tasks.registry.mlflow_client import connect
 from tests.flows.tuning_config import CONFIG
 from tests.recsys_core.training.forked_training import launch_in_forks
 
@@ -55,13 +56,17 @@ def test_the_best_settings_and_the_ranges_of_the_study_are_written(study: StudyR
     assert ranges is not None and ranges.ranges.keys() == best.settings.keys()
 
 
-def test_a_study_that_was_killed_after_its_last_trial_gets_its_reports_and_keeps_no_model(
+def test_a_study_that_was_killed_after_its_last_trial_gets_its_reports_and_mlflow_runs_and_keeps_no_model(
     study: StudyResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     best_yaml = study.best_file.read_text()
     study.best_file.write_text(best_yaml[:20])
     study.history_file.unlink()
+    client = connect(study.folder.parents[1])
+    (experiment,) = client.search_experiments(filter_string="name != 'Default'")
+    (last_run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'trial-1'")
+    client.delete_run(last_run.info.run_id)
     model_path = study.folder / "trial-0" / "train" / "checkpoint"
     model_path.parent.mkdir()
     model_path.touch()
@@ -69,3 +74,5 @@ def test_a_study_that_was_killed_after_its_last_trial_gets_its_reports_and_keeps
     assert resumed_study.trials == study.trials
     assert study.best_file.read_text() == best_yaml
     assert study.history_file.exists() and not model_path.exists()
+    logged_runs = client.search_runs([experiment.experiment_id], "attributes.run_name LIKE 'trial-%'", order_by=["run_name"])
+    assert [(run.info.run_name, run.info.status) for run in logged_runs] == [("trial-0", "FINISHED"), ("trial-1", "FINISHED")]

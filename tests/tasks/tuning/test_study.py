@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from mlflow import MlflowClient
 from optuna.trial import TrialState
 
 from recsys_core.errors import StageError
@@ -22,6 +23,7 @@ from tasks.tuning.study import (
     BudgetSpent,
     fail_trial,
     finished_trials,
+    log_missing_trials,
     log_trial,
     open_study,
     plot_history,
@@ -195,6 +197,30 @@ def test_a_setting_with_a_quoted_name_is_logged_to_mlflow(
     assert experiment is not None
     (mlflow_run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'trial-0'")
     assert (mlflow_run.info.status, mlflow_run.data.params) == ("FINISHED", {"tables.item.brand.dim": "8"})
+
+
+def test_a_trial_that_was_not_completely_logged_to_mlflow_is_logged_once(
+    tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(new_database, tmp_path / "mlflow.db")
+    study = open_study(tmp_path / "study")
+    for value in (0.1, 0.2, 0.3):
+        study.tell(start_trial(study, CONFIG), value)
+    context = StageContext(Run("study", workspace=tmp_path, parent_name=""), experiment="tests")
+    trials = sorted(finished_trials(study), key=lambda trial: trial.number)
+    log_trial(context, trials[0], metric="ndcg@10")
+    with monkeypatch.context() as patch:  # the process is killed before the last request
+        patch.setattr(MlflowClient, "set_terminated", lambda *_: None)
+        log_trial(context, trials[1], metric="ndcg@10")
+    for _ in range(2):
+        log_missing_trials(context, trials, metric="ndcg@10")
+    client = connect(tmp_path)
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], "attributes.run_name LIKE 'trial-%'", order_by=["run_name"])
+    assert [(run.info.run_name, run.info.status) for run in runs] == [(f"trial-{n}", "FINISHED") for n in range(3)]
+    assert [run.data.metrics["validation/best/ndcg_at_10"] for run in runs] == [0.1, 0.2, 0.3]
 
 
 @pytest.mark.parametrize("link_name", ["train", "train.work"])

@@ -15,6 +15,7 @@ from recsys_core.refresh.checks import Check, check_package
 from recsys_core.refresh.config import RefreshConfig
 from recsys_core.refresh.refresh import Refreshed
 from recsys_core.retrieval.index import build_index
+from recsys_core.retrieval.measure import MeasuredQueries
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, description_sha256
 from tests.recsys_core.refresh.refreshed import TableWriter, package_folder_of, refresh_small
@@ -78,6 +79,36 @@ def test_an_index_with_zeros_in_place_of_the_vectors_of_new_items_is_refused(
     vector_ID[num_remaining_items:] = 0
     index = build_index(contents.package.index, vector_ID)
     assert "index_recall_items" in failed_metrics(check_again(parent, refresh_result, index=index))
+
+
+def test_the_vectors_of_all_new_items_are_searched_and_without_new_items_the_vectors_of_all_items(
+    parent: SmallPipeline,
+    refresh_result: Refreshed,
+    write_tables: TableWriter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched_vectors: list[np.ndarray] = []
+    with_exact_results = MeasuredQueries.with_exact_results
+
+    def record_queries(query_BD: np.ndarray, **arguments: Any) -> MeasuredQueries:
+        searched_vectors.append(query_BD)
+        return with_exact_results(query_BD, **arguments)
+
+    monkeypatch.setattr(MeasuredQueries, "with_exact_results", record_queries)
+    check_again(parent, refresh_result)
+    write_tables(range(1010, 1300))
+    without_new_items = refresh_small(parent, tmp_path / "only removed")
+    assert without_new_items is not None
+    # Users and items of the parent, then users and items of the refreshed package, are searched for each refresh.
+    for result, item_vectors, num_searched in (
+        (refresh_result, searched_vectors[3], 20),
+        (without_new_items, searched_vectors[7], 290),
+    ):
+        contents = contents_of(result)
+        vector_ID = package.read_item_vectors(contents, np.arange(contents.package.model.num_items))
+        expected_vectors = vector_ID[-num_searched:]
+        np.testing.assert_array_equal(np.sort(item_vectors, axis=0), np.sort(expected_vectors, axis=0))
 
 
 def test_a_query_tower_of_another_version_is_refused(parent: SmallPipeline, refresh_result: Refreshed) -> None:

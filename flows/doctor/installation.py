@@ -11,7 +11,7 @@ from flows.doctor.servers import Finding, check_mlflow, check_prefect, not_used,
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.errors import NightjarError, first_line
-from recsys_core.units import MIB, format_gib
+from recsys_core.units import GIB, MIB, format_gib
 from tasks.retention.budget import estimated_bytes
 from tasks.runs.workspace import Workspace
 
@@ -33,7 +33,7 @@ def examine(config: PipelineConfig) -> dict[str, Finding]:
             "schedule": lambda: check_schedule(config, flow_name="nightly-retrain"),
             "refreshes": lambda: check_schedule(config, flow_name="refresh"),
             "log engine": lambda: check_log_engine(config),
-            "disk": lambda: check_disk(config.workspace),
+            "disk": lambda: check_disk(config.workspace, budget_gib=config.retention.disk_budget_gb),
             "shared memory": lambda: check_shared_memory(SHARED_MEMORY),
         }
     )
@@ -70,20 +70,35 @@ def check_log_engine(config: PipelineConfig) -> Finding:
     return not_used("the engine DuckDB is installed with nightjar") if engine_text is None else ok(engine_text)
 
 
-def check_disk(workspace: Path) -> Finding:
-    """Compare the free space of the workspace's disk with the size of earlier runs.
+def check_disk(workspace: Path, *, budget_gib: float | None) -> Finding:
+    """Compare the free space of the workspace's disk, and of its budget, with the size of earlier runs.
 
     The newest run may have failed before it wrote all its files, so the newest run with all files is compared too.
+
+    Args:
+        budget_gib: retention.disk_budget_gb.
     """
     num_free_bytes, runs = free_bytes(workspace), Workspace(workspace)
     newest_run = runs.newest_run()
     if newest_run is None:
         return ok(f"{format_gib(num_free_bytes)} free in {workspace}; no run yet")
-    run_bytes = max(used_bytes(newest_run.folder), estimated_bytes(runs.run(runs.new_run_id())))
+    new_run_bytes = estimated_bytes(runs.run(runs.new_run_id()))
+    run_bytes = max(used_bytes(newest_run.folder), new_run_bytes)
     disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; the next run needs about {format_gib(run_bytes)}"
     if num_free_bytes < DISK_RESERVE_FACTOR * run_bytes:
         return problem(f"{disk_text}, like earlier runs; remove old runs, or set workspace to a larger disk")
-    return ok(disk_text)
+    if budget_gib is None:
+        return ok(disk_text)
+    workspace_bytes = used_bytes(workspace)
+    budget_text = (
+        f"{disk_text}; the workspace has {format_gib(workspace_bytes)}, and retention.disk_budget_gb is {budget_gib:g}"
+    )
+    if workspace_bytes + new_run_bytes > budget_gib * GIB:
+        return problem(
+            f"{budget_text}, so the next run cleans the workspace, and fails if it is still too large; raise "
+            "disk_budget_gb, or lower retention.keep_full_runs or retention.keep_versions and run `nightjar clean`"
+        )
+    return ok(budget_text)
 
 
 def check_shared_memory(folder: Path) -> Finding:

@@ -43,12 +43,12 @@ def test_little_shared_memory_is_a_problem_with_the_option_that_enlarges_it(smal
 
 
 def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None:
-    assert check_disk(small_disk).text.endswith("no run yet")
+    assert check_disk(small_disk, budget_gib=None).text.endswith("no run yet")
     for name, size in (("20261120-000000-aaaa", 2**10), ("20261121-000000-bbbb", 600 * 2**10)):
         stage = small_disk / "runs" / name / "train"
         stage.mkdir(parents=True)
         (stage / "model").write_bytes(bytes(size))
-    finding = check_disk(small_disk)
+    finding = check_disk(small_disk, budget_gib=None)
     assert (
         finding.status == "problem" and "the next run needs about 0.0 GiB, like earlier runs; remove old runs" in finding.text
     )
@@ -63,7 +63,17 @@ def test_the_free_disk_is_compared_with_the_newest_complete_run_after_a_failed_r
     (tmp_path / "runs" / "20261121-000000-bbbb" / "ingest_interactions").mkdir(parents=True)
     for num_free_bytes, status in ((5 * MIB, "problem"), (20 * MIB, "ok")):
         monkeypatch.setattr("flows.doctor.installation.free_bytes", lambda path, free=num_free_bytes: free)
-        assert check_disk(tmp_path).status == status
+        assert check_disk(tmp_path, budget_gib=None).status == status
+
+
+def test_the_disk_budget_is_compared_with_the_workspace_and_the_next_run(tmp_path: Path) -> None:
+    complete_run = Workspace(tmp_path).run("20261120-000000-aaaa")
+    build_template(complete_run.folder)
+    (complete_run.folder / "train.work" / "values").write_bytes(bytes(50 * MIB))
+    for budget_gib, status in ((0.07, "problem"), (0.15, "ok")):  # the workspace and the next run have about 50 MiB each
+        finding = check_disk(tmp_path, budget_gib=budget_gib)
+        assert finding.status == status
+        assert f"; the workspace has 0.0 GiB, and retention.disk_budget_gb is {budget_gib}" in finding.text
 
 
 def test_the_engine_of_the_ingest_is_checked_only_if_the_config_names_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Self
 
 import pyarrow as pa
@@ -118,26 +118,27 @@ def predict_in_subprocess(
         NotFetchedError: the version could not be downloaded.
         StageError: a signal ended the process.
     """
-    model_folder, model_config = _fetch(model_uri, client=client, workspace=workspace)
-    request = {
-        "model_folder": str(model_folder),
-        "model_config": model_config,
-        "input_path": str(sample.histories_file),
-        "output_path": str(output_file),
-        "k": K,
-    }
-    try:
-        exit_code, last_line = process.answer(request)
-    except TimeoutError:
-        raise UnusableVersionError(
-            f"{model_uri}: no answer for {sample.num_users:,} users within {_TIMEOUT_S:,.0f} s"
-        ) from None
+    with TemporaryDirectory(prefix="nightjar-", ignore_cleanup_errors=True) as folder_name:
+        model_folder, model_config = _fetch(model_uri, client=client, workspace=workspace, download_folder=Path(folder_name))
+        num_bytes = sum(path.stat().st_size for path in model_folder.rglob("*") if path.is_file())
+        request = {
+            "model_folder": str(model_folder),
+            "model_config": model_config,
+            "input_path": str(sample.histories_file),
+            "output_path": str(output_file),
+            "k": K,
+        }
+        try:
+            exit_code, last_line = process.answer(request)
+        except TimeoutError:
+            raise UnusableVersionError(
+                f"{model_uri}: no answer for {sample.num_users:,} users within {_TIMEOUT_S:,.0f} s"
+            ) from None
     if exit_code:
         reason = redacted(f"{model_uri}: does not answer in a fresh process (exit {exit_code}): {last_line}")
         if exit_code in _KILL_EXIT_CODES:
             raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory")
         raise UnusableVersionError(reason)
-    num_bytes = sum(path.stat().st_size for path in model_folder.rglob("*") if path.is_file())
     return Answers(*read_answers(output_file, sample=sample, model_uri=model_uri), num_bytes)
 
 
@@ -164,10 +165,12 @@ def read_answers(output_file: Path, *, sample: UserSample, model_uri: str) -> tu
     return answers, float((table.schema.metadata or {}).get(b"cpu_s", "nan"))
 
 
-def _fetch(model_uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str] | None]:
+def _fetch(
+    model_uri: str, *, client: MlflowClient, workspace: Path, download_folder: Path
+) -> tuple[Path, dict[str, str] | None]:
     """Call `fetch_model`; raise UnusableVersionError or NotFetchedError."""
     try:
-        return fetch_model(model_uri, client=client, workspace=workspace)
+        return fetch_model(model_uri, client=client, workspace=workspace, download_folder=download_folder)
     except StageError as error:  # the files are not the registered model
         raise UnusableVersionError(redacted(str(error))) from None
     except Exception as error:  # any error of MLflow, the artifact store or the network

@@ -3,8 +3,11 @@
 import hashlib
 import os
 import shutil
+import weakref
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlparse
 
 import mlflow.artifacts
 import mlflow.pyfunc
@@ -110,13 +113,24 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
 
 
 def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncModel:
-    """Load the model at `uri` after `fetch_model` has verified it."""
-    folder, model_config = fetch_model(uri, client=client, workspace=workspace)
-    return mlflow.pyfunc.load_model(str(folder), model_config=model_config)
+    """Load the model at `uri` after `fetch_model` has verified it.
+
+    Downloaded files are removed when the retriever of the model is freed, or at the end of the process.
+    """
+    download_folder = Path(mkdtemp(prefix="nightjar-"))
+    try:
+        folder, model_config = fetch_model(uri, client=client, workspace=workspace, download_folder=download_folder)
+        model = mlflow.pyfunc.load_model(str(folder), model_config=model_config)
+        retriever = model.unwrap_python_model().retriever  # reads its files until it is freed
+    except BaseException:
+        shutil.rmtree(download_folder, ignore_errors=True)
+        raise
+    weakref.finalize(retriever, shutil.rmtree, download_folder, ignore_errors=True)
+    return model
 
 
 def fetch_model(
-    uri: str, *, client: MlflowClient, workspace: Path, download_folder: Path | None = None
+    uri: str, *, client: MlflowClient, workspace: Path, download_folder: Path, copies_local_files: bool = False
 ) -> tuple[Path, dict[str, str]]:
     """Return the folder of the version at `uri`, downloaded if it is remote, and the model config for MLflow.
 
@@ -125,8 +139,9 @@ def fetch_model(
     workspace and unchanged. Code of the model is not executed.
 
     Args:
-        download_folder: folder for a copy of a version that is not in the MLflow of the workspace. None: MLflow chooses a
-            folder, or returns the artifacts of the registry without a copy.
+        download_folder: folder for the copy of a version whose files are not on a local disk.
+        copies_local_files: whether to also copy a version whose files are on a local disk, unless it is in the MLflow of the
+            workspace.
 
     Raises:
         StageError: the version does not have the tag, or no run of the workspace logged its model.
@@ -139,7 +154,9 @@ def fetch_model(
             "verified; register the model again, and remove the version's alias if it has one"
         )
     is_embedded = client.tracking_uri == f"sqlite:///{workspace.absolute()}/mlflow.db"
-    folder = _download(f"models:/{model_name}/{version_number}", client, folder=None if is_embedded else download_folder)
+    location = urlparse(client.get_model_version_download_uri(model_name, version_number))
+    is_copied = not is_embedded and (copies_local_files or location.scheme not in ("", "file"))
+    folder = _download(f"models:/{model_name}/{version_number}", client, folder=download_folder if is_copied else None)
     if is_embedded:
         _require_logged_model(folder, workspace, uri)
     return folder, {PACKAGE_SHA256_KEY: sha256, VERSION_KEY: str(version_number)}

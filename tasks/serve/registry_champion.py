@@ -148,7 +148,13 @@ class RegistryChampion:
         download_folder.mkdir(parents=True, exist_ok=True)
         try:
             folder, model_config = call_with_deadline(
-                lambda: fetch_model(uri, client=client, workspace=self._workspace, download_folder=download_folder),
+                lambda: fetch_model(
+                    uri,
+                    client=client,
+                    workspace=self._workspace,
+                    download_folder=download_folder,
+                    copies_local_files=True,  # because the cleaning of another workspace may remove them
+                ),
                 uri=client.tracking_uri,
                 timeout_s=FETCH_TIMEOUT_S,
             )

@@ -1,15 +1,21 @@
 """Registered models that are not loaded: versions that do not exist, and forged files or tags, whose code is not executed."""
 
+import gc
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import mlflow
 import pytest
+from mlflow.entities import FileInfo
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.artifact_repository_registry import _artifact_repository_registry
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
 from recsys_core.errors import InputError, StageError
 from tasks.gate.sample import prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, predict_in_subprocess
-from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_version
+from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_model, load_version
 from tasks.registry.mlflow_client import connect
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import prepare_run, register_version
@@ -111,3 +117,74 @@ def test_the_message_about_an_unknown_alias_does_not_suggest_a_promotion(workspa
     message = r"^the registered model 'm' has no version with the alias 'weekly' in sqlite:.*; list the aliases with"
     with pytest.raises(InputError, match=message):
         load_version(workspace, model_name="m", version="weekly")
+
+
+class RemoteRepository(ArtifactRepository):
+    """An artifact store that is not a local disk for MLflow, so that MLflow downloads each file."""
+
+    def __init__(self, artifact_uri: str, *arguments: object, **options: object) -> None:
+        super().__init__(artifact_uri)
+        self._files = LocalArtifactRepository(artifact_uri.removeprefix("remote:"))
+
+    def log_artifact(self, local_file: str, artifact_path: str | None = None) -> None:
+        self._files.log_artifact(local_file, artifact_path)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        self._files.log_artifacts(local_dir, artifact_path)
+
+    def list_artifacts(self, path: str | None) -> list[FileInfo]:
+        return list(self._files.list_artifacts(path))
+
+    def _download_file(self, remote_file_path: str, local_path: str) -> None:
+        self._files._download_file(remote_file_path, local_path)
+
+
+@pytest.fixture
+def remote_version(
+    workspace: Path,
+    outside: Path,
+    build_stages: BuildStages,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """Version 1 of the model m, whose files MLflow has to download. Return the folder for temporary files, which is empty."""
+    monkeypatch.setitem(_artifact_repository_registry._registry, "remote", RemoteRepository)
+    monkeypatch.setattr(tempfile, "tempdir", str(outside))
+    connect(workspace).create_experiment("tests", artifact_location=f"remote:{workspace / 'store'}")
+    register_version(build_stages(), prepare_run(workspace, "one"))
+    temporary_folder = outside / "temporary"
+    temporary_folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary_folder))
+    return temporary_folder
+
+
+def test_downloaded_files_of_a_version_are_removed_when_its_retriever_is_freed(workspace: Path, remote_version: Path) -> None:
+    client, other_workspace = connect(workspace), workspace / "other"
+    model = load_model("models:/m/1", client=client, workspace=other_workspace)
+    assert [path.name for path in remote_version.rglob("package.json")] == ["package.json"]
+    retriever = model.unwrap_python_model().retriever
+    assert len(retriever.recommend(["user-0"], k=5).item_ids[0]) == 5
+    del retriever, model.unwrap_python_model().retriever
+    gc.collect()
+    assert not any(remote_version.iterdir())
+    with pytest.raises(StageError, match=r"package\.json: the sha256 is "):
+        client.set_model_version_tag("m", "1", PACKAGE_SHA256_TAG, "0" * 64)
+        load_model("models:/m/1", client=client, workspace=other_workspace)
+    assert not any(remote_version.iterdir())
+
+
+def test_downloaded_files_of_a_version_are_removed_after_its_answers(
+    workspace: Path, remote_version: Path, build_stages: BuildStages
+) -> None:
+    sample = prepare_sample(build_stages().dataset.interactions, max_users=3, folder=workspace / "sample")
+    with ModelProcess() as process:
+        answers = predict_in_subprocess(
+            sample,
+            model_uri="models:/m/1",
+            client=connect(workspace),
+            workspace=workspace / "other",
+            process=process,
+            output_file=workspace / "answers.parquet",
+        )
+    assert answers.num_bytes > 100_000
+    assert not any(remote_version.iterdir())

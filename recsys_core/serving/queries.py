@@ -131,7 +131,7 @@ class QueryReader:
         is_ranked_by_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
         for key, feature in given_features.items():
             if key != self._popularity.segment_key:
-                is_ranked_by_model_B = is_ranked_by_model_B | feature.is_given_B
+                is_ranked_by_model_B = is_ranked_by_model_B | (feature.rows.lengths > 0)  # the model reads no empty list
         query_BD = np.zeros((len(user_row_B), model.config.output_dim), np.float32)
         model_indices = np.flatnonzero(is_ranked_by_model_B)
         if len(model_indices) == len(user_row_B):

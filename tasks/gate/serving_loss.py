@@ -70,7 +70,7 @@ def _packaged_metrics(
     given_features = retriever.request_features.encode(values_by_column, num_rows=num_users) if values_by_column else {}
     is_known_B = retriever.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_U)
     for feature in given_features.values():
-        is_known_B = is_known_B | feature.is_given_B
+        is_known_B = is_known_B | (feature.rows.lengths > 0)
     queries = Queries(
         query_BD=torch.from_numpy(retriever.query_reader.encode(user_row_U, history, given_features=given_features)),
         is_known_B=is_known_B,

@@ -68,6 +68,17 @@ def test_features_of_a_request_are_encoded_as_in_the_ingest(build_packaged_model
     assert answers.fallbacks == [None, "features", None, "popularity"]
 
 
+def test_a_request_whose_only_feature_is_an_empty_list_gets_the_most_popular_items(build_packaged_model: ModelBuilder) -> None:
+    exported_model, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    retriever = load_retriever(package)
+    empty_list, popular = retriever.recommend([1, 1], k=6, features={"list": [[], None]})
+    assert empty_list == popular and popular.fallback == "popularity"
+    # For a known user, an empty list replaces the stored list.
+    (answer,) = retriever.recommend([USER_IDS[5]], k=6, features={"list": [[]]})
+    query = exported_model.query_vector(5, exported_model.log[5], given_features={"user.list": ([], None)})
+    assert answer.item_ids == exported_model.best_ids(query, seen=exported_model.log[5], k=6)
+
+
 @pytest.mark.parametrize(
     ("features", "message"),
     [

@@ -207,7 +207,7 @@ def _parse_operand(value: Any, data_type: pa.DataType, column: str) -> Any:
     value = value.item() if isinstance(value, np.generic) else value
     if _is_number(data_type):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and math.isfinite(value) and abs(value) < 2**63:
+        if is_number and abs(value) < 2**63:  # not true for NaN and infinity
             return value
         expected = "a number between -2^63 and 2^63"
     elif pa.types.is_boolean(data_type):

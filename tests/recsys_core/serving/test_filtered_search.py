@@ -100,6 +100,8 @@ def test_a_filter_may_compare_with_a_datetime(model_and_filtering_retriever: tup
         ({"colour": "red"}, r"unknown column 'colour'; the model has \['genre', 'price', 'stock', 'is_new', 'since'\]"),
         ({"price": {"between": [1, 2]}}, "column 'price' has the unknown operator 'between'; use in, ge, gt, le, lt, since"),
         ({"price": {"ge": "10"}}, "'10' is no value of column 'price'; pass a number between"),
+        ({"price": {"lt": 10**400}}, "1000.* is no value of column 'price'; pass a number between"),
+        ({"stock": [-math.inf]}, "-inf is no value of column 'stock'; pass a number between"),
         ({"price": {"ge": math.nan}}, "nan is no value of column 'price'"),
         ({"stock": {"in": 3}}, "column 'stock': `in` has 3; pass a list of values"),
         ({"stock": {"in": np.array(3)}}, r"column 'stock': `in` has array\(3\); pass a list of values"),

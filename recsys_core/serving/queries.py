@@ -99,12 +99,17 @@ class QueryReader:
             raise InputError("popularity_weight is set, but the model has no popularity term; train it with model.popularity")
         if weight is not None and not abs(weight) <= MAX_POPULARITY_WEIGHT:
             raise InputError(f"popularity_weight is {weight}; it must be at most {MAX_POPULARITY_WEIGHT:g} in absolute value")
-        return {**DEFAULT_OPTIONS, **options, "exclude": plain_values(options.get("exclude", ()))}
+        excluded_ids = plain_values(options.get("exclude", ()))
+        if isinstance(excluded_ids, str):  # its characters would be unknown ids, which are ignored
+            raise InputError(f"exclude is the text {shown(excluded_ids)}; pass a list of item ids")
+        return {**DEFAULT_OPTIONS, **options, "exclude": excluded_ids}
 
     def user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
         """Return the row of each user; -1 for an unknown user and for None."""
         if user_ids is None or self._package.users == "none":
             return np.full(num_queries, -1, np.int64)
+        if isinstance(user_ids, np.ndarray) and user_ids.dtype == object:
+            user_ids = user_ids.tolist()  # which may have None, unlike an array of numbers
         if isinstance(user_ids, np.ndarray) or None not in user_ids:
             return self._users.ids.rows(user_ids)  # type: ignore[arg-type]  # no element is None
         user_rows = np.full(num_queries, -1, np.int64)

@@ -108,6 +108,12 @@ def test_a_user_without_a_history_in_the_request_keeps_the_stored_one(retriever:
     assert ids[0].tolist() == stored_history_ids.tolist()
 
 
+def test_an_array_of_users_may_have_none(retriever: Retriever) -> None:
+    user_ids = [USER_IDS[0], None, USER_IDS[1]]
+    assert [*retriever.recommend(np.array(user_ids, object), k=5)] == [*retriever.recommend(user_ids, k=5)]
+    assert [*retriever.recommend(np.array(USER_IDS, object), k=5)] == [*retriever.recommend(USER_IDS, k=5)]
+
+
 @pytest.mark.parametrize("to_sequence", [pd.Series, pa.array, lambda values: pa.chunked_array([pa.array(values)])])
 def test_arguments_may_be_series_and_arrow_arrays(retriever: Retriever, to_sequence: Callable[[list[Any]], Any]) -> None:
     user_ids, histories = [USER_IDS[0], None, USER_IDS[1]], [None, [ITEM_IDS[0], "unheard of"], [ITEM_IDS[1]]]
@@ -327,5 +333,7 @@ def test_similar_items_have_the_largest_inner_products(build_packaged_model: Mod
 def test_an_unknown_option_and_a_request_without_queries_are_rejected(retriever: Retriever) -> None:
     with pytest.raises(InputError, match="unknown option top; there are exclude_seen"):
         retriever.recommend([1], k=3, top=3)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="exclude is the text 'item-000'; pass a list of item ids"):
+        retriever.recommend([1], k=3, exclude="item-000")
     with pytest.raises(InputError, match="there are no queries"):
         retriever.recommend(k=3)

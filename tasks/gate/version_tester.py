@@ -34,7 +34,7 @@ class VersionTester:
     metrics_by_version: dict[str, ServedMetrics] = field(default_factory=dict)
 
     def smoke_test(self, version: ModelVersion, *, is_own_log: bool = True) -> ServedMetrics:
-        """Return the metrics of a version; raise UnusableVersionError if its answers are invalid.
+        """Return the metrics of a version, and remove its LOAD_ERROR_TAG; raise UnusableVersionError if an answer is invalid.
 
         Args:
             is_own_log: whether the sample is from the log with which the version was trained. If it is from another log, the
@@ -50,6 +50,7 @@ class VersionTester:
             self.registry.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
             raise
         self.registry.set_tag(version, SMOKE_TAG, "passed")
+        self.registry.remove_tag(version, LOAD_ERROR_TAG)
         return self._measure_and_save(version, answers)
 
     def measure(self, version: ModelVersion, *, control_version: ModelVersion | None = None) -> ServedMetrics:

@@ -109,6 +109,18 @@ def test_a_rollback_undoes_a_promotion_by_hand(three_versions: Path, decide: Dec
     assert version_by_alias(client) == {"champion": "1"}
 
 
+def test_a_rollback_selects_a_version_that_did_not_load_once_and_was_promoted_later(
+    three_versions: Path, decide: Decide
+) -> None:
+    client = connect(three_versions)
+    promote_version(3, decide())
+    client.set_model_version_tag("m", "2", LOAD_ERROR_TAG, "the disk was full")
+    promote_version(2, decide())
+    assert LOAD_ERROR_TAG not in version_tags(client, "2")
+    promote_version(1, decide())
+    assert roll_back(None, decide()).startswith("m version 2 is champion instead of version 1")
+
+
 def test_a_version_is_withdrawn_even_if_another_process_promotes_the_target_of_the_rollback(
     three_versions: Path, decide: Decide, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Supervision of the processes of the HTTP server: start, switch to another version, restart, and end."""
 
+import fcntl
 import logging
 import os
 import signal
@@ -8,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -102,9 +104,7 @@ def serve(
         StageError, TrackingServerError: the version with the alias does not load, or the registry does not answer.
     """
     token_from_environment()  # raises InputError for an invalid token
-    temporary_folder = TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True)
-    with _open_listener(config) as listener, temporary_folder as folder_name:
-        folder = Path(folder_name)
+    with _open_listener(config) as listener, _temporary_folder() as folder:
         (folder / METRICS_FOLDER).mkdir()
         (folder / CONFIG_FILE_NAME).write_text(config.model_dump_json())
         registry_champion = RegistryChampion(workspace, model_name=model_name, alias=alias, folder=folder / "versions")
@@ -128,6 +128,22 @@ def serve(
         finally:
             listener.close()  # refuses new connections, which would wait for a process that ends
             _end(workers, timeout_s=config.shutdown_timeout_s + 5.0)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Yield a folder that is removed at the end.
+
+    The folder is locked, because systemd-tmpfiles removes files below /tmp that nobody has opened for some days, such as
+    config.json or the package, from folders without a lock.
+    """
+    with TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True) as folder_name:
+        descriptor = os.open(folder_name, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield Path(folder_name)
+        finally:
+            os.close(descriptor)
 
 
 def _open_listener(config: ServeConfig) -> socket.socket:

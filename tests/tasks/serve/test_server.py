@@ -1,6 +1,7 @@
 """`nightjar serve` on a real registry: the processes serve the current champion, and failures do not stop the server."""
 
 import errno
+import fcntl
 import os
 import signal
 import threading
@@ -133,6 +134,21 @@ def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
         assert server.predict()["version"] == "1"
         assert "nightjar_requests_total" in httpx.get(f"{server.url}/metrics").text
     assert workers() == []
+
+
+def test_the_temporary_folder_is_locked_so_that_systemd_tmpfiles_keeps_its_old_files(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock_folder(champion: registry_champion.RegistryChampion) -> None:
+        descriptor = os.open(champion._folder.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as systemd-tmpfiles does before it removes old files
+        finally:
+            os.close(descriptor)
+
+    monkeypatch.setattr(registry_champion.RegistryChampion, "poll", lock_folder)
+    with pytest.raises(BlockingIOError):
+        serve(CONFIG, workspace, model_name="m", stop_event=threading.Event())
 
 
 def damage(workspace: Path, client: MlflowClient, version: str) -> None:

@@ -9,7 +9,8 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-hypothesis.settings.register_profile("nightjar", deadline=None)  # no test depends on how long the code takes
+# No test depends on how long the code takes. The tests of the whole suite try many examples, even if each of them tries few.
+hypothesis.settings.register_profile("nightjar", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("nightjar")
 gc.disable()  # imports are faster without it, as in recsys_core.imports.fast_imports
 SLOW_FOLDERS = ("training", "flows", "tasks", "infra")

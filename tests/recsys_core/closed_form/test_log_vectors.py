@@ -122,7 +122,7 @@ def test_an_error_about_the_missing_library_of_ials_names_the_extra_that_install
     assert not (tmp_path / "log_vectors").exists()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**16),
     config=st.sampled_from([SpectralVectorsConfig(dim=4), EaseVectorsConfig(dim=4), IalsVectorsConfig(dim=4, iterations=3)]),

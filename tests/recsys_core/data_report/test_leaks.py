@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.data_report.leaks import SplitCounts, count_split_events
@@ -32,7 +32,6 @@ def counts_of(log: list[UserEvents], split: Split, *, max_chunk_events: int = 4)
         return count_split_events(interactions, split=split, max_chunk_events=max_chunk_events)
 
 
-@settings(deadline=None, max_examples=60)
 @given(log=logs, max_chunk_events=st.integers(1, 20))
 def test_all_counts_equal_the_counts_of_plain_python_for_any_chunk_size(log: list[UserEvents], max_chunk_events: int) -> None:
     counts = counts_of(log, FILE_SPLIT, max_chunk_events=max_chunk_events)
@@ -64,7 +63,6 @@ def test_all_counts_equal_the_counts_of_plain_python_for_any_chunk_size(log: lis
     assert (counts.num_unordered_events, counts.num_misplaced_events) == (0, 0)
 
 
-@settings(deadline=None, max_examples=60)
 @given(log=logs)
 def test_a_time_split_counts_events_after_the_start_of_the_next_split(log: list[UserEvents]) -> None:
     times_by_part = [[time for user in log for _, time in user[part]] for part in range(3)]

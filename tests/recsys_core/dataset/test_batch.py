@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -51,7 +51,6 @@ def rows_of(jagged: KeyedJaggedTensor, key: str, *, num_samples: int | None = No
     return rows[:num_samples]
 
 
-@settings(deadline=None)
 @given(histories=history_lists, candidates=st.lists(st.integers(0, NUM_ITEMS - 1), max_size=6))
 def test_each_item_is_looked_up_once_and_indices_restore_candidates_and_histories(
     histories: list[list[int]], candidates: list[int]
@@ -87,7 +86,6 @@ def test_a_batch_without_items_looks_up_one_unused_row() -> None:
     assert rows_of(batch.sparse[UNPOOLED], "user") == [[0], [1]]
 
 
-@settings(deadline=None, max_examples=40)
 @given(histories=history_lists, candidates=st.lists(st.integers(0, NUM_ITEMS - 1), max_size=6), seed=st.integers(0, 20))
 def test_a_batch_has_the_features_and_weights_of_its_users_items_and_events(
     histories: list[list[int]], candidates: list[int], seed: int

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
@@ -149,7 +149,6 @@ def test_all_training_events_of_a_user_are_in_equally_many_unordered_histories(l
         assert len(set(num_histories_E[train].tolist())) == 1
 
 
-@settings(deadline=None)
 @given(log=logs, split=st.sampled_from(["validation", "test"]), max_items=st.none() | st.integers(0, 6), data=st.data())
 def test_targets_and_histories_equal_the_results_of_plain_python(
     log: Log, split: EvaluationSplit, max_items: int | None, data: st.DataObject

@@ -5,7 +5,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.dataset.events import EventStore
@@ -72,7 +72,6 @@ def negatives_of(store: EventStore) -> KnownNegatives:
 
 
 @given(log_with_negatives=logs_with_negatives(), max_items=st.integers(1, 5))
-@settings(deadline=None)
 def test_an_event_has_the_newest_negatives_of_its_user_before_or_at_the_event(
     log_with_negatives: tuple[Log, NegativeTimes], max_items: int
 ) -> None:
@@ -92,7 +91,6 @@ def test_an_event_has_the_newest_negatives_of_its_user_before_or_at_the_event(
 
 
 @given(log_with_negatives=logs_with_negatives())
-@settings(deadline=None)
 def test_the_negatives_before_a_split_are_the_negatives_of_the_earlier_splits(
     log_with_negatives: tuple[Log, NegativeTimes],
 ) -> None:
@@ -106,7 +104,6 @@ def test_the_negatives_before_a_split_are_the_negatives_of_the_earlier_splits(
 
 
 @given(log_with_negatives=logs_with_negatives(), max_items=st.integers(1, 5), draw=st.floats(0, 0.999))
-@settings(deadline=None)
 def test_an_unordered_log_draws_distinct_training_negatives(
     log_with_negatives: tuple[Log, NegativeTimes], max_items: int, draw: float
 ) -> None:

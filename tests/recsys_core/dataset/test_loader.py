@@ -97,7 +97,6 @@ def are_equal(batch: Batch, other_batch: Batch) -> bool:
     return all(itertools.starmap(torch.equal, zip(tensors_of(batch), tensors_of(other_batch), strict=True)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_events_by_user=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     world_size=st.integers(1, 4),
@@ -123,7 +122,6 @@ def test_an_epoch_of_all_ranks_has_each_example_at_most_once(
     assert sum(num_events_by_user) - world_size < len(epoch_items) <= sum(num_events_by_user)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     log=logs,
     batch_size=st.integers(1, 9),
@@ -179,7 +177,6 @@ def test_negatives_are_sampled_in_proportion_to_their_share() -> None:
 
 
 @given(event_counts=st.lists(st.integers(0, 5), min_size=1, max_size=50).filter(any), alpha=st.sampled_from([0.0, 0.5, 1.0]))
-@settings(max_examples=60, deadline=None)
 def test_only_items_with_a_training_event_are_sampled(event_counts: list[int], alpha: float) -> None:
     share_I = negative_share(np.array(event_counts), alpha)
     batch = first_batch(loader_of(store_of([([0], [], [])]), num_negatives=200, negative_share_I=share_I))
@@ -203,7 +200,7 @@ def test_an_epoch_resumed_at_a_batch_has_this_batch_and_all_later_batches(start_
     assert all(itertools.starmap(are_equal, zip(batches[start_batch:], resumed_batches, strict=True)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     log=logs,
     is_ordered=st.booleans(),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.dataset.feature_store import UNPOOLED
@@ -24,7 +24,6 @@ def has_train_negatives(log_with_negatives: tuple[Log, NegativeTimes]) -> bool:
     return any(train_times for train_times, _, _ in negative_times)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     log_with_negatives=logs_with_negatives().filter(has_train_negatives),
     batch_size=st.integers(1, 9),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.dataset.batch import Assembler
@@ -21,7 +21,6 @@ NUM_IDS = 2**31 + 10
 lists_by_shard = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=9)
 
 
-@settings(deadline=None)
 @given(values_by_shard=lists_by_shard, data=st.data())
 def test_an_event_array_is_the_concatenation_of_its_shards(values_by_shard: list[list[int]], data: st.DataObject) -> None:
     array = ShardedEventArray(ShardArrays.of(*(np.array(shard_values, np.int32) for shard_values in values_by_shard)))
@@ -33,7 +32,6 @@ def test_an_event_array_is_the_concatenation_of_its_shards(values_by_shard: list
     assert (array[indices].tolist(), array[indices].dtype) == (expected_values[indices].tolist(), expected_values.dtype)
 
 
-@settings(deadline=None)
 @given(numbers=st.lists(st.integers(0, 99), max_size=20), num_shards=st.integers(1, 9), data=st.data())
 def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.dataset.shuffle import shuffled
@@ -10,13 +10,11 @@ from recsys_core.dataset.shuffle import shuffled
 key_tuples = st.tuples(st.integers(0, 2**63), st.integers(0, 10_000))
 
 
-@settings(max_examples=150, deadline=None)
 @given(num_indices=st.integers(0, 70) | st.integers(0, 5000), key=key_tuples)
 def test_the_shuffle_is_a_permutation_of_any_length(num_indices: int, key: tuple[int, int]) -> None:
     assert np.array_equal(np.sort(shuffled(np.arange(num_indices), n=num_indices, key=key)), np.arange(num_indices))
 
 
-@settings(max_examples=50, deadline=None)
 @given(num_indices=st.integers(1, 5000), key=key_tuples, data=st.data())
 def test_some_indices_are_shuffled_as_they_are_among_all_indices(
     num_indices: int, key: tuple[int, int], data: st.DataObject
@@ -27,7 +25,6 @@ def test_some_indices_are_shuffled_as_they_are_among_all_indices(
     )
 
 
-@settings(max_examples=50, deadline=None)
 @given(num_indices=st.integers(100, 5000), keys=st.lists(key_tuples, min_size=2, max_size=2, unique=True))
 def test_the_shuffle_depends_on_the_key_and_moves_almost_all_indices(num_indices: int, keys: list[tuple[int, int]]) -> None:
     shuffled_indices, differently_shuffled_indices = (shuffled(np.arange(num_indices), n=num_indices, key=key) for key in keys)

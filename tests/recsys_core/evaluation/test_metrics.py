@@ -39,7 +39,7 @@ def _target_positions(relevant_UC: np.ndarray) -> TargetPositions:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(relevance_rows, min_size=1, max_size=4), st.integers(1, NUM_CANDIDATES))
 def test_every_metric_equals_torchmetrics(rows: list[list[bool]], k: int) -> None:
     targets = _target_positions(np.array(rows))
@@ -93,7 +93,6 @@ def test_metrics_of_tied_scores_equal_scikit_learn_after_breaking_the_ties() -> 
     assert mean_auc == pytest.approx(np.average(auc, weights=is_target_UI.sum(axis=1)), abs=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(relevance_rows, min_size=1, max_size=4), st.integers(1, NUM_CANDIDATES - 1))
 def test_metrics_are_between_0_and_1_and_do_not_fall_with_a_better_position(rows: list[list[bool]], k: int) -> None:
     relevant_UC = np.array(rows)

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,7 +78,6 @@ def loop_vectors(kind: str, encoder: Any, item_VD: Tensor, lists: list[list[int]
     return vectors
 
 
-@settings(deadline=None)
 @given(kind=st.sampled_from(WEIGHTED_KINDS), lists=histories, seed=st.integers(0, 99), scale=st.sampled_from([0.1, 1.0, 300.0]))
 def test_a_weighted_sum_equals_a_loop_over_the_items(kind: str, lists: list[list[int]], seed: int, scale: float) -> None:
     torch.manual_seed(seed)
@@ -250,7 +249,6 @@ def test_a_history_without_pooling_is_the_mean() -> None:
     assert TwoTowerConfig.model_validate({"history": {"length": 5}}).history == CONFIG_BY_KIND["mean"](length=5)
 
 
-@settings(deadline=None)
 @given(lists=histories)
 def test_last_items_returns_the_last_item_or_the_start_vector(lists: list[list[int]]) -> None:
     item_VD, start = torch.randn(5, WIDTH), torch.randn(WIDTH)

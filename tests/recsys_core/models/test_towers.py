@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -151,7 +151,6 @@ def test_id_dropout_drops_whole_offsets_without_scaling_and_only_while_training(
     assert torch.equal(tower.eval().embed({"item": row_VD, OFFSET_TABLE: offset_VD}), row_VD + offset_VD)
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     lengths=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     pooling=st.sampled_from(["mean", "sum", "recency", "attention"]),
@@ -187,7 +186,6 @@ def test_a_query_does_not_depend_on_the_other_queries_of_its_batch(
         torch.testing.assert_close(query_BD[query_index : query_index + 1], single_1D, rtol=1e-4, atol=1e-5)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 99),
     norms=st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.5, 3.0, 1e4]), min_size=1, max_size=6),

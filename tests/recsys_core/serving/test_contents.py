@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.errors import StageError
@@ -276,7 +276,6 @@ def _member_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...
     return [path, *nested_paths] if path else nested_paths
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_description_with_one_changed_value_answers_or_is_rejected_with_its_path(
     package_manifest: PackageManifest, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -30,7 +30,7 @@ def table_of(folder: Path, values: pa.Array) -> ItemTable:
     return ItemTable(folder / "items.parquet", filter_columns=("value",), has_titles=False)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(values=[-2, -1, 0, 1, 2], operand=0.5)
 @example(values=[-2, -1, 0, 1, 2], operand=-0.5)
 @example(values=[-2, -1, 0, 1, 2], operand=1)

@@ -201,7 +201,7 @@ def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(b
     assert ITEM_IDS[8] not in ids[1] and len(ids[1]) == 6
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(-3, NUM_USERS - 1), max_size=9), st.integers(1, 40), st.data())
 def test_recommendations_do_not_depend_on_other_queries_of_the_batch(
     retriever: Retriever, users: list[int], k: int, data: st.DataObject

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.errors import StageError
@@ -21,7 +21,6 @@ from tests.recsys_core.evaluation.ranking.sorted_scores import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu:0"  # rank_catalogue runs its GPU code on every device except "cpu"
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), lists_of_item_rows, lists_of_item_rows, st.integers(0, NUM_ITEMS + 3))
 def test_positions_and_top_lists_equal_a_sort_with_ties_in_tie_order(
     seed: int, seen: list[list[int]], targets: list[list[int]], k: int
@@ -85,7 +84,6 @@ def test_a_vector_that_is_not_finite_is_rejected() -> None:
         rank_catalogue(queries_of(np.ones((1, 2)), seen=[[]], targets=[[]]), item_vector_ID=item_vector_ID, k=1)
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), bound_columns=st.integers(8, 20), tile_columns=st.integers(1, 9), k=st.integers(1, 8))
 def test_a_ranking_of_top_lists_only_equals_the_full_ranking(seed: int, bound_columns: int, tile_columns: int, k: int) -> None:
     random = np.random.default_rng(seed)
@@ -102,7 +100,6 @@ def test_a_ranking_of_top_lists_only_equals_the_full_ranking(seed: int, bound_co
     np.testing.assert_array_equal(top_ranking.position_T, np.where(full_ranking.position_T < k, full_ranking.position_T, 50))
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 10_000),
     k=st.integers(0, 12),

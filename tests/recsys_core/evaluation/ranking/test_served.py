@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.evaluation.ranking.queries import Queries
@@ -18,7 +18,6 @@ from tests.recsys_core.evaluation.ranking.sorted_scores import (
 )
 
 
-@settings(deadline=None)
 @given(st.permutations(range(NUM_ITEMS)), lists_of_item_rows, lists_of_item_rows, st.integers(0, NUM_ITEMS + 3))
 def test_a_ranking_by_one_order_equals_a_ranking_by_scores_that_fall_in_this_order(
     order: list[int], seen: list[list[int]], targets: list[list[int]], k: int
@@ -30,7 +29,6 @@ def test_a_ranking_by_one_order_equals_a_ranking_by_scores_that_fall_in_this_ord
     assert_ranking(ranking, positions=positions, orders=orders, k=k)
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 10_000),
     lists_of_item_rows,
@@ -57,7 +55,6 @@ def test_unknown_queries_are_ranked_by_popularity(
     assert sum(progress_counts) == NUM_QUERIES
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), lists_of_item_rows, lists_of_item_rows, st.sets(st.integers(0, NUM_ITEMS - 1)))
 def test_a_ranking_of_candidates_is_the_full_ranking_without_the_other_items(
     seed: int, seen: list[list[int]], targets: list[list[int]], candidates: set[int]

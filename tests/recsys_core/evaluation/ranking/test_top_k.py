@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.evaluation.ranking.top_k import TopLists
@@ -17,7 +17,6 @@ def _top_columns(score_BC: np.ndarray, *, k: int) -> list[list[int]]:
     ]
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     k=st.integers(1, 40),

@@ -250,7 +250,7 @@ texts = st.none() | st.sampled_from(["a", "b", "", "A", "é", "e\u0301", "\u202e
 numbers = st.none() | st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, 2.0])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_values_have_the_row_of_their_value_or_bucket(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

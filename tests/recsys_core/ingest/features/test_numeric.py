@@ -123,7 +123,7 @@ def test_the_store_returns_each_number_as_the_weight_of_row_1(tmp_path: Path) ->
     assert batch.item_feature_weight["item.price"].tolist() == [1.0, 2.5]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.none() | st.floats(), min_size=1, max_size=8))
 @example([1.7e308, -1.7e308, 1.7e308])
 @example([5e-324, 0.0])

@@ -41,7 +41,7 @@ def events_above_minimums(events: list[Event], *, min_user_events: int, min_item
         events = remaining_events
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])  # many logs lose all events
+@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])  # many logs lose all events
 @given(log=event_lists, min_user_events=st.integers(1, 4), min_item_events=st.integers(1, 4))
 def test_the_minimums_of_users_and_items_both_hold_after_the_filter(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_user_events: int, min_item_events: int

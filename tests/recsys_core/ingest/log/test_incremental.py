@@ -284,7 +284,7 @@ events_of_day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.inte
 lists_of_days = st.lists(events_of_day, min_size=4, max_size=7)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     events_by_day=lists_of_days, last_days=st.sets(st.integers(1, 6), min_size=1, max_size=3), min_item_events=st.integers(1, 2)
 )

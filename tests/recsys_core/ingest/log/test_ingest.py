@@ -43,7 +43,7 @@ def logs(draw: st.DrawFn, min_events: int = 1) -> list[Event]:
     return [(users[0], items[0], draw(times)), (users[1], items[1], draw(times)), *log]  # a log needs two users and two items
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 @given(log=logs(), test_days=st.sampled_from([0.25, 1.0, 1.3]), validation_days=st.sampled_from([0.0, 0.5, 2.0]))
 def test_a_time_split_has_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], test_days: float, validation_days: float
@@ -58,7 +58,7 @@ def test_a_time_split_has_every_event_once_in_order(
     assert (manifest.num_items_with_vector, manifest.num_items_vector_only) == (0, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 @given(log=logs(), test_users=st.integers(1, 5))
 def test_an_automatic_test_period_is_the_shortest_with_enough_users(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], test_users: int
@@ -83,7 +83,7 @@ def test_an_automatic_test_period_is_the_shortest_with_enough_users(
     assert manifest.test_days == test_days
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 @given(log=logs(), min_events=st.integers(3, 5))
 def test_leave_last_out_has_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_events: int
@@ -112,7 +112,7 @@ def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
     assert min(map(len, users_by_fold)) > 0.7 * num_users / num_folds  # the folds have similar sizes
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(log=logs(min_events=3), random_numbers=st.tuples(st.integers(0, 30), st.integers(0, 30)))
 def test_a_split_by_files_has_the_events_of_each_file(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], random_numbers: tuple[int, int]

@@ -82,7 +82,7 @@ def assert_negatives(
         assert split_start == sum(num_events_U[: user_row + 1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(log=logs)
 def test_known_negatives_of_a_split_by_time_equal_the_results_of_plain_python(
     log: list[Row], tmp_path_factory: pytest.TempPathFactory
@@ -102,7 +102,7 @@ def test_known_negatives_of_a_split_by_time_equal_the_results_of_plain_python(
     assert_negatives(manifest, log, splits=splits, period_starts={user: period_starts for user, _, _ in events})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(log=logs)
 def test_leave_last_out_holds_out_known_negatives_from_the_held_out_events_on(
     log: list[Row], tmp_path_factory: pytest.TempPathFactory

@@ -83,7 +83,7 @@ def test_dimension_columns_are_sorted_by_their_number(tmp_path: Path, first_numb
     assert ids_of(manifest) == list("abcde")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     vectors=hnp.arrays(
         np.float32, st.tuples(st.integers(1, 40), st.integers(1, 5)), elements=st.floats(-(2.0**100), 2.0**100, width=32)
@@ -245,7 +245,7 @@ def test_an_id_in_two_entries_has_the_vector_of_the_first_entry(tmp_path: Path) 
     assert pq.read_table(manifest.ids_path("user"))["id"].to_pylist() == ["ann"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     widths=st.lists(st.sampled_from([3, 3, 3, 3, 2, 0, None]), min_size=1, max_size=40),
     data=st.data(),

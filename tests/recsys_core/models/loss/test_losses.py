@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.models.loss.losses import (
@@ -161,7 +161,6 @@ def scored_queries(draw):
 
 
 @every_loss
-@settings(max_examples=60, deadline=None)
 @given(scored_queries())
 def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, queries):
     positive_score_B, negative_score_BN, is_masked_BN, weight_B = queries
@@ -186,7 +185,6 @@ def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, quer
         assert (negative_score_BN.grad[is_masked_BN] == 0).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(scored_queries(), st.integers(0, 10_000))
 def test_a_logq_correction_equals_a_shift_of_the_scores(queries, seed):
     positive_score_B, negative_score_BN, is_masked_BN, _ = queries
@@ -253,7 +251,6 @@ def test_bce_can_reach_zero_because_scores_can_be_negative():
     assert LOSSES["bce"](torch.tensor([30.0]), torch.tensor([[-30.0]]), is_masked_BN=None).item() < 1e-6
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_the_distillation_loss_equals_the_kl_divergence_computed_in_a_loop(seed, has_teacher_C):
     generator = torch.Generator().manual_seed(seed)

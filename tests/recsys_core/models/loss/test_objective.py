@@ -175,7 +175,6 @@ def query_loss_of(
             return 1 - positive + loss.negative_weight * mean(lambda negative: max(0.0, negative - loss.margin))
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     case=cases(),
     kind=st.sampled_from(LOSS_KINDS),
@@ -303,7 +302,7 @@ def test_no_step_synchronises_with_the_accelerator(kind: Any, logq_correction: A
         assert objective(query_BD, candidate_CD, batch=CASE.batch().to(meta), teacher_CD=None).shape == ()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 999))
 def test_a_positive_has_the_same_score_as_the_same_item_among_the_negatives(seed: int) -> None:
     case = Case(histories=[[]], candidates=[4, 4], weights=None, seed=seed)  # the positive is also sampled as a negative
@@ -376,7 +375,6 @@ def test_sampling_negatives_without_a_training_event_is_an_error():
         negative_share(np.zeros(3, dtype=np.int64), 0.75)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 7), max_size=5), max_size=5),
     st.lists(st.integers(0, 7), max_size=8),

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -87,7 +87,6 @@ def loop_output(spec: ModelSpec, table: str, weight_RD: Tensor, store: FeatureSt
     return output_BD
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     histories=st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=1, max_size=5),
     summed_lists=st.sets(st.sampled_from(LIST_KEYS)),

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.models.tables import initialisation
@@ -32,7 +32,6 @@ def whole_table() -> torch.Tensor:
     return table
 
 
-@settings(deadline=None)
 @given(
     row=st.integers(0, NUM_ROWS - 1),
     column=st.integers(0, DIM - 1),

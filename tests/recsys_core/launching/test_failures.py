@@ -1,9 +1,11 @@
 """The error that a launch raises for the reports of all failed hosts."""
 
 from pathlib import Path
+from traceback import format_exc
 from typing import Any
 
 import pytest
+import torch
 
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.failures import error_from_failures, format_stacks
@@ -51,6 +53,17 @@ def test_out_of_memory_kills_that_the_kernel_counted_are_reported_with_the_limit
     error = error_of(report, num_hosts=1)
     assert "rank 0 was the first to fail, with signal SIGKILL; the kernel's out-of-memory killer ended 1 of the" in str(error)
     assert "at a limit of 16.0 GiB: lower training.batch_size" in str(error)
+
+
+def test_an_exhausted_gpu_is_reported_with_advice_and_traceback() -> None:
+    try:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    except torch.cuda.OutOfMemoryError:
+        report = host_report(0, rank_report(0, traceback=format_exc()))
+    message = str(error_of(report, num_hosts=1))
+    assert message.startswith("rank 0 was the first to fail, with an exception; torch")
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB; lower training.batch_size" in message
+    assert 'raise torch.cuda.OutOfMemoryError("CUDA' in message, "the traceback is missing"
 
 
 def test_an_exception_is_the_cause_and_not_a_lost_peer_or_the_sigterm_of_torchrun() -> None:

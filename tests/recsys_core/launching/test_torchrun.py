@@ -1,4 +1,4 @@
-"""The sockets that a launch opens, and a pickle in its store, which must not be loaded."""
+"""The sockets and processes of a launch, and a pickle in its store, which must not be loaded."""
 
 import base64
 import pickle
@@ -7,6 +7,7 @@ import stat
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -16,9 +17,9 @@ from recsys_core.launching.config import TorchxLauncher
 from recsys_core.launching.hosts.agent import connect_store
 from recsys_core.launching.messages import AGENT_MODULE, STORE_VARIABLE, LaunchFolder, LaunchSpec, RankLayout
 from recsys_core.launching.torchrun import StaticRendezvous
-from tests.recsys_core.launching.listening_sockets import listening_sockets
+from tests.recsys_core.launching.listening_sockets import Listening, listening_sockets
 from tests.recsys_core.launching.scripted_launches import RANK_MODULE
-from tests.recsys_core.launching.test_launch import ranks_import_this_tree, running_launch
+from tests.recsys_core.launching.test_launch import END_TIMEOUT_S, ranks_import_this_tree, running_launch
 
 __all__ = ["ranks_import_this_tree"]  # a fixture that pytest uses for the tests of this module
 LOOPBACK = {"127.0.0.1", "::1"}
@@ -26,23 +27,50 @@ C10D_POLL_S = 6.0
 """Time in which torchrun's c10d rendezvous, which nightjar does not use, would unpickle the store: it does so every 5 s."""
 
 
-def test_on_one_host_only_ranks_listen_and_only_on_loopback(tmp_path: Path) -> None:
-    with running_launch(tmp_path, "local") as (launching_process, _):
-        sockets = listening_sockets(psutil.Process(launching_process.pid))
-    assert sockets, "gloo listens on a socket in each rank, but none was found"
-    assert {name for name, _ in sockets} == {RANK_MODULE}
-    assert {address for _, address in sockets} <= LOOPBACK
+class EndedLaunch(NamedTuple):
+    """What a launch on one host shows while its two ranks work, and the end of its processes after SIGKILL.
+
+    Attributes:
+        sockets: listening sockets of the launching process and of all processes below it.
+        rank_environments: environment variables of each rank.
+        store_folder_modes: permissions of the folders in which the ranks meet.
+        remaining_commands: commands of the processes that still run END_TIMEOUT_S after the launching process was killed.
+    """
+
+    sockets: Listening
+    rank_environments: list[dict[str, str]]
+    store_folder_modes: set[int]
+    remaining_commands: list[list[str]]
 
 
-def test_ranks_of_one_host_use_loopback_and_meet_in_a_private_folder(tmp_path: Path) -> None:
-    with running_launch(tmp_path, "local") as (launching_process, _):
-        environments = [process.environ() for process in psutil.Process(launching_process.pid).children(recursive=True)]
-        rank_environments = [environment for environment in environments if "RANK" in environment]
+@pytest.fixture(scope="module")
+def ended_launch(tmp_path_factory: pytest.TempPathFactory) -> EndedLaunch:
+    with running_launch(tmp_path_factory.mktemp("launch"), "local") as (launching_process, descendants):
+        rank_environments = [
+            environment for environment in (process.environ() for process in descendants) if "RANK" in environment
+        ]
         store_folders = {Path(environment[STORE_VARIABLE]).parent for environment in rank_environments}
         folder_modes = {stat.S_IMODE(folder.stat().st_mode) for folder in store_folders}
-    assert len(rank_environments) == 2 and folder_modes == {0o700}
+        sockets = listening_sockets(psutil.Process(launching_process.pid))
+        launching_process.kill()
+        _, alive = psutil.wait_procs(descendants, timeout=END_TIMEOUT_S)
+        return EndedLaunch(sockets, rank_environments, folder_modes, [process.cmdline() for process in alive])
+
+
+def test_on_one_host_only_ranks_listen_and_only_on_loopback(ended_launch: EndedLaunch) -> None:
+    assert ended_launch.sockets, "gloo listens on a socket in each rank, but none was found"
+    assert {name for name, _ in ended_launch.sockets} == {RANK_MODULE}
+    assert {address for _, address in ended_launch.sockets} <= LOOPBACK
+
+
+def test_ranks_of_one_host_use_loopback_and_meet_in_a_private_folder(ended_launch: EndedLaunch) -> None:
+    assert len(ended_launch.rank_environments) == 2 and ended_launch.store_folder_modes == {0o700}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        assert {environment[variable] for environment in rank_environments} == {"lo"}
+        assert {environment[variable] for environment in ended_launch.rank_environments} == {"lo"}
+
+
+def test_every_process_below_a_killed_launching_process_ends(ended_launch: EndedLaunch) -> None:
+    assert ended_launch.rank_environments and not ended_launch.remaining_commands
 
 
 class Payload:

@@ -171,16 +171,6 @@ def test_a_host_that_sees_another_folder_of_the_same_name_is_reported(tmp_path: 
         launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
-def test_a_host_with_another_version_is_reported_with_both_versions(tmp_path: Path) -> None:
-    agent_code = (
-        "import recsys_core, sys; recsys_core.__version__ = '0.0.9'; sys.argv = ['agent', '$spec', '$token', '1', 'NONE']; "
-    )
-    agent_code += "import runpy; runpy.run_module('recsys_core.launching', run_name='__main__')"
-    python = python_with_second_host(tmp_path, f'exec {sys.executable} -c "{agent_code}"')
-    with pytest.raises(InputError, match=r"host 1 \(\S+\) has nightjar 0\.0\.9 instead of \d"):
-        launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
-
-
 def test_a_rendezvous_port_in_use_is_reported_with_its_host(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]

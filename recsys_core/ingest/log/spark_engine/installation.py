@@ -39,7 +39,11 @@ def _java_version() -> str:
     fix = f"install OpenJDK {MIN_JAVA_VERSION}, or set JAVA_HOME to its folder"
     if shutil.which(java_path) is None:
         raise InputError(f"interactions.engine: kind spark needs Java, but there is no program {java_path}; {fix}")
-    java_process = subprocess.run([java_path, "-version"], capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False)
+    command = [java_path, "-version"]
+    try:
+        java_process = subprocess.run(command, capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:  # such as a program for another processor, or a disk that hangs
+        raise InputError(f"interactions.engine: {java_path} -version fails ({first_line(error)}); {fix}") from error
     version_match = re.search(r'version "([^"]+)"', java_process.stderr)
     if java_process.returncode or version_match is None:
         raise InputError(f"interactions.engine: {java_path} -version fails with status {java_process.returncode}; {fix}")

@@ -69,6 +69,17 @@ def test_the_error_names_an_old_or_broken_java(
         check_installation()
 
 
+@pytest.mark.usefixtures("installed")
+def test_the_error_names_a_java_that_does_not_start_or_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    java_path = install_fake_java(tmp_path, "exec sleep 60", monkeypatch)
+    monkeypatch.setattr(installation, "_JAVA_TIMEOUT_S", 0.2)
+    with raises_input_error(f"{java_path} -version fails (", "timed out after 0.2 seconds", "install OpenJDK 17"):
+        check_installation()
+    java_path.write_bytes(b"\x7fELF of another processor")
+    with raises_input_error(f"{java_path} -version fails (", "Exec format error", "install OpenJDK 17"):
+        check_installation()
+
+
 def test_another_major_version_of_pyspark_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "find_spec", lambda name: name)
     monkeypatch.setattr(metadata, "version", lambda name: "3.5.9")

@@ -65,16 +65,17 @@ def open_tables(
         InputError: Spark has no connector for the format; a table does not exist, has no version or no files, is listed twice,
             or is outside of allowed_data_root; or all tables of a setting are empty.
     """
-    setting_by_name: dict[str, str] = {}
+    setting_by_table: dict[str, str] = {}
     for setting, paths in paths_by_setting.items():
         for name, _ in map(split_version, paths):
             _require_below_root(name, setting=setting, allowed_data_root=allowed_data_root)
-            if name in setting_by_name:
+            table = name.rstrip("/")
+            if table in setting_by_table:
                 raise InputError(
-                    f"{setting}: {printable(name)} is also in {setting_by_name[name]}, and its rows would count twice; list it "
-                    "once"
+                    f"{setting}: {printable(name)} is also in {setting_by_table[table]}, and its rows would count twice; list "
+                    "it once"
                 )
-            setting_by_name[name] = setting
+            setting_by_table[table] = setting
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-tables-") as folder,
         open_spark(settings, scratch_folder=Path(folder), must_be_shared=False) as spark,

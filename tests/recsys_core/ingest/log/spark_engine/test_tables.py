@@ -189,6 +189,7 @@ def test_times_in_a_wrong_unit_are_rejected(tmp_path: Path, session: "SparkSessi
         ({}, ["./none"], ["interactions.paths: ./none: Spark cannot open this orc table: [PATH_NOT_FOUND]"]),
         ({}, ["shop_log"], ["interactions.paths: shop_log: Spark cannot open this orc table: [TABLE_OR_VIEW_NOT_FOUND]"]),
         ({}, ["./log", "./log"], ["./log is also in interactions.paths, and its rows would count twice"]),
+        ({}, ["s3://b/log", "s3://b/log/"], ["s3://b/log/ is also in interactions.paths, and its rows would count twice"]),
     ],
 )
 def test_the_error_names_a_table_that_cannot_be_opened(

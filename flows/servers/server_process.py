@@ -26,6 +26,8 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 MAX_RESTARTS = 5
+"""Largest number of restarts in a row of a server that ends within STABLE_S. More restarts would not help against a bug."""
+STABLE_S = 600.0
 NUM_LOG_LINES = 5
 SOCKET_BACKLOG = 1024
 MIN_FREE_BYTES = 2**25
@@ -141,17 +143,23 @@ class ServerProcess:
             pass
 
     def _supervise(self) -> None:
-        """Start another server whenever the server ends, up to MAX_RESTARTS times."""
-        for num_restarts in range(MAX_RESTARTS + 1):
+        """Start another server whenever the server ends, up to MAX_RESTARTS times in a row."""
+        num_restarts = 0
+        while True:
+            start_s = time.monotonic()
             self._process.wait()
             with self._process_lock:
                 if self._stop_event.is_set():
                     return
                 problem = f"the {self._name} {self._describe_end()}"
-                if num_restarts < MAX_RESTARTS:
-                    LOG.warning("%s; another server is started%s", problem, self._last_log_lines())
-                    self._process = self._start_process()
-                    self._send_start_message()
+                if time.monotonic() - start_s >= STABLE_S:
+                    num_restarts = 0
+                if num_restarts == MAX_RESTARTS:
+                    break
+                LOG.warning("%s; another server is started%s", problem, self._last_log_lines())
+                self._process = self._start_process()
+                self._send_start_message()
+                num_restarts += 1
         LOG.error("%s again, after %d restarts%s", problem, MAX_RESTARTS, self._last_log_lines())
         self.has_failed = True
         self._listening_socket.close()  # clients fail immediately instead of waiting for a server

@@ -3,7 +3,10 @@
 import logging
 import subprocess
 import threading
+from contextlib import suppress
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -11,11 +14,11 @@ from flows.servers import server_process
 from flows.servers.server_process import MAX_RESTARTS, ServerProcess
 from recsys_core.errors import InputError
 
-ONE_REQUEST = """
+APPLICATION = """
 import os, pathlib
 
 def create_app():
-    if pathlib.Path(os.environ["SERVED"]).exists():
+    if pathlib.Path(os.environ["FAILS"]).exists():
         end()
     return answer
 
@@ -24,26 +27,49 @@ async def answer(scope, receive, send):
     if scope["type"] == "lifespan":
         await send({"type": f"{message['type']}.complete"})
         return
+    if scope["path"] == "/end":
+        end()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b""})
-    pathlib.Path(os.environ["SERVED"]).touch()
-    end()
 
 def end():
     print("the server ends", flush=True)
     os._exit(3)
 """
+"""Application that ends at the request /end. It ends at its start while the file FAILS exists."""
+
+
+@pytest.fixture
+def fails_path(tmp_path: Path) -> Path:
+    """File that makes each server end at its start."""
+    return tmp_path / "fails"
+
+
+@pytest.fixture
+def server(tmp_path: Path, fails_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerProcess:
+    (tmp_path / "application.py").write_text(APPLICATION)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{tmp_path}")
+    server = ServerProcess("application", name="test server", health_path="/")
+    server.start_serving(log_file=tmp_path / "server.log", environment={"FAILS": str(fails_path)})
+    return server
+
+
+def end_process(server: ServerProcess) -> None:
+    """Make the current process of the server end."""
+    connection = HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    with suppress(OSError):  # the process ends without an answer
+        connection.request("GET", "/end")
+        connection.getresponse()
+    connection.close()
 
 
 def test_a_server_that_ends_again_and_again_is_given_up_with_its_last_log_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: ServerProcess, tmp_path: Path, fails_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "one_request.py").write_text(ONE_REQUEST)
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{tmp_path}")
-    server = ServerProcess("one_request", name="test server", health_path="/")
-    server.start_serving(log_file=tmp_path / "server.log", environment={"SERVED": str(tmp_path / "served")})
     with caplog.at_level(logging.WARNING, logger="nightjar"):
         server.wait_until_ready()
+        fails_path.touch()
+        end_process(server)
         assert server._supervisor_thread is not None
         server._supervisor_thread.join(60)
     messages = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
@@ -56,21 +82,39 @@ def test_a_server_that_ends_again_and_again_is_given_up_with_its_last_log_lines(
     server.stop()
 
 
-def test_a_server_that_is_being_started_again_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "one_request.py").write_text(ONE_REQUEST)
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{tmp_path}")
-    server = ServerProcess("one_request", name="test server", health_path="/")
+def test_a_server_that_ends_after_a_long_time_is_started_again_any_number_of_times(
+    server: ServerProcess, fails_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_process, "STABLE_S", 0.0)  # each duration counts as a long time
+    start_process, num_restarts, last_restart_event = server._start_process, 0, threading.Event()
+
+    def count_restart() -> "subprocess.Popen[bytes]":
+        nonlocal num_restarts
+        num_restarts += 1
+        if num_restarts > MAX_RESTARTS:
+            last_restart_event.set()
+        return start_process()
+
+    monkeypatch.setattr(server, "_start_process", count_restart)
+    server.wait_until_ready()
+    fails_path.touch()
+    end_process(server)
+    assert last_restart_event.wait(60)
+    server.stop()
+    assert not server.has_failed
+
+
+def test_a_server_that_is_being_started_again_is_stopped_too(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     start_process, restart_event = server._start_process, threading.Event()
 
     def start_process_while_the_server_is_stopped() -> "subprocess.Popen[bytes]":
         restart_event.set()
         server._stop_event.wait(0.5)
-        (tmp_path / "served").unlink()  # without this file, the new process does not end by itself
         return start_process()
 
     monkeypatch.setattr(server, "_start_process", start_process_while_the_server_is_stopped)
-    server.start_serving(log_file=tmp_path / "server.log", environment={"SERVED": str(tmp_path / "served")})
     server.wait_until_ready()
+    end_process(server)
     assert restart_event.wait(60)
     stop_thread = threading.Thread(target=server.stop, daemon=True)
     stop_thread.start()
@@ -79,12 +123,10 @@ def test_a_server_that_is_being_started_again_is_stopped_too(tmp_path: Path, mon
 
 
 def test_the_error_on_a_full_disk_does_not_say_that_a_running_server_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "START_TIMEOUT_S", 0.0)
     monkeypatch.setattr(server_process, "MIN_FREE_BYTES", 2**80)
-    server = ServerProcess("one_request", name="test server", health_path="/")
-    server._log_file = tmp_path / "server.log"
     with pytest.raises(InputError, match="the test server, which did not answer within 0 s, takes at least"):
         server.wait_until_ready()
     server.stop()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recsys_core.dataset.events import EventStore
 from recsys_core.ingest.log import incremental
 from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
 from recsys_core.manifests import InteractionsManifest
@@ -77,6 +78,20 @@ def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, mon
     assert (first_manifest.lineage, first_manifest.run_number, second_manifest.run_number) == (second_manifest.lineage, 1, 2)
     assert second_manifest.rebuild_reason is None
     assert_same_events(second_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT))
+
+
+def test_events_at_the_same_time_are_sorted_by_the_run_that_read_their_item_then_by_count_then_by_id(tmp_path: Path) -> None:
+    first_day: list[Event] = [("bob", "c", 1), ("bob", "d", 2), ("cat", "d", 3 * DAY_US)]
+    tied_events: list[Event] = [("ann", item, 5) for item in ("d", "b", "c", "a", "e")]
+    second_day = [*tied_events, ("bob", "b", 6), ("bob", "e", 7), ("cat", "e", 8)]
+    first_paths = write_days(tmp_path / "in", [first_day])
+    first_manifest = ingest(tmp_path / "run1", first_paths, split=TIME_SPLIT)
+    paths = write_days(tmp_path / "in", [first_day, second_day])
+    manifest = ingest(tmp_path / "run2", paths, split=TIME_SPLIT, previous=first_manifest)
+    ann = row_by_id(manifest, "users")["ann"]
+    item_rows = EventStore.open(manifest).items_before(np.array([ann]), "test").values_L
+    items = [*row_by_id(manifest, "items")]
+    assert [items[row] for row in item_rows] == ["d", "c", "e", "b", "a"]
 
 
 def test_a_part_of_the_previous_run_is_a_hard_link(tmp_path: Path) -> None:

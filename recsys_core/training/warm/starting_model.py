@@ -164,19 +164,36 @@ def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset)
     for setting, value in architecture_settings(spec).items():
         if setting not in champion_settings or champion_settings[setting] != value:
             raise _incompatible_error(setting, value, champion_settings.get(setting), champion)
-    for table_name in carried_table_names(spec, champion=champion):
-        table = spec.tables[table_name]
+    carried_names = carried_table_names(spec, champion=champion)
+    for table_name, table in spec.tables.items():
+        if table_name not in champion.spec.tables:
+            continue
         dim, champion_dim = spec.member_dim(table_name), champion.spec.member_dim(table_name)
         if dim != champion_dim:
             raise _incompatible_error(f"the width of tables.{table_name}", dim, champion_dim, champion)
-        pooling, champion_pooling = table.settings.pooling, champion.spec.tables[table_name].settings.pooling
-        if spec.forms.get(table_name) in ("list", "weighted_list") and pooling != champion_pooling:
-            raise _incompatible_error(f"tables.{table_name}.pooling", pooling, champion_pooling, champion)
+        _require_same_inputs(table_name, spec=spec, champion=champion)
+        if table_name not in carried_names:
+            continue
         _require_same_definition(table_name, features=dataset.features, champion=champion)
         if has_accumulators(table) and f"state_{table_name}.npy" not in champion.export.files:
             raise _incompatible_error(
                 f"the optimizer of table {table_name}", table.optimizer.kind, "one without Adagrad accumulators", champion
             )
+
+
+def _require_same_inputs(table_name: str, *, spec: ModelSpec, champion: Champion) -> None:
+    """Raise InputError if the layers would read vectors of another scale from a table that both models have."""
+    table, champion_table = spec.tables[table_name], champion.spec.tables[table_name]
+    is_list = spec.forms.get(table_name) in ("list", "weighted_list")
+    is_frozen = table.is_frozen and champion_table.is_frozen
+    for setting, is_compared in (
+        ("pooling", is_list),
+        ("rescale", is_frozen),
+        ("init_std", is_frozen and table.settings.rescale),  # the norm of a random row, to which the vectors are scaled
+    ):
+        value, champion_value = getattr(table.settings, setting), getattr(champion_table.settings, setting)
+        if is_compared and value != champion_value:
+            raise _incompatible_error(f"tables.{table_name}.{setting}", value, champion_value, champion)
 
 
 def carried_table_names(spec: ModelSpec, *, champion: Champion) -> list[str]:

@@ -1,6 +1,7 @@
 """The check before the launch that the champion fits the settings of the run, and runs that train from scratch."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,42 @@ def test_a_list_feature_with_another_pooling_is_rejected(run: PreparedRun, champ
         InputError, match=rf"tables.item.brand.pooling is sum in this run, but mean in the champion \(run first\).*{ADVICE}"
     ):
         check_compatible(run, list_champion, spec_with(run, tables=sum_pooling).model_copy(update=list_forms))
+
+
+def with_table(spec: ModelSpec, name: str, *, dim: int | None = None, **settings: Any) -> ModelSpec:
+    """Return the spec with other settings, and another width, of one table."""
+    table = spec.tables[name]
+    table_settings = TableConfig.model_validate(table.settings.model_dump() | settings)
+    table = table.model_copy(update={"settings": table_settings, "dim": dim or table.dim})
+    return spec.model_copy(update={"tables": spec.tables | {name: table}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 16}, "the width of tables.item is 16 in this run, but 8 in the champion"),
+        ({"rescale": False}, "tables.item.rescale is False in this run, but True in the champion"),
+        ({"init_std": 0.5}, "tables.item.init_std is 0.5 in this run, but 0.02 in the champion"),
+        ({"transfer": "full", "dim": 16}, "the width of tables.item is 16 in this run, but 8 in the champion"),
+        ({"transfer": "full", "rescale": False, "init_std": 0.5}, None),
+    ],
+)
+def test_frozen_vectors_of_another_width_or_scale_are_rejected(
+    run: PreparedRun, champion: Champion, settings: dict[str, Any], message: str | None
+) -> None:
+    frozen_spec = with_table(run.spec, "item", transfer="frozen")
+    frozen_champion = replace(champion, spec=frozen_spec)
+    check_compatible(run, frozen_champion, frozen_spec)
+    spec = with_table(frozen_spec, "item", **settings)
+    with nullcontext() if message is None else pytest.raises(InputError, match=f"{message}.*{ADVICE}"):
+        check_compatible(run, frozen_champion, spec)
+
+
+def test_a_frozen_list_feature_with_another_pooling_is_rejected(run: PreparedRun, champion: Champion) -> None:
+    frozen_spec = with_table(run.spec, "item.brand", transfer="frozen")
+    frozen_spec = frozen_spec.model_copy(update={"forms": run.spec.forms | {"item.brand": "list"}})
+    with pytest.raises(InputError, match=r"tables.item.brand.pooling is sum in this run, but mean in the champion"):
+        check_compatible(run, replace(champion, spec=frozen_spec), with_table(frozen_spec, "item.brand", pooling="sum"))
 
 
 def test_adagrad_rejects_a_champion_without_accumulators(run: PreparedRun, champion: Champion) -> None:

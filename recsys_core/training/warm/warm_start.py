@@ -3,8 +3,8 @@
 *Vectors from the log* are item vectors that are computed from the training events (`embeddings: {source: log}`). *Projected
 vectors* are read from a file and projected onto their principal components (`embeddings.pca_dim`).
 
-Shapes: T rows of a table, V pretrained vectors, N vectors of a chunk, R rows of the champion's table or of a shard, D width of
-a vector, C columns of the accumulators of a shard.
+Shapes: T rows of a table, V pretrained vectors, N vectors of a chunk or sample, R rows of the champion's table or of a shard, D
+width of a vector, C columns of the accumulators of a shard.
 """
 
 import logging
@@ -20,10 +20,12 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.dataset.layout import allocate_npy, memory_map
+from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import LocalShard, table_shards
 from recsys_core.models.tables.initialisation import copy_rows
+from recsys_core.models.tables.table_config import TEACHER_TABLE
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.config import WarmStartConfig
 from recsys_core.training.job import WarmStart
@@ -43,6 +45,10 @@ logger = logging.getLogger(__name__)
 DENSE_FILE = "dense.safetensors"
 ROTATION_CHUNK_ROWS = 1 << 18
 """Number of vectors that are rotated at once."""
+MAX_COMPARED_VECTORS = 10_000
+"""Number of frozen vectors that are compared with the champion's vectors."""
+COMPARED_QUANTILE, MIN_COSINE = 0.9, 0.5
+"""Quantile of the cosines between old and new vectors of the same ids, and its smallest value for a warm start."""
 
 
 def choose_start(
@@ -84,10 +90,16 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
     """
     require_compatible(spec, champion=champion, dataset=dataset)
     layer_by_name = champion_parameters(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
+    pretrained_by_table, rows_to_rotate = pretrained_vectors_by_table(spec, dataset=dataset), _rows_to_rotate(dataset)
+    for table_name, pretrained_vectors in pretrained_by_table.items():
+        champion_table = champion.spec.tables.get(table_name)
+        is_frozen = spec.tables[table_name].is_frozen and champion_table is not None and champion_table.is_frozen
+        if is_frozen and table_name not in (*rows_to_rotate, TEACHER_TABLE):
+            champion_row = champion_rows(table_name, dataset=dataset, champion=champion)
+            _require_similar_vectors(table_name, pretrained_vectors, champion=champion, champion_row_T=champion_row)
     folder.mkdir(parents=True)
     save_file(layer_by_name, folder / DENSE_FILE)
-    pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
-    for table_name, row_ranges in _rows_to_rotate(dataset).items():
+    for table_name, row_ranges in rows_to_rotate.items():
         if table_name in pretrained_by_table and table_name in champion.spec.tables:
             champion_row = champion_rows(table_name, dataset=dataset, champion=champion)
             _write_rotated_vectors(
@@ -112,6 +124,31 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
             description = f"{reason}, initialised as in a training from scratch"
         logger.info("warm start from run %s: table %s: %s", champion.run_id, table_name, description)
     return WarmStart(run_id=champion.run_id, export_folder=champion.export.folder, prepared_folder=folder)
+
+
+def _require_similar_vectors(
+    table_name: str, pretrained_vectors: PretrainedVectors, *, champion: Champion, champion_row_T: NDArray[np.int64]
+) -> None:
+    """Raise InputError if almost no frozen vector is similar to the champion's vector of the same id.
+
+    The vectors then come from another encoder, and the champion's layers do not fit them. Most rows of the champion may differ
+    in any case, because ids without a vector have random rows.
+    """
+    common_rows = np.flatnonzero((pretrained_vectors.vector_row >= 0) & (champion_row_T >= 0))
+    common_rows = common_rows[:: -(-len(common_rows) // MAX_COMPARED_VECTORS) or 1]
+    if not len(common_rows):
+        return
+    vector_ND = pretrained_vectors.vectors[pretrained_vectors.vector_row[common_rows]]
+    champion_RD = memory_map(champion.export.path(f"table_{table_name}.npy"))
+    champion_ND = champion_RD[champion_row_T[common_rows], : vector_ND.shape[1]]
+    high_cosine = float(np.quantile((_unit_rows(vector_ND) * _unit_rows(champion_ND)).sum(axis=1), COMPARED_QUANTILE))
+    if high_cosine < MIN_COSINE:
+        raise InputError(
+            f"embeddings: {COMPARED_QUANTILE:.0%} of the frozen vectors of table {table_name!r} have at most a cosine of "
+            f"{high_cosine:.2f} with the vectors of the same ids in the champion (run {champion.run_id}), from which this "
+            "training would start, so its layers do not fit them; set training.warm_start to null for this run, or go back to "
+            "the old vectors"
+        )
 
 
 def _rows_to_rotate(dataset: Dataset) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -1,6 +1,7 @@
 """A warm start on two gloo ranks: rows, accumulators and layers of one run are carried over to the next run."""
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from recsys_core.closed_form.log_vectors import embed_log
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
+from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
@@ -357,3 +359,24 @@ def test_frozen_rows_are_never_carried_over(first_run: PreparedRun, champion: Ch
     full_run = prepare_run(tmp_path / "full", 2, previous=first_run)
     warm_start = prepare_start(frozen_champion, full_run, tmp_path / "from frozen")
     assert set(warm_start.row_path_by_table()) == {"user", "item.brand", "history_offset"}
+
+
+def test_frozen_vectors_of_another_encoder_are_rejected(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
+    tables = {"item": TableConfig(transfer="frozen")}
+    frozen_run = prepare_run(tmp_path / "frozen", 2, previous=first_run, tables=tables)
+    vector_row_I = np.load(frozen_run.interactions.path("vector_row.npy"))[: first_run.spec.num_items]
+    vectors_path = frozen_run.embeddings.vectors_path("item")
+    vector_ID = np.where(vector_row_I[:, None] >= 0, np.load(vectors_path)[vector_row_I], 1.0).astype(np.float32)
+    champion_export = tmp_path / "champion export"
+    champion_export.mkdir()
+    for file_name in champion.export.files:
+        shutil.copy(champion.export.path(file_name), champion_export / file_name)
+    np.save(champion_export / "table_item.npy", 0.02 * vector_ID)
+    export = champion.export.model_copy(update={"folder": champion_export})
+    frozen_champion = replace(champion, spec=frozen_run.spec, export=export)
+    assert "item" not in prepare_start(frozen_champion, frozen_run, tmp_path / "same").row_path_by_table()
+    np.save(champion_export / "table_item.npy", np.random.default_rng(0).normal(size=vector_ID.shape).astype(np.float32))
+    message = r"embeddings: 90% of the frozen vectors of table 'item' have at most a cosine of .* champion \(run first\)"
+    with pytest.raises(InputError, match=message):
+        prepare_start(frozen_champion, frozen_run, tmp_path / "other")
+    assert not (tmp_path / "other").exists()

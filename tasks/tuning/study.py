@@ -266,7 +266,8 @@ def log_missing_trials(context: StageContext, trials: Iterable[FinishedTrial], *
         parent_run_id = open_mlflow_run(client, context)
         experiment_id = client.get_run(parent_run_id).info.experiment_id
         filter_string = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent_run_id}'"
-        logged_names, page_token = set(), None
+        logged_names: set[str] = set()
+        page_token: str | None = None
         while page_token != "":
             page = client.search_runs([experiment_id], filter_string, page_token=page_token)
             for child_run in page:

@@ -17,7 +17,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import ITEM_TABLES, TEACHER_TABLE
 from recsys_core.refresh.changes import Changes
 from recsys_core.retrieval.index import write_index
-from recsys_core.retrieval.search import verify_file
+from recsys_core.retrieval.search import decoded_vectors, stored_vectors, verify_file
 from recsys_core.serving.contents import PackageContents
 from recsys_core.serving.description import (
     CANDIDATE_NAME,
@@ -31,7 +31,6 @@ from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
 from recsys_core.serving.package import complete_package
 from recsys_core.serving.popularity.segment_counts import replace_items_of_segments
 from recsys_core.serving.quantise import BLOCK_TABLE, HISTORY_TABLE, ServedQueryTower, make_table, save_tower
-from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
 from recsys_core.serving.users.user_table import replace_history_items
 
@@ -99,10 +98,12 @@ def refreshed_vectors(parent: PackageContents, changes: Changes) -> NDArray[np.f
 
 
 def read_item_vectors(contents: PackageContents, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the vectors of items from items.parquet, or from the index if the file has no vectors, [L, D]."""
-    if contents.items.has_vectors:
+    """Return the vectors of items from items.parquet, or from the index if its vectors are more precise, [L, D]."""
+    package = contents.package
+    has_rounded_vectors = package.item_vectors == "fp16" and package.index.has_exact_vectors
+    if contents.items.has_vectors and not has_rounded_vectors:
         return contents.items.vectors(item_row_L)
-    return Retriever(contents, version="").item_vectors(item_row_L)
+    return (stored_vectors(contents.index) or decoded_vectors(contents.index)).take(item_row_L)
 
 
 def _with_items(spec: ModelSpec, num_items: int) -> ModelSpec:

@@ -25,6 +25,8 @@ class IndexKind(Settings):
 
     has_readable_vectors: ClassVar[bool] = False
     """Whether the vectors of items can be read from the index, with a precision of at least one byte per value."""
+    has_exact_vectors: ClassVar[bool] = False
+    """Whether the index stores the vectors of items without compression."""
 
     def problem(self, dim: int) -> str | None:
         """Return an error message if the settings do not suit vectors of width `dim`, otherwise None."""

@@ -93,6 +93,7 @@ class IvfFlat(Ivf):
     """An IVF index that stores the vectors of each cell without compression."""
 
     has_readable_vectors: ClassVar[bool] = True
+    has_exact_vectors: ClassVar[bool] = True
 
     kind: Literal["ivf_flat"] = Field(
         "ivf_flat",

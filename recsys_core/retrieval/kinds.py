@@ -32,6 +32,7 @@ class Flat(IndexKind):
     """Exact search: every query is compared with every vector."""
 
     has_readable_vectors: ClassVar[bool] = True
+    has_exact_vectors: ClassVar[bool] = True
 
     kind: Literal["flat"] = Field("flat", description="exact search, which compares every query with all vectors")
 
@@ -48,6 +49,7 @@ class Hnsw(IndexKind):
     """Search of a graph that links each vector to similar vectors."""
 
     has_readable_vectors: ClassVar[bool] = True
+    has_exact_vectors: ClassVar[bool] = True
 
     kind: Literal["hnsw"] = Field("hnsw", description="approximate search in a graph that links similar vectors (HNSW)")
     hnsw_m: int = Field(32, ge=4, le=1_024, description="number of links per node of an HNSW index (M)")

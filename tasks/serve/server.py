@@ -134,8 +134,8 @@ def serve(
 def _temporary_folder() -> Iterator[Path]:
     """Yield a folder that is removed at the end.
 
-    The folder is locked, because systemd-tmpfiles removes files below /tmp that nobody has opened for some days, such as
-    config.json or the package, from folders without a lock.
+    systemd-tmpfiles removes files below /tmp that no process has opened for some days, such as config.json. The folder is
+    locked, because systemd-tmpfiles skips a locked folder.
     """
     with TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True) as folder_name:
         descriptor = os.open(folder_name, os.O_RDONLY)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from recsys_core.errors import StageError
 from recsys_core.ingest import InputConfig
+from recsys_core.retrieval.search import decoded_vectors, map_index, stored_vectors
 from recsys_core.serving.description import DESCRIPTION_NAME
 from recsys_core.serving.items import Filter
 from recsys_core.serving.retriever import Retriever
@@ -111,6 +112,21 @@ def test_the_vectors_of_other_items_and_the_space_id_stay_the_same(
     rows = old_retriever.item_ids.rows(list(new_bytes_by_id)[:-10])
     assert np.array_equal(new_code[:-10].numpy(), old_code[rows].numpy())
     assert len(new_code) == len(new_bytes_by_id)
+
+
+@pytest.mark.parametrize("index", ["hnsw", "ivf_flat"])
+def test_the_vectors_in_the_index_stay_the_same_although_the_item_table_has_rounded_vectors(index: str, tmp_path: Path) -> None:
+    def indexed_vectors(folder: Path) -> np.ndarray:
+        faiss_index = map_index([folder / "index.faiss"])
+        return (stored_vectors(faiss_index) or decoded_vectors(faiss_index)).take(
+            Retriever.load(folder).item_ids.rows(REMAINING_IDS)
+        )
+
+    parent = build_pipeline(tmp_path / "parent", index=index, item_vectors="fp16")
+    write_vectors(parent.input_folder, [*REMAINING_IDS, 1300])
+    write_items(parent.input_folder, [*REMAINING_IDS, 1300])
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert np.array_equal(indexed_vectors(package_folder_of(refresh_result)), indexed_vectors(parent.package_folder))
 
 
 def test_a_new_item_has_the_popularity_of_an_item_without_events(tmp_path: Path) -> None:

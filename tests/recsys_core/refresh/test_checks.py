@@ -111,6 +111,15 @@ def test_the_vectors_of_all_new_items_are_searched_and_without_new_items_the_vec
         np.testing.assert_array_equal(np.sort(item_vectors, axis=0), np.sort(expected_vectors, axis=0))
 
 
+def test_a_single_new_item_in_an_index_of_compressed_vectors_passes_the_checks(tmp_path: Path) -> None:
+    input_folder = tmp_path / "files"
+    parent = build_pipeline(input_folder, index="ivf_sq8", item_vectors="none")
+    write_vectors(input_folder, [*ITEMS, 1300])
+    write_items(input_folder, [*ITEMS, 1300])
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.problems == ()
+
+
 def test_a_query_tower_of_another_version_is_refused(parent: SmallPipeline, refresh_result: Refreshed) -> None:
     tower = contents_of(refresh_result).tower
     with torch.no_grad():

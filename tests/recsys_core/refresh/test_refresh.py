@@ -118,14 +118,13 @@ def test_the_vectors_of_other_items_and_the_space_id_stay_the_same(
 def test_the_vectors_in_the_index_stay_the_same_although_the_item_table_has_rounded_vectors(index: str, tmp_path: Path) -> None:
     def indexed_vectors(folder: Path) -> np.ndarray:
         faiss_index = map_index([folder / "index.faiss"])
-        return (stored_vectors(faiss_index) or decoded_vectors(faiss_index)).take(
-            Retriever.load(folder).item_ids.rows(REMAINING_IDS)
-        )
+        return (stored_vectors(faiss_index) or decoded_vectors(faiss_index)).take(Retriever.load(folder).item_ids.rows(ITEMS))
 
     parent = build_pipeline(tmp_path / "parent", index=index, item_vectors="fp16")
-    write_vectors(parent.input_folder, [*REMAINING_IDS, 1300])
-    write_items(parent.input_folder, [*REMAINING_IDS, 1300])
+    write_vectors(parent.input_folder, [*ITEMS, 1300])
+    write_items(parent.input_folder, [*ITEMS, 1300])
     refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.problems == ()
     assert np.array_equal(indexed_vectors(package_folder_of(refresh_result)), indexed_vectors(parent.package_folder))
 
 

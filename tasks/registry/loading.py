@@ -125,8 +125,14 @@ def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncMode
     except BaseException:
         shutil.rmtree(download_folder, ignore_errors=True)
         raise
-    weakref.finalize(retriever, shutil.rmtree, download_folder, ignore_errors=True)
+    weakref.finalize(retriever, _remove_folder, download_folder, process_id=os.getpid())
     return model
+
+
+def _remove_folder(folder: Path, *, process_id: int) -> None:
+    """Remove a folder in the process that created it; do nothing in a fork of this process, which may end first."""
+    if os.getpid() == process_id:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def fetch_model(

@@ -1,6 +1,7 @@
 """Registered models that are not loaded: versions that do not exist, and forged files or tags, whose code is not executed."""
 
 import gc
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,16 @@ def test_downloaded_files_of_a_version_are_removed_when_its_retriever_is_freed(w
         client.set_model_version_tag("m", "1", PACKAGE_SHA256_TAG, "0" * 64)
         load_model("models:/m/1", client=client, workspace=other_workspace)
     assert not any(remote_version.iterdir())
+
+
+def test_a_fork_does_not_remove_the_downloaded_files_of_its_parent(
+    workspace: Path, remote_version: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model("models:/m/1", client=connect(workspace), workspace=workspace / "other")
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a fork
+    del model.unwrap_python_model().retriever
+    gc.collect()
+    assert len([*remote_version.rglob("package.json")]) == 1
 
 
 def test_downloaded_files_of_a_version_are_removed_after_its_answers(

@@ -3,11 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, read_user_metrics
-from tasks.gate.sample import prepare_sample
+from tasks.gate import serving_loss
+from tasks.gate.sample import UserSample, prepare_sample
 from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED, exact_metrics
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_IDS, ModelBuilder, load_retriever
 from tests.tasks.conftest import NUM_USERS, Stages
 from tests.tasks.registration import prepare_run, register_version
 
@@ -39,3 +45,32 @@ def test_a_registration_has_metrics_of_each_step_from_training_to_serving(
     assert rankers == {"served", TRAINED, PACKAGED, INDEX}
     assert metrics["index/recall@100"] == 1.0
     assert metrics["served/recall@20"] == pytest.approx(metrics[f"{PACKAGED}/recall@20"])  # a flat index is exact
+
+
+def test_users_who_are_known_only_from_the_context_are_left_out(build_packaged_model: ModelBuilder, tmp_path: Path) -> None:
+    model, package = build_packaged_model(features=CONTEXT_FEATURES)
+    history_items = [model.train[0], model.train[1], [], []]
+    histories = JaggedArray.from_lengths(np.array([*map(len, history_items)]), np.concatenate(history_items).astype(np.int64))
+    num_items = len(ITEM_IDS)
+    sample = UserSample(
+        histories_file=tmp_path / "cases.parquet",
+        context={"single": pa.array(["context.single 3", None, "context.single 2", None])},
+        user_row_U=np.arange(4),
+        item_ids=pa.array(ITEM_IDS),
+        history=histories,
+        num_seen_U=histories.lengths,
+        seen_pair_L=np.sort(histories.pair_keys(bound=num_items)),
+        target_pair_T=np.arange(4) * num_items + [min({*range(num_items)} - {*seen}) for seen in history_items],
+        target_mask_by_slice={},
+        min_users_by_slice={},
+    )
+    metrics = serving_loss._packaged_metrics(
+        sample,
+        retriever=load_retriever(package),
+        item_vector_ID=torch.from_numpy(model.item_vectors),
+        order_I=np.arange(num_items),
+        num_users=4,
+    )
+    assert metrics.user_row_U.tolist() == [0, 1, 3]
+    # The target of the user who is unknown without a context is the most popular item.
+    assert metrics.value_U_by_metric["recall@20"][2] == 1

@@ -47,16 +47,7 @@ def nightly_retrain(
     """
     if options.full_retrain:
         config = config.for_full_retrain()
-    workspace = Workspace(config.workspace.absolute())
-    context = StageContext(
-        workspace.run(run_id or run_id_of_flow_run(workspace)),
-        experiment=config.registry.experiment,
-        options=options,
-        until=None if until == "register" else until,
-        pipeline=config.name,
-        flow_run_id=runtime.flow_run.id,
-        flow_run_url=flow_run_url(),
-    )
+    context = context_of_flow_run(config, run_id=run_id, until=until, options=options)
     run = context.run
     name_flow_run(config.name, run.run_id, reason=options.reason)
     with run.lock():
@@ -72,6 +63,22 @@ def nightly_retrain(
                 return state
         finally:
             after_run(config, context)
+
+
+def context_of_flow_run(
+    config: PipelineConfig, *, run_id: str | None, until: StageName | None, options: RunOptions
+) -> StageContext:
+    """Return the context of the run that the current flow run starts or resumes. See `nightly_retrain` for the arguments."""
+    workspace = Workspace(config.workspace.absolute())
+    return StageContext(
+        workspace.run(run_id or run_id_of_flow_run(workspace)),
+        experiment=config.registry.experiment,
+        options=options,
+        until=None if until == "register" else until,
+        pipeline=config.name,
+        flow_run_id=runtime.flow_run.id,
+        flow_run_url=flow_run_url(),
+    )
 
 
 def run_stages(config: PipelineConfig, context: StageContext) -> State:

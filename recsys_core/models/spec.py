@@ -216,10 +216,6 @@ class ModelSpec(Frozen):
             config_update["popularity"] = FixedPopularity(weight=popularity_weight)
         return self.model_copy(update={"config": self.config.model_copy(update=config_update)}) if config_update else self
 
-    def with_temperature(self, temperature: float) -> Self:
-        """Return the model with another temperature of the loss."""
-        return self.with_choices(temperature=temperature)
-
     def on_side(self, side: Side) -> dict[str, TableSpec]:
         """Return the tables of `side`, by name."""
         return {table_name: table for table_name, table in self.tables.items() if table.side == side}

@@ -85,7 +85,7 @@ def _metric_after_one_epoch(job: TrainJob, *, temperature: float, train: Callabl
     folder = job.work_folder / TRIALS_FOLDER / f"{temperature:g}"
     folder.mkdir(parents=True, exist_ok=True)
     training = job.training.model_copy(update={"epochs": 1, "profile": None})
-    spec = job.spec.with_temperature(temperature)
+    spec = job.spec.with_choices(temperature=temperature)
     train(job.model_copy(update={"work_folder": folder, "spec": spec, "training": training}))
     metric_name = f"{validation.metric}@{validation.k}"
     result = TrainResult.model_validate_json((folder / RESULT_FILE).read_bytes())

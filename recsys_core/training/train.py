@@ -33,7 +33,6 @@ from recsys_core.training.job import (
     Progress,
     TrainJob,
     TrainResult,
-    WarmStart,
 )
 from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.model.dense_parallel import require_shardable_layers
@@ -97,24 +96,16 @@ def train(
     with stage.writing(min_bytes=checkpoint_bytes) as output_folder:
         if scratch_reason is not None:
             logger.info("training from scratch: %s", scratch_reason)
-        _clear_work_folder(work_folder, fingerprint=stage.fingerprint)
-        # The warm start is prepared before the work folder is created, so that a rejected champion leaves no folder behind.
-        warm_start = None
-        if start_champion is not None:
-            warm_start = prepare_warm_start(start_champion, spec=model, dataset=dataset, folder=work_folder / "warm")
-        work_folder.mkdir(parents=True, exist_ok=True)
-        job = _make_job(
-            setup, dataset=dataset, plan=plan, work_folder=work_folder, fingerprint=stage.fingerprint, warm_start=warm_start
+        job = _prepare_job(
+            setup, dataset=dataset, plan=plan, champion=start_champion, work_folder=work_folder, fingerprint=stage.fingerprint
         )
-        # A resumed training keeps the trials only if the job file in the work folder has its fingerprint.
-        write_text(work_folder / JOB_FILE, job.model_dump_json(indent=2))
         trials = TemperatureTrials.run(
             job,
             champion=start_champion,
             num_validation_events=interactions.num_validation_events,
             train=lambda trial_job: run_attempts(trial_job, setup=setup, poll=lambda: None),
         )
-        job = job.model_copy(update={"spec": model.with_temperature(trials.temperature)})
+        job = job.model_copy(update={"spec": model.with_choices(temperature=trials.temperature)})
         job = run_attempts(job, setup=setup, poll=MetricsTail(work_folder / METRICS_FILE, on_progress).relay)
         result = _copy_result(job, output_folder=output_folder)
         manifest = stage.commit(
@@ -158,18 +149,24 @@ def _warn_about_long_warmups(setup: TrainingSetup, *, max_steps: int) -> None:
             )
 
 
-def _make_job(
+def _prepare_job(
     setup: TrainingSetup,
     *,
     dataset: Dataset,
     plan: PlanManifest,
+    champion: Champion | None,
     work_folder: Path,
     fingerprint: str,
-    warm_start: WarmStart | None,
 ) -> TrainJob:
-    """Return the job of the first attempt."""
+    """Prepare the work folder with the files of the warm start and the job file; return the job of the first attempt."""
+    _clear_work_folder(work_folder, fingerprint=fingerprint)
+    # The warm start is prepared before the work folder is created, so that a rejected champion leaves no folder behind.
+    warm_start = None
+    if champion is not None:
+        warm_start = prepare_warm_start(champion, spec=setup.model, dataset=dataset, folder=work_folder / "warm")
+    work_folder.mkdir(parents=True, exist_ok=True)
     embeddings, features, log_vectors = dataset.embeddings, dataset.features, dataset.log_vectors
-    return TrainJob(
+    job = TrainJob(
         work_folder=work_folder,
         fingerprint=fingerprint,
         spec=setup.model,
@@ -182,6 +179,9 @@ def _make_job(
         plan_path=plan.path(PLAN_NAME),
         warm_start=warm_start,
     )
+    # A resumed training keeps the trials only if the job file in the work folder has its fingerprint.
+    write_text(work_folder / JOB_FILE, job.model_dump_json(indent=2))
+    return job
 
 
 def _clear_work_folder(work_folder: Path, *, fingerprint: str) -> None:

@@ -70,7 +70,7 @@ def export_vectors(
     Raises InputError, StageError or LaunchError as `launch` does.
     """
     config, model = setup.training, setup.model
-    has_block, validates_popularity = model.config.spectral_block is not None, model.config.popularity.kind == "validated"
+    has_chosen_weight = model.config.spectral_block is not None or model.config.popularity.kind == "validated"
     work_folder = folder.with_name(folder.name + ".work")
     require_no_link(work_folder)
     stage = StageFolder(folder, ExportManifest, inputs=["export", model, dataset.interactions, train])
@@ -91,22 +91,13 @@ def export_vectors(
             features_folder=dataset.features.folder if dataset.features else None,
             plan_path=train.path(PLAN_NAME),
             checkpoint_folder=train.folder / "checkpoint",
-            ranking=None if has_block or validates_popularity else ranking,
+            ranking=None if has_chosen_weight else ranking,
         )
         launch_job(job, launcher=setup.launcher, log_folder=work_folder / "logs")
-        block_weight = popularity_weight = None
-        if has_block:
-            from recsys_core.training.export.append_block import append_block  # imports scipy, which few models need
-
-            store = EventStore.open(dataset.interactions)
-            train_store = None if train_log is None else EventStore.open(train_log)
-            block_weight = append_block(
-                model, store=store, validation=config.validation, folder=output_folder, train_store=train_store
-            )
-        if validates_popularity:
-            store = EventStore.open(dataset.interactions)
-            popularity_weight = choose_popularity(model, store=store, validation=config.validation, folder=output_folder)
-            model = model.with_choices(popularity_weight=popularity_weight)
+        block_weight, popularity_weight = _choose_weights(
+            setup, interactions=dataset.interactions, train_log=train_log, folder=output_folder
+        )
+        model = model.with_choices(popularity_weight=popularity_weight)
         (output_folder / "model.json").write_text(model.model_dump_json(indent=2))
         num_queries_by_split = {split: len(np.load(output_folder / f"query_users_{split}.npy")) for split in HELD_OUT_SPLITS}
         manifest = stage.commit(
@@ -120,6 +111,31 @@ def export_vectors(
         )
     shutil.rmtree(work_folder, ignore_errors=True)
     return manifest
+
+
+def _choose_weights(
+    setup: TrainingSetup, *, interactions: InteractionsManifest, train_log: InteractionsManifest | None, folder: Path
+) -> tuple[float | None, float | None]:
+    """Append the spectral block to the vectors in `folder`, and choose the weight of the popularity term.
+
+    Return the weights of both terms; None for a term that the model does not have or that is not validated.
+    """
+    model, validation = setup.model, setup.training.validation
+    block_weight = popularity_weight = None
+    if model.config.spectral_block is not None:
+        from recsys_core.training.export.append_block import append_block  # imports scipy, which few models need
+
+        block_weight = append_block(
+            model,
+            store=EventStore.open(interactions),
+            validation=validation,
+            folder=folder,
+            train_store=None if train_log is None else EventStore.open(train_log),
+        )
+    if model.config.popularity.kind == "validated":
+        store = EventStore.open(interactions)
+        popularity_weight = choose_popularity(model, store=store, validation=validation, folder=folder)
+    return block_weight, popularity_weight
 
 
 def run_export(job: ExportJob, *, process: Process) -> None:

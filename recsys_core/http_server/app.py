@@ -29,11 +29,10 @@ from recsys_core.http_server.api import (
     parse_body,
     request_bodies,
 )
-from recsys_core.http_server.batching import Batcher, QueueFullError
+from recsys_core.http_server.batching import Batcher, ParsedRequest, QueueFullError
 from recsys_core.http_server.config import TOKEN_VARIABLE, ServeConfig
 from recsys_core.http_server.follower import ReleaseFollower
 from recsys_core.http_server.release import Champion, WorkerState
-from recsys_core.http_server.served_model import ParsedRequest
 from recsys_core.serving.requests import parse, parse_similar
 
 LOG = logging.getLogger("nightjar.serve")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from recsys_core.errors import NightjarError, StageError, first_line
 from recsys_core.http_server import metrics
+from recsys_core.http_server.batching import ParsedRequest, Result, ServedModel
 from recsys_core.http_server.release import RELEASE_FILE_NAME, Champion, Release, WorkerState
-from recsys_core.http_server.served_model import ParsedRequest, Result, ServedModel
 from recsys_core.serving.retriever import Retriever
 
 LOG = logging.getLogger("nightjar.serve")

@@ -11,10 +11,9 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 
 from recsys_core.http_server.api import request_bodies
-from recsys_core.http_server.batching import Batcher, QueueFullError
+from recsys_core.http_server.batching import Batcher, ParsedRequest, QueueFullError
 from recsys_core.http_server.config import ServeConfig
 from recsys_core.http_server.follower import ReleaseFollower
-from recsys_core.http_server.served_model import ParsedRequest
 from recsys_core.serving.requests import PARAMS
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.http_server.conftest import ClientStarter

@@ -8,9 +8,8 @@ import orjson
 import pytest
 
 from recsys_core.errors import InputError
-from recsys_core.http_server.batching import Batcher, QueueFullError
+from recsys_core.http_server.batching import Batcher, ParsedRequest, QueueFullError, Result, ServedModel
 from recsys_core.http_server.config import ServeConfig
-from recsys_core.http_server.served_model import ParsedRequest, Result, ServedModel
 from recsys_core.serving.answers import Answer
 from recsys_core.serving.requests import parse
 from recsys_core.serving.retriever import Retriever

@@ -7,9 +7,9 @@ import pytest
 
 from recsys_core.errors import StageError
 from recsys_core.http_server import metrics
+from recsys_core.http_server.batching import ParsedRequest
 from recsys_core.http_server.follower import ReleaseFollower
 from recsys_core.http_server.release import RELEASE_FILE_NAME, Champion, Release, WorkerState
-from recsys_core.http_server.served_model import ParsedRequest
 from recsys_core.manifests import PackageManifest
 from recsys_core.serving.requests import parse
 from tests.recsys_core.http_server.conftest import release_of

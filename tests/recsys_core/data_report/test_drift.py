@@ -11,6 +11,8 @@ from recsys_core.data_report.drift import MAX_MOVERS, match_rows, popularity_buc
 from tests.recsys_core.data_report.small_reports import report_of, user_events
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 MAJOR_SHIFT = 0.25
 """Stability index above which the report warns of a major shift."""
 

@@ -12,6 +12,8 @@ from tests.recsys_core.data_report.small_reports import FILE_SPLIT, PREVIOUS_RUN
 from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 from tests.recsys_core.ingest.interactions_with_times import UserEvents, interactions_of
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 
 def test_the_first_run_breaks_no_limit_and_is_compared_with_no_run(tmp_path: Path) -> None:
     interactions = interactions_of(

@@ -1,5 +1,6 @@
 """The index stage: recall against a brute-force search, tuning, the choice of `auto`, and its errors."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from matplotlib.figure import Figure
 from recsys_core import plots
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest, IndexManifest
-from recsys_core.retrieval.auto import MAX_SMALL_ITEMS, Auto
+from recsys_core.retrieval import auto
+from recsys_core.retrieval.auto import Auto
 from recsys_core.retrieval.compressed import IvfPq, IvfSq8, OpqPq, PqFastScan
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes, num_gpus, served_recall_by_user
@@ -250,21 +252,23 @@ def test_an_index_below_the_target_is_served_with_a_warning_if_no_better_one_fit
     assert not (tmp_path / "none").exists()
 
 
-NUM_MANY_ITEMS = MAX_SMALL_ITEMS + 1_000
-"""Number of items for which `auto` tries all kinds."""
+NUM_MANY_ITEMS = 10_000
+"""Number of items for which `auto` tries all kinds, because the fixture `large_export` lowers MAX_SMALL_ITEMS."""
 CHEAP_HNSW, CHEAP_OPQ = Hnsw(hnsw_m=8, ef_construction=20), OpqPq(nlist=64, pq_m=4, pq_nbits=4)
 
 
 @pytest.fixture(scope="module")
-def large_export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
-    """An export of many items, whose vectors are in clusters so that IVF reaches a high recall."""
+def large_export(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportManifest]:
+    """An export of more than MAX_SMALL_ITEMS items, whose vectors are in clusters so that IVF reaches a high recall."""
     rng = np.random.default_rng(0)
     centre = rng.normal(size=(200, 8))
     vectors = centre[rng.integers(200, size=NUM_MANY_ITEMS)] + 0.4 * rng.normal(size=(NUM_MANY_ITEMS, 8))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     queries = vectors[rng.integers(NUM_MANY_ITEMS, size=(2, 60))] + 0.1 * rng.normal(size=(2, 60, 8))
     queries_by_split = {split: (range(60), query) for split, query in zip(("test", "validation"), queries, strict=True)}
-    return write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=queries_by_split)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "MAX_SMALL_ITEMS", NUM_MANY_ITEMS - 1)
+        yield write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=queries_by_split)
 
 
 def test_auto_serves_the_next_kind_if_the_best_is_too_large_for_the_memory(
@@ -315,7 +319,7 @@ def test_auto_serves_the_best_kind_if_no_kind_within_the_memory_reaches_the_targ
         manifest.warning
         == manifest.choice
         == (
-            "no kind reaches a recall of 1 within max_bytes (1.5 MiB; too large: flat, hnsw, ivf_flat, pq_fastscan); "
+            "no kind reaches a recall of 1 within max_bytes (0.3 MiB; too large: flat, hnsw, ivf_flat, pq_fastscan); "
             f"ivf_sq8 has the highest, {recall_by_kind['ivf_sq8']:.4f}"
         )
     )

@@ -14,6 +14,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from recsys_core.errors import StageError
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.launching.rank import Process
@@ -192,6 +193,21 @@ def test_on_a_gpu_the_loss_is_checked_before_each_line_checkpoint_and_validation
         assert json.loads((tmp_path / "work" / f"checked-{rank}.json").read_text()) == sorted(due_steps)
 
 
+def train_until_the_loss_is_not_finite(rank: int, job: TrainJob) -> None:
+    with pytest.raises(StageError, match=r"step \d+, epoch 1, rank 0: the loss is (nan|inf) \(table") as caught:
+        loop.run_training(job, process=cpu_process(rank))
+    assert "lower the learning_rate of training.table_optimizer" in str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_is_raised_with_its_step(dataset, tmp_path):
+    diverging_optimizer = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
+    training = training_with(table_optimizer=diverging_optimizer)
+    experiment = make_experiment(dataset, tmp_path / "plan", training=training, world_size=1)
+    job = train_job(experiment, tmp_path / "work")
+    run_ranks(train_until_the_loss_is_not_finite, world_size=1, arguments=(job,))
+    assert not (tmp_path / "work" / RESULT_FILE).exists()
+
+
 def with_kernel(experiment: Experiment, kernel: str, folder: Path) -> Experiment:
     """Return the experiment with `kernel` for all tables. On a CPU, FBGEMM keeps the rows in main memory with every kernel."""
     plan = PlanFile.read(experiment.plan.path("plan.json"))
@@ -294,8 +310,9 @@ def test_a_training_with_too_few_steps_for_a_profile_logs_a_warning(tmp_path, ca
 def test_the_metrics_contain_the_unfrozen_share_of_a_table_in_each_epoch(dataset, tmp_path):
     unfreeze_steps = (UnfreezeStep(epoch=2, share=0.25), UnfreezeStep(epoch=3, share=1.0))
     tables = {"item": TableConfig(transfer="gradual", unfreeze=unfreeze_steps)}
+    training = training_with(batch_size=2048)  # one step per epoch
     finished_training = train_in_forks(
-        make_experiment(dataset, tmp_path / "plan", training=TRAINING, tables=tables), tmp_path / "work"
+        make_experiment(dataset, tmp_path / "plan", training=training, tables=tables), tmp_path / "work"
     )
     assert {(line.epoch, line.unfrozen["item"]) for line in finished_training.lines} == {(1, 0.0), (2, 0.25), (3, 1.0)}
 

@@ -37,18 +37,17 @@ from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from tests.recsys_core.launching.listening_sockets import collect_listening
 from tests.recsys_core.training.forked_training import Experiment, generate_dataset, launch_in_forks, make_experiment
-from tests.recsys_core.training.small_model import with_optimizer
 
 CONFIG = TrainingConfig(
     epochs=2,
-    batch_size=128,
+    batch_size=256,
     log_every_steps=5,
-    checkpoint_every_steps=15,
+    checkpoint_every_steps=10,
     table_optimizer=TableOptimizer(warmup_steps=5),
     dense_optimizer=DenseOptimizer(warmup_steps=5),
     seed=3,
 )
-LONG_CONFIG = CONFIG.model_copy(update={"epochs": 4})
+LONG_CONFIG = CONFIG.model_copy(update={"epochs": 8})
 """For trainings that are killed: the signal arrives many steps before the end."""
 
 
@@ -271,25 +270,6 @@ def test_an_input_error_in_a_rank_is_raised_and_not_retried(experiment, tmp_path
     spec_of_more_items = spec.model_copy(update={"tables": spec.tables | {"item": larger_table}})
     with pytest.raises(InputError, match="made for tables"):
         run_train(experiment._replace(spec=spec_of_more_items), tmp_path / "train")
-
-
-def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(experiment, tmp_path):
-    diverging_optimizer = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
-    config, spec = (
-        CONFIG.model_copy(update={"table_optimizer": diverging_optimizer}),
-        with_optimizer(experiment.spec, diverging_optimizer),
-    )
-    plan = plan_sharding(
-        ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2)),
-        model=spec,
-        batch_size=CONFIG.batch_size,
-        folder=tmp_path / "plan",
-    )
-    with pytest.raises(StageError, match=r"step \d+, epoch 1, rank [01]: the loss is (nan|inf) \(table") as caught:
-        run_train(experiment._replace(plan=plan, spec=spec), tmp_path / "train", config=config)
-    assert "lower the learning_rate of training.table_optimizer" in str(caught.value)
-    assert not isinstance(caught.value, LaunchError)
-    assert [path.name for path in (tmp_path / "train.work" / "logs").iterdir()] == ["attempt-1"]
 
 
 def test_exported_vectors_equal_the_vectors_of_the_unsharded_model(experiment, export):

@@ -1,6 +1,7 @@
-"""Warnings before the launch, and the number of ranks of an attempt after a failure. The launches are faked."""
+"""Warnings before the launch, and attempts after a failure with their number of ranks. The launches are faked."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,3 +111,18 @@ def test_a_warm_up_that_ends_after_the_last_step_is_reported(
         ["tables.user.optimizer.warmup_steps", "training.dense_optimizer.warmup_steps"] if has_warning else []
     )
     assert all("is 10, but the training has only 10 steps" in warning for warning in warnings)
+
+
+def test_a_stage_error_of_a_rank_is_raised_and_not_retried(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Mock(side_effect=StageError("the loss is nan"))
+    monkeypatch.setattr(train_module, "launch_job", launch)
+    with pytest.raises(StageError, match="the loss is nan") as caught:
+        train_module.run_attempts(
+            train_job(experiment, tmp_path / "work"),
+            setup=TrainingSetup(experiment.spec, TRAINING, experiment.loss),
+            poll=lambda: None,
+        )
+    assert not isinstance(caught.value, LaunchError)
+    assert launch.call_count == 1

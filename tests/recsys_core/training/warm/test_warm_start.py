@@ -60,6 +60,12 @@ def champion(first_run: PreparedRun) -> Champion:
     return train_champion(first_run)
 
 
+@pytest.fixture(scope="module")
+def second_run(first_run: PreparedRun, tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
+    """A run that continues the vocabularies of `first_run`. Its folder gets the plan and the work folder of each job."""
+    return prepare_run(tmp_path_factory.mktemp("runs") / "second", 2, previous=first_run)
+
+
 def prepare_start(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
     return prepare_warm_start(
         champion,
@@ -160,8 +166,9 @@ def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_VD: NDArra
                 torch.testing.assert_close(shard.weight_RD[row - shard.first_row], expected_D)
 
 
-def test_a_new_item_starts_with_its_pretrained_vector(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
-    second_run = prepare_run(tmp_path / "second", 2, previous=first_run)
+def test_a_new_item_starts_with_its_pretrained_vector(
+    first_run: PreparedRun, second_run: PreparedRun, champion: Champion, tmp_path: Path
+) -> None:
     vector_row = np.load(second_run.interactions.path("vector_row.npy"))
     rows = [row for row in range(first_run.spec.num_items, second_run.spec.num_items) if vector_row[row] >= 0]
     vectors = np.load(second_run.embeddings.vectors_path("item"))[vector_row[rows]]
@@ -212,9 +219,8 @@ def test_items_start_with_their_vectors_from_the_log(first_run: PreparedRun, tmp
 
 @pytest.mark.parametrize("transfer", ["full", "frozen"])
 def test_vectors_from_the_log_are_rotated_onto_the_champion(
-    first_run: PreparedRun, champion: Champion, tmp_path: Path, transfer: Transfer
+    second_run: PreparedRun, champion: Champion, tmp_path: Path, transfer: Transfer
 ) -> None:
-    second_run = prepare_run(tmp_path / "second", 2, previous=first_run)
     dataset, job = with_log_vectors(second_run, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
     assert dataset.log_vectors is not None
     warm_start = prepare_warm_start(champion, spec=job.spec, dataset=dataset, folder=tmp_path / "warm")
@@ -233,8 +239,7 @@ def test_vectors_from_the_log_are_rotated_onto_the_champion(
     run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job.model_copy(update={"warm_start": warm_start}), expected_ID))
 
 
-def test_projected_vectors_are_rotated_onto_the_champion(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
-    second_run = prepare_run(tmp_path / "second", 2, previous=first_run)
+def test_projected_vectors_are_rotated_onto_the_champion(second_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
     item_table = second_run.embeddings.tables["item"]
     num_projected = item_table.num_rows - 5  # the other vectors are from an entry without a projection
     projected_table = item_table.model_copy(update={"projected_rows": ((0, num_projected),)})
@@ -351,13 +356,14 @@ def test_integer_ids_match_equal_strings() -> None:
     assert rows.tolist() == [-1, 0]
 
 
-def test_frozen_rows_are_never_carried_over(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
+def test_frozen_rows_are_never_carried_over(
+    first_run: PreparedRun, second_run: PreparedRun, champion: Champion, tmp_path: Path
+) -> None:
     frozen_run = prepare_run(tmp_path / "frozen", 2, previous=first_run, tables={"item": TableConfig(transfer="residual")})
     warm_start = prepare_start(champion, frozen_run, tmp_path / "to frozen")
     assert set(warm_start.row_path_by_table()) == {"user", "item.brand", "history_offset"}
     frozen_champion = replace(champion, spec=frozen_run.spec)
-    full_run = prepare_run(tmp_path / "full", 2, previous=first_run)
-    warm_start = prepare_start(frozen_champion, full_run, tmp_path / "from frozen")
+    warm_start = prepare_start(frozen_champion, second_run, tmp_path / "from frozen")
     assert set(warm_start.row_path_by_table()) == {"user", "item.brand", "history_offset"}
 
 

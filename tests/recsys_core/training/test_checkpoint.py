@@ -162,7 +162,7 @@ def restore_checkpoints(rank: int, folder: Path) -> None:
             np.testing.assert_allclose(state[name], value, rtol=rtol, err_msg=f"{saved_type} -> {sharding_type}: {name}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_checkpoint_is_restored_on_another_number_of_ranks_and_with_another_sharding(saved_folder, world_size):
     run_ranks(restore_checkpoints, world_size=world_size, arguments=(saved_folder,))
 

@@ -78,7 +78,7 @@ def test_the_cache_of_every_table_is_emptied_when_the_weights_are_exchanged() ->
 
 
 def test_with_averaging_the_export_has_the_mean_of_the_epochs(tmp_path):
-    num_epochs = 3
+    num_epochs = 2
     training = TrainingConfig(
         epochs=num_epochs,
         batch_size=256,

@@ -197,7 +197,7 @@ def test_two_ranks_train_the_same_tables_and_layers_as_one_unsharded_process(sha
     assert_equals_unsharded(Case(sharding_type))
 
 
-@pytest.mark.parametrize("sharding_type", SHARDING_TYPES)
+@pytest.mark.parametrize("sharding_type", ["row_wise", "column_wise", "grid_shard"])
 def test_four_ranks_train_the_same_tables_and_layers_as_one_unsharded_process(sharding_type):
     item_sharding_type = "column_wise" if sharding_type in COLUMN_SHARDING_TYPES else "row_wise"
     assert_equals_unsharded(Case(sharding_type, item_sharding_type=item_sharding_type), world_size=4)

@@ -44,3 +44,9 @@ def report_of(
         folder=folder / "run" / "data_report",
     )
     return manifest, DataReport.model_validate_json(manifest.path("report.json").read_bytes())
+
+
+def report_manifest_of(folder: Path, interactions: InteractionsManifest, **arguments: Any) -> DataReportManifest:
+    """Write a data report with the arguments of `report_of`. Return its manifest."""
+    manifest, _ = report_of(folder, interactions, **arguments)
+    return manifest

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.data_report.drift import MAX_MOVERS, match_rows, popularity_buckets, stability_index
-from tests.recsys_core.data_report.small_reports import report_of, user_events
+from tests.recsys_core.data_report.small_reports import report_manifest_of, report_of, user_events
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -43,7 +43,7 @@ def test_the_event_drop_counts_training_events_and_the_turnover_counts_events_of
     ids = {"item_ids": range(3), "user_ids": [1, 2, 3]}
     previous = interactions_of(tmp_path / "previous", [user_events(0, 1), user_events(1, 0), user_events()], **ids)
     current = interactions_of(tmp_path / "current", [user_events(0, 1, 1), user_events(test_item=2), user_events()], **ids)
-    metrics = report_of(tmp_path, current, previous=previous)[0].metrics
+    metrics = report_manifest_of(tmp_path, current, previous=previous).metrics
     assert metrics["event_drop_share"] == 0.25
     assert (metrics["new_users"], metrics["vanished_users"], metrics["new_items"], metrics["vanished_items"]) == (0, 0, 1, 0)
 
@@ -59,7 +59,7 @@ def test_ids_of_different_types_do_not_match(tmp_path: Path) -> None:
     previous = interactions_of(tmp_path / "previous", [user_events(0, 1)], item_ids=[0, 1])
     current = interactions_of(tmp_path / "current", [user_events(0, 1)], item_ids=["0", "1"])
     assert match_rows(previous, current, side="item", spill_folder=tmp_path).tolist() == [-1, -1]
-    assert report_of(tmp_path, current, previous=previous)[0].metrics["vanished_item_share"] == 1
+    assert report_manifest_of(tmp_path, current, previous=previous).metrics["vanished_item_share"] == 1
 
 
 def test_equal_popularity_has_psi_0_and_reversed_popularity_has_a_large_psi(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_equal_popularity_has_psi_0_and_reversed_popularity_has_a_large_psi(tmp_
     previous = interactions_of(tmp_path / "previous", log, item_ids=range(6))
     unchanged = interactions_of(tmp_path / "unchanged", log[::-1], item_ids=range(6))
     shifted = interactions_of(tmp_path / "shifted", reversed_log, item_ids=range(6))
-    assert report_of(tmp_path / "a", unchanged, previous=previous)[0].metrics["popularity_psi"] == 0
+    assert report_manifest_of(tmp_path / "a", unchanged, previous=previous).metrics["popularity_psi"] == 0
     manifest, _ = report_of(tmp_path / "b", shifted, previous=previous)
     assert manifest.metrics["popularity_psi"] > MAJOR_SHIFT and manifest.breaches == ()
     assert "major shift" in " ".join(manifest.warnings)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from recsys_core.data_report.page import to_html, to_markdown
 from recsys_core.manifests import ColumnStatistics
-from tests.recsys_core.data_report.small_reports import report_of, user_events
+from tests.recsys_core.data_report.small_reports import report_manifest_of, report_of, user_events
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 
 HOSTILE_TEXT = "<script>alert('&')</script>\u202e\x00\""
@@ -56,6 +56,6 @@ def test_the_page_shows_removed_events_by_filter_and_no_users_among_them(tmp_pat
     interactions = interactions_of(
         tmp_path / "log", [user_events(0, 1)], item_ids=["a", "b"], num_removed_events_by_filter=removed_counts
     )
-    page = report_of(tmp_path, interactions)[0].path("report.html").read_text(encoding="utf-8")
+    page = report_manifest_of(tmp_path, interactions).path("report.html").read_text(encoding="utf-8")
     rows = re.findall(r'<td class="id">filter: (.*?)</td><td class="n">(.*?)</td>', page)
     assert rows == [("duplicates", "7"), ("bot_events of 2 users", "1,234")]

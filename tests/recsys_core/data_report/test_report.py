@@ -8,7 +8,13 @@ import pytest
 from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.ingest.log.split_config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
-from tests.recsys_core.data_report.small_reports import FILE_SPLIT, PREVIOUS_RUN_NAME, report_of, user_events
+from tests.recsys_core.data_report.small_reports import (
+    FILE_SPLIT,
+    PREVIOUS_RUN_NAME,
+    report_manifest_of,
+    report_of,
+    user_events,
+)
 from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 from tests.recsys_core.ingest.interactions_with_times import UserEvents, interactions_of
 
@@ -41,7 +47,7 @@ def test_a_log_with_less_than_half_the_events_breaks_the_default_limit(tmp_path:
     )
     assert [check.setting for check in report.checks if not check.is_passed] == ["max_event_drop_share"]
     assert "1 limit violated: the run stops before training" in manifest.path("report.html").read_text()
-    assert report_of(tmp_path, current, previous=previous, max_event_drop_share=None)[0].breaches == ()
+    assert report_manifest_of(tmp_path, current, previous=previous, max_event_drop_share=None).breaches == ()
 
 
 def test_the_nulls_of_a_context_column_are_counted_among_the_events(tmp_path: Path) -> None:
@@ -91,7 +97,7 @@ def test_events_in_a_wrong_order_and_leaked_events_break_a_limit_by_default(
     assert any(broken_limit in breach for breach in manifest.breaches), manifest.breaches
 
 
-def test_possible_leaks_are_reported_but_break_a_limit_only_if_it_is_set(tmp_path: Path) -> None:
+def test_possible_leaks_are_reported_but_break_a_limit_only_if_the_limit_is_set(tmp_path: Path) -> None:
     # One of two training events is later than the test event of its user. One of two test events repeats a training event, and
     # the other test event has a user and an item without training events.
     log = [([(0, 1), (1, 50)], [], [(0, 9)]), ([], [], [(2, 9)])]
@@ -101,7 +107,7 @@ def test_possible_leaks_are_reported_but_break_a_limit_only_if_it_is_set(tmp_pat
     assert [manifest.metrics[name] for name in share_names] == [0.5] * 4
     assert manifest.breaches == () and "later than the first test event of their user" in manifest.warnings[0]
     limit_names = ("max_train_after_test_share", "max_repeated_pair_share", "max_unseen_item_share", "max_unseen_user_share")
-    assert len(report_of(tmp_path, interactions, **dict.fromkeys(limit_names, 0.4))[0].breaches) == 4
+    assert len(report_manifest_of(tmp_path, interactions, **dict.fromkeys(limit_names, 0.4)).breaches) == 4
 
 
 def test_a_log_without_timestamps_has_no_metrics_that_need_them(tmp_path: Path) -> None:
@@ -117,9 +123,9 @@ def test_a_report_is_reused_until_limits_or_data_change(tmp_path: Path) -> None:
     interactions = interactions_of(tmp_path / "log", [user_events(0, 1)], item_ids=range(2))
     manifest, _ = report_of(tmp_path, interactions)
     modified_ns = manifest.path("report.json").stat().st_mtime_ns
-    assert report_of(tmp_path, interactions)[0].path("report.json").stat().st_mtime_ns == modified_ns
-    assert report_of(tmp_path, interactions, min_train_events=3)[0].breaches != ()
-    assert report_of(tmp_path, interactions, previous=interactions)[0].compared_with == PREVIOUS_RUN_NAME
+    assert report_manifest_of(tmp_path, interactions).path("report.json").stat().st_mtime_ns == modified_ns
+    assert report_manifest_of(tmp_path, interactions, min_train_events=3).breaches != ()
+    assert report_manifest_of(tmp_path, interactions, previous=interactions).compared_with == PREVIOUS_RUN_NAME
 
 
 def test_the_report_is_standard_json_with_the_metrics_of_the_manifest(tmp_path: Path) -> None:

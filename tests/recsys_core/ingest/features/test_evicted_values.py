@@ -45,40 +45,40 @@ def test_only_the_most_frequent_values_have_rows(tmp_path: Path) -> None:
 
 
 def test_a_more_frequent_value_takes_the_row_of_the_rarest_value(tmp_path: Path) -> None:
-    first_run = ingest_brands(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
-    assert values_by_row(first_run) == [None, "a", "b"]
-    second_run = ingest_brands(tmp_path / "2", ["c", "c", "b", "d", "d"], max_rows=2, previous=first_run)
-    assert values_and_counts(second_run, "item.brand") == [(None, 1), ("c", 2), ("d", 2)], (
+    first_manifest = ingest_brands(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
+    assert values_by_row(first_manifest) == [None, "a", "b"]
+    second_manifest = ingest_brands(tmp_path / "2", ["c", "c", "b", "d", "d"], max_rows=2, previous=first_manifest)
+    assert values_and_counts(second_manifest, "item.brand") == [(None, 1), ("c", 2), ("d", 2)], (
         "row 1 changes from a to c, and row 2 from b to d"
     )
-    feature = second_run.features["item.brand"]
+    feature = second_manifest.features["item.brand"]
     assert (feature.is_continued, feature.num_new_values, feature.num_evicted_values, feature.num_rows) == (True, 2, 2, 3)
-    third_run = ingest_brands(tmp_path / "3", ["e", "e", "d", "d", "d"], max_rows=2, previous=second_run)
-    assert values_and_counts(third_run, "item.brand") == [(None, 0), ("e", 2), ("d", 3)], "d keeps its row"
+    third_manifest = ingest_brands(tmp_path / "3", ["e", "e", "d", "d", "d"], max_rows=2, previous=second_manifest)
+    assert values_and_counts(third_manifest, "item.brand") == [(None, 0), ("e", 2), ("d", 3)], "d keeps its row"
 
 
 def test_a_new_value_that_is_as_frequent_as_an_old_value_does_not_take_its_row(tmp_path: Path) -> None:
-    first_run = ingest_brands(tmp_path / "1", ["b", "b", "b", "b", "b"], max_rows=1)
-    second_run = ingest_brands(tmp_path / "2", ["a", "a", "b", "b", None], max_rows=1, previous=first_run)
-    assert values_and_counts(second_run, "item.brand") == [(None, 3), ("b", 2)], "row 0 counts a, a and null"
-    assert second_run.features["item.brand"].num_evicted_values == 0
+    first_manifest = ingest_brands(tmp_path / "1", ["b", "b", "b", "b", "b"], max_rows=1)
+    second_manifest = ingest_brands(tmp_path / "2", ["a", "a", "b", "b", None], max_rows=1, previous=first_manifest)
+    assert values_and_counts(second_manifest, "item.brand") == [(None, 3), ("b", 2)], "row 0 counts a, a and null"
+    assert second_manifest.features["item.brand"].num_evicted_values == 0
 
 
 def test_a_warm_start_copies_only_the_rows_of_values_that_both_runs_have(tmp_path: Path) -> None:
-    first_run = ingest_brands(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
-    second_run = ingest_brands(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first_run)
-    assert values_by_row(second_run) == [None, "a", "c"]
+    first_manifest = ingest_brands(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
+    second_manifest = ingest_brands(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first_manifest)
+    assert values_by_row(second_manifest) == [None, "a", "c"]
     champion_row = match_rows_by_value(
-        *(pa.chunked_array([pa.array(values_by_row(manifest), pa.string())]) for manifest in (second_run, first_run))
+        *(pa.chunked_array([pa.array(values_by_row(manifest), pa.string())]) for manifest in (second_manifest, first_manifest))
     )
     assert champion_row.tolist() == [0, 1, -1], "the row that c took from b is initialised again"
 
 
 def test_another_max_rows_starts_a_new_vocabulary(tmp_path: Path) -> None:
-    first_run = ingest_brands(tmp_path / "1", ["a", "b", "b", "c", "c"], max_rows=3)
-    second_run = ingest_brands(tmp_path / "2", ["a", "b", "b", "c", "c"], max_rows=1, previous=first_run)
-    assert values_by_row(second_run) == [None, "b"]
-    assert not second_run.features["item.brand"].is_continued
+    first_manifest = ingest_brands(tmp_path / "1", ["a", "b", "b", "c", "c"], max_rows=3)
+    second_manifest = ingest_brands(tmp_path / "2", ["a", "b", "b", "c", "c"], max_rows=1, previous=first_manifest)
+    assert values_by_row(second_manifest) == [None, "b"]
+    assert not second_manifest.features["item.brand"].is_continued
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
@@ -89,12 +89,13 @@ def test_another_max_rows_starts_a_new_vocabulary(tmp_path: Path) -> None:
 def test_in_each_run_the_most_frequent_values_have_rows_and_keep_them(
     tmp_path_factory: pytest.TempPathFactory, max_rows: int, brands_by_run: list[list[str]]
 ) -> None:
-    folder, previous, previous_row_by_value = tmp_path_factory.mktemp("runs"), None, {}
+    folder, previous_manifest, previous_row_by_value = tmp_path_factory.mktemp("runs"), None, {}
     for run_index, brands in enumerate(brands_by_run):
-        manifest = ingest_brands(folder / str(run_index), brands, max_rows=max_rows, previous=previous)
-        counts = collections.Counter(brands)
+        manifest = ingest_brands(folder / str(run_index), brands, max_rows=max_rows, previous=previous_manifest)
+        count_by_brand = collections.Counter(brands)
         values_from_most_frequent = sorted(
-            {*counts, *previous_row_by_value}, key=lambda value: (-counts[value], value not in previous_row_by_value, value)
+            {*count_by_brand, *previous_row_by_value},
+            key=lambda value: (-count_by_brand[value], value not in previous_row_by_value, value),
         )
         row_by_value = {value: row for row, value in enumerate(values_by_row(manifest)) if value is not None}
         assert sorted(row_by_value) == sorted(values_from_most_frequent[:max_rows])
@@ -104,4 +105,4 @@ def test_in_each_run_the_most_frequent_values_have_rows_and_keep_them(
         feature = manifest.features["item.brand"]
         assert feature.num_evicted_values == len(previous_row_by_value.keys() - row_by_value.keys())
         assert feature.num_new_values == len(row_by_value.keys() - previous_row_by_value.keys())
-        previous, previous_row_by_value = manifest, row_by_value
+        previous_manifest, previous_row_by_value = manifest, row_by_value

@@ -278,14 +278,14 @@ def test_random_values_have_the_row_of_their_value_or_bucket(
         return value if value is not None and counts[value] >= min_count else None
 
     brand_values = [value for value, _ in values_and_counts(manifest, "item.brand")]
-    counts = collections.Counter(value for value in brands if value is not None)
+    brand_counts = collections.Counter(brand for brand in brands if brand is not None)
     assert [brand_values[row] for row in rows_of(manifest, "item.brand")] == [
-        value_in_vocabulary(counts, brands[item_ids.index(item)]) if item in item_ids else None for item in range(12)
+        value_in_vocabulary(brand_counts, brands[item_ids.index(item)]) if item in item_ids else None for item in range(12)
     ]
     tag_values = [value for value, _ in values_and_counts(manifest, "item.tags")]
-    counts = collections.Counter(value for item_tags in tags for value in item_tags or [] if value is not None)
+    tag_counts = collections.Counter(tag for item_tags in tags for tag in item_tags or [] if tag is not None)
     assert [[tag_values[row] for row in rows] for rows in rows_of(manifest, "item.tags")] == [
-        [value_in_vocabulary(counts, value) for value in tags[item_ids.index(item)] or []] if item in item_ids else []
+        [value_in_vocabulary(tag_counts, tag) for tag in tags[item_ids.index(item)] or []] if item in item_ids else []
         for item in range(12)
     ]
     boundaries = manifest.features["item.price"].boundaries

@@ -276,9 +276,9 @@ def test_messages_quote_column_names_and_shorten_long_values(tmp_path: Path) -> 
     ],
 )
 def test_contradicting_settings_of_a_feature_are_rejected(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValidationError) as error_info:
         FeatureConfig.model_validate({"name": "x"} | settings)
-    assert message in str(caught.value)
+    assert message in str(error_info.value)
 
 
 @pytest.mark.parametrize(
@@ -290,9 +290,9 @@ def test_contradicting_settings_of_a_feature_are_rejected(settings: dict[str, An
     ],
 )
 def test_a_config_without_features_or_with_two_features_of_one_name_is_rejected(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValidationError) as error_info:
         FeaturesConfig.model_validate(config)
-    assert message in str(caught.value)
+    assert message in str(error_info.value)
 
 
 def test_titles_that_are_not_text_are_rejected(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "rejected_settings",
     [
         {"max_future_days": float("inf")},
         {"filter": {"window_days": float("inf")}},
@@ -164,9 +164,9 @@ def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_
         {"label_column": "l", "label_threshold": 1.0, "label_range": (0.0, float("inf"))},
     ],
 )
-def test_a_setting_that_is_not_a_finite_number_is_rejected(settings: dict[str, object]) -> None:
+def test_a_setting_that_is_not_a_finite_number_is_rejected(rejected_settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="should be a finite number"):
-        InteractionsConfig.model_validate({"paths": ("log.parquet",), "timestamp_column": "t"} | settings)
+        InteractionsConfig.model_validate({"paths": ("log.parquet",), "timestamp_column": "t"} | rejected_settings)
 
 
 def test_a_filter_that_removes_all_events_is_rejected(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
     log = [(number % 4, number % 7, time) for number, time in enumerate(times)]
     weights, devices = [number / 8 for number in times], [f"d{number}" for number in times]
     path = write_log(tmp_path / "log.parquet", log, w=weights, **{"de'v\"ice": devices})
-    settings = {"weight_column": "w", "context_columns": ("de'v\"ice", "t")}
-    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, **settings)
+    column_settings = {"weight_column": "w", "context_columns": ("de'v\"ice", "t")}
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, **column_settings)
     stored_times = np.load(manifest.path("event_time.npy"))
     assert np.load(manifest.path("event_weight.npy")).tolist() == [weights[time] for time in stored_times]
     context = pq.read_table(manifest.path("context.parquet"))
@@ -193,7 +193,7 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("rejected_settings", "message"),
     [
         ({"filter": {"window_days": 3}, "order_column": "t"}, "filter.window_days needs timestamp_column"),
         ({"filter": {"max_user_events": 3}}, "need an order of the events; set timestamp_column or order_column"),
@@ -205,10 +205,10 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_do_not_fit_together_are_rejected(settings: dict[str, object], message: str) -> None:
+def test_settings_that_do_not_fit_together_are_rejected(rejected_settings: dict[str, object], message: str) -> None:
     split = {"kind": "files", "test_paths": "test.parquet"}
     with pytest.raises(ValidationError, match=message):
-        InteractionsConfig(**{"paths": "log.parquet", "split": split} | settings)
+        InteractionsConfig(**{"paths": "log.parquet", "split": split} | rejected_settings)
 
 
 def test_the_test_period_ends_with_the_newest_event_above_the_label_threshold(tmp_path: Path) -> None:

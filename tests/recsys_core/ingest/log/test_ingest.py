@@ -212,11 +212,11 @@ TIME_COLUMNS: dict[str, tuple[pa.Array, dict[str, str], int]] = {
 
 @pytest.mark.parametrize("case", TIME_COLUMNS)
 def test_times_of_every_type_and_unit_are_stored_in_microseconds(tmp_path: Path, case: str) -> None:
-    column, unit_settings, resolution_us = TIME_COLUMNS[case]
-    path = write_parquet(tmp_path / "log.parquet", user_id=[1, 2, 3], item_id=[1, 2, 3], t=column)
+    time_column, unit_settings, resolution_us = TIME_COLUMNS[case]
+    path = write_parquet(tmp_path / "log.parquet", user_id=[1, 2, 3], item_id=[1, 2, 3], t=time_column)
     manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, **unit_settings)
-    times = np.load(manifest.path("event_time.npy"))
-    assert times.tolist() == [time_us // resolution_us * resolution_us for time_us in TIMES_US]
+    stored_times = np.load(manifest.path("event_time.npy"))
+    assert stored_times.tolist() == [time_us // resolution_us * resolution_us for time_us in TIMES_US]
     assert manifest.first_time is not None and manifest.first_time.startswith("2023-11-14T")
     assert manifest.last_time is not None and manifest.last_time.endswith("+00:00")
 

@@ -104,7 +104,7 @@ def test_known_negatives_of_a_split_by_time_equal_the_results_of_plain_python(
 
 @settings(max_examples=25)
 @given(log=logs)
-def test_leave_last_out_holds_out_known_negatives_from_the_held_out_events_on(
+def test_with_leave_last_out_known_negatives_after_the_first_held_out_event_are_held_out(
     log: list[Row], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     log += [("p", item, time, 5) for time, item in enumerate("uvw")] + [("q", "v", 0, 5)]
@@ -145,7 +145,7 @@ def test_the_validation_share_holds_out_events_and_negatives_of_the_same_items(t
     assert negatives[1] == ([], [], [1000])
 
 
-def test_a_log_without_an_order_stores_no_events_of_negatives(tmp_path: Path) -> None:
+def test_a_log_without_an_order_stores_no_positions_of_negatives(tmp_path: Path) -> None:
     train_path = write_rows(tmp_path / "train.parquet", [(1, 7, 0, 5), (1, 8, 0, 1), (2, 8, 0, 5), (2, 7, 0, 1), (1, 7, 0, 1)])
     test_path = write_rows(tmp_path / "test.parquet", [(1, 9, 0, 5), (2, 9, 0, 1)])
     manifest = ingest(

@@ -44,9 +44,9 @@ def test_settings_that_change_the_result_are_never_operational() -> None:
     ],
 )
 def test_a_path_with_a_secret_is_rejected_without_repeating_the_secret(uri: str, message: str) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValidationError) as error_info:
         TypeAdapter(FilePath).validate_python(uri)
-    (error_details,) = caught.value.errors()
+    (error_details,) = error_info.value.errors()
     assert error_details["type"] == "value_error" and message in error_details["msg"] and "hunter2" not in error_details["msg"]
 
 

@@ -45,9 +45,9 @@ def test_an_error_keeps_the_old_file_and_removes_the_temporary_file(tmp_path: Pa
 
 def test_a_file_is_linked_on_the_same_disk_and_copied_to_another_disk(tmp_path: Path, small_disk: Path) -> None:
     (tmp_path / "file").write_bytes(b"state")
-    with pytest.raises(OSError, match="cross-device") as caught:
+    with pytest.raises(OSError, match="cross-device") as error_info:
         (small_disk / "file").hardlink_to(tmp_path / "file")
-    assert caught.value.errno == errno.EXDEV
+    assert error_info.value.errno == errno.EXDEV
     link_or_copy(str(tmp_path / "file"), str(small_disk / "file"))
     link_or_copy(str(tmp_path / "file"), str(tmp_path / "other"))
     assert (small_disk / "file").read_bytes() == b"state"

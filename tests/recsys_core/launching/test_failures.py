@@ -67,11 +67,11 @@ def test_an_exhausted_gpu_is_reported_with_advice_and_traceback() -> None:
 
 
 def test_an_exception_is_the_cause_and_not_a_lost_peer_or_the_sigterm_of_torchrun() -> None:
-    first_report = host_report(
+    peer_report = host_report(
         0, rank_report(0, traceback=LOST_PEER_TRACEBACK, timestamp=90), rank_report(1, signal="SIGTERM", timestamp=80)
     )
-    second_report = host_report(1, rank_report(2, traceback=BUG_TRACEBACK, signal="SIGTERM"))
-    assert str(error_of(first_report, second_report)).startswith(
+    report_with_bug = host_report(1, rank_report(2, traceback=BUG_TRACEBACK, signal="SIGTERM"))
+    assert str(error_of(peer_report, report_with_bug)).startswith(
         "rank 2 on host beta was the first to fail, with an exception:\n" + BUG_TRACEBACK
     )
 

@@ -36,9 +36,9 @@ def ranks_import_this_tree() -> Iterator[None]:
 
 
 def test_a_rank_that_hangs_is_reported_with_its_function_and_no_process_is_left(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"sent no heartbeat for 2 s; raise training\.heartbeat_timeout_s") as caught:
+    with pytest.raises(LaunchError, match=r"sent no heartbeat for 2 s; raise training\.heartbeat_timeout_s") as error_info:
         launch_ranks(tmp_path, {1: "hang"}, heartbeat_timeout_s=2)
-    lines = str(caught.value).splitlines()
+    lines = str(error_info.value).splitlines()
     assert lines[1].startswith("rank 0 (host ") and ": barrier (distributed_c10d.py:" in lines[1]
     assert lines[2].startswith("rank 1 (host ") and ": hang (scripted_ranks.py:" in lines[2]
     assert not agents_and_ranks()
@@ -50,9 +50,9 @@ def test_an_input_error_of_a_rank_keeps_its_class_and_message(tmp_path: Path) ->
 
 
 def test_the_error_names_a_killed_rank_instead_of_a_peer_without_connection(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"rank 1 was the first to fail, with signal SIGKILL .*out of memory") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 was the first to fail, with signal SIGKILL .*out of memory") as error_info:
         launch_ranks(tmp_path, {1: "kill itself"})
-    assert not isinstance(caught.value, InputError)
+    assert not isinstance(error_info.value, InputError)
 
 
 def test_an_agent_that_starts_too_late_is_ended_and_reported_with_the_setting(tmp_path: Path) -> None:

@@ -60,10 +60,10 @@ def error_of_launch(
     for host in hosts[:num_started_ranks]:
         launch_folder.report_start(RankReport(rank=host.index, host=host, pid=1))
     heartbeat_file = HeartbeatFile(folder / "heartbeat", start_timeout_s=0.3, timeout_s=None)
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchError) as error_info:
         Monitor(spec, launch_folder, heartbeat=heartbeat_file).wait(group, poll=poll)
     assert group.has_ended
-    return str(caught.value)
+    return str(error_info.value)
 
 
 def test_hosts_that_do_not_start_in_time_are_named_with_the_setting_and_their_logs(tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ def test_a_flipped_bit_in_any_file_makes_the_stage_incomplete(tmp_path: Path, na
         damaged_content[position] ^= 1 << position % 8
         path.write_bytes(damaged_content)
         # A flipped bit in the manifest may have no effect, for example if it changes 1e-05 to 1E-05.
-        loaded = load_manifest(tmp_path / "stage", SquaresManifest)
-        assert loaded is None or (name == MANIFEST_NAME and loaded == manifest), (
+        loaded_manifest = load_manifest(tmp_path / "stage", SquaresManifest)
+        assert loaded_manifest is None or (name == MANIFEST_NAME and loaded_manifest == manifest), (
             f"byte {position}: {bytes(damaged_content[max(0, position - 20) : position + 20])!r}"
         )
     assert commit_squares(tmp_path / "stage").path("squares.txt").read_text() == "0 1 4 9"

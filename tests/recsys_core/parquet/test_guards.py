@@ -87,8 +87,8 @@ def test_one_long_string_among_short_strings_is_accepted(tmp_path: Path) -> None
     ids = pa.DictionaryArray.from_arrays(
         pa.array(np.arange(400_000) % 1000), pa.array([f"{number}" for number in range(999)] + ["x" * 10_000])
     )
-    short = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["a", "x" * 10_000]))
-    assert is_accepted(write_parquet(tmp_path / "a.parquet", id=ids, short=short), "id", "short")
+    short_strings = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["a", "x" * 10_000]))
+    assert is_accepted(write_parquet(tmp_path / "a.parquet", id=ids, short=short_strings), "id", "short")
 
 
 def test_strings_in_lists_are_counted_too(tmp_path: Path) -> None:

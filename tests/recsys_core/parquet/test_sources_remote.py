@@ -174,7 +174,7 @@ def test_a_request_is_repeated_after_a_lost_connection(tmp_path: Path, store: Fa
     assert store.num_drops == 0
 
 
-def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, store: FakeStore) -> None:
+def test_a_damaged_page_of_a_file_in_a_store_is_found_while_the_file_is_copied(tmp_path: Path, store: FakeStore) -> None:
     ids = np.random.default_rng(0).integers(0, 2**60, 1000)
     pq.write_table(
         pa.table({"id": ids}), tmp_path / "a.parquet", write_page_checksum=True, use_dictionary=False, compression="none"

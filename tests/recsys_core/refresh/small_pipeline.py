@@ -146,7 +146,7 @@ def build_pipeline(
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(1)
-    histories = [random.choice(EVENT_ITEMS, size, replace=False) for size in random.integers(4, 20, NUM_USERS)]
+    histories = [random.choice(EVENT_ITEMS, length, replace=False) for length in random.integers(4, 20, NUM_USERS)]
     log = {
         "user_id": [f"user-{user}" for user, history in enumerate(histories) for _ in history],
         "item_id": np.concatenate(histories),
@@ -203,10 +203,10 @@ def _make_task(spec: ModelSpec, dataset: Dataset) -> RetrievalTask:
     if dataset.embeddings is not None:
         vector_row_I, weight = store.vector_rows("item"), _table_weight(task, "item")
         assert vector_row_I is not None
-        vectors = torch.from_numpy(np.load(dataset.embeddings.vectors_path("item"))[vector_row_I])
+        vector_ID = torch.from_numpy(np.load(dataset.embeddings.vectors_path("item"))[vector_row_I])
         with torch.no_grad():
             norm = random_norm(spec.tables["item"].settings.init_std, VECTOR_DIM)
-            weight.copy_(scale_to_norm(vectors, norm=norm).tile(1, spec.config.num_members))
+            weight.copy_(scale_to_norm(vector_ID, norm=norm).tile(1, spec.config.num_members))
     return task.eval()
 
 
@@ -219,17 +219,17 @@ def _write_export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
     store = EventStore.open(dataset.interactions)
     features = None if dataset.features is None else FeatureStore.open(dataset.features)
     assembler = Assembler(user_batch_key=task.head.spec.user_batch_key, features=features)
-    spec, users = task.head.spec, store.users_with_targets("test")
+    spec, user_U = task.head.spec, store.users_with_targets("test")
     with torch.no_grad():
         history_ID, vector_ID = (
-            vectors.numpy() for vectors in task.encode_items(assembler.item_batch(np.arange(spec.num_items)))
+            encoded_ID.numpy() for encoded_ID in task.encode_items(assembler.item_batch(np.arange(spec.num_items)))
         )
-        batch = query_batch(store, users, "test", assembler=assembler, max_history=spec.history_length)
+        batch = query_batch(store, user_U, "test", assembler=assembler, max_history=spec.history_length)
         query_BD = task.encode_queries(batch).numpy()
     return write_export_stage(
         folder,
         item_vectors=vector_ID,
-        queries={"validation": ([], query_BD[:0]), "test": (users.tolist(), query_BD)},
+        queries={"validation": ([], query_BD[:0]), "test": (user_U.tolist(), query_BD)},
         spec=spec,
         tables={name: _table_weight(task, name).detach().numpy() for name in spec.tables},
         history_items=history_ID,

@@ -137,7 +137,7 @@ def test_golden_queries_with_a_removed_item_are_left_out(
     assert 0 < num_remaining_queries < num_all_queries
 
 
-def test_golden_queries_with_a_filter_are_left_out_if_other_items_may_satisfy_it(
+def test_golden_queries_with_a_filter_are_left_out_if_other_items_may_satisfy_the_filter(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
     num_all_queries = _num_golden_queries(parent, tmp_path / "new items", write_tables, vector_ids=range(1000, 1600))

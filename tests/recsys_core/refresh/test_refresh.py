@@ -147,11 +147,11 @@ def test_a_refreshed_index_has_the_shards_of_its_parent(tmp_path: Path) -> None:
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.problems == ()
     old_retriever, new_retriever = Retriever.load(parent.package_folder), Retriever.load(package_folder_of(refresh_result))
-    names = [
+    index_file_names_by_folder = [
         sorted(path.name for path in folder.glob("*.faiss"))
         for folder in (parent.package_folder, package_folder_of(refresh_result))
     ]
-    assert names == [["index.0.faiss", "index.1.faiss", "index.2.faiss"]] * 2
+    assert index_file_names_by_folder == [["index.0.faiss", "index.1.faiss", "index.2.faiss"]] * 2
     assert np.array_equal(
         new_retriever.item_vectors(new_retriever.item_ids.rows(ITEMS)),
         old_retriever.item_vectors(old_retriever.item_ids.rows(ITEMS)),

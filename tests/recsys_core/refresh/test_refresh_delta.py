@@ -13,7 +13,7 @@ def row_by_id(path: Path) -> dict[int, dict[str, object]]:
     return {row["item_id"]: row for row in pq.read_table(path).to_pylist()}
 
 
-def test_upserts_and_deletes_turn_the_items_of_the_parent_into_the_new_ones(
+def test_upserts_and_deletes_turn_the_items_of_the_parent_into_the_new_items(
     parent: SmallPipeline, write_tables: TableWriter, tmp_path: Path
 ) -> None:
     write_tables(range(1004, 1310), title={1100: "new title"}, genre={1101: None, 1102: "new"})

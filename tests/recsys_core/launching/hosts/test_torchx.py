@@ -150,9 +150,9 @@ def test_a_missing_host_is_reported_with_the_hosts_that_started(tmp_path: Path) 
             "rendezvous_timeout_s": 20.0,
         }
     )
-    with pytest.raises(LaunchError, match=r"1 of 2 hosts started within 20 s: host 0 \(.*\); missing: host 1;") as caught:
+    with pytest.raises(LaunchError, match=r"1 of 2 hosts started within 20 s: host 0 \(.*\); missing: host 1;") as error_info:
         launch_ranks(tmp_path, {}, launcher=launcher)
-    assert "last lines of host 1:\nno disk left" in str(caught.value)
+    assert "last lines of host 1:\nno disk left" in str(error_info.value)
     assert not agents_and_ranks()
 
 

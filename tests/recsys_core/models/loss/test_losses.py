@@ -168,7 +168,7 @@ def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, quer
     negative_score_BN.requires_grad_()
     loss = weighted_mean(LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN), weight_B)
 
-    total = 0.0
+    total_loss = 0.0
     for query_index, positive in enumerate(positive_score_B.tolist()):
         negatives = [
             score
@@ -176,8 +176,8 @@ def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, quer
             if is_masked_BN is None or not is_masked_BN[query_index, column].item()
         ]
         weight = 1.0 if weight_B is None else weight_B[query_index].item()
-        total += weight * query_loss(name, positive, negatives)
-    assert loss.item() == pytest.approx(total / len(positive_score_B), rel=1e-5, abs=1e-6)
+        total_loss += weight * query_loss(name, positive, negatives)
+    assert loss.item() == pytest.approx(total_loss / len(positive_score_B), rel=1e-5, abs=1e-6)
 
     loss.backward()
     assert positive_score_B.grad.isfinite().all() and negative_score_BN.grad.isfinite().all()
@@ -243,8 +243,8 @@ def test_the_gradient_of_the_temperature_equals_a_difference_quotient(loss):
     loss = partial(loss, positive_score_B, negative_score_BN, is_masked_BN=None)
     temperature = torch.tensor(0.5, requires_grad=True)
     loss(temperature=temperature).mean().backward()
-    higher, lower = (loss(temperature=0.5 + step).mean().item() for step in (1e-3, -1e-3))
-    assert temperature.grad.item() == pytest.approx((higher - lower) / 2e-3, rel=1e-3)
+    higher_loss, lower_loss = (loss(temperature=0.5 + step).mean().item() for step in (1e-3, -1e-3))
+    assert temperature.grad.item() == pytest.approx((higher_loss - lower_loss) / 2e-3, rel=1e-3)
 
 
 def test_bce_can_reach_zero_because_scores_can_be_negative():

@@ -42,43 +42,43 @@ def whole_table() -> torch.Tensor:
 def test_initial_values_do_not_depend_on_the_sharding(row, column, num_rows, num_columns, chunk_rows):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(initialisation, "CHUNK_ROWS", chunk_rows)
-        shard = torch.full((min(num_rows, NUM_ROWS - row), min(num_columns, DIM - column)), torch.nan)
-        fill_random(LocalShard(row, column, shard), table="item", dim=DIM, seed=3, std=STD)
-        expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
-    torch.testing.assert_close(shard, expected, rtol=0, atol=0)
+        shard_RC = torch.full((min(num_rows, NUM_ROWS - row), min(num_columns, DIM - column)), torch.nan)
+        fill_random(LocalShard(row, column, shard_RC), table="item", dim=DIM, seed=3, std=STD)
+        expected_RC = whole_table()[row : row + shard_RC.shape[0], column : column + shard_RC.shape[1]]
+    torch.testing.assert_close(shard_RC, expected_RC, rtol=0, atol=0)
 
 
 def test_another_seed_and_another_table_name_give_other_values():
-    other_seed, other_name = torch.empty(NUM_ROWS, DIM), torch.empty(NUM_ROWS, DIM)
-    fill_random(LocalShard(0, 0, other_seed), table="item", dim=DIM, seed=4, std=STD)
-    fill_random(LocalShard(0, 0, other_name), table="user", dim=DIM, seed=3, std=STD)
-    assert not torch.equal(whole_table(), other_seed) and not torch.equal(whole_table(), other_name)
+    table_of_other_seed, table_of_other_name = torch.empty(NUM_ROWS, DIM), torch.empty(NUM_ROWS, DIM)
+    fill_random(LocalShard(0, 0, table_of_other_seed), table="item", dim=DIM, seed=4, std=STD)
+    fill_random(LocalShard(0, 0, table_of_other_name), table="user", dim=DIM, seed=3, std=STD)
+    assert not torch.equal(whole_table(), table_of_other_seed) and not torch.equal(whole_table(), table_of_other_name)
 
 
 def test_a_shard_gets_the_vectors_of_its_rows_and_columns_and_keeps_rows_without_a_vector():
-    vectors = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
-    vector_row = np.full(NUM_ROWS, -1)
-    vector_row[[4, 10, 11]] = [8, 0, 3]
-    shard = torch.full((12, 4), 7.0)  # rows 2 to 13 and columns 4 to 7 of the table
-    copy_rows(LocalShard(2, 4, shard), vectors=vectors, vector_row=vector_row, norm=None)
-    torch.testing.assert_close(shard[[2, 8, 9]], torch.from_numpy(vectors[[8, 0, 3], 4:]))
+    vector_VD = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
+    vector_row_R = np.full(NUM_ROWS, -1)
+    vector_row_R[[4, 10, 11]] = [8, 0, 3]
+    shard_RC = torch.full((12, 4), 7.0)  # rows 2 to 13 and columns 4 to 7 of the table
+    copy_rows(LocalShard(2, 4, shard_RC), vectors=vector_VD, vector_row=vector_row_R, norm=None)
+    torch.testing.assert_close(shard_RC[[2, 8, 9]], torch.from_numpy(vector_VD[[8, 0, 3], 4:]))
     rows_without_vector = [row for row in range(12) if row not in (2, 8, 9)]
-    assert (shard[rows_without_vector] == 7.0).all()
+    assert (shard_RC[rows_without_vector] == 7.0).all()
 
 
 def test_rows_without_a_vector_become_the_mean_or_zero_and_rows_with_a_vector_are_kept():
-    vectors = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
-    vector_row = np.full(NUM_ROWS, -1)
-    vector_row[[4, 10, 11]] = [8, 0, 3]
-    mean = mean_vector(vectors, vector_row=vector_row, norm=None)
-    torch.testing.assert_close(mean, torch.from_numpy(vectors[[8, 0, 3]].mean(axis=0)))
-    mean_of_scaled = mean_vector(vectors * 7, vector_row=vector_row, norm=3.0)
-    torch.testing.assert_close(mean_of_scaled, scale_to_norm(torch.from_numpy(vectors[[8, 0, 3]]), norm=3.0).mean(dim=0))
-    for value, expected in ((mean, mean[4:]), (None, torch.zeros(4))):
-        shard = torch.full((12, 4), 7.0)
-        fill_missing(LocalShard(2, 4, shard), vector_row=vector_row, value_D=value)
-        assert (shard[[2, 8, 9]] == 7).all()
-        torch.testing.assert_close(shard[[0, 5, 11]], expected.expand(3, 4))
+    vector_VD = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
+    vector_row_R = np.full(NUM_ROWS, -1)
+    vector_row_R[[4, 10, 11]] = [8, 0, 3]
+    mean_D = mean_vector(vector_VD, vector_row=vector_row_R, norm=None)
+    torch.testing.assert_close(mean_D, torch.from_numpy(vector_VD[[8, 0, 3]].mean(axis=0)))
+    mean_of_scaled_D = mean_vector(vector_VD * 7, vector_row=vector_row_R, norm=3.0)
+    torch.testing.assert_close(mean_of_scaled_D, scale_to_norm(torch.from_numpy(vector_VD[[8, 0, 3]]), norm=3.0).mean(dim=0))
+    for value_D, expected_C in ((mean_D, mean_D[4:]), (None, torch.zeros(4))):
+        shard_RC = torch.full((12, 4), 7.0)
+        fill_missing(LocalShard(2, 4, shard_RC), vector_row=vector_row_R, value_D=value_D)
+        assert (shard_RC[[2, 8, 9]] == 7).all()
+        torch.testing.assert_close(shard_RC[[0, 5, 11]], expected_C.expand(3, 4))
 
 
 def test_random_rows_have_the_configured_standard_deviation_and_norm():
@@ -90,36 +90,36 @@ def test_random_rows_have_the_configured_standard_deviation_and_norm():
 
 
 def test_the_standard_deviation_only_scales_the_values():
-    narrow, wide = torch.empty(NUM_ROWS, DIM), torch.empty(NUM_ROWS, DIM)
-    fill_random(LocalShard(0, 0, narrow), table="item", dim=DIM, seed=3, std=0.5)
-    fill_random(LocalShard(0, 0, wide), table="item", dim=DIM, seed=3, std=1.0)
-    torch.testing.assert_close(wide, 2 * narrow)
+    narrow_table, wide_table = torch.empty(NUM_ROWS, DIM), torch.empty(NUM_ROWS, DIM)
+    fill_random(LocalShard(0, 0, narrow_table), table="item", dim=DIM, seed=3, std=0.5)
+    fill_random(LocalShard(0, 0, wide_table), table="item", dim=DIM, seed=3, std=1.0)
+    torch.testing.assert_close(wide_table, 2 * narrow_table)
 
 
 def test_vectors_scaled_to_a_norm_keep_their_direction():
-    vectors = (np.random.default_rng(0).normal(size=(3, DIM)) * 50).astype(np.float32)
-    shard = torch.zeros(3, DIM)
-    copy_rows(LocalShard(0, 0, shard), vectors=vectors, vector_row=np.arange(3), norm=random_norm(STD, DIM))
-    torch.testing.assert_close(shard.norm(dim=1), torch.full((3,), STD * math.sqrt(DIM)))
-    torch.testing.assert_close(torch.cosine_similarity(shard, torch.from_numpy(vectors)), torch.ones(3))
+    vector_VD = (np.random.default_rng(0).normal(size=(3, DIM)) * 50).astype(np.float32)
+    shard_RC = torch.zeros(3, DIM)
+    copy_rows(LocalShard(0, 0, shard_RC), vectors=vector_VD, vector_row=np.arange(3), norm=random_norm(STD, DIM))
+    torch.testing.assert_close(shard_RC.norm(dim=1), torch.full((3,), STD * math.sqrt(DIM)))
+    torch.testing.assert_close(torch.cosine_similarity(shard_RC, torch.from_numpy(vector_VD)), torch.ones(3))
 
 
 def test_a_shard_of_some_columns_is_scaled_by_the_norm_of_the_whole_vector():
-    vectors = np.array([[3.0, 0.0, 0.0, 4.0]], np.float32)
-    shard = torch.zeros(1, 2)
-    copy_rows(LocalShard(0, 2, shard), vectors=vectors, vector_row=np.array([0]), norm=10.0)
-    assert shard.tolist() == [[0.0, 8.0]]
+    vector_VD = np.array([[3.0, 0.0, 0.0, 4.0]], np.float32)
+    shard_RC = torch.zeros(1, 2)
+    copy_rows(LocalShard(0, 2, shard_RC), vectors=vector_VD, vector_row=np.array([0]), norm=10.0)
+    assert shard_RC.tolist() == [[0.0, 8.0]]
 
 
 def test_a_table_of_many_rows_is_filled_with_less_than_one_byte_of_memory_per_row():
     num_rows = 1_000_000
-    vectors, vector_row = np.ones((9, 2), np.float32), np.arange(num_rows) % 10 - 1  # every tenth row has no vector
+    vector_VD, vector_row_R = np.ones((9, 2), np.float32), np.arange(num_rows) % 10 - 1  # every tenth row has no vector
     shard = LocalShard(0, 0, torch.full((num_rows, 2), 5.0))
     tracemalloc.start()
     try:
-        assert mean_vector(vectors, vector_row=vector_row, norm=None).tolist() == [1.0, 1.0]
-        fill_missing(shard, vector_row=vector_row, value_D=None)
-        copy_rows(shard, vectors=vectors, vector_row=vector_row, norm=None)
+        assert mean_vector(vector_VD, vector_row=vector_row_R, norm=None).tolist() == [1.0, 1.0]
+        fill_missing(shard, vector_row=vector_row_R, value_D=None)
+        copy_rows(shard, vectors=vector_VD, vector_row=vector_row_R, norm=None)
         fill_missing(LocalShard(0, 0, torch.empty(num_rows, 2)), vector_row=no_vectors(num_rows), value_D=None)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
@@ -129,7 +129,7 @@ def test_a_table_of_many_rows_is_filled_with_less_than_one_byte_of_memory_per_ro
 
 
 def test_rows_with_a_vector_come_in_chunks_and_in_order():
-    vector_row = np.random.default_rng(0).integers(-1, 5, 3 * initialisation.CHUNK_ROWS)
-    chunks = list(present_vector_rows(vector_row))
+    vector_row_R = np.random.default_rng(0).integers(-1, 5, 3 * initialisation.CHUNK_ROWS)
+    chunks = list(present_vector_rows(vector_row_R))
     assert len(chunks) == 3 and max(map(len, chunks)) <= initialisation.CHUNK_ROWS
-    np.testing.assert_array_equal(np.concatenate(chunks), vector_row[vector_row >= 0])
+    np.testing.assert_array_equal(np.concatenate(chunks), vector_row_R[vector_row_R >= 0])

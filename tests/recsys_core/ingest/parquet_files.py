@@ -31,9 +31,9 @@ def damage_data(path: str) -> None:
 @contextmanager
 def raises_input_error(*message_parts: str) -> Iterator[None]:
     """Assert that the block raises an InputError with a message of one line that has `message_parts` in this order."""
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         yield
-    message = str(caught.value)
+    message = str(error_info.value)
     assert re.search(".*".join(re.escape(part) for part in message_parts), message), message
     assert "\n" not in message
 

@@ -110,9 +110,9 @@ def test_dropping_the_bad_rows_is_proposed_with_a_sufficient_share_unless_all_ro
     with pytest.raises(InputError, match=r"set interactions\.on_bad_rows to drop$"):
         ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, max_bad_share=0.5)
     path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"t": [-1] * 4}))
-    with pytest.raises(InputError, match=r"\(4 of 4 rows\)") as failure:
+    with pytest.raises(InputError, match=r"\(4 of 4 rows\)") as error_info:
         ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT)
-    assert "on_bad_rows" not in str(failure.value)
+    assert "on_bad_rows" not in str(error_info.value)
 
 
 def test_the_row_of_an_error_is_counted_across_row_groups(tmp_path: Path) -> None:

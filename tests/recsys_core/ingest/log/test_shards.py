@@ -258,9 +258,9 @@ def test_new_ids_may_have_codes_and_rows_above_2_to_the_31(tmp_path: Path, monke
         paths=(path,), timestamp_column="t", timestamp_unit="us", threads=1, split={"kind": "leave_last_out", "num_folds": 2}
     )
     monkeypatch.setattr("recsys_core.ingest.log.duckdb_engine.engine.DuckdbEngine", LargeVocabulariesEngine)
-    with pytest.raises(StopAtEventsError) as caught:
+    with pytest.raises(StopAtEventsError) as error_info:
         ingest_interactions(config, embeddings=None, folder=tmp_path / "stage")
-    (batches,) = caught.value.args
+    (batches,) = error_info.value.args
     batch = pa.Table.from_batches(batches)
     assert (batch.schema.field("user_row").type, batch.schema.field("item_row").type) == (pa.int64(), pa.int64())
     ann_row, bob_row, row_of_5 = FIRST_NEW_ROW, FIRST_NEW_ROW + 1, FIRST_NEW_ROW

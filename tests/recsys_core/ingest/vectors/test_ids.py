@@ -41,6 +41,6 @@ def test_a_message_about_a_suspicious_id_is_printable_and_short(tmp_path: Path, 
         return ingest_embeddings((config,), folder=folder)
 
     assert_rejects(ingest, tmp_path, "v.parquet: column 'item_id', row 1: id '", "(1 of 2 rows); fix these rows")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as error_info:
         ingest(tmp_path / "stage")
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 400 + len(path)
+    assert str(error_info.value).isprintable() and len(str(error_info.value)) < 400 + len(path)

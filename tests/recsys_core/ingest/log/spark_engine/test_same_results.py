@@ -68,19 +68,30 @@ def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path)
     vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=np.array([999, 15, 40]), v=[[1.0], [2.0], [3.0]])
     config = EmbeddingsConfig(paths=vectors_path, vector_column="v")
     embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
-    first_run = ingest_with_both(tmp_path / "first", *first_paths, embeddings=embeddings, **settings)
+    first_manifest_by_engine = ingest_with_both(tmp_path / "first", *first_paths, embeddings=embeddings, **settings)
     paths = [*first_paths[1:], write_day(4, first_id=45)]
-    second_run = ingest_with_both(tmp_path / "second", *paths, previous=first_run, embeddings=embeddings, **settings)
-    assert (second_run["spark"].num_files_read, second_run["spark"].run_number, len(second_run["spark"].parts)) == (1, 2, 2)
+    second_manifest_by_engine = ingest_with_both(
+        tmp_path / "second", *paths, previous=first_manifest_by_engine, embeddings=embeddings, **settings
+    )
+    assert (
+        second_manifest_by_engine["spark"].num_files_read,
+        second_manifest_by_engine["spark"].run_number,
+        len(second_manifest_by_engine["spark"].parts),
+    ) == (1, 2, 2)
     # A run with Spark after a run with DuckDB reads all files again, and every id keeps its row.
     spark_after_duckdb = ingest(
-        tmp_path / "crossed", *paths, engine=SPARK_SETTINGS, previous=first_run["duckdb"], embeddings=embeddings, **settings
+        tmp_path / "crossed",
+        *paths,
+        engine=SPARK_SETTINGS,
+        previous=first_manifest_by_engine["duckdb"],
+        embeddings=embeddings,
+        **settings,
     )
     assert spark_after_duckdb.num_files_read == 3
     for side in ("users", "items"):
         first_ids, ids = (
             pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_pylist()
-            for manifest in (first_run["duckdb"], spark_after_duckdb)
+            for manifest in (first_manifest_by_engine["duckdb"], spark_after_duckdb)
         )
         assert ids[: len(first_ids)] == first_ids and len(ids) > len(first_ids)
 

@@ -113,14 +113,20 @@ def test_a_table_is_read_again_only_if_it_changed_and_ids_keep_their_rows(tmp_pa
             for kind, settings in {"duckdb": {}, "spark": ORC_SETTINGS}.items()
         }
 
-    first_run = ingest_with_both("first")
-    assert [manifest.num_files_read for manifest in ingest_with_both("same", first_run).values()] == [0, 0]
+    first_manifest_by_engine = ingest_with_both("first")
+    assert [manifest.num_files_read for manifest in ingest_with_both("same", first_manifest_by_engine).values()] == [0, 0]
     extended_events = pa.concat_tables([random_events(1), random_events(7, num_rows=100)])
     write_orc(session, tmp_path / "log" / "new", extended_events)
-    second_run = ingest_with_both("second", first_run)
-    spark_manifest = second_run["spark"]
+    second_manifest_by_engine = ingest_with_both("second", first_manifest_by_engine)
+    spark_manifest = second_manifest_by_engine["spark"]
     assert (spark_manifest.num_files_read, spark_manifest.num_rows_read, len(spark_manifest.parts)) == (1, 500, 2)
-    assert differences(*second_run.values()) == ["fingerprint", "lineage", "continued_fingerprint", "sources", "parts"]
+    assert differences(*second_manifest_by_engine.values()) == [
+        "fingerprint",
+        "lineage",
+        "continued_fingerprint",
+        "sources",
+        "parts",
+    ]
 
 
 BAD_ROW_BY_FAULT: dict[str, tuple[dict[str, Any], str]] = {

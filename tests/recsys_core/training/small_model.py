@@ -108,9 +108,9 @@ def pretrained_vectors(spec: ModelSpec) -> dict[str, PretrainedVectors]:
     vectors_by_table = {}
     for name, table in spec.tables.items():
         if table.pretrained:
-            vectors = np.random.default_rng(table.num_rows).normal(size=(table.num_rows, table.dim)).astype(np.float32)
-            row = np.arange(table.num_rows)
-            vectors_by_table[name] = PretrainedVectors(vectors, np.where(row % 5 == 4, -1, row[::-1]))
+            vector_RD = np.random.default_rng(table.num_rows).normal(size=(table.num_rows, table.dim)).astype(np.float32)
+            row_R = np.arange(table.num_rows)
+            vectors_by_table[name] = PretrainedVectors(vector_RD, np.where(row_R % 5 == 4, -1, row_R[::-1]))
     return vectors_by_table
 
 
@@ -184,7 +184,7 @@ def make_batch(
 
 
 def unsharded_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[RetrievalTask, dict[str, nn.Parameter]]:
-    """Return the model without sharding, and the weight of each table. All initial values equal those of `sharded_model`."""
+    """Return the model without sharding, with the initial values of `sharded_model`, and the weight of each table."""
     torch.manual_seed(seed)
     task = RetrievalTask(
         RetrievalHead(spec, loss=loss, item_count_I=ITEM_COUNT_I, popularity_rank={}, weight_decay={}, group=None),

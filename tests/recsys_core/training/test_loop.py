@@ -116,22 +116,22 @@ SLOW_CASES = ("replicated tables", "sharded layers")
 )
 def test_a_training_that_is_stopped_twice_equals_an_undisturbed_training_bit_for_bit(dataset, settings, tmp_path):
     experiment = make_experiment(dataset, tmp_path / "plan", **{"training": two_epochs_with()} | settings)
-    undisturbed = train_in_forks(experiment, tmp_path / "undisturbed")
-    steps_per_epoch = undisturbed.lines[0].total_steps // 2
+    undisturbed_training = train_in_forks(experiment, tmp_path / "undisturbed")
+    steps_per_epoch = undisturbed_training.lines[0].total_steps // 2
     for step in (steps_per_epoch - 1, steps_per_epoch + 3):
         train_in_forks(experiment, tmp_path / "stopped", stop_after_step=step)
     resumed_training = train_in_forks(experiment, tmp_path / "stopped")
-    assert without_timings(resumed_training.lines) == without_timings(undisturbed.lines)
-    assert resumed_training.result.model_dump(exclude={"samples_per_s"}) == undisturbed.result.model_dump(
+    assert without_timings(resumed_training.lines) == without_timings(undisturbed_training.lines)
+    assert resumed_training.result.model_dump(exclude={"samples_per_s"}) == undisturbed_training.result.model_dump(
         exclude={"samples_per_s"}
     )
-    assert sum(bool(line.validation) for line in undisturbed.lines) == 2
-    heartbeat_timeout_s = float((undisturbed.work_folder / "heartbeat").read_text())
+    assert sum(bool(line.validation) for line in undisturbed_training.lines) == 2
+    heartbeat_timeout_s = float((undisturbed_training.work_folder / "heartbeat").read_text())
     assert 60 <= heartbeat_timeout_s < 600  # shorter than the default, because checkpoints have been timed
-    expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "undisturbed export")
+    expected_export = export_in_forks(experiment, checkpoint_of(undisturbed_training), tmp_path / "undisturbed export")
     resumed_export = export_in_forks(experiment, checkpoint_of(resumed_training), tmp_path / "resumed export")
-    assert resumed_export.keys() == expected.keys()
-    for name, value in expected.items():
+    assert resumed_export.keys() == expected_export.keys()
+    for name, value in expected_export.items():
         np.testing.assert_array_equal(resumed_export[name], value, err_msg=name)
 
 
@@ -247,15 +247,14 @@ def test_early_stopping_ends_the_training_and_keeps_the_best_epoch(dataset, tmp_
     two_epoch_experiment = experiment._replace(
         training=training_with_patience.model_copy(update={"epochs": 2, "validation": None})
     )
-    two_epochs = train_in_forks(two_epoch_experiment, tmp_path / "two epochs")
-    assert two_epochs.result.best_epoch is None
-    expected = export_in_forks(two_epoch_experiment, checkpoint_of(two_epochs), tmp_path / "expected export")
+    training_of_two_epochs = train_in_forks(two_epoch_experiment, tmp_path / "two epochs")
+    assert training_of_two_epochs.result.best_epoch is None
+    expected_export = export_in_forks(two_epoch_experiment, checkpoint_of(training_of_two_epochs), tmp_path / "expected export")
     for name, value in export_in_forks(experiment, checkpoint_of(stopped_training), tmp_path / "export of best epoch").items():
-        np.testing.assert_array_equal(value, expected[name], err_msg=name)
-    started_again = train_in_forks(
-        experiment, stopped_training.work_folder, metric_values=[]
-    )  # it trains and validates nothing
-    assert without_timings(started_again.lines) == without_timings(stopped_training.lines)
+        np.testing.assert_array_equal(value, expected_export[name], err_msg=name)
+    # A restarted training trains and validates nothing, because the stopped training has ended.
+    restarted_training = train_in_forks(experiment, stopped_training.work_folder, metric_values=[])
+    assert without_timings(restarted_training.lines) == without_timings(stopped_training.lines)
 
 
 @pytest.mark.parametrize(("candidates", "prefix"), [("all", "validation"), ("cold", "validation/cold")])

@@ -56,7 +56,7 @@ def test_ranks_compute_the_ranking_of_one_process(
     for name, size in SIZES.items():
         monkeypatch.setattr(chunks, name, size)
     queries, item_vector_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
-    expected = {
+    expected_ranking_by_name = {
         "full": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K),
         "top": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K, top_only=True),
         "cold": rank_catalogue(
@@ -65,7 +65,9 @@ def test_ranks_compute_the_ranking_of_one_process(
             k=0,
         ),
     }
-    for name, ranking in expected.items():
-        parts = [np.load(tmp_path / f"{name}-{rank}.npz") for rank in range(len(query_ranges))]
-        np.testing.assert_array_equal(np.concatenate([part["top_BK"] for part in parts]), ranking.top_BK)
-        np.testing.assert_array_equal(np.concatenate([part["position_T"] for part in parts]), ranking.position_T)
+    for name, ranking in expected_ranking_by_name.items():
+        arrays_by_rank = [np.load(tmp_path / f"{name}-{rank}.npz") for rank in range(len(query_ranges))]
+        np.testing.assert_array_equal(np.concatenate([rank_arrays["top_BK"] for rank_arrays in arrays_by_rank]), ranking.top_BK)
+        np.testing.assert_array_equal(
+            np.concatenate([rank_arrays["position_T"] for rank_arrays in arrays_by_rank]), ranking.position_T
+        )

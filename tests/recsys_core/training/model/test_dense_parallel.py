@@ -140,20 +140,20 @@ def compare_steps(rank: int, cases: list[str], spec: ModelSpec) -> None:
         )
         tolerance = TOLERANCE_BY_PRECISION[settings.get("precision", "fp32")]
         np.testing.assert_allclose(losses, expected_losses, rtol=tolerance, err_msg=f"{case}: losses")
-        expected, actual = dense_state(replicated), dense_state(sharded)
-        assert actual.keys() == expected.keys()
+        expected_state, sharded_state = dense_state(replicated), dense_state(sharded)
+        assert sharded_state.keys() == expected_state.keys()
         for name in spec.tables:
             shard_pairs = zip(local_shards(replicated, name), local_shards(sharded, name), strict=True)
             for index, (expected_shard, shard) in enumerate(shard_pairs):
-                expected[f"{name} {index}"], actual[f"{name} {index}"] = expected_shard, shard
-        for name, value in expected.items():
+                expected_state[f"{name} {index}"], sharded_state[f"{name} {index}"] = expected_shard, shard
+        for name, value in expected_state.items():
             # Adam divides a gradient by its magnitude, which enlarges the rounding errors of gradients near zero. The tolerance
             # is therefore relative to the learning rate or to the largest weight of the tensor, whichever is larger.
             smallest_scale = 0.0 if name.startswith("optimizer.") else ADAM.learning_rate
             scale = np.abs(value).max(initial=smallest_scale)
             atol = tolerance * scale * (2 if name.endswith("exp_avg_sq") else 1)  # squaring doubles a relative error
-            np.testing.assert_allclose(actual[name], value, rtol=0, atol=atol, err_msg=f"{case}: {name}")
-        assert all((expected[name] != value).any() for name, value in initial_state.items()), (
+            np.testing.assert_allclose(sharded_state[name], value, rtol=0, atol=atol, err_msg=f"{case}: {name}")
+        assert all((expected_state[name] != value).any() for name, value in initial_state.items()), (
             f"{case}: a tensor was not trained"
         )
         num_local_values = torch.tensor(
@@ -207,11 +207,11 @@ def save_checkpoint(rank: int, mode: str, folder: Path) -> None:
         process=process,
     )
     saver.save(training.model, training.optimizer, step=2, best=None)
-    expected = dense_state(training)
+    saved_state = dense_state(training)
     train(training, rank, spec, steps=range(2, 4))  # while the checkpoint is being written
     saver.finish()
     if rank == 0:
-        np.savez(folder / f"{mode}.npz", **expected)
+        np.savez(folder / f"{mode}.npz", **saved_state)
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +228,9 @@ def restore_checkpoints(rank: int, folder: Path) -> None:
     for saved_mode, mode in itertools.product(("replicated", "sharded"), repeat=2):
         training = start_training(rank, spec, dense_parallel=mode)
         restore(training.model, training.optimizer, checkpoint=folder / saved_mode / checkpoint_name(2))
-        restored_state, expected = dense_state(training), dict(np.load(folder / f"{saved_mode}.npz"))
-        assert restored_state.keys() == expected.keys()
-        for name, value in expected.items():
+        restored_state, saved_state = dense_state(training), dict(np.load(folder / f"{saved_mode}.npz"))
+        assert restored_state.keys() == saved_state.keys()
+        for name, value in saved_state.items():
             np.testing.assert_array_equal(restored_state[name], value, err_msg=f"{saved_mode} -> {mode}: {name}")
 
 
@@ -242,9 +242,9 @@ def test_sharded_and_replicated_checkpoints_are_restored_in_both_modes(saved_fol
 def load_champion_layers(rank: int, folder: Path) -> None:
     """Assert that sharded layers get the weights of a champion's replicated layers."""
     training = start_training(rank, spec_of(), dense_parallel="sharded")
-    layers_list = [{name: torch.rand(value.shape) for name, value in training.head.named_parameters()}]
-    dist.broadcast_object_list(layers_list)  # all ranks get the random layers of rank 0
-    (champion_parameters,) = layers_list
+    broadcast_layers = [{name: torch.rand(value.shape) for name, value in training.head.named_parameters()}]
+    dist.broadcast_object_list(broadcast_layers)  # all ranks get the random layers of rank 0
+    (champion_parameters,) = broadcast_layers
     if rank == 0:
         save_file(champion_parameters, folder / "dense.safetensors")
     dist.barrier()

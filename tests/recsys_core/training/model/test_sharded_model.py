@@ -174,15 +174,17 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
         dist.all_reduce(num_values)
         assert num_values == whole_table.size * (world_size if sharding_type_by_table[name] == "data_parallel" else 1)
         for shard in shards:
-            rows, columns = shard.weight_RD.shape
-            part = whole_table[shard.first_row : shard.first_row + rows, shard.first_column : shard.first_column + columns]
+            num_rows, num_columns = shard.weight_RD.shape
+            expected_RC = whole_table[
+                shard.first_row : shard.first_row + num_rows, shard.first_column : shard.first_column + num_columns
+            ]
             # Adagrad divides a gradient by its magnitude, which enlarges the rounding errors of gradients near zero.
             tolerances = (
                 {"rtol": 1e-4, "atol": 1e-6}
                 if config.table_optimizer.kind == "rowwise_adagrad"
                 else {"rtol": 1e-3, "atol": 1e-4}
             )
-            np.testing.assert_allclose(shard.weight_RD.numpy(), part, **tolerances, err_msg=name)
+            np.testing.assert_allclose(shard.weight_RD.numpy(), expected_RC, **tolerances, err_msg=name)
     for name, value in get_unwrapped_module(model).head.state_dict().items():
         np.testing.assert_allclose(value.numpy(), expected.layers[name], rtol=1e-4, atol=1e-6, err_msg=name)
 

@@ -49,8 +49,8 @@ class TrainedModel(NamedTuple):
 
     def is_changed(self, table: str, *, epoch: int) -> np.ndarray:
         """Return a mask [R] of the rows that the epoch changed; 1 is the first epoch."""
-        before, after = self.tables_by_epoch[epoch - 1][table], self.tables_by_epoch[epoch][table]
-        return (before != after).any(axis=1)
+        table_before_RD, table_after_RD = self.tables_by_epoch[epoch - 1][table], self.tables_by_epoch[epoch][table]
+        return (table_before_RD != table_after_RD).any(axis=1)
 
 
 def training_of(**table_optimizer: object) -> TrainingConfig:
@@ -197,8 +197,8 @@ def test_a_table_with_its_own_smaller_learning_rate_changes_less(sharding_type, 
     optimizer = TableOptimizer(learning_rate=0.001, warmup_steps=0)
     # The first step of Adagrad changes a row by the learning rate: by 0.001 in the item table, and by 0.1 in the other tables.
     model = train(tmp_path, spec_of(sharding_type, item=TableConfig(optimizer=optimizer)), sharding_type=sharding_type)
-    before, after = model.tables_by_epoch
-    largest_change = {name: np.abs(after[name] - before[name]).max() for name in ("item", "user", "item.genres")}
+    tables_before, tables_after = model.tables_by_epoch
+    largest_change = {name: np.abs(tables_after[name] - tables_before[name]).max() for name in ("item", "user", "item.genres")}
     assert largest_change["item"] < 0.02 * min(largest_change["user"], largest_change["item.genres"])
 
 
@@ -232,8 +232,8 @@ def test_gradient_clipping_bounds_the_change_of_a_step(sharding_type, tmp_path):
         spec_of(sharding_type, item=TableConfig(optimizer=clipped), user=TableConfig(optimizer=not_clipped)),
         sharding_type=sharding_type,
     )
-    before, after = model.tables_by_epoch
-    largest_change = {name: np.abs(after[name] - before[name]).max() for name in ("item", "user")}
+    tables_before, tables_after = model.tables_by_epoch
+    largest_change = {name: np.abs(tables_after[name] - tables_before[name]).max() for name in ("item", "user")}
     # A fused kernel clips the gradient of each lookup. In a step, each of the two ranks looks up an item at most once.
     num_clipped_gradients = NUM_STEPS * (1 if sharding_type == "data_parallel" else 2)
     bound = num_clipped_gradients * learning_rate * clip_value

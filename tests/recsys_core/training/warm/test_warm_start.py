@@ -136,12 +136,12 @@ def test_rows_accumulators_and_layers_are_carried_over_by_id(
         has_moved_rows = any(champion_row not in (None, row) for row, champion_row in enumerate(champion_rows))
         assert has_moved_rows != is_continued
         for prefix, expected_prefix in (("table_", ""), ("state_", "state_")):
-            champion_array = np.load(champion.export.path(f"{prefix}{table}.npy"))
-            expected = np.full((len(champion_rows), *champion_array.shape[1:]), np.nan, np.float32)
+            champion_value_R = np.load(champion.export.path(f"{prefix}{table}.npy"))
+            expected_value_R = np.full((len(champion_rows), *champion_value_R.shape[1:]), np.nan, np.float32)
             for row, champion_row in enumerate(champion_rows):
                 if champion_row is not None:
-                    expected[row] = champion_array[champion_row]
-            np.save(tmp_path / f"{expected_prefix}{table}.npy", expected)
+                    expected_value_R[row] = champion_value_R[champion_row]
+            np.save(tmp_path / f"{expected_prefix}{table}.npy", expected_value_R)
         num_carried, num_rows = sum(champion_row is not None for champion_row in champion_rows), len(champion_rows)
         assert f"warm start from run first: table {table}: {num_carried} of {num_rows} rows from the champion" in log_text
     assert np.load(champion.export.path("state_item.npy")).max() > 0
@@ -173,7 +173,7 @@ def test_a_new_item_starts_with_its_pretrained_vector(
     rows = [row for row in range(first_run.spec.num_items, second_run.spec.num_items) if vector_row[row] >= 0]
     vectors = np.load(second_run.embeddings.vectors_path("item"))[vector_row[rows]]
     job = train_job(second_run).model_copy(update={"warm_start": prepare_start(champion, second_run, tmp_path / "warm")})
-    run_ranks(check_new_items, world_size=NUM_RANKS, arguments=(job, rows, vectors))
+    run_ranks(check_new_items, world_size=NUM_RANKS, arguments=(job, rows, vector_VD))
 
 
 def check_item_rows(rank: int, job: TrainJob, expected_RD: NDArray[np.float32]) -> None:

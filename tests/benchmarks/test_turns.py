@@ -1,4 +1,4 @@
-"""Benchmark contestants take turns: one runs a window of steps while the others wait."""
+"""Benchmark contestants take turns: one contestant runs a window of steps while the other contestants wait."""
 
 import threading
 import time

@@ -49,17 +49,17 @@ def trained_vectors(export: ExportManifest, vectors: np.ndarray, *, half_rows: l
     layers = load_file(export.path("dense.safetensors"))
     tower.load_state_dict({name.removeprefix("item."): value for name, value in layers.items() if name.startswith("item.")})
     norm = spec.tables["item"].settings.init_std * np.sqrt(spec.tables["item"].dim)
-    rows = vectors * norm / np.linalg.norm(vectors, axis=1, keepdims=True)
-    half = np.load(export.path("table_item.half.npy"))[half_rows]
+    item_RD = vectors * norm / np.linalg.norm(vectors, axis=1, keepdims=True)
+    half_RD = np.load(export.path("table_item.half.npy"))[half_rows]
     with torch.no_grad():
-        item_VD = tower.embed({"item": torch.from_numpy(rows.astype(np.float32))})
-        return tower(item_VD, features={"item.half": torch.from_numpy(half)}).numpy()
+        item_VD = tower.embed({"item": torch.from_numpy(item_RD.astype(np.float32))})
+        return tower(item_VD, features={"item.half": torch.from_numpy(half_RD)}).numpy()
 
 
 def vector_by_id(retriever: Retriever) -> dict[int, np.ndarray]:
     """Return the vector of each item id."""
-    rows = np.arange(len(retriever.item_ids))
-    return dict(zip(retriever.item_ids.ids(rows).tolist(), retriever.item_vectors(rows), strict=True))
+    row_I = np.arange(len(retriever.item_ids))
+    return dict(zip(retriever.item_ids.ids(row_I).tolist(), retriever.item_vectors(row_I), strict=True))
 
 
 def test_added_items_get_the_vectors_of_the_trained_tower_and_the_next_run_registers_a_version(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class Client(threading.Thread):
         (version,) = versions
         expected_ids = [self._expected_by_version[version][user_id] for user_id in user_ids]
         if [prediction["item_ids"] for prediction in predictions] != expected_ids:
-            self.problems.append(f"other items than those of version {version}")
+            self.problems.append(f"other items than version {version}")
         self.num_responses_by_version[version] += 1
 
 

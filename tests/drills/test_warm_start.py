@@ -38,7 +38,7 @@ def run_pipeline(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
 
 
 @pytest.mark.drill
-def test_the_second_run_starts_from_the_model_of_the_first_unless_a_training_from_scratch_is_due(tmp_path: Path) -> None:
+def test_the_second_run_starts_from_the_first_model_unless_a_training_from_scratch_is_due(tmp_path: Path) -> None:
     generate(tmp_path / "data", num_users=200, num_items=120, num_events=4_000, num_days=10, dim=16, num_cold_items=10)
     (tmp_path / "nightly.yaml").write_text(CONFIG)
     first_manifest, stderr = run_pipeline(tmp_path)

@@ -68,15 +68,15 @@ def in_process_predictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def predict(sample: UserSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> Answers:
         uris.append(model_uri)
         mlflow.set_tracking_uri(client.tracking_uri)
-        cases = pq.read_table(sample.histories_file).to_pydict()
+        query_columns = pq.read_table(sample.histories_file).to_pydict()
         try:
             model = mlflow.pyfunc.load_model(model_uri)
         except Exception as error:
             raise UnusableVersionError(f"{model_uri}: {error}") from None
-        answers = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_stored_history": False})
-        table = pa.table({name: [answer[name] for answer in answers] for name in ("item_ids", "scores")})
-        pq.write_table(table, output_file)
-        return Answers(table["item_ids"].combine_chunks(), cpu_s=2.0, num_bytes=10**6)
+        answers = model.predict(pd.DataFrame(query_columns), params={"k": K, "exclude_stored_history": False})
+        answer_table = pa.table({name: [answer[name] for answer in answers] for name in ("item_ids", "scores")})
+        pq.write_table(answer_table, output_file)
+        return Answers(answer_table["item_ids"].combine_chunks(), cpu_s=2.0, num_bytes=10**6)
 
     for module in (registration, by_hand):
         monkeypatch.setattr(module, "ModelProcess", nullcontext)

@@ -56,14 +56,14 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_each_mlflow_failure_is_one_sentence_without_the_password(tmp_path: Path, failure: tuple[str, str]) -> None:
     address, words = failure
-    with pytest.raises(TrackingServerError) as caught:
+    with pytest.raises(TrackingServerError) as error_info:
         connect(tmp_path)
-    message = str(caught.value)
+    message = str(error_info.value)
     assert message.startswith(f"MLflow at {address} does not work: ")
     assert words in message
     assert "s3cret" not in message
     assert len(message.splitlines()) == 1
-    assert caught.value.__suppress_context__  # the error of the library may contain the password
+    assert error_info.value.__suppress_context__  # the error of the library may contain the password
 
 
 def test_training_starts_and_ends_while_mlflow_fails(

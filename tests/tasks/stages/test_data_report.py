@@ -49,9 +49,9 @@ def check_data(workspace: Path, day: int, *, num_events: int, **limits: Any) -> 
 
 
 def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, no_mlflow: None) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         check_data(workspace, 20, num_events=4, min_train_events=5, min_item_vector_share=0.5)
-    message = str(caught.value)
+    message = str(error_info.value)
     page_path = workspace / "runs" / "20261120-020000-aaaa" / "check_data" / "report.html"
     assert "- training events: 4, but data_report.min_train_events requires at least 5\n" in message
     assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share requires at least 50 %\n" in message

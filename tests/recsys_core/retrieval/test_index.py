@@ -33,11 +33,11 @@ CONFIG = IndexConfig(
 def _write_export(folder: Path, *, num_items: int = 800, dim: int = 16, num_queries: int = 60) -> ExportManifest:
     """Write an export of clustered vectors with very different norms, which inner product and L2 rank differently."""
     random = np.random.default_rng(0)
-    centre = random.normal(size=(12, dim))
-    vectors = centre[random.integers(12, size=num_items)] + 0.3 * random.normal(size=(num_items, dim))
-    vectors *= random.uniform(0.3, 3, (num_items, 1))
-    query_vectors = centre[random.integers(12, size=num_queries)] + 0.3 * random.normal(size=(num_queries, dim))
-    return write_export_stage(folder, item_vectors=vectors, queries={"test": (range(num_queries), query_vectors)})
+    cluster_centres = random.normal(size=(12, dim))
+    vector_ID = cluster_centres[random.integers(12, size=num_items)] + 0.3 * random.normal(size=(num_items, dim))
+    vector_ID *= random.uniform(0.3, 3, (num_items, 1))
+    query_BD = cluster_centres[random.integers(12, size=num_queries)] + 0.3 * random.normal(size=(num_queries, dim))
+    return write_export_stage(folder, item_vectors=vector_ID, queries={"test": (range(num_queries), query_BD)})
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def manifest(export: ExportManifest, tmp_path_factory: pytest.TempPathFactory) -
 
 def _exact_search(export: ExportManifest, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the query vectors of the test split, and the rows of the k best items of each query."""
-    item, query = np.load(export.path("item_vectors.npy")), np.load(export.path("query_vectors_test.npy"))
-    return query, np.argsort(-query @ item.T, axis=1, kind="stable")[:, :k]
+    item_vector_ID, query_BD = np.load(export.path("item_vectors.npy")), np.load(export.path("query_vectors_test.npy"))
+    return query_BD, np.argsort(-query_BD @ item_vector_ID.T, axis=1, kind="stable")[:, :k]
 
 
 def _recall_by_query(row_BK: np.ndarray, exact_row_BK: np.ndarray) -> list[float]:
@@ -67,11 +67,11 @@ def _load_kind(manifest: IndexManifest, kind: AnyIndexKind) -> Any:
 
 
 def test_the_reported_recall_equals_the_overlap_with_a_brute_force_search(manifest, export: ExportManifest) -> None:
-    query, exact_row = _exact_search(export, CONFIG.recall_k)
+    query_BD, exact_row_BK = _exact_search(export, CONFIG.recall_k)
     for kind in CONFIG.configured_indexes:
         index, report = _load_kind(manifest, kind), manifest.reports[kind.kind]
-        _, row = search(index, query, kind=kind, depth=CONFIG.recall_k)
-        assert report.recall == pytest.approx(np.mean(_recall_by_query(row, exact_row)), abs=1e-3)
+        _, row_BK = search(index, query_BD, kind=kind, depth=CONFIG.recall_k)
+        assert report.recall == pytest.approx(np.mean(_recall_by_query(row_BK, exact_row_BK)), abs=1e-3)
         assert report.size_bytes == manifest.path(f"{kind.kind}.faiss").stat().st_size
     assert (manifest.reports["flat"].recall, manifest.warning, manifest.choice) == (1.0, None, None)
     assert manifest.reports["hnsw"].recall > 0.9
@@ -83,19 +83,19 @@ def test_the_reported_recall_equals_the_overlap_with_a_brute_force_search(manife
 )
 def test_the_fastest_search_that_reaches_the_validation_target_is_used(kind: AnyIndexKind, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    vectors, test, validation = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50, 60))
-    queries = {"test": (range(50), test), "validation": (range(60), validation)}
-    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries=queries)
+    vector_ID, test_query_BD, validation_query_BD = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50, 60))
+    queries = {"test": (range(50), test_query_BD), "validation": (range(60), validation_query_BD)}
+    export = write_export_stage(tmp_path / "export", item_vectors=vector_ID, queries=queries)
     config = IndexConfig(served=kind, recall_target=0.7, recall_k=20)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report, item_vector_ID = manifest.reports[kind.kind], np.load(export.path("item_vectors.npy"))
     tuned_point = next(point for point in report.tried if point.parameters == report.parameters)
     assert tuned_point.ms_per_query == min(point.ms_per_query for point in report.tried if point.recall >= 0.7)
     fastest_kind, index = kind.model_validate({"kind": kind.kind} | report.parameters), _load_kind(manifest, kind)
-    for query_vectors, recall in ((validation, tuned_point.recall), (test, report.recall)):
-        exact_row = np.argsort(-query_vectors @ item_vector_ID.T, axis=1)[:, :20]
-        _, row = search(index, query_vectors, kind=fastest_kind, depth=20)
-        assert recall == pytest.approx(np.mean(_recall_by_query(row, exact_row)), abs=2e-3)
+    for query_BD, recall in ((validation_query_BD, tuned_point.recall), (test_query_BD, report.recall)):
+        exact_row_BK = np.argsort(-query_BD @ item_vector_ID.T, axis=1)[:, :20]
+        _, row_BK = search(index, query_BD, kind=fastest_kind, depth=20)
+        assert recall == pytest.approx(np.mean(_recall_by_query(row_BK, exact_row_BK)), abs=2e-3)
 
 
 def test_if_no_search_reaches_the_target_the_best_search_is_used(export: ExportManifest, tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_if_no_search_reaches_the_target_the_best_search_is_used(export: ExportM
 
 def test_the_warning_about_the_recall_target_has_the_recall_on_validation_queries(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    vectors, test, validation = (random.normal(size=(num_vectors, 16)) for num_vectors in (500, 20, 30))
-    queries = {"test": (range(20), test), "validation": (range(30), validation)}
-    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries=queries)
+    vector_ID, test_query_BD, validation_query_BD = (random.normal(size=(num_vectors, 16)) for num_vectors in (500, 20, 30))
+    queries = {"test": (range(20), test_query_BD), "validation": (range(30), validation_query_BD)}
+    export = write_export_stage(tmp_path / "export", item_vectors=vector_ID, queries=queries)
     config = IndexConfig(served=IvfPq(nlist=4, pq_m=2, pq_nbits=2), recall_target=1.0)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report = manifest.reports["ivf_pq"]
@@ -125,12 +125,12 @@ def test_the_warning_about_the_recall_target_has_the_recall_on_validation_querie
 
 
 def test_a_larger_nprobe_searches_more_cells(manifest, export: ExportManifest) -> None:
-    query, _ = _exact_search(export, 1)
+    query_BD, _ = _exact_search(export, 1)
     index = _load_kind(manifest, IvfFlat())
     num_results, num_more_results = (
-        (search(index, query, kind=IvfFlat(nprobe=nprobe), depth=export.num_items)[1] >= 0).sum() for nprobe in (1, 5)
+        (search(index, query_BD, kind=IvfFlat(nprobe=nprobe), depth=export.num_items)[1] >= 0).sum() for nprobe in (1, 5)
     )
-    assert num_results < num_more_results < export.num_items * len(query)
+    assert num_results < num_more_results < export.num_items * len(query_BD)
 
 
 def test_a_small_catalogue_lowers_nlist_and_pq_nbits(tmp_path: Path) -> None:
@@ -191,32 +191,37 @@ def test_only_the_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Pat
 
 def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> None:
     num_items = 2_000  # rows are numbered by falling popularity
-    query = np.ones((3, 8), np.float32)
-    export = write_export_stage(tmp_path / "export", item_vectors=np.ones((num_items, 8)), queries={"test": (range(3), query)})
+    query_BD = np.ones((3, 8), np.float32)
+    export = write_export_stage(
+        tmp_path / "export", item_vectors=np.ones((num_items, 8)), queries={"test": (range(3), query_BD)}
+    )
     manifest = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
     for kind in CONFIG.configured_indexes:
         index = _load_kind(manifest, kind)
-        for _, row in (search(index, query, kind=kind, depth=100), search_exhaustively(index, query, kind=kind, depth=100)):
-            assert 0.3 < row[row >= 0].mean() / num_items < 0.7
+        for _, row_BK in (
+            search(index, query_BD, kind=kind, depth=100),
+            search_exhaustively(index, query_BD, kind=kind, depth=100),
+        ):
+            assert 0.3 < row_BK[row_BK >= 0].mean() / num_items < 0.7
         assert manifest.reports[kind.kind].recall == 1.0  # every item has the score of the exact results
 
 
 def test_the_recall_of_the_served_index_is_stored_for_each_measured_user(manifest, export: ExportManifest) -> None:
-    query, exact_row = _exact_search(export, CONFIG.recall_k)
-    users, recall = served_recall_by_user(manifest)
-    _, row = search(_load_kind(manifest, Hnsw()), query, kind=Hnsw(ef_search=16), depth=CONFIG.recall_k)
-    assert users.tolist() == list(range(60))
-    assert recall.tolist() == pytest.approx(_recall_by_query(row, exact_row))
-    assert manifest.reports["hnsw"].recall == pytest.approx(recall.mean())
+    query_BD, exact_row_BK = _exact_search(export, CONFIG.recall_k)
+    user_U, recall_U = served_recall_by_user(manifest)
+    _, row_BK = search(_load_kind(manifest, Hnsw()), query_BD, kind=Hnsw(ef_search=16), depth=CONFIG.recall_k)
+    assert user_U.tolist() == list(range(60))
+    assert recall_U.tolist() == pytest.approx(_recall_by_query(row_BK, exact_row_BK))
+    assert manifest.reports["hnsw"].recall == pytest.approx(recall_U.mean())
 
 
 def test_a_sample_of_the_test_users_is_measured_if_there_are_many(
     export: ExportManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recsys_core.retrieval.index.MAX_MEASURED_QUERIES", 7)
-    users, recall = served_recall_by_user(build_indexes(CONFIG, export=export, folder=tmp_path / "index"))
-    assert len(users) == len(recall) == 7
-    assert sorted({*users} & {*range(60)}) == users.tolist()
+    user_U, recall_U = served_recall_by_user(build_indexes(CONFIG, export=export, folder=tmp_path / "index"))
+    assert len(user_U) == len(recall_U) == 7
+    assert sorted({*user_U} & {*range(60)}) == user_U.tolist()
 
 
 def test_auto_serves_the_fastest_kind_that_reaches_the_target(export: ExportManifest, tmp_path: Path) -> None:
@@ -231,13 +236,13 @@ def test_auto_serves_the_fastest_kind_that_reaches_the_target(export: ExportMani
     assert manifest.warning is None
 
 
-def test_an_index_below_the_target_is_served_with_a_warning_if_no_better_one_fits(
+def test_an_index_below_the_target_is_served_with_a_warning_if_no_better_index_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
     random = np.random.default_rng(0)
-    vectors, test = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50))
-    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(50), test)})
+    vector_ID, query_BD = (random.normal(size=(num_vectors, 32)) for num_vectors in (3_000, 50))
+    export = write_export_stage(tmp_path / "export", item_vectors=vector_ID, queries={"test": (range(50), query_BD)})
     config = IndexConfig(served=Auto(max_bytes=200_000), recall_target=0.99)  # the vectors take 384,000 bytes
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report = manifest.reports["opq_pq"]
@@ -261,10 +266,10 @@ CHEAP_HNSW, CHEAP_OPQ = Hnsw(hnsw_m=8, ef_construction=20), OpqPq(nlist=64, pq_m
 def large_export(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportManifest]:
     """An export of more than MAX_SMALL_ITEMS items, whose vectors are in clusters so that IVF reaches a high recall."""
     rng = np.random.default_rng(0)
-    centre = rng.normal(size=(200, 8))
-    vectors = centre[rng.integers(200, size=NUM_MANY_ITEMS)] + 0.4 * rng.normal(size=(NUM_MANY_ITEMS, 8))
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    queries = vectors[rng.integers(NUM_MANY_ITEMS, size=(2, 60))] + 0.1 * rng.normal(size=(2, 60, 8))
+    cluster_centres = rng.normal(size=(200, 8))
+    vector_ID = cluster_centres[rng.integers(200, size=NUM_MANY_ITEMS)] + 0.4 * rng.normal(size=(NUM_MANY_ITEMS, 8))
+    vector_ID /= np.linalg.norm(vector_ID, axis=1, keepdims=True)
+    queries = vector_ID[rng.integers(NUM_MANY_ITEMS, size=(2, 60))] + 0.1 * rng.normal(size=(2, 60, 8))
     queries_by_split = {split: (range(60), query) for split, query in zip(("test", "validation"), queries, strict=True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "MAX_SMALL_ITEMS", NUM_MANY_ITEMS - 1)
@@ -276,31 +281,33 @@ def test_auto_serves_the_next_kind_if_the_best_is_too_large_for_the_memory(
 ) -> None:
     monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
     config = IndexConfig(served=Auto(), compared=(CHEAP_HNSW,), recall_target=0.9, recall_k=20)
-    unlimited = build_indexes(config, export=large_export, folder=tmp_path / "unlimited")
-    tried = [(kind, point) for kind, report in unlimited.reports.items() for point in report.tried]
-    assert {*unlimited.reports} == {"flat", "hnsw", "ivf_flat", "ivf_sq8", "pq_fastscan"}
-    assert {kind for kind, _ in tried} == {*unlimited.reports} - {"flat"}
-    assert unlimited.choice is not None and unlimited.warning is None
-    assert unlimited.choice.startswith(f"{unlimited.served_index} has the least latency")
-    served_parameters = {"nlist": None} | unlimited.reports[unlimited.served_index].parameters
+    unlimited_manifest = build_indexes(config, export=large_export, folder=tmp_path / "unlimited")
+    measured_points = [(kind, point) for kind, report in unlimited_manifest.reports.items() for point in report.tried]
+    assert {*unlimited_manifest.reports} == {"flat", "hnsw", "ivf_flat", "ivf_sq8", "pq_fastscan"}
+    assert {kind for kind, _ in measured_points} == {*unlimited_manifest.reports} - {"flat"}
+    assert unlimited_manifest.choice is not None and unlimited_manifest.warning is None
+    assert unlimited_manifest.choice.startswith(f"{unlimited_manifest.served_index} has the least latency")
+    served_parameters = {"nlist": None} | unlimited_manifest.reports[unlimited_manifest.served_index].parameters
     served_points = [
         point
-        for kind, point in tried
-        if kind == unlimited.served_index and point.parameters.items() <= served_parameters.items()
+        for kind, point in measured_points
+        if kind == unlimited_manifest.served_index and point.parameters.items() <= served_parameters.items()
     ]
     assert served_points[0].recall >= 0.9
-    assert served_points[0].ms_per_query == min(point.ms_per_query for _, point in tried if point.recall >= 0.9)
-    plot_indexes(unlimited, tmp_path / "indexes.png")
-    table = index_table(unlimited.reports, served_kind=unlimited.served_index, notes=unlimited.notes)
-    assert unlimited.choice in table and table.count("| pq_fastscan |") > 4
+    assert served_points[0].ms_per_query == min(point.ms_per_query for _, point in measured_points if point.recall >= 0.9)
+    plot_indexes(unlimited_manifest, tmp_path / "indexes.png")
+    table = index_table(unlimited_manifest.reports, served_kind=unlimited_manifest.served_index, notes=unlimited_manifest.notes)
+    assert unlimited_manifest.choice in table and table.count("| pq_fastscan |") > 4
 
-    max_bytes = unlimited.reports[unlimited.served_index].size_bytes - 1
+    max_bytes = unlimited_manifest.reports[unlimited_manifest.served_index].size_bytes - 1
     limited_config = config.model_copy(update={"served": Auto(max_bytes=max_bytes), "compared": (CHEAP_HNSW, CHEAP_OPQ)})
-    limited = build_indexes(limited_config, export=large_export, folder=tmp_path / "limited")
-    assert limited.choice is not None and unlimited.served_index in limited.choice.partition("too large: ")[2].partition(")")[0]
-    assert limited.served_index != unlimited.served_index
-    assert limited.reports[limited.served_index].size_bytes <= max_bytes
-    assert (tmp_path / "limited" / f"{limited.served_index}.faiss").is_file()
+    limited_manifest = build_indexes(limited_config, export=large_export, folder=tmp_path / "limited")
+    assert limited_manifest.choice is not None
+    too_large_kinds = limited_manifest.choice.partition("too large: ")[2].partition(")")[0]
+    assert unlimited_manifest.served_index in too_large_kinds
+    assert limited_manifest.served_index != unlimited_manifest.served_index
+    assert limited_manifest.reports[limited_manifest.served_index].size_bytes <= max_bytes
+    assert (tmp_path / "limited" / f"{limited_manifest.served_index}.faiss").is_file()
 
 
 def test_auto_serves_the_best_kind_if_no_kind_within_the_memory_reaches_the_target(
@@ -327,11 +334,11 @@ def test_auto_serves_the_best_kind_if_no_kind_within_the_memory_reaches_the_targ
 
 @pytest.mark.parametrize("name", ["item_vectors.npy", "query_vectors_test.npy"])
 def test_a_vector_that_is_not_finite_stops_the_stage(name: str, tmp_path: Path) -> None:
-    vectors = np.ones((50, 8))
-    vectors[17, 3] = np.nan if name == "item_vectors.npy" else 1
-    query = np.ones((20, 8))
-    query[17, 5] = np.inf if name == "query_vectors_test.npy" else 1
-    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(20), query)})
+    vector_ID = np.ones((50, 8))
+    vector_ID[17, 3] = np.nan if name == "item_vectors.npy" else 1
+    query_BD = np.ones((20, 8))
+    query_BD[17, 5] = np.inf if name == "query_vectors_test.npy" else 1
+    export = write_export_stage(tmp_path / "export", item_vectors=vector_ID, queries={"test": (range(20), query_BD)})
     with pytest.raises(StageError, match=rf"{name}: the vector in row 17 is not finite: training diverged"):
         build_indexes(IndexConfig(), export=export, folder=tmp_path / "index")
     assert {path.name for path in tmp_path.iterdir()} == {"export"}
@@ -339,10 +346,10 @@ def test_a_vector_that_is_not_finite_stops_the_stage(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("value", [70_000.0, -65_505.0])
 def test_a_value_that_overflows_half_precision_stops_only_indexes_that_rescore(value: float, tmp_path: Path) -> None:
-    vectors = np.random.default_rng(0).normal(size=(400, 8))
-    vectors[17, 3] = value
-    vectors[18, 0] = 65_504.0
-    export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(20), vectors[:20])})
+    vector_ID = np.random.default_rng(0).normal(size=(400, 8))
+    vector_ID[17, 3] = value
+    vector_ID[18, 0] = 65_504.0
+    export = write_export_stage(tmp_path / "export", item_vectors=vector_ID, queries={"test": (range(20), vector_ID[:20])})
     for kind in (PqFastScan(), IvfSq8(rescore=4)):
         problem = rf"row 17 has the value {value:,.0f} in column 3, but the kind {kind.kind} with rescore .* up to 65,504; set"
         with pytest.raises(InputError, match=problem):
@@ -350,12 +357,12 @@ def test_a_value_that_overflows_half_precision_stops_only_indexes_that_rescore(v
     assert {path.name for path in tmp_path.iterdir()} == {"export"}
     for served in (IvfSq8(), IvfPq(pq_m=4), PqFastScan(rescore=0)):
         manifest = build_indexes(IndexConfig(served=served, recall_k=5), export=export, folder=tmp_path / served.kind)
-        score, _ = search_exhaustively(_load_kind(manifest, served), vectors[:20], kind=served.fitted(400, 8), depth=5)
-        assert np.isfinite(score).all()
-    vectors[17, 3] = 65_504.0
+        score_BK, _ = search_exhaustively(_load_kind(manifest, served), vector_ID[:20], kind=served.fitted(400, 8), depth=5)
+        assert np.isfinite(score_BK).all()
+    vector_ID[17, 3] = 65_504.0
     rescored_kind = IvfSq8(nlist=2, nprobe=2, rescore=4)
-    score, _ = search(build_index(rescored_kind, vectors.astype(np.float32)), vectors[:20], kind=rescored_kind, depth=5)
-    assert np.isfinite(score).all()
+    score_BK, _ = search(build_index(rescored_kind, vector_ID.astype(np.float32)), vector_ID[:20], kind=rescored_kind, depth=5)
+    assert np.isfinite(score_BK).all()
 
 
 def test_a_gpu_builds_only_the_kinds_that_faiss_supports_on_gpus(
@@ -371,27 +378,27 @@ def test_a_gpu_builds_only_the_kinds_that_faiss_supports_on_gpus(
     monkeypatch.setattr(
         faiss, "index_gpu_to_cpu", lambda index: moved_classes.append(type(index).__name__) or clone(index), raising=False
     )
-    vectors = np.load(export.path("item_vectors.npy"))
+    item_vector_ID = np.load(export.path("item_vectors.npy"))
     for kind in (IvfFlat(), IvfSq8(), IvfPq(), IvfPq(rescore=2), IvfPq(pq_nbits=4), Hnsw(), OpqPq(), PqFastScan(pq_m=8)):
-        fitted_kind = kind.fitted(*vectors.shape)
-        index = build_index(fitted_kind, vectors)
-        _, row = search_exhaustively(index, vectors[:9], kind=fitted_kind, depth=len(vectors))
-        assert (np.sort(row, axis=1) == np.arange(len(vectors))).all()
-        best_score = (vectors[:9] @ vectors.T).max(axis=1)
-        assert (vectors[:9] * vectors[row[:, 0]]).sum(axis=1) == pytest.approx(best_score, rel=0.3)
+        fitted_kind = kind.fitted(*item_vector_ID.shape)
+        index = build_index(fitted_kind, item_vector_ID)
+        _, row_BI = search_exhaustively(index, item_vector_ID[:9], kind=fitted_kind, depth=len(item_vector_ID))
+        assert (np.sort(row_BI, axis=1) == np.arange(len(item_vector_ID))).all()
+        best_score_B = (item_vector_ID[:9] @ item_vector_ID.T).max(axis=1)
+        assert (item_vector_ID[:9] * item_vector_ID[row_BI[:, 0]]).sum(axis=1) == pytest.approx(best_score_B, rel=0.3)
     assert moved_classes == ["IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ"]
 
 
 @pytest.mark.skipif(num_gpus() == 0, reason="FAISS sees no GPU (faiss-gpu is not installed or no GPU is there)")
 def test_an_index_has_nearly_the_same_recall_if_a_gpu_built_it(export: ExportManifest) -> None:
-    query, exact_row = _exact_search(export, 10)
-    vectors = np.load(export.path("item_vectors.npy"))
+    query_BD, exact_row_BK = _exact_search(export, 10)
+    item_vector_ID = np.load(export.path("item_vectors.npy"))
     for kind in (IvfFlat(nprobe=5), IvfSq8(nprobe=5), IvfPq(nprobe=5)):
-        fitted_kind = kind.fitted(*vectors.shape)
+        fitted_kind = kind.fitted(*item_vector_ID.shape)
         recalls = []
         for num_used_gpus in (num_gpus(), 0):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("recsys_core.retrieval.index.num_gpus", lambda num_used_gpus=num_used_gpus: num_used_gpus)
-                _, row = search(build_index(fitted_kind, vectors), query, kind=fitted_kind, depth=10)
-            recalls.append(np.mean(_recall_by_query(row, exact_row)))
+                _, row_BK = search(build_index(fitted_kind, item_vector_ID), query_BD, kind=fitted_kind, depth=10)
+            recalls.append(np.mean(_recall_by_query(row_BK, exact_row_BK)))
         assert recalls[0] == pytest.approx(recalls[1], abs=0.1)

@@ -63,8 +63,10 @@ def test_spectral_vectors_are_the_weighted_singular_vectors_of_the_training_even
     for user, items in enumerate(train):
         dense_UI[user, items] = 1
     user_scale_U, item_scale_I = dense_UI.sum(axis=1) ** user_exponent, np.maximum(dense_UI.sum(axis=0), 1) ** item_exponent
-    _, values, vectors = np.linalg.svd(dense_UI / item_scale_I / user_scale_U[:, None], full_matrices=False)
-    expected_ID = vectors[:4].T * values[:4] ** singular_power
+    _, singular_value_D, singular_vector_DI = np.linalg.svd(
+        dense_UI / item_scale_I / user_scale_U[:, None], full_matrices=False
+    )
+    expected_ID = singular_vector_DI[:4].T * singular_value_D[:4] ** singular_power
     warm_items = np.flatnonzero(vector_row_I >= 0)
     assert warm_items.tolist() == [item for item in range(NUM_ITEMS) if item != COLD_ITEM]
     vector_ID = vector_VD[vector_row_I[warm_items]]
@@ -138,8 +140,8 @@ def test_held_out_events_do_not_change_the_vectors(
     arrays = read_vectors(
         embed_training_log(tmp_path_factory.mktemp("second"), config, train=train, validation=validation, test=test)
     )
-    for array, expected in zip(arrays, expected_arrays, strict=True):
-        np.testing.assert_array_equal(array, expected)
+    for array, expected_array in zip(arrays, expected_arrays, strict=True):
+        np.testing.assert_array_equal(array, expected_array)
 
 
 def test_a_changed_training_event_changes_the_vectors(tmp_path: Path) -> None:

@@ -160,12 +160,12 @@ def test_a_cached_table_keeps_its_settings_and_an_ssd_table_cannot_be_trained(tm
 
 
 def test_only_device_auto_plans_with_the_memory_of_this_machine() -> None:
-    automatic = with_default_memory(ClusterConfig())
+    automatic_cluster = with_default_memory(ClusterConfig())
     limit_gb = min(psutil.virtual_memory().total, cgroup_limits().memory_bytes or psutil.virtual_memory().total) / 2**30
-    assert automatic.ddr_gb is not None and limit_gb - 1 < automatic.ddr_gb <= limit_gb
+    assert automatic_cluster.ddr_gb is not None and limit_gb - 1 < automatic_cluster.ddr_gb <= limit_gb
     cuda_cluster = with_default_memory(ClusterConfig(device="cuda"))
     assert (cuda_cluster.hbm_gb, cuda_cluster.ddr_gb) == (80, 16)
-    configured = with_default_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
-    assert (configured.hbm_gb, configured.ddr_gb) == (40, 3)
+    configured_cluster = with_default_memory(ClusterConfig(hbm_gb=40, ddr_gb=3))
+    assert (configured_cluster.hbm_gb, configured_cluster.ddr_gb) == (40, 3)
     plan = make_plan(ShardingConfig(), model=ModelSpec.sized(TwoTowerConfig(), num_users=9, num_items=9), batch_size=1)
-    assert plan.cluster.ddr_gb == automatic.ddr_gb
+    assert plan.cluster.ddr_gb == automatic_cluster.ddr_gb

@@ -111,13 +111,13 @@ def test_the_state_is_running_while_the_process_lives_and_interrupted_after_a_ki
 
 
 def test_a_run_that_ends_while_its_record_is_read_is_not_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended_run = ExitStack()
-    ended_run.enter_context(run.lock())
-    ended_run.enter_context(record_run(StageContext(run, pipeline="films"))).set("Promoted", "version 3 is champion")
+    run_until_close = ExitStack()
+    run_until_close.enter_context(run.lock())
+    run_until_close.enter_context(record_run(StageContext(run, pipeline="films"))).set("Promoted", "version 3 is champion")
     is_locked = Run.is_locked
 
     def end_run_and_test_lock(run: Run) -> bool:
-        ended_run.close()
+        run_until_close.close()
         return is_locked(run)
 
     monkeypatch.setattr(Run, "is_locked", end_run_and_test_lock)

@@ -33,7 +33,7 @@ def config_with_recommendations_in(folder: Path | None) -> PipelineConfig:
     ],
     ids=["no champion", "same version", "new champion", "rolled back", "first champion", "changed k"],
 )
-def test_recommendations_are_written_unless_those_of_the_champion_exist(
+def test_recommendations_are_written_unless_the_champion_has_recommendations(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     champion_version: str | None,

@@ -89,12 +89,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def sockets() -> Listening:
-    """Sockets on which processes listen during the undisturbed run. The fixture `outcome` fills this set."""
+    """Sockets on which processes listen during the undisturbed run. The fixture `undisturbed_result` fills this set."""
     return set()
 
 
 @pytest.fixture(scope="module")
-def outcome(workspace: Workspace, sockets: Listening) -> Any:
+def undisturbed_result(workspace: Workspace, sockets: Listening) -> Any:
     """The result of an undisturbed run with a refit."""
     with collect_listening() as sockets_of_run:
         result = workspace.nightjar("run", "--reason", "first run", "--set", REFIT_OVERRIDE)
@@ -102,35 +102,39 @@ def outcome(workspace: Workspace, sockets: Listening) -> Any:
     return result
 
 
-def test_during_a_run_processes_listen_on_the_loopback_only(outcome: Any, sockets: Listening) -> None:
+def test_during_a_run_processes_listen_on_the_loopback_only(undisturbed_result: Any, sockets: Listening) -> None:
     assert {"flows.servers", "recsys_core.training"} <= {name for name, _ in sockets}
     assert {address for _, address in sockets} <= {"127.0.0.1", "::1"}, sockets
 
 
-def test_a_run_ends_with_a_registered_champion(workspace: Workspace, outcome: Any) -> None:
-    assert outcome["model"] == {"name": "small", "version": "1", "alias": None}
-    assert outcome["refit"] == {"version": "2", "alias": "champion"}
-    run = Run(outcome["run_id"], workspace=workspace.folder)
-    assert outcome["run_dir"] == str(run.folder)
-    assert set(outcome["stages"]) == RUN_STAGES
-    assert all(stage["seconds"] >= 0 for stage in outcome["stages"].values())
+def test_a_run_ends_with_a_registered_champion(workspace: Workspace, undisturbed_result: Any) -> None:
+    assert undisturbed_result["model"] == {"name": "small", "version": "1", "alias": None}
+    assert undisturbed_result["refit"] == {"version": "2", "alias": "champion"}
+    run = Run(undisturbed_result["run_id"], workspace=workspace.folder)
+    assert undisturbed_result["run_dir"] == str(run.folder)
+    assert set(undisturbed_result["stages"]) == RUN_STAGES
+    assert all(stage["seconds"] >= 0 for stage in undisturbed_result["stages"].values())
     assert all((run.folder / stage / "manifest.json").is_file() for stage in RUN_STAGES)
     metric_names = ("recall@20", "ndcg@20", "hit_rate@10")
     assert all(
-        0 <= outcome["metrics"][f"{model}/{name}"] <= 1 for model in ("test", "baseline/popularity") for name in metric_names
+        0 <= undisturbed_result["metrics"][f"{model}/{name}"] <= 1
+        for model in ("test", "baseline/popularity")
+        for name in metric_names
     )
-    assert outcome["metrics"]["served/recall@20"] == pytest.approx(outcome["metrics"]["test/recall@20"], abs=0.05)
+    assert undisturbed_result["metrics"]["served/recall@20"] == pytest.approx(
+        undisturbed_result["metrics"]["test/recall@20"], abs=0.05
+    )
 
 
-def test_mlflow_has_the_loss_of_each_step_that_the_trainer_wrote(workspace: Workspace, outcome: Any) -> None:
+def test_mlflow_has_the_loss_of_each_step_that_the_trainer_wrote(workspace: Workspace, undisturbed_result: Any) -> None:
     client = connect(workspace.folder)
-    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{outcome['run_id']}'")
-    lines = (Path(outcome["run_dir"]) / "train" / "metrics.jsonl").read_text().splitlines()
+    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{undisturbed_result['run_id']}'")
+    lines = (Path(undisturbed_result["run_dir"]) / "train" / "metrics.jsonl").read_text().splitlines()
     loss_by_step = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert loss_by_step == {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: Workspace, outcome: Any) -> None:
+def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: Workspace, undisturbed_result: Any) -> None:
     (database_path,) = workspace.folder.rglob("prefect.db")
     with closing(sqlite3.connect(database_path)) as database:
         ((name, tags, state),) = database.execute("select name, tags, state_name from flow_run").fetchall()
@@ -139,52 +143,56 @@ def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: 
         artifacts = {key for (key,) in database.execute("select key from artifact")}
         payloads = database.execute("select payload from events where event = 'nightjar.champion.changed'").fetchall()
         messages = {message for (message,) in database.execute("select message from log")}
-    assert (name, state) == (f"small-catalogue {outcome['run_id']}: first run", "Promoted")
+    assert (name, state) == (f"small-catalogue {undisturbed_result['run_id']}: first run", "Promoted")
     assert json.loads(tags) == ["pipeline:small-catalogue", "reason:first run"]
     assert percent == 100
     pages = ("data-report", "mlflow-run", "sharding-plan", "training-loss", "metrics", "index", "indexes", "verdict")
     assert artifacts == {f"small-catalogue-{page}" for page in (*pages, "training-progress")}
     changes = [json.loads(payload) for (payload,) in payloads]
     assert [(change["old_version"], change["new_version"]) for change in changes] == [(None, "1"), ("1", "2")]
-    assert {change["run_id"] for change in changes} == {outcome["run_id"]}
+    assert {change["run_id"] for change in changes} == {undisturbed_result["run_id"]}
     assert any(message.startswith("rank 0: ") for message in messages)
 
 
-def test_mlflow_has_the_duration_of_each_stage(workspace: Workspace, outcome: Any) -> None:
+def test_mlflow_has_the_duration_of_each_stage(workspace: Workspace, undisturbed_result: Any) -> None:
     client = connect(workspace.folder)
-    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{outcome['run_id']}'")
+    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{undisturbed_result['run_id']}'")
     assert {f"stage/{stage}/seconds" for stage in RUN_STAGES} <= run.data.metrics.keys()
     assert run.data.tags["nightjar.state"] == "Promoted"
     assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"embeddings", "interactions"}
 
 
-def test_the_command_the_python_model_and_the_server_return_the_same_unseen_items(workspace: Workspace, outcome: Any) -> None:
+def test_the_command_the_python_model_and_the_server_return_the_same_unseen_items(
+    workspace: Workspace, undisturbed_result: Any
+) -> None:
     log = pd.concat(pq.read_table(path).to_pandas() for path in sorted(workspace.folder.glob("data/interactions/*")))
-    user = log["user_id"].iloc[0]
-    query_result = workspace.nightjar("query", "--user", user, "-k", "7")
+    user_id = log["user_id"].iloc[0]
+    query_result = workspace.nightjar("query", "--user", user_id, "-k", "7")
     assert (query_result["model"], query_result["version"], query_result["known_user"]) == ("small", "2", True)
     process = workspace.start("query", "--user", "stranger", "--json")
     output, error_output = process.communicate(timeout=240)
     assert json.loads(output)["known_user"] is False and len(json.loads(output)["items"]) == 10
     assert "user stranger is unknown to version 2: these are the most popular items" in error_output
-    items = [item["item_id"] for item in query_result["items"]]
-    assert len(set(items)) == 7
-    assert set(items) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
-    assert not set(items) & set(log.loc[log["user_id"] == user, "item_id"])
+    item_ids = [item["item_id"] for item in query_result["items"]]
+    assert len(set(item_ids)) == 7
+    assert set(item_ids) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
+    assert not set(item_ids) & set(log.loc[log["user_id"] == user_id, "item_id"])
     recommendations = pq.read_table(workspace.folder / "recommendations").to_pylist()
-    assert {row["user_id"]: row["item_ids"] for row in recommendations}[user] == items
+    assert {row["user_id"]: row["item_ids"] for row in recommendations}[user_id] == item_ids
 
     mlflow.set_tracking_uri(tracking_uri(workspace.folder))
     model = mlflow.pyfunc.load_model("models:/small@champion")
-    assert model.predict(pd.DataFrame({"user_id": [user]}), params={"k": 7})[0]["item_ids"] == items
+    assert model.predict(pd.DataFrame({"user_id": [user_id]}), params={"k": 7})[0]["item_ids"] == item_ids
     server = TestClient(scoring_server.init(model))
-    answer = server.post("/invocations", json={"dataframe_records": [{"user_id": user}], "params": {"k": 7}})
-    assert answer.json()["predictions"][0]["item_ids"] == items
-    assert server.post("/invocations", json={"dataframe_records": [{"usr": user}]}).status_code == 400
+    response = server.post("/invocations", json={"dataframe_records": [{"user_id": user_id}], "params": {"k": 7}})
+    assert response.json()["predictions"][0]["item_ids"] == item_ids
+    assert server.post("/invocations", json={"dataframe_records": [{"usr": user_id}]}).status_code == 400
 
 
-def test_a_promoted_run_with_refit_gets_a_second_version_trained_on_all_events(workspace: Workspace, outcome: Any) -> None:
-    run = Run(outcome["run_id"], workspace=workspace.folder)
+def test_a_promoted_run_with_refit_gets_a_second_version_trained_on_all_events(
+    workspace: Workspace, undisturbed_result: Any
+) -> None:
+    run = Run(undisturbed_result["run_id"], workspace=workspace.folder)
     record = RunRecord.read(run)
     assert record is not None and record.message.endswith("; version 2, its refit, is champion")
     client = connect(workspace.folder)
@@ -199,17 +207,19 @@ def test_a_promoted_run_with_refit_gets_a_second_version_trained_on_all_events(w
 @pytest.mark.drill
 def test_a_resume_trains_a_missing_refit_and_keeps_an_existing_refit(workspace: Workspace) -> None:
     first_result = workspace.nightjar("run")
-    resume = ("--resume", first_result["run_id"], "--set", REFIT_OVERRIDE)
-    resumed_result = workspace.nightjar("run", *resume)
+    resume_options = ("--resume", first_result["run_id"], "--set", REFIT_OVERRIDE)
+    resumed_result = workspace.nightjar("run", *resume_options)
     assert resumed_result["stages"]["train"] == first_result["stages"]["train"]  # the stage is not repeated
     assert resumed_result["refit"]["version"] != resumed_result["model"]["version"]
     num_versions = len(connect(workspace.folder).search_model_versions("name = 'small'"))
-    assert workspace.nightjar("run", *resume)["refit"] == resumed_result["refit"]
+    assert workspace.nightjar("run", *resume_options)["refit"] == resumed_result["refit"]
     assert len(connect(workspace.folder).search_model_versions("name = 'small'")) == num_versions
 
 
 @pytest.mark.drill
-def test_a_run_that_is_killed_and_resumed_has_the_metrics_of_an_undisturbed_run(workspace: Workspace, outcome: Any) -> None:
+def test_a_run_that_is_killed_and_resumed_has_the_metrics_of_an_undisturbed_run(
+    workspace: Workspace, undisturbed_result: Any
+) -> None:
     earlier_folders = set((workspace.folder / "runs").iterdir())
     process = workspace.start("run")
     while not any(num_logged_steps(folder) for folder in set((workspace.folder / "runs").iterdir()) - earlier_folders):
@@ -223,12 +233,12 @@ def test_a_run_that_is_killed_and_resumed_has_the_metrics_of_an_undisturbed_run(
     resumed_result = workspace.nightjar("run", "--resume", killed_run_folder.name)
     assert resumed_result["run_id"] == killed_run_folder.name
     expected_metrics = {
-        name: value for name, value in outcome["metrics"].items() if not name.startswith(("served/", "champion/"))
+        name: value for name, value in undisturbed_result["metrics"].items() if not name.startswith(("served/", "champion/"))
     }
     assert {name: resumed_result["metrics"][name] for name in expected_metrics} == expected_metrics
     client = connect(workspace.folder)
-    newest = max(int(version.version) for version in client.search_model_versions("name = 'small'"))
-    assert resumed_result["model"] == {"name": "small", "version": str(newest), "alias": "champion"}
+    newest_version = max(int(version.version) for version in client.search_model_versions("name = 'small'"))
+    assert resumed_result["model"] == {"name": "small", "version": str(newest_version), "alias": "champion"}
     (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{killed_run_folder.name}'")
     steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")]
     assert len(steps) == len(set(steps)) == len((killed_run_folder / "train" / "metrics.jsonl").read_text().splitlines())

@@ -80,7 +80,7 @@ def test_no_end_of_a_run_counts_as_an_overrun_and_the_config_sets_the_deadline()
     assert trigger.within.total_seconds() == 90 * 60
 
 
-def test_the_limits_without_a_deadline_are_those_of_the_documentation() -> None:
+def test_the_limits_without_a_deadline_are_the_documented_limits() -> None:
     config = CONFIG.model_copy(update={"schedule": ScheduleConfig()})
     trigger_by_stem = {
         path.stem: event_trigger(automation_of(path, config, deployment_id=DEPLOYMENT_ID, block=block("webhook")))

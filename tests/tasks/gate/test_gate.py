@@ -299,8 +299,8 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items(
         answers = predict(sample, model_uri=model_uri, **options)
         if model_uri == "models:/m/2":
             return answers
-        lists = [[-7, *item_ids[:-1]] for item_ids in answers.item_ids.to_pylist()]
-        return answers._replace(item_ids=pa.array(lists, type=answers.item_ids.type))
+        item_id_lists = [[-7, *item_ids[:-1]] for item_ids in answers.item_ids.to_pylist()]
+        return answers._replace(item_ids=pa.array(item_id_lists, type=answers.item_ids.type))
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", rename_first_items)
     same_registration = register_version(build_stages(), prepare_run(workspace, "two"))
@@ -311,7 +311,7 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items(
     )
 
 
-def test_a_version_as_good_as_the_champion_is_refused_below_popularity(
+def test_a_version_as_good_as_the_champion_is_refused_if_popularity_is_better(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
@@ -323,7 +323,7 @@ def test_a_version_as_good_as_the_champion_is_refused_below_popularity(
     )
 
 
-def test_the_slices_of_a_guarded_feature_are_compared_and_reject_a_worse_version(
+def test_a_version_that_is_worse_on_a_slice_of_a_guarded_feature_is_rejected(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], tmp_path: Path
 ) -> None:
     brand_I = np.arange(NUM_ITEMS, dtype=np.int32) % 3  # rows of the brand table; row 0 is (other)
@@ -359,8 +359,8 @@ def test_a_champion_that_does_not_lose_is_not_reported(
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
     registration = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
-    evidence = float(version_tags(connect(workspace), "1")[CHALLENGERS_TAG])
-    assert evidence < ALARM_E_VALUE and len(registration.reasons) == 1
+    e_value = float(version_tags(connect(workspace), "1")[CHALLENGERS_TAG])
+    assert e_value < ALARM_E_VALUE and len(registration.reasons) == 1
 
 
 def test_a_champion_that_loses_is_reported_and_a_resumed_run_counts_once_against_it(
@@ -371,11 +371,11 @@ def test_a_champion_that_loses_is_reported_and_a_resumed_run_counts_once_against
     assert len(first_registration.reasons) == 2
     assert first_registration.reasons[1].startswith("version 1 has been losing to versions that were not promoted")
     client = connect(workspace)
-    evidence = version_tags(client, "1")[CHALLENGERS_TAG]
+    e_value_text = version_tags(client, "1")[CHALLENGERS_TAG]
     context = prepare_run(workspace, "two", promote="never")
     shutil.rmtree(context.folder(RegistrationManifest))  # the run was killed before the stage was complete
     resumed_registration = register_version(build_stages(), context)
-    assert version_tags(client, "1")[CHALLENGERS_TAG] == evidence and float(evidence) >= ALARM_E_VALUE
+    assert version_tags(client, "1")[CHALLENGERS_TAG] == e_value_text and float(e_value_text) >= ALARM_E_VALUE
     assert resumed_registration.reasons == first_registration.reasons
 
 

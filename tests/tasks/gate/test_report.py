@@ -79,7 +79,7 @@ def test_a_version_has_the_same_colour_in_every_plot_and_the_test_events_are_gre
         assert popularity_lines[-1].get_color() == plots.GREY
 
 
-def test_the_trend_has_thirty_versions_and_ends_with_the_new_one(tmp_path: Path) -> None:
+def test_the_trend_has_thirty_versions_and_ends_with_the_new_version(tmp_path: Path) -> None:
     for day in range(40):
         start = FIRST_START + timedelta(days=day)
         has_failed = day % 10 == 9

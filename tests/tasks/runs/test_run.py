@@ -127,7 +127,7 @@ def _hold_lock(workspace: Path, is_locked: Any, may_end: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "killed"])
-def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_first(tmp_path: Path, end: str) -> None:
+def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_first_command(tmp_path: Path, end: str) -> None:
     fork = multiprocessing.get_context("fork")
     is_locked, may_end = fork.Event(), fork.Event()
     first_process = fork.Process(target=_hold_lock, args=(tmp_path, is_locked, may_end))

@@ -33,8 +33,8 @@ def recommend(client: TestClient, rows: list[Any], **params: Any) -> list[dict[s
 def test_a_response_has_the_answers_of_the_retriever(start_client: ClientStarter, retriever: Retriever) -> None:
     rows = [{"user_id": USER_IDS[4]}, {"history": ITEM_IDS[:3]}, {"user_id": 1, "history": ["no item"]}, {}]
     predictions = recommend(start_client(), rows, k=6)
-    expected = retriever.recommend([USER_IDS[4], None, 1, None], 6, histories=[None, ITEM_IDS[:3], ["no item"], None])
-    for prediction, answer in zip(predictions, expected, strict=True):
+    expected_answers = retriever.recommend([USER_IDS[4], None, 1, None], 6, histories=[None, ITEM_IDS[:3], ["no item"], None])
+    for prediction, answer in zip(predictions, expected_answers, strict=True):
         assert prediction["item_ids"] == answer.item_ids
         assert prediction["scores"] == pytest.approx(answer.scores)
         assert (prediction["fallback"], prediction["num_unknown_items"]) == (answer.fallback, answer.num_unknown_items)
@@ -47,11 +47,11 @@ def test_params_reach_the_retriever(start_client: ClientStarter, retriever: Retr
     (prediction,) = recommend(
         start_client(), [REQUEST_ROW], k=4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
     )
-    (expected,) = retriever.recommend(
+    (expected_answer,) = retriever.recommend(
         [USER_IDS[0]], 4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
     )
-    assert prediction["item_ids"] == expected.item_ids
-    assert prediction["query_vector"] == pytest.approx(expected.query_vector)
+    assert prediction["item_ids"] == expected_answer.item_ids
+    assert prediction["query_vector"] == pytest.approx(expected_answer.query_vector)
     assert len(prediction["item_vectors"]) == 4
 
 
@@ -74,7 +74,7 @@ def test_similar_items_are_the_items_of_the_retriever(start_client: ClientStarte
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "expected"),
+    ("body", "status", "expected_reason"),
     [
         ("{", 400, "the body is not JSON"),
         ('{"rows": [{"user_id": NaN}]}', 400, "the body is not JSON"),
@@ -98,11 +98,11 @@ def test_similar_items_are_the_items_of_the_retriever(start_client: ClientStarte
     ],
 )  # fmt: skip
 def test_an_invalid_request_gets_a_status_and_a_reason(
-    start_client: ClientStarter, body: str, status: int, expected: str
+    start_client: ClientStarter, body: str, status: int, expected_reason: str
 ) -> None:
     response = start_client().post("/recommend", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
-    assert expected in response.json()["error"]
+    assert expected_reason in response.json()["error"]
 
 
 def test_a_filter_is_rejected_whatever_its_number_of_levels(start_client: ClientStarter) -> None:

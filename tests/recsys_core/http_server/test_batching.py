@@ -56,7 +56,7 @@ async def wait_until_begun(model: BlockedModel) -> None:
     await asyncio.to_thread(model.has_begun.wait, 30)
 
 
-def test_requests_that_arrive_during_a_search_share_the_next_one() -> None:
+def test_requests_that_arrive_during_a_search_share_the_next_search() -> None:
     async def use_batcher(batcher: Batcher, model: BlockedModel) -> None:
         first_task = asyncio.create_task(batcher.submit(query_of(1)))
         await wait_until_begun(model)
@@ -102,11 +102,11 @@ def test_each_request_of_a_batch_has_the_same_answer_as_alone(retriever: Retriev
     for user_id, k, result in zip(USER_IDS, (3, 5, 3), results, strict=False):
         assert not isinstance(result, Exception)
         assert result[0].item_ids == retriever.recommend([user_id], k)[0].item_ids
-    (invalid,) = results[3]  # type: ignore[misc]
-    assert invalid.error is not None and "'x'" in invalid.error
+    (invalid_answer,) = results[3]  # type: ignore[misc]
+    assert invalid_answer.error is not None and "'x'" in invalid_answer.error
 
 
-def test_a_request_that_fails_does_not_fail_the_others_of_its_batch(retriever: Retriever) -> None:
+def test_a_request_that_fails_does_not_fail_the_other_requests_of_its_batch(retriever: Retriever) -> None:
     unknown_column = ParsedRequest(
         parse({"rows": [{"user_id": USER_IDS[0], "colour": "red"}], "params": {"k": 3}}), is_similar=False
     )

@@ -1,4 +1,4 @@
-"""The replacement of the served version by a new one, unless the new one is damaged."""
+"""The replacement of the served version by a new version, unless the new version is damaged."""
 
 import shutil
 from pathlib import Path

@@ -132,11 +132,11 @@ def save_checkpoint(rank: int, sharding_type: str, folder: Path) -> None:
     training = start_training(rank, sharding_type, spec=spec, num_steps=NUM_STEPS)
     saver = checkpointer(rank, folder / sharding_type)
     saver.save(training.model, training.optimizer, step=NUM_STEPS, best=BEST)
-    expected = whole_state(training, spec)
+    saved_state = whole_state(training, spec)
     train(training, rank, spec=spec, steps=range(NUM_STEPS, NUM_STEPS + 2))  # while the checkpoint is being written
     saver.finish()
     if rank == 0:
-        np.savez(folder / f"{sharding_type}.npz", **expected)
+        np.savez(folder / f"{sharding_type}.npz", **saved_state)
 
 
 @pytest.fixture(scope="module")
@@ -153,13 +153,15 @@ def restore_checkpoints(rank: int, folder: Path) -> None:
     for saved_type, sharding_type in itertools.product(NUM_SAVING_RANKS, repeat=2):
         training = start_training(rank, sharding_type, spec=spec)
         restore(training.model, training.optimizer, checkpoint=folder / saved_type / checkpoint_name(NUM_STEPS))
-        state, expected = whole_state(training, spec), dict(np.load(folder / f"{saved_type}.npz"))
-        assert state.keys() == expected.keys()
-        assert any("exp_avg_sq" in name for name in state) and any(name.endswith("step") for name in state)
-        for name, value in expected.items():
+        restored_state, saved_state = whole_state(training, spec), dict(np.load(folder / f"{saved_type}.npz"))
+        assert restored_state.keys() == saved_state.keys()
+        assert any("exp_avg_sq" in name for name in restored_state) and any(name.endswith("step") for name in restored_state)
+        for name, value in saved_state.items():
             # The accumulator of a row is the sum of contributions of its column shards, which rounds.
             rtol = 1e-6 if name.endswith(" accumulator") else 0.0
-            np.testing.assert_allclose(state[name], value, rtol=rtol, err_msg=f"{saved_type} -> {sharding_type}: {name}")
+            np.testing.assert_allclose(
+                restored_state[name], value, rtol=rtol, err_msg=f"{saved_type} -> {sharding_type}: {name}"
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -234,7 +236,7 @@ def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder
 
 
 def save_five_times(rank: int, folder: Path) -> None:
-    """Assert that of five checkpoints the best one and the last two remain."""
+    """Assert that the best and the last two of five checkpoints remain."""
     training = start_training(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=2)
     for step, best_step in enumerate((None, 2, 2, 2, 5), 1):
@@ -245,7 +247,7 @@ def save_five_times(rank: int, folder: Path) -> None:
         assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(step) for step in (2, 4, 5)]
 
 
-def test_the_newest_checkpoints_and_the_best_checkpoint_of_each_of_them_are_kept(tmp_path):
+def test_the_newest_checkpoints_and_their_best_checkpoints_are_kept(tmp_path):
     run_ranks(save_five_times, world_size=2, arguments=(tmp_path,))
 
 
@@ -307,7 +309,7 @@ def save_on_a_full_disk(rank: int, folder: Path) -> None:
         checkpointer(rank, folder).save(training.model, training.optimizer, step=1, best=None)
 
 
-def test_a_disk_too_small_for_a_checkpoint_is_reported_before_it_is_written(tmp_path):
+def test_a_disk_too_small_for_a_checkpoint_is_reported_before_the_checkpoint_is_written(tmp_path):
     run_ranks(save_on_a_full_disk, world_size=1, arguments=(tmp_path,))
     assert list(tmp_path.iterdir()) == []
 

@@ -90,16 +90,16 @@ def test_an_invalid_row_gets_an_error_and_the_other_rows_get_their_answers(retri
 
 def test_similar_items_are_requested_by_the_column_item_id(retriever: Retriever) -> None:
     item_ids = [ITEM_IDS[5], "unheard of", 7, None, math.nan]
-    known, unknown, invalid, *missing = respond(
+    known_answer, unknown_answer, invalid_answer, *missing_answers = respond(
         retriever, {"inputs": {"item_id": item_ids}, "params": {"k": 4, "filter": {"stock": [0, 1]}}}
     )
-    assert known == retriever.similar([ITEM_IDS[5]], k=4, filter={"stock": [0, 1]})[0]
-    assert unknown.error == "item_id 'unheard of' is not in the catalogue"
-    assert invalid.error == "item_id 7 is not a string, but the model was trained on string ids"
-    assert [answer.error for answer in missing] == ["item_id is missing"] * 2
+    assert known_answer == retriever.similar([ITEM_IDS[5]], k=4, filter={"stock": [0, 1]})[0]
+    assert unknown_answer.error == "item_id 'unheard of' is not in the catalogue"
+    assert invalid_answer.error == "item_id 7 is not a string, but the model was trained on string ids"
+    assert [answer.error for answer in missing_answers] == ["item_id is missing"] * 2
     rows = [{"item_id": item_id} for item_id in item_ids]
     row_answers = respond(retriever, {"rows": rows, "params": {"k": 4, "filter": {"stock": [0, 1]}}})
-    assert row_answers == [known, unknown, invalid, *missing]
+    assert row_answers == [known_answer, unknown_answer, invalid_answer, *missing_answers]
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,10 @@ def test_users_without_any_event_have_empty_histories(tmp_path: Path) -> None:
 def test_a_changed_block_fails_only_the_lookups_that_read_it(tmp_path: Path) -> None:
     num_users, history_length = 50_000, 20
     changed_row = num_users // 2
-    histories = np.random.default_rng(0).integers(0, NUM_ITEMS, (num_users, history_length))
-    path, checksums = write_user_file(tmp_path, [f"user-{row}" for row in range(num_users)], list(histories))
+    history_UH = np.random.default_rng(0).integers(0, NUM_ITEMS, (num_users, history_length))
+    path, checksums = write_user_file(tmp_path, [f"user-{row}" for row in range(num_users)], list(history_UH))
     content = bytearray(path.read_bytes())
-    position = content.find(histories[changed_row].astype(np.int32).tobytes())
+    position = content.find(history_UH[changed_row].astype(np.int32).tobytes())
     assert MAX_METADATA_BYTES < position < len(content) - MAX_METADATA_BYTES
     content[position] ^= 1
     path.write_bytes(content)
@@ -92,7 +92,7 @@ def test_a_changed_block_fails_only_the_lookups_that_read_it(tmp_path: Path) -> 
     max_users_per_block = BLOCK_BYTES // (4 * history_length) + 1
     intact_rows = np.array([0, changed_row - max_users_per_block, changed_row + max_users_per_block, num_users - 1])
     rows = table.ids.rows([f"user-{row}" for row in intact_rows])
-    assert (table.histories(rows).values_L == histories[intact_rows].reshape(-1)).all()
+    assert (table.histories(rows).values_L == history_UH[intact_rows].reshape(-1)).all()
     row = table.ids.rows([f"user-{changed_row}"])
     with pytest.raises(StageError, match=r"users.arrow: the bytes from [\d,]+ on were changed; download or package"):
         table.histories(row)

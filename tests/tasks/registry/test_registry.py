@@ -32,7 +32,7 @@ def registry(workspace: Path) -> Registry:
     return registry
 
 
-def changes(registry: Registry) -> list[tuple[str, str | None, str | None]]:
+def published_changes(registry: Registry) -> list[tuple[str, str | None, str | None]]:
     """Return (alias, old version, new version) of all published changes."""
     (recorder,) = registry.publishers
     assert isinstance(recorder, Recorder)
@@ -43,7 +43,7 @@ def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(
     assert registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
     assert version_number_text(registry.champion()) == "2"
     assert [version_number_text(version) for version in registry.former_champions()] == ["1"]
-    assert changes(registry) == [("champion", "1", "2")]
+    assert published_changes(registry) == [("champion", "1", "2")]
 
 
 def test_the_first_former_champion_is_the_version_that_was_replaced_last(registry: Registry) -> None:
@@ -58,7 +58,7 @@ def test_the_first_former_champion_is_the_version_that_was_replaced_last(registr
 def test_a_version_that_was_not_compared_with_the_current_champion_is_not_promoted(registry: Registry) -> None:
     assert not registry.move_champion(registry.version(3), expected_champion=registry.version(2), reason="better")
     assert not registry.move_champion(registry.version(3), expected_champion=None, reason="first")
-    assert (version_number_text(registry.champion()), registry.former_champions(), changes(registry)) == ("1", [], [])
+    assert (version_number_text(registry.champion()), registry.former_champions(), published_changes(registry)) == ("1", [], [])
 
 
 def test_only_one_of_two_concurrent_moves_of_an_alias_succeeds(
@@ -74,16 +74,16 @@ def test_only_one_of_two_concurrent_moves_of_an_alias_succeeds(
 
     monkeypatch.setattr(registry_module.time, "sleep", move_alias_as_other_process)
     assert not registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
-    assert (version_number_text(registry.champion()), changes(registry)) == ("3", [])
+    assert (version_number_text(registry.champion()), published_changes(registry)) == ("3", [])
     # The new version is compared again, with version 3.
     assert registry.move_champion(registry.version(2), expected_champion=registry.version(3), reason="better than 3")
-    assert changes(registry) == [("champion", "3", "2")]
+    assert published_changes(registry) == [("champion", "3", "2")]
 
 
 def test_each_move_or_removal_of_the_challenger_is_one_change(registry: Registry) -> None:
     for version in (registry.version(2), registry.version(2), registry.version(3), None, None):
         registry.move_challenger(version, reason="not better")
-    assert changes(registry) == [("challenger", None, "2"), ("challenger", "2", "3"), ("challenger", "3", None)]
+    assert published_changes(registry) == [("challenger", None, "2"), ("challenger", "2", "3"), ("challenger", "3", None)]
     assert registry.aliases() == {"champion": "1"}
 
 
@@ -94,7 +94,7 @@ def test_the_next_move_publishes_the_move_of_a_killed_process(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(registry_module.time, "sleep", Mock(side_effect=KeyboardInterrupt))
         registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
-    assert (registry.aliases(), changes(registry)) == ({"champion": "2"}, [])
+    assert (registry.aliases(), published_changes(registry)) == ({"champion": "2"}, [])
     (recorder,) = registry.publishers
     expected_changes = [AliasChange("m", "champion", "1", "2", "better", is_late=True)]
     for _ in range(2):  # the second call publishes nothing
@@ -116,5 +116,5 @@ def test_a_completed_move_of_a_process_without_publishers_is_not_published_later
     silent_registry = Registry.connect(workspace, "m")
     assert silent_registry.move_champion(registry.version(2), expected_champion=registry.version(1), reason="better")
     assert registry.move_champion(registry.version(3), expected_champion=registry.version(2), reason="best")
-    assert changes(registry) == [("champion", "2", "3")]
+    assert published_changes(registry) == [("champion", "2", "3")]
     assert not any(UNPUBLISHED_TAG in registry.version(number).tags for number in range(1, 4))

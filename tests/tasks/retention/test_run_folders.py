@@ -167,12 +167,12 @@ def test_files_that_cannot_be_removed_do_not_prevent_the_removal_of_other_files(
 ) -> None:
     remove_tree = shutil.rmtree
 
-    def remove_own_tree(path: Path) -> None:
+    def fail_for_run_20261(path: Path) -> None:
         if "20261" in str(path):
             raise PermissionError(errno.EACCES, "Permission denied")
         remove_tree(path)
 
-    monkeypatch.setattr(shutil, "rmtree", remove_own_tree)
+    monkeypatch.setattr(shutil, "rmtree", fail_for_run_20261)
     runs = [add_run(tmp_path, f"2026{index}") for index in range(5)]
     assert clean(tmp_path) == {"20260": "remove", "20262": "reduce"}
     assert f"{runs[1].folder}: cannot be cleaned ([Errno 13] Permission denied)" in caplog.text
@@ -279,23 +279,23 @@ def test_a_clean_keeps_aliased_runs_the_newest_runs_and_the_files_of_a_new_run(
     config = RetentionConfig(keep_full_runs=num_full_runs, keep_report_runs=num_full_runs + num_reduced_runs)
     with tempfile.TemporaryDirectory() as folder:
         workspace, complete_runs, aliased = Path(folder), list[Run](), set[str]()
-        for step_number, (kind, choice) in enumerate([*steps, ("clean", 0)]):
-            if kind in ("complete", "rejected", "failed"):
-                champion = max(aliased) if aliased and choice % 2 else None
-                run = add_run(workspace, f"2026{step_number:04}", end=kind, champion=champion, link=True)
-                complete_runs += [run] if kind == "complete" else []
-            elif kind == "alias":
+        for step_number, (step_kind, run_choice) in enumerate([*steps, ("clean", 0)]):
+            if step_kind in ("complete", "rejected", "failed"):
+                champion = max(aliased) if aliased and run_choice % 2 else None
+                run = add_run(workspace, f"2026{step_number:04}", end=step_kind, champion=champion, link=True)
+                complete_runs += [run] if step_kind == "complete" else []
+            elif step_kind == "alias":
                 whole_runs = [run for run in complete_runs if _is_whole(run)]
-                aliased = {whole_runs[choice % len(whole_runs)].run_id} if whole_runs else aliased
+                aliased = {whole_runs[run_choice % len(whole_runs)].run_id} if whole_runs else aliased
             else:
                 new_run = run_of(workspace, "next")
-                inputs_before = _read_by(new_run)
+                inputs_before = _inputs_of(new_run)
                 files_of_aliased = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in aliased}
                 files_of_newest = {
                     run_id: files_below(run_of(workspace, run_id).folder) for run_id in run_ids(workspace)[-num_full_runs:]
                 }
                 clean(workspace, aliased=aliased, config=config)
-                assert _read_by(new_run) == inputs_before
+                assert _inputs_of(new_run) == inputs_before
                 for run_id, files in (files_of_aliased | files_of_newest).items():
                     assert files_below(run_of(workspace, run_id).folder) - {".lock"} == files - {".lock"}
                 assert len(run_ids(workspace)) <= config.keep_report_runs + len(aliased) + 4
@@ -305,7 +305,7 @@ def _is_whole(run: Run) -> bool:
     return load_manifest(run.stage_folder(RegistrationManifest), RegistrationManifest) is not None
 
 
-def _read_by(run: Run) -> tuple[Path | None, Path | None, bool]:
+def _inputs_of(run: Run) -> tuple[Path | None, Path | None, bool]:
     """Return what a run reads from earlier runs: the folder of the interactions, and the folder of the data report.
 
     The third value is whether the run of this data report still has its interactions.

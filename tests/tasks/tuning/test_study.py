@@ -83,22 +83,22 @@ def test_a_trial_that_the_deadline_interrupts_is_continued_by_a_later_call(tmp_p
             on_progress(Progress(step=epoch, total_steps=3, epoch=epoch, validation={"ndcg@10": 0.1}, **other_fields))
         return Mock(validation={"ndcg@10": 0.1})
 
-    def run_next_trial(*, deadline: float) -> int:
+    def run_next_trial(*, deadline_s: float) -> int:
         """Run a trial until the deadline (time.monotonic) and return its number."""
         trial, folder = start_trial(study, CONFIG), tmp_path / "trial"
         (folder / "train.work").mkdir(parents=True, exist_ok=True)
         (folder / "train.work" / "weights").touch()
-        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline_s=deadline, folder=folder, label="1")
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline_s=deadline_s, folder=folder, label="1")
         return trial.number
 
     # The first trial ignores the deadline, so that the study has a result.
-    assert run_next_trial(deadline=0) == 0 and trained_epochs == [1, 2, 3]
+    assert run_next_trial(deadline_s=0) == 0 and trained_epochs == [1, 2, 3]
     trained_epochs.clear()
     with pytest.raises(BudgetSpent):
-        run_next_trial(deadline=0)
+        run_next_trial(deadline_s=0)
     assert trained_epochs == [1] and (tmp_path / "trial" / "train.work" / "weights").exists()
     assert [trial.number for trial in finished_trials(study)] == [0]
-    assert run_next_trial(deadline=inf) == 1
+    assert run_next_trial(deadline_s=inf) == 1
     assert [trial.ending for trial in finished_trials(study)] == ["complete", "complete"]
 
 
@@ -170,7 +170,7 @@ def test_a_trial_is_pruned_after_1_2_or_4_epochs_unless_it_is_in_the_better_half
         trial = start_trial(study, CONFIG)
         folder = tmp_path / f"{trial.number}"
         run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline_s=inf, folder=folder, label="1")
-        (finished_trial,) = [result for result in finished_trials(study) if result.number == trial.number]
+        (finished_trial,) = [any_trial for any_trial in finished_trials(study) if any_trial.number == trial.number]
         return finished_trial.ending, len(finished_trial.epochs)
 
     # startup_trials is 2: the first two trials are not pruned.

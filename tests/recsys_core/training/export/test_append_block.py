@@ -59,13 +59,13 @@ class Exported(NamedTuple):
 
     def scores(self, split: str) -> np.ndarray:
         """Return the scores [U, I] of the vectors that are in the folder now."""
-        query, item = (np.load(self.folder / f"{name}.npy") for name in (f"query_vectors_{split}", "item_vectors"))
-        result: np.ndarray = query @ item.T
-        return result
+        query_UD, item_vector_ID = (np.load(self.folder / f"{name}.npy") for name in (f"query_vectors_{split}", "item_vectors"))
+        score_UI: np.ndarray = query_UD @ item_vector_ID.T
+        return score_UI
 
     def trained_scores(self, split: str) -> np.ndarray:
-        result: np.ndarray = self.query_by_split[split] @ self.item_vector_ID.T
-        return result
+        score_UI: np.ndarray = self.query_by_split[split] @ self.item_vector_ID.T
+        return score_UI
 
     def expected_scores(self, split: str, weight: float) -> np.ndarray:
         """Return the trained scores plus the scores of the block, which are scaled by `weight` and the trained deviation."""
@@ -77,8 +77,8 @@ class Exported(NamedTuple):
         block_UI = total_UM / np.linalg.norm(total_UM, axis=1, keepdims=True) @ candidate_factor_IM.T
         trained_scores = np.concatenate([self.trained_scores(name) for name in SPLITS])
         trained_std = np.sqrt(trained_scores.var(axis=1, ddof=1).mean())
-        result: np.ndarray = self.trained_scores(split) + weight * trained_std * block_UI
-        return result
+        score_UI: np.ndarray = self.trained_scores(split) + weight * trained_std * block_UI
+        return score_UI
 
 
 def spec_of(history_length: int, model: dict[str, Any]) -> ModelSpec:
@@ -89,7 +89,7 @@ def spec_of(history_length: int, model: dict[str, Any]) -> ModelSpec:
 
 @pytest.fixture(params=[0, 4], ids=["no trained history", "trained history"])
 def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
-    """An export of random items, users and layers; the parameter is the config of its query tower."""
+    """An export of random items, users and layers; the parameter is the length of the histories that its tower reads."""
     random, folder = np.random.default_rng(2), tmp_path / "export"
     folder.mkdir()
     share_I = random.dirichlet(np.full(NUM_ITEMS, 0.5)) * 0.9 + 0.1 / NUM_ITEMS
@@ -137,22 +137,22 @@ def tower_of(folder: Path, spec: ModelSpec, layer_by_name: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("output_dim", [None, 12], ids=["concatenated", "reduced"])
 def test_scores_are_the_trained_scores_plus_the_scores_of_the_block(exported: Exported, output_dim: int | None) -> None:
-    expected = {split: exported.expected_scores(split, 0.3) for split in SPLITS}
+    expected_score_by_split = {split: exported.expected_scores(split, 0.3) for split in SPLITS}
     spec = exported.spec(weights=(0.3,), output_dim=output_dim)
     assert append_block(spec, store=exported.store, validation=None, folder=exported.folder) == 0.3
     assert np.load(exported.folder / "item_vectors.npy").shape == (NUM_ITEMS, output_dim or DIM + BLOCK_DIM)
     for split in SPLITS:
-        error = exported.scores(split) - expected[split]
-        assert np.abs(error).max() < 1e-4 if output_dim is None else error.std() < 0.1 * expected[split].std()
+        error = exported.scores(split) - expected_score_by_split[split]
+        assert np.abs(error).max() < 1e-4 if output_dim is None else error.std() < 0.1 * expected_score_by_split[split].std()
 
 
 def test_the_number_of_rows_in_a_chunk_does_not_change_the_scores(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = exported.expected_scores("test", 0.3)
+    expected_score_UI = exported.expected_scores("test", 0.3)
     for module in (append_block_module, spectral_block):
         monkeypatch.setattr(module, "CHUNK_ROWS", 7)
     spec = exported.spec(weights=(0.3,))
     append_block(spec, store=exported.store, validation=None, folder=exported.folder)
-    np.testing.assert_allclose(exported.scores("test"), expected, atol=1e-4)
+    np.testing.assert_allclose(exported.scores("test"), expected_score_UI, atol=1e-4)
     assert not list(exported.folder.glob("*.new"))
 
 
@@ -160,12 +160,12 @@ def test_a_reduction_to_the_full_width_changes_no_score(exported: Exported) -> N
     scores_with_width_6 = exported.expected_scores("test", 0.3)
     spec = exported.spec(dim=8, weights=(0.3,), output_dim=16)
     spec_without_reduction = exported.spec(dim=8, weights=(0.3,))
-    copied = exported._replace(folder=exported.folder.with_name("copy"))
-    shutil.copytree(exported.folder, copied.folder)
+    copied_export = exported._replace(folder=exported.folder.with_name("copy"))
+    shutil.copytree(exported.folder, copied_export.folder)
     append_block(spec, store=exported.store, validation=None, folder=exported.folder)
-    append_block(spec_without_reduction, store=exported.store, validation=None, folder=copied.folder)
-    np.testing.assert_allclose(exported.scores("test"), copied.scores("test"), atol=1e-3)
-    assert not np.allclose(copied.scores("test"), scores_with_width_6, atol=1e-3)
+    append_block(spec_without_reduction, store=exported.store, validation=None, folder=copied_export.folder)
+    np.testing.assert_allclose(exported.scores("test"), copied_export.scores("test"), atol=1e-3)
+    assert not np.allclose(copied_export.scores("test"), scores_with_width_6, atol=1e-3)
 
 
 def test_the_weight_with_the_best_validation_metric_is_chosen(exported: Exported) -> None:
@@ -183,13 +183,13 @@ def test_the_weight_with_the_best_validation_metric_is_chosen(exported: Exported
 def test_the_served_tower_and_its_padded_form_compute_the_exported_queries(exported: Exported, output_dim: int | None) -> None:
     spec = exported.spec(weights=(0.4,), output_dim=output_dim)
     append_block(spec, store=exported.store, validation=None, folder=exported.folder)
-    tower, users = tower_of(exported.folder, spec, exported.layer_by_name), np.arange(NUM_USERS)
-    history = exported.store.items_before(users, "test")
-    expected = np.load(exported.folder / "query_vectors_test.npy")
-    np.testing.assert_allclose(tower(users, history, features=FeatureStore({})).numpy(), expected, atol=1e-5)
-    inputs = padded_inputs(tower, users, history, features=FeatureStore({}))
+    tower, user_U = tower_of(exported.folder, spec, exported.layer_by_name), np.arange(NUM_USERS)
+    history = exported.store.items_before(user_U, "test")
+    expected_query_UD = np.load(exported.folder / "query_vectors_test.npy")
+    np.testing.assert_allclose(tower(user_U, history, features=FeatureStore({})).numpy(), expected_query_UD, atol=1e-5)
+    inputs = padded_inputs(tower, user_U, history, features=FeatureStore({}))
     query_BD = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
-    np.testing.assert_allclose(query_BD.detach().numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(query_BD.detach().numpy(), expected_query_UD, atol=1e-5)
 
 
 def test_the_block_of_a_refit_contains_the_held_out_events(exported: Exported, tmp_path: Path) -> None:
@@ -219,8 +219,8 @@ def test_users_with_a_history_or_a_row_are_known_to_a_model_with_a_block() -> No
 
 def test_with_choices_sets_the_chosen_temperature_and_weight() -> None:
     spec = spec_of(0, {"spectral_block": {"dim": BLOCK_DIM}, "temperature": "auto"})
-    chosen = spec.with_choices(temperature=0.15, block_weight=0.5).config
-    assert chosen.temperature == 0.15 and chosen.spectral_block.weights == (0.5,)  # type: ignore[union-attr]
+    chosen_config = spec.with_choices(temperature=0.15, block_weight=0.5).config
+    assert chosen_config.temperature == 0.15 and chosen_config.spectral_block.weights == (0.5,)  # type: ignore[union-attr]
     assert spec.with_choices(temperature=None, block_weight=None) is spec
 
 

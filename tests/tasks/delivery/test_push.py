@@ -29,7 +29,7 @@ STORE_ADAPTER: TypeAdapter[AnyStore] = TypeAdapter(StoreConfig)
 
 @pytest.fixture(scope="session")
 def package(build_packaged_model: Callable[..., Any]) -> PackageManifest:  # noqa: F811
-    manifest: PackageManifest = build_packaged_model(item_files=ITEM_FILES)[1]
+    manifest: PackageManifest = build_packaged_model(item_files=ITEM_FILES).package
     return manifest
 
 
@@ -52,6 +52,12 @@ def collection_name(retriever: Retriever) -> str:
     return f"films_v{retriever.version}_{retriever.space_id}"
 
 
+def aliased_collection(settings: AnyStore) -> str | None:
+    """Return the collection that the alias names."""
+    with settings.connect() as store:
+        return store.aliased_collection("films")
+
+
 def read_collections(settings: AnyStore) -> tuple[str | None, list[str]]:
     """Return the collection that the alias names, and all collections of the store."""
     with settings.connect() as store:
@@ -60,17 +66,17 @@ def read_collections(settings: AnyStore) -> tuple[str | None, list[str]]:
 
 def test_a_store_returns_the_ids_of_the_exact_best_items(settings: AnyStore, package: PackageManifest) -> None:
     retriever = load_version(package, 1)
-    result = push(retriever, settings, model_name="films")
-    assert (result.collection, result.num_loaded, result.overlap) == (collection_name(retriever), NUM_ITEMS, 1.0)
+    push_result = push(retriever, settings, model_name="films")
+    assert (push_result.collection, push_result.num_loaded, push_result.overlap) == (collection_name(retriever), NUM_ITEMS, 1.0)
     assert read_collections(settings) == (collection_name(retriever), [collection_name(retriever)])
     query_BD = golden_vectors(retriever)
     assert len(query_BD) > 20
     with settings.connect() as store:
         item_ids = store.search(collection_name(retriever), query_BD, 10)
         assert store.count(collection_name(retriever)) == NUM_ITEMS
-    vectors = retriever.item_vectors(np.arange(NUM_ITEMS))
+    item_vector_ID = retriever.item_vectors(np.arange(NUM_ITEMS))
     for query, ids in zip(query_BD, item_ids, strict=True):
-        assert ids == [ITEM_IDS[row] for row in np.argsort(-(vectors @ query), kind="stable")[:10]]
+        assert ids == [ITEM_IDS[row] for row in np.argsort(-(item_vector_ID @ query), kind="stable")[:10]]
 
 
 def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path: Path) -> None:
@@ -81,9 +87,10 @@ def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path
     retriever = load_version(package, 1)
     for kind in KINDS:
         push(retriever, store_config(kind, tmp_path), model_name="films")
-    row = 4  # its item has a title and the genre pop
-    rows = lancedb.connect(tmp_path / "lancedb").open_table(collection_name(retriever)).search()
-    (lancedb_item,) = rows.where(f"item_id = '{ITEM_IDS[row]}'").select(["title", "genre", "price", "is_new"]).to_list()
+    item_row = 4  # its item has a title and the genre pop
+    collection = lancedb.connect(tmp_path / "lancedb").open_table(collection_name(retriever))
+    query = collection.search().where(f"item_id = '{ITEM_IDS[item_row]}'")
+    (lancedb_item,) = query.select(["title", "genre", "price", "is_new"]).to_list()
     assert lancedb_item == {"title": "title 4", "genre": "pop", "price": 4.0, "is_new": True}
     client = qdrant_client.QdrantClient(path=str(tmp_path / "qdrant"))
     models = qdrant_client.models
@@ -91,7 +98,7 @@ def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path
     (point,), _ = client.scroll("films", scroll_filter=models.Filter(must=[condition]))
     client.close()
     assert point.payload == {
-        "item_id": ITEM_IDS[row], "title": "title 4", "genre": "pop", "price": 4.0, "stock": 4, "is_new": True,
+        "item_id": ITEM_IDS[item_row], "title": "title 4", "genre": "pop", "price": 4.0, "stock": 4, "is_new": True,
         "since": "2026-01-05T00:00:00.000000Z",
     }  # fmt: skip
     with store_config("milvus", tmp_path).connect():
@@ -100,14 +107,14 @@ def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path
         day_us = 86_400_000_000
         since = f"since >= {20_458 * day_us} and since < {20_459 * day_us}"  # 20,458 days from 1970 to 2026-01-05
         (milvus_item,) = milvus.query("films", filter=since, output_fields=["item_id", "title", "genre", "stock", "is_new"])
-    assert milvus_item == {"item_id": ITEM_IDS[row], "title": "title 4", "genre": "pop", "stock": 4, "is_new": True}
+    assert milvus_item == {"item_id": ITEM_IDS[item_row], "title": "title 4", "genre": "pop", "stock": 4, "is_new": True}
 
 
 @pytest.mark.parametrize("item_ids", [[-5, 0, 2**62], ["a b", "ü", "0"]])
 def test_integer_ids_and_string_ids_are_returned_unchanged(settings: AnyStore, item_ids: list[Any]) -> None:
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.eye(3, 4, dtype=np.float32).reshape(-1)), 4)
+    vector_column = pa.FixedSizeListArray.from_arrays(pa.array(np.eye(3, 4, dtype=np.float32).reshape(-1)), 4)
     prices = pa.array([None, float("inf"), float("nan")])
-    items = pa.table({"item_id": item_ids, "price": prices, "vector": vectors})
+    items = pa.table({"item_id": item_ids, "price": prices, "vector": vector_column})
     with settings.connect() as store:
         store.create("three_items", items.schema)
         store.add("three_items", items)
@@ -179,7 +186,7 @@ def test_a_push_loads_the_incomplete_collection_of_an_interrupted_push_again(
         store.add(collection_name(retriever), first_items)
         store.finish(collection_name(retriever))
     assert push(retriever, settings, model_name="films").num_loaded == NUM_ITEMS
-    assert read_collections(settings)[0] == collection_name(retriever)
+    assert aliased_collection(settings) == collection_name(retriever)
 
 
 def test_a_push_adds_the_missing_index_of_an_interrupted_push(package: PackageManifest, tmp_path: Path) -> None:
@@ -209,15 +216,15 @@ def test_a_push_of_wrong_vectors_fails_at_the_golden_queries_and_keeps_the_alias
             yield items.set_column(column_index, items.schema.field("vector"), items["vector"][::-1])
 
     monkeypatch.setattr(new_version, "item_batches", batches_with_reversed_vectors)
-    with pytest.raises(StageError) as failure:
+    with pytest.raises(StageError) as error_info:
         push(new_version, settings, model_name="films")
-    message = str(failure.value)
+    message = str(error_info.value)
     assert f"the collection {collection_name(new_version)} returns " in message and "100.0 % are required" in message
     assert (
         f"the alias films names {collection_name(old_version)}. Remove the cause, and repeat the push with `nightjar push`"
         in message
     )
-    assert read_collections(settings)[0] == collection_name(old_version)
+    assert aliased_collection(settings) == collection_name(old_version)
     monkeypatch.undo()
     assert push(new_version, settings, model_name="films").num_loaded == NUM_ITEMS
 
@@ -256,21 +263,21 @@ def test_an_approximate_index_is_accepted_from_min_overlap_on(kind: str, package
     retriever = load_version(package, 1)
     settings = store_config(kind, tmp_path, index="approximate", min_overlap=0.5)
     assert 0.5 <= push(retriever, settings, model_name="films").overlap <= 1.0
-    assert read_collections(settings)[0] == collection_name(retriever)
+    assert aliased_collection(settings) == collection_name(retriever)
 
 
 def test_the_exact_top_scores_equal_the_scores_of_the_sorted_catalogue(package: PackageManifest) -> None:
     retriever = load_version(package, 1)
     query_BD = golden_vectors(retriever)[:3]
-    expected = -np.sort(-(query_BD @ retriever.item_vectors(np.arange(NUM_ITEMS)).T), axis=1)[:, :7]
-    np.testing.assert_allclose(exact_top_scores(retriever, query_BD, k=7), expected, rtol=1e-6)
+    expected_score_BK = -np.sort(-(query_BD @ retriever.item_vectors(np.arange(NUM_ITEMS)).T), axis=1)[:, :7]
+    np.testing.assert_allclose(exact_top_scores(retriever, query_BD, k=7), expected_score_BK, rtol=1e-6)
 
 
 def test_a_failed_push_to_one_store_does_not_stop_the_next_push(package: PackageManifest, tmp_path: Path) -> None:
     (tmp_path / "lancedb").write_text("a file, not a folder")
     stores = (store_config("lancedb", tmp_path), store_config("qdrant", tmp_path))
-    results, alarms = push_to_all(load_version(package, 4), stores, model_name="films")
-    assert [result.location for result in results] == [f"qdrant {tmp_path / 'qdrant'}"]
+    push_results, alarms = push_to_all(load_version(package, 4), stores, model_name="films")
+    assert [push_result.location for push_result in push_results] == [f"qdrant {tmp_path / 'qdrant'}"]
     (alarm,) = alarms
     assert alarm.startswith(f"version 4 was not pushed: lancedb {tmp_path / 'lancedb'}: ")
     assert "the alias films names no collection" in alarm
@@ -295,12 +302,13 @@ def test_the_api_key_comes_from_the_environment_and_is_in_no_message(
     with HTTPServer(("127.0.0.1", 0), RefusingHandler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         settings = STORE_ADAPTER.validate_python({"kind": "qdrant", "url": f"http://127.0.0.1:{server.server_port}"})
-        with pytest.warns(UserWarning), pytest.raises(StageError) as failure:  # the library warns about API keys without TLS
+        with pytest.warns(UserWarning), pytest.raises(StageError) as error_info:  # the library warns about API keys without TLS
             push(load_version(package, 1), settings, model_name="films")
         server.shutdown()
     assert set(api_keys) == {"t0p-s3cret"}
-    assert f"qdrant {settings.location.split()[1]}: UnexpectedResponse: " in str(failure.value) and "403" in str(failure.value)
-    assert "s3cret" not in str(failure.value)
+    message = str(error_info.value)
+    assert f"qdrant {settings.location.split()[1]}: UnexpectedResponse: " in message and "403" in message
+    assert "s3cret" not in message
 
 
 @pytest.mark.parametrize(

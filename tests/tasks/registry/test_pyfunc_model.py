@@ -94,11 +94,18 @@ def server(model: PyFuncModel) -> TestClient:
 
 
 def post(server: TestClient, records: list[dict[str, Any]], **params: Any) -> tuple[int, Any]:
-    """Send the records. Return the HTTP status, and the predictions or the error message."""
+    """Send the records. Return the HTTP status, and the answers or the error message."""
     request = json.dumps({"dataframe_records": records, "params": params})
     response = server.post("/invocations", content=request, headers={"content-type": "application/json"})
     content = response.json()
     return response.status_code, content.get("predictions", content.get("message"))
+
+
+def answers_of(server: TestClient, records: list[dict[str, Any]], **params: Any) -> list[dict[str, Any]]:
+    """Send valid records. Return an answer for each record."""
+    status, answers = post(server, records, **params)
+    assert status == 200, answers
+    return answers
 
 
 def test_a_version_requires_public_releases_of_the_packages_that_serving_imports(workspace: Path) -> None:
@@ -132,8 +139,7 @@ def test_invalid_records_get_an_error_and_valid_records_get_recommendations(serv
         {"user_id": "\ud800"},
         {"user_id": "not in the log"},
     ]
-    status, answers = post(server, records, k=3)
-    assert status == 200
+    answers = answers_of(server, records, k=3)
     assert [answer["error"] for answer in answers] == [
         None,
         "user_id 7 is not a string, but the model was trained on string ids",
@@ -144,19 +150,18 @@ def test_invalid_records_get_an_error_and_valid_records_get_recommendations(serv
         "user_id '\\ud800' is not valid Unicode",
         None,
     ]
-    for prediction in answers:
-        assert len(prediction["item_ids"]) == len(prediction["scores"]) == (0 if prediction["error"] else 3)
-    assert post(server, [valid_record], k=3)[1] == answers[:1]
-    assert post(server, [invalid_record], k=3)[1] == answers[1:2]
+    assert [len(record_answer["item_ids"]) for record_answer in answers] == [3, 0, 3, 0, 0, 0, 0, 3]
+    assert [len(record_answer["scores"]) for record_answer in answers] == [3, 0, 3, 0, 0, 0, 0, 3]
+    assert answers_of(server, [valid_record], k=3) == answers[:1]
+    assert answers_of(server, [invalid_record], k=3) == answers[1:2]
 
 
 def test_only_records_without_a_history_use_the_stored_history(server: TestClient) -> None:
     record_with_history = {"user_id": "user-1", "history": [5003, 5006]}
-    status, answers = post(server, [{"user_id": "user-0"}, record_with_history, {"user_id": "user-2", "history": None}], k=4)
-    answers_alone = [
-        post(server, [record], k=4)[1][0] for record in ({"user_id": "user-0"}, record_with_history, {"user_id": "user-2"})
-    ]
-    assert (status, answers) == (200, answers_alone)
+    records = [{"user_id": "user-0"}, record_with_history, {"user_id": "user-2"}]
+    answers_alone = [answer for record in records for answer in answers_of(server, [record], k=4)]
+    records_with_null = [*records[:2], {"user_id": "user-2", "history": None}]
+    assert answers_of(server, records_with_null, k=4) == answers_alone
     dataframe_split = {
         "columns": ["user_id", "history"],
         "data": [["user-0", None], ["user-1", [5003, 5006]], ["user-2", None]],
@@ -167,8 +172,8 @@ def test_only_records_without_a_history_use_the_stored_history(server: TestClien
 
 def test_an_answer_has_its_version_space_fallback_and_number_of_unknown_items(workspace: Path, server: TestClient) -> None:
     records = [{"user_id": "user-0"}, {"user_id": "?", "history": [5003, 1]}, {"user_id": None}, {"history": [5003]}]
-    status, answers = post(server, records, k=3)
-    assert status == 200 and len({answer["space_id"] for answer in answers}) == 1
+    answers = answers_of(server, records, k=3)
+    assert len({answer["space_id"] for answer in answers}) == 1
     assert [answer["fallback"] for answer in answers] == [None, "history", "popularity", "history"]
     assert [answer["num_unknown_items"] for answer in answers] == [0, 1, 0, 0]
     assert "query_vector" not in answers[0]
@@ -177,17 +182,17 @@ def test_an_answer_has_its_version_space_fallback_and_number_of_unknown_items(wo
 
 
 def test_params_exclude_items_and_return_vectors(server: TestClient) -> None:
-    _, (full_answer,) = post(server, [{"user_id": "user-0"}], k=4, with_vectors=True)
-    _, (answer,) = post(server, [{"user_id": "user-0"}], k=3, exclude=full_answer["item_ids"][:1], min_score=-10)
+    (full_answer,) = answers_of(server, [{"user_id": "user-0"}], k=4, with_vectors=True)
+    (answer,) = answers_of(server, [{"user_id": "user-0"}], k=3, exclude=full_answer["item_ids"][:1], min_score=-10)
     assert answer["item_ids"] == full_answer["item_ids"][1:]
     inner_products = np.array(full_answer["item_vectors"]) @ np.array(full_answer["query_vector"])
     assert inner_products.tolist() == pytest.approx(full_answer["scores"], abs=1e-5)
 
 
 def test_similar_items_are_requested_by_item_id(server: TestClient) -> None:
-    status, (similar, unknown) = post(server, [{"item_id": 5003}, {"item_id": 1}], k=3)
-    assert (status, len(similar["item_ids"])) == (200, 3) and 5003 not in similar["item_ids"]
-    assert unknown["error"] == "item_id 1 is not in the catalogue"
+    similar_answer, unknown_answer = answers_of(server, [{"item_id": 5003}, {"item_id": 1}], k=3)
+    assert len(similar_answer["item_ids"]) == 3 and 5003 not in similar_answer["item_ids"]
+    assert unknown_answer["error"] == "item_id 1 is not in the catalogue"
 
 
 @pytest.mark.parametrize(
@@ -211,8 +216,8 @@ def test_similar_items_are_requested_by_item_id(server: TestClient) -> None:
 def test_a_request_with_an_unknown_or_invalid_param_fails_with_the_name_of_the_param(
     server: TestClient, model: PyFuncModel, params: dict[str, Any], message: str
 ) -> None:
-    status, answer = post(server, [{"user_id": "user-0"}], **params)
-    assert status == 400 and re.search(message, answer), answer
+    status, error_message = post(server, [{"user_id": "user-0"}], **params)
+    assert status == 400 and re.search(message, error_message), error_message
     with pytest.raises(MlflowException, match=message):
         model.predict(pd.DataFrame({"user_id": ["user-0"]}), params=params)
 
@@ -305,15 +310,15 @@ def test_a_package_edited_together_with_its_sha256_is_rejected_by_the_tag_of_its
     sha256_before = hashlib.sha256(package_file.read_bytes()).hexdigest()
     _replace_text(package_file, '"max_k": 120', '"max_k": 7')
     _replace_text(mlmodel, sha256_before, hashlib.sha256(package_file.read_bytes()).hexdigest())
-    mlflow.pyfunc.load_model(URI)  # passes, because the sha256 in the folder is the new one
+    mlflow.pyfunc.load_model(URI)  # passes, because MLmodel has the sha256 of the edited package.json
     with pytest.raises(StageError, match=rf"package.json: the sha256 is \w+, but the file was written with {sha256_before}"):
         load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
 def test_an_mlmodel_without_the_checksum_is_rejected(stored_model_folder: Path) -> None:
-    content = YAML(typ="safe", pure=True).load((stored_model_folder / "MLmodel").read_text())
-    del content["flavors"]["python_function"]["config"]
-    (stored_model_folder / "MLmodel").write_text(yaml_loader.dump(content))
+    description = YAML(typ="safe", pure=True).load((stored_model_folder / "MLmodel").read_text())
+    del description["flavors"]["python_function"]["config"]
+    (stored_model_folder / "MLmodel").write_text(yaml_loader.dump(description))
     with pytest.raises(StageError, match="MLmodel: the python_function flavor has no config package_sha256"):
         load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
@@ -327,7 +332,6 @@ def test_a_version_without_the_checksum_in_its_tags_is_rejected(workspace: Path)
             load_model(URI, client=client, workspace=OTHER_WORKSPACE)
     finally:
         client.set_model_version_tag("m", "1", PACKAGE_SHA256_TAG, version.tags[PACKAGE_SHA256_TAG])
-    assert (
-        load_model(URI, client=client, workspace=OTHER_WORKSPACE).predict(pd.DataFrame({"user_id": ["user-0"]}))[0]["error"]
-        is None
-    )
+    model = load_model(URI, client=client, workspace=OTHER_WORKSPACE)
+    (answer,) = model.predict(pd.DataFrame({"user_id": ["user-0"]}))
+    assert answer["error"] is None

@@ -17,7 +17,7 @@ def test_the_retriever_example_prints_two_answers_without_a_fallback(
     match = re.search(r"```python\n(from recsys_core import Retriever\n.*?)```", PAGE_PATH.read_text(), re.DOTALL)
     assert match is not None
     code = match[1]
-    package_folder = str(build_packaged_model(features=CONTEXT_FEATURES, item_files=ITEM_FILES)[1].folder)
+    package_folder = str(build_packaged_model(features=CONTEXT_FEATURES, item_files=ITEM_FILES).package.folder)
     for old_text, new_text in {
         '"workspace/runs/20261125-060000-ab12/package"': repr(package_folder),
         "[42, 43]": repr(USER_IDS[:2]),

@@ -27,7 +27,7 @@ def release_of(package: PackageManifest, *, version: str) -> Release:
 
 @pytest.fixture(scope="session")
 def package(build_packaged_model: ModelBuilder) -> PackageManifest:
-    return build_packaged_model(item_files=ITEM_FILES, features=("user.number",))[1]
+    return build_packaged_model(item_files=ITEM_FILES, features=("user.number",)).package
 
 
 @pytest.fixture(scope="session")

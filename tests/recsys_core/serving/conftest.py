@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.description import description_sha256
 from recsys_core.serving.package import build_package
+from recsys_core.serving.quantise import ServedQueryTower, build_tower
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.evaluation.stage_folders import write_export_stage, write_features_stage, write_interactions_stage
 from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
@@ -170,7 +171,7 @@ class ExportedModel:
         Args:
             user: user row; None for an unknown user, whose features are zeros.
             history: item rows, oldest first.
-            given_features: features of the request, which replace those of the user.
+            given_features: features of the request, which replace the features of the user.
         """
         length = self.spec.config.history.length
         recent = list(history)[-length:] if length else []
@@ -208,6 +209,17 @@ class ExportedModel:
         return [ITEM_IDS[row] for row in order if row in candidates][:k]
 
 
+def query_tower_of(exported_model: ExportedModel, *, quantization: str = "fp32") -> ServedQueryTower:
+    """Return the query tower as a package stores it."""
+    return build_tower(
+        exported_model.spec,
+        history_items=exported_model.history_items,
+        tables=exported_model.query_tables,
+        dense=exported_model.towers.state_dict(),
+        quantization=quantization,  # type: ignore[arg-type]
+    )
+
+
 def _vocabularies(ingested_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
     """Return the vocabulary file of each feature that has one. The value in row n of a feature is "<key> n"."""
     return {
@@ -217,7 +229,14 @@ def _vocabularies(ingested_by_feature: Mapping[str, IngestedFeature]) -> dict[st
     }
 
 
-ModelBuilder = Callable[..., tuple[ExportedModel, PackageManifest]]
+class PackagedModel(NamedTuple):
+    """A model and the manifest of its package."""
+
+    exported_model: ExportedModel
+    package: PackageManifest
+
+
+ModelBuilder = Callable[..., PackagedModel]
 
 
 @pytest.fixture(scope="session")
@@ -238,7 +257,7 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
         features: Sequence[str] = (),
         item_files: Mapping[str, pa.Table] | None = None,
         **model: object,
-    ) -> tuple[ExportedModel, PackageManifest]:
+    ) -> PackagedModel:
         folder = tmp_path_factory.mktemp("stages")
         exported_model = ExportedModel(small_model_config(**model), features=features)  # type: ignore[arg-type]
         interactions = write_interactions_stage(
@@ -301,19 +320,19 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
             evaluation=evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation"),
             folder=folder / "package",
         )
-        return exported_model, package
+        return PackagedModel(exported_model, package)
 
     return build
 
 
 @pytest.fixture(scope="module")
-def flat_model(build_packaged_model: ModelBuilder) -> tuple[ExportedModel, PackageManifest]:
+def flat_model(build_packaged_model: ModelBuilder) -> PackagedModel:
     return build_packaged_model(index_kind="flat")
 
 
 @pytest.fixture(scope="module")
-def retriever(flat_model: tuple[ExportedModel, PackageManifest]) -> Retriever:
-    return load_retriever(flat_model[1])
+def retriever(flat_model: PackagedModel) -> Retriever:
+    return load_retriever(flat_model.package)
 
 
 def load_retriever(package: PackageManifest) -> Retriever:

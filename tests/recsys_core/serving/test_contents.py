@@ -33,9 +33,9 @@ from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, NUM_ITEMS, NUM_USE
 
 @pytest.fixture(scope="module")
 def package_manifest(build_packaged_model: ModelBuilder) -> PackageManifest:
-    return build_packaged_model(index_kind="ivf_flat", quantization="int8", learn_user_embedding=True, features=USER_FEATURES)[
-        1
-    ]
+    return build_packaged_model(
+        index_kind="ivf_flat", quantization="int8", learn_user_embedding=True, features=USER_FEATURES
+    ).package
 
 
 @pytest.fixture

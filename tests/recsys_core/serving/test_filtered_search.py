@@ -116,6 +116,6 @@ def test_a_filter_may_compare_with_a_datetime(model_and_filtering_retriever: tup
 def test_an_error_about_an_invalid_filter_names_its_column(
     build_packaged_model: ModelBuilder, item_filter: dict[str, Any], message: str
 ) -> None:
-    retriever = load_retriever(build_packaged_model(item_files=ITEM_FILES)[1])
+    retriever = load_retriever(build_packaged_model(item_files=ITEM_FILES).package)
     with pytest.raises(InputError, match=message):
         retriever.recommend([1], k=3, filter=item_filter)

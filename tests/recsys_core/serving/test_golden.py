@@ -21,7 +21,7 @@ from tests.recsys_core.serving.test_contents import edit_description, update_rec
 
 @pytest.fixture(scope="module")
 def package_manifest(build_packaged_model: ModelBuilder) -> PackageManifest:
-    return build_packaged_model(index_kind="hnsw", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1]
+    return build_packaged_model(index_kind="hnsw", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES).package
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_file_of_another_version_or_in_another_order_is_rejected(
     package_copy: Path, build_packaged_model: ModelBuilder, change: Callable[[Path, Path], None], message: str
 ) -> None:
     features = (*USER_FEATURES, *CONTEXT_FEATURES)
-    other_manifest = build_packaged_model(index_kind="hnsw", features=features, item_files=ITEM_FILES, similarity="dot")[1]
+    other_manifest = build_packaged_model(index_kind="hnsw", features=features, item_files=ITEM_FILES, similarity="dot").package
     change(package_copy, other_manifest.folder / "package")
     with pytest.raises(StageError, match=message):
         Retriever.load(package_copy)

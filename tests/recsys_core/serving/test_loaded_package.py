@@ -18,32 +18,34 @@ from tests.recsys_core.serving.conftest import (
     USER_FEATURES,
     USER_IDS,
     ModelBuilder,
+    PackagedModel,
     load_retriever,
 )
 
 
-def test_a_package_loads_without_the_compiler_of_torch(flat_model) -> None:
+def test_a_package_loads_without_the_compiler_of_torch(flat_model: PackagedModel) -> None:
+    folder = str(flat_model.package.folder)
     script = (
         "import sys; from pathlib import Path; from recsys_core.serving.retriever import Retriever; "
-        f"Retriever.load(Path({str(flat_model[1].folder)!r})); print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+        f"Retriever.load(Path({folder!r})); print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert result.stdout.split() == ["True", "False"]
 
 
-def test_a_package_loads_from_its_stage_folder_without_a_checksum(flat_model, retriever: Retriever) -> None:
-    loaded = Retriever.load(flat_model[1].folder)
-    assert loaded.recommend(USER_IDS[:1], k=5)[0] == retriever.recommend(USER_IDS[:1], k=5)[0]
+def test_a_package_loads_from_its_stage_folder_without_a_checksum(flat_model: PackagedModel, retriever: Retriever) -> None:
+    loaded_retriever = Retriever.load(flat_model.package.folder)
+    assert loaded_retriever.recommend(USER_IDS[:1], k=5)[0] == retriever.recommend(USER_IDS[:1], k=5)[0]
 
 
-def test_a_package_that_was_copied_elsewhere_loads(flat_model, retriever: Retriever, tmp_path: Path) -> None:
-    shutil.copytree(flat_model[1].folder / "package", tmp_path / "elsewhere")
-    copied = Retriever.load(tmp_path / "elsewhere", sha256=description_sha256(flat_model[1]))
-    assert copied.recommend(USER_IDS[:1], k=5)[0] == retriever.recommend(USER_IDS[:1], k=5)[0]
+def test_a_package_that_was_copied_elsewhere_loads(flat_model: PackagedModel, retriever: Retriever, tmp_path: Path) -> None:
+    shutil.copytree(flat_model.package.folder / "package", tmp_path / "elsewhere")
+    loaded_copy = Retriever.load(tmp_path / "elsewhere", sha256=description_sha256(flat_model.package))
+    assert loaded_copy.recommend(USER_IDS[:1], k=5)[0] == retriever.recommend(USER_IDS[:1], k=5)[0]
 
 
 def test_titles_of_items_are_read_from_the_package(build_packaged_model: ModelBuilder) -> None:
-    items = load_retriever(build_packaged_model(item_files=ITEM_FILES)[1]).items
+    items = load_retriever(build_packaged_model(item_files=ITEM_FILES).package).items
     assert items.titles(np.array([4, 3, 0])) == ["title 4", None, "title 0"]
 
 
@@ -68,8 +70,10 @@ def test_a_package_without_users_answers_from_the_history_of_the_request(build_p
     )
 
 
-def test_the_description_of_a_package_has_its_settings_its_data_and_its_metrics(flat_model, retriever: Retriever) -> None:
-    exported_model, _ = flat_model
+def test_the_description_of_a_package_has_its_settings_its_data_and_its_metrics(
+    flat_model: PackagedModel, retriever: Retriever
+) -> None:
+    exported_model = flat_model.exported_model
     package = retriever.package
     assert (package.dim, package.max_k, package.users, package.fallbacks) == (
         16,
@@ -82,9 +86,9 @@ def test_the_description_of_a_package_has_its_settings_its_data_and_its_metrics(
     assert 0 < recall.value < 1 and recall.half_width is not None and recall.half_width > 0
 
 
-def test_a_package_loads_from_a_stage_a_package_and_an_mlflow_folder(flat_model, tmp_path: Path) -> None:
-    shutil.copytree(flat_model[1].folder / "package", tmp_path / "artifacts" / "package")
-    folders = (flat_model[1].folder, flat_model[1].folder / "package", str(tmp_path))
+def test_a_package_loads_from_a_stage_a_package_and_an_mlflow_folder(flat_model: PackagedModel, tmp_path: Path) -> None:
+    shutil.copytree(flat_model.package.folder / "package", tmp_path / "artifacts" / "package")
+    folders = (flat_model.package.folder, flat_model.package.folder / "package", str(tmp_path))
     assert len({Retriever.load(folder).version for folder in folders}) == 1
     assert Retriever.load(tmp_path, version="7").recommend([1], k=1)[0].version == "7"
 
@@ -92,5 +96,5 @@ def test_a_package_loads_from_a_stage_a_package_and_an_mlflow_folder(flat_model,
 def test_the_space_id_depends_on_the_model_but_not_on_its_index_and_quantization(
     build_packaged_model: ModelBuilder, retriever: Retriever
 ) -> None:
-    assert load_retriever(build_packaged_model(index_kind="hnsw", quantization="int8")[1]).space_id == retriever.space_id
-    assert load_retriever(build_packaged_model(similarity="dot")[1]).space_id != retriever.space_id
+    assert load_retriever(build_packaged_model(index_kind="hnsw", quantization="int8").package).space_id == retriever.space_id
+    assert load_retriever(build_packaged_model(similarity="dot").package).space_id != retriever.space_id

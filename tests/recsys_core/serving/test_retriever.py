@@ -28,6 +28,7 @@ from tests.recsys_core.serving.conftest import (
     USER_IDS,
     ExportedModel,
     ModelBuilder,
+    PackagedModel,
     load_retriever,
     seen_ids_of,
 )
@@ -43,8 +44,8 @@ def model_and_retriever(request: pytest.FixtureRequest, build_packaged_model: Mo
     return exported_model, load_retriever(package)
 
 
-def test_known_users_get_the_exact_best_unseen_items(flat_model, retriever: Retriever) -> None:
-    exported_model, _ = flat_model
+def test_known_users_get_the_exact_best_unseen_items(flat_model: PackagedModel, retriever: Retriever) -> None:
+    exported_model = flat_model.exported_model
     recommendations = retriever.recommend(USER_IDS, k=10)
     ids, scores = recommendations.item_ids, recommendations.scores
     for user in range(NUM_USERS):
@@ -57,7 +58,7 @@ def test_known_users_get_the_exact_best_unseen_items(flat_model, retriever: Retr
 def test_an_int8_model_recommends_nearly_the_items_of_the_float_model(
     build_packaged_model: ModelBuilder, retriever: Retriever
 ) -> None:
-    int8_retriever = load_retriever(build_packaged_model(index_kind="flat", quantization="int8")[1])
+    int8_retriever = load_retriever(build_packaged_model(index_kind="flat", quantization="int8").package)
     pairs = zip(retriever.recommend(USER_IDS, k=20).item_ids, int8_retriever.recommend(USER_IDS, k=20).item_ids, strict=True)
     assert np.mean([len({*float_ids} & {*int8_ids}) / len(float_ids) for float_ids, int8_ids in pairs]) > 0.9
 
@@ -75,15 +76,15 @@ def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(
             assert (np.diff(scores) <= 0).all()
 
 
-def test_a_user_who_has_seen_nearly_all_items_gets_the_unseen_ones(
+def test_a_user_who_has_seen_nearly_all_items_gets_the_unseen_items(
     model_and_retriever: tuple[ExportedModel, Retriever],
 ) -> None:
     exported_model, retriever = model_and_retriever
     assert {*retriever.recommend([USER_IDS[3]], k=5).item_ids[0]} == {*ITEM_IDS} - seen_ids_of(exported_model, 3)
 
 
-def test_a_history_in_the_request_replaces_the_stored_one(flat_model, retriever: Retriever) -> None:
-    exported_model, _ = flat_model
+def test_a_history_in_the_request_replaces_the_stored_history(flat_model: PackagedModel, retriever: Retriever) -> None:
+    exported_model = flat_model.exported_model
     rows = [11, 250, 31, 7, 99, 120, 130, 44]  # more than the 6 items that the model reads
     given_history = [ITEM_IDS[row] for row in rows]
     ids = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given_history], given_history]).item_ids
@@ -92,8 +93,10 @@ def test_a_history_in_the_request_replaces_the_stored_one(flat_model, retriever:
     assert ids[1].tolist() == exported_model.best_ids(query, seen=rows, k=8)
 
 
-def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat_model, retriever: Retriever) -> None:
-    exported_model, _ = flat_model
+def test_without_exclude_stored_history_only_the_given_history_is_excluded(
+    flat_model: PackagedModel, retriever: Retriever
+) -> None:
+    exported_model = flat_model.exported_model
     rows = exported_model.train[5]
     histories = [[ITEM_IDS[row] for row in rows]]
     (ids,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, histories=histories, exclude_stored_history=False).item_ids
@@ -102,7 +105,7 @@ def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat_
     assert top_ids.tolist() == exported_model.best_ids(exported_model.query_vector(None, rows), seen=rows, k=8)
 
 
-def test_a_user_without_a_history_in_the_request_keeps_the_stored_one(retriever: Retriever) -> None:
+def test_without_a_history_in_the_request_the_stored_history_is_used(retriever: Retriever) -> None:
     ids = retriever.recommend(USER_IDS[:2], k=5, histories=[None, [ITEM_IDS[0]]]).item_ids
     (stored_history_ids,) = retriever.recommend(USER_IDS[:1], k=5).item_ids
     assert ids[0].tolist() == stored_history_ids.tolist()
@@ -125,8 +128,8 @@ def test_arguments_may_be_series_and_arrow_arrays(retriever: Retriever, to_seque
     assert [*retriever.similar(to_sequence(ITEM_IDS[:2]))] == [*retriever.similar(ITEM_IDS[:2])]
 
 
-def test_an_unknown_user_without_a_known_item_gets_popular_items(flat_model, retriever: Retriever) -> None:
-    exported_model, _ = flat_model
+def test_an_unknown_user_without_a_known_item_gets_popular_items(flat_model: PackagedModel, retriever: Retriever) -> None:
+    exported_model = flat_model.exported_model
     count_I = np.bincount(np.concatenate(exported_model.train), minlength=NUM_ITEMS)
     popular_rows = sorted(range(NUM_ITEMS), key=lambda row: (-count_I[row], ITEM_IDS[row]))[:15]
     recommendations = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
@@ -183,7 +186,7 @@ def test_a_popularity_weight_is_refused_without_a_popularity_term_or_outside_its
 ) -> None:
     with pytest.raises(InputError, match="popularity_weight is set, but the model has no popularity term"):
         retriever.recommend(USER_IDS[:1], popularity_weight=0.1)
-    popularity_retriever = load_retriever(build_packaged_model(popularity={"kind": "learned", "served_weight": 0})[1])
+    popularity_retriever = load_retriever(build_packaged_model(popularity={"kind": "learned", "served_weight": 0}).package)
     for weight in (math.inf, math.nan, -10_001):
         with pytest.raises(InputError, match=r"popularity_weight is .*; it must be at most 10000 in absolute value"):
             popularity_retriever.similar(ITEM_IDS[:1], popularity_weight=weight)
@@ -231,9 +234,9 @@ def test_a_request_without_users_is_empty_and_invalid_arguments_are_rejected(ret
 
 
 def test_a_request_may_exclude_items_and_may_include_seen_items(
-    flat_model, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+    flat_model: PackagedModel, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported_model, _ = flat_model
+    exported_model = flat_model.exported_model
     query = exported_model.query_vector(5, exported_model.log[5])
     unseen_ids = exported_model.best_ids(query, seen=exported_model.log[5], k=20)
     excluded_ids = [*unseen_ids[:3], unseen_ids[1], unseen_ids[6], "unheard of"]
@@ -257,9 +260,9 @@ def test_items_below_the_requested_score_are_left_out(retriever: Retriever) -> N
 
 
 def test_items_that_an_index_never_returns_complete_the_answers(
-    flat_model, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+    flat_model: PackagedModel, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported_model, _ = flat_model
+    exported_model = flat_model.exported_model
     indexed_vector_ID = exported_model.item_vectors[np.arange(NUM_ITEMS) % 2]  # many items have the lowest possible score
     kind = PqFastScan(rescore=0).fitted(*indexed_vector_ID.shape)
     monkeypatch.setattr(retriever, "_index", build_index(kind, indexed_vector_ID))

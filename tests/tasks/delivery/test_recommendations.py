@@ -20,7 +20,7 @@ SETTINGS = {"k": K, "user_paths": []}
 
 @pytest.fixture(scope="module")
 def retriever(build_packaged_model: ModelBuilder) -> Retriever:
-    return Retriever.load(build_packaged_model(features=("user.number",))[1].folder)
+    return Retriever.load(build_packaged_model(features=("user.number",)).package.folder)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_progress_reaches_the_number_of_rows(
     retriever: Retriever, output_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recommendations, "MAX_BATCH_ROWS", 16)
-    calls: list[tuple[int, int]] = []
+    progress_calls: list[tuple[int, int]] = []
     write_recommendations(
         retriever,
         [],
@@ -92,9 +92,9 @@ def test_progress_reaches_the_number_of_rows(
         k=1,
         options={},
         settings={},
-        on_progress=lambda num_done, num_rows: calls.append((num_done, num_rows)),
+        on_progress=lambda num_done, num_rows: progress_calls.append((num_done, num_rows)),
     )
-    assert calls == [(16, 40), (32, 40), (40, 40)]
+    assert progress_calls == [(16, 40), (32, 40), (40, 40)]
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,15 @@ def test_files_with_user_ids_of_several_widths_get_all_ids_unchanged(
     assert [row["user_id"] for row in read_rows(output_folder)] == [*narrow_ids.to_pylist(), *wide_ids.to_pylist()]
 
 
-@pytest.mark.parametrize("with_history", [0, 1])
+@pytest.mark.parametrize("file_with_history", [0, 1])
 def test_a_column_that_only_some_files_have_is_an_error(
-    retriever: Retriever, tmp_path: Path, output_folder: Path, with_history: int
+    retriever: Retriever, tmp_path: Path, output_folder: Path, file_with_history: int
 ) -> None:
     paths = [tmp_path / "users-0.parquet", tmp_path / "users-1.parquet"]
     for index, path in enumerate(paths):
-        history = {"history": [ITEM_IDS[:3]]} if index == with_history else {}
+        history = {"history": [ITEM_IDS[:3]]} if index == file_with_history else {}
         pq.write_table(pa.table({"user_id": [USER_IDS[index]]} | history), path)
-    with pytest.raises(InputError, match=rf"users-{1 - with_history}\.parquet: .*'history'"):
+    with pytest.raises(InputError, match=rf"users-{1 - file_with_history}\.parquet: .*'history'"):
         write_top_k(retriever, [str(path) for path in paths], output_folder)
 
 
@@ -213,7 +213,7 @@ def test_an_interrupted_rename_keeps_the_earlier_recommendations(
 
 
 def test_a_model_without_users_needs_files_of_users(build_packaged_model: ModelBuilder, output_folder: Path) -> None:
-    retriever = Retriever.load(build_packaged_model(users="none")[1].folder)
+    retriever = Retriever.load(build_packaged_model(users="none").package.folder)
     with pytest.raises(InputError, match="stores no users"):
         write_top_k(retriever, [], output_folder)
     assert not output_folder.exists()

@@ -24,10 +24,15 @@ from recsys_core.serving.description import PackageDescription, export_name
 from recsys_core.serving.exports import export
 from recsys_core.serving.exports.padded_tower import PaddedQueryTower, _pool_history, padded_inputs
 from recsys_core.serving.given_features import GivenFeature
-from recsys_core.serving.quantise import ServedQueryTower, build_tower
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.refresh.small_pipeline import build_pipeline
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, USER_FEATURES, ExportedModel, small_model_config
+from tests.recsys_core.serving.conftest import (
+    CONTEXT_FEATURES,
+    USER_FEATURES,
+    ExportedModel,
+    query_tower_of,
+    small_model_config,
+)
 
 PT2_SCRIPT = """
 import sys, json, torch
@@ -86,17 +91,6 @@ def queries_for(exported_model: ExportedModel) -> tuple[np.ndarray, JaggedArray,
     return user_row_B, histories, given_features
 
 
-def served_tower(exported_model: ExportedModel, *, quantization: Any = "fp32") -> ServedQueryTower:
-    """Return the query tower as a package stores it."""
-    return build_tower(
-        exported_model.spec,
-        history_items=exported_model.history_items,
-        tables=exported_model.query_tables,
-        dense=exported_model.towers.state_dict(),
-        quantization=quantization,
-    )
-
-
 @pytest.mark.parametrize("features", [(), (*USER_FEATURES, *CONTEXT_FEATURES)], ids=["no features", "all features"])
 @pytest.mark.parametrize("pooling", ["mean", "sum", "recency", "attention", "self_attention"])
 @pytest.mark.parametrize(
@@ -115,17 +109,17 @@ def test_the_padded_tower_gives_the_vectors_of_the_served_tower(
 ) -> None:
     history = {"pooling": pooling} | model.get("history", {})
     exported_model = ExportedModel(small_model_config(**(model | {"history": history})), features=features)
-    tower = served_tower(exported_model, quantization=quantization)
-    user_row, histories, given_features = queries_for(exported_model)
-    expected = tower(user_row, histories, features=exported_model.user_features, given_features=given_features).numpy()
-    inputs = padded_inputs(tower, user_row, histories, features=exported_model.user_features, given_features=given_features)
-    actual = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
-    np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=1e-5, atol=1e-5)
+    tower = query_tower_of(exported_model, quantization=quantization)
+    user_row_B, histories, given_features = queries_for(exported_model)
+    expected_BD = tower(user_row_B, histories, features=exported_model.user_features, given_features=given_features).numpy()
+    inputs = padded_inputs(tower, user_row_B, histories, features=exported_model.user_features, given_features=given_features)
+    padded_BD = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
+    np.testing.assert_allclose(padded_BD.detach().numpy(), expected_BD, rtol=1e-5, atol=1e-5)
 
 
 def test_the_padding_of_a_history_may_be_on_either_side_and_have_any_value() -> None:
     exported_model = ExportedModel(small_model_config(history={"pooling": "recency"}))
-    tower = PaddedQueryTower(served_tower(exported_model))
+    tower = PaddedQueryTower(query_tower_of(exported_model))
     right_padded = {"history": torch.tensor([[4, 9, 2, -1, -1, -1]]), "history_mask": torch.tensor([[1, 1, 1, 0, 0, 0]]).bool()}
     left_padded = {
         "history": torch.tensor([[777777, 0, 0, 4, 9, 2]]),

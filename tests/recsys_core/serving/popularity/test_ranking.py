@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys_core.errors import StageError
-from recsys_core.manifests import PackageManifest
 from recsys_core.serving.golden import GoldenQueries
 from recsys_core.serving.popularity.ranking import Segments
 from recsys_core.serving.requests import respond
@@ -24,6 +23,7 @@ from tests.recsys_core.serving.conftest import (
     USER_IDS,
     ExportedModel,
     ModelBuilder,
+    PackagedModel,
 )
 
 COLUMN, KEY = "user.single", "user.single"
@@ -34,7 +34,7 @@ MIN_EVENTS = 50
 
 
 @pytest.fixture(scope="module")
-def model_and_package(build_packaged_model: ModelBuilder) -> tuple[ExportedModel, PackageManifest]:
+def packaged_model(build_packaged_model: ModelBuilder) -> PackagedModel:
     return build_packaged_model(
         features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES, popularity_by=KEY, popularity_min_events=MIN_EVENTS
     )
@@ -42,38 +42,40 @@ def model_and_package(build_packaged_model: ModelBuilder) -> tuple[ExportedModel
 
 def expected_item_counts(exported_model: ExportedModel) -> dict[int, Counter[str]]:
     """Return the number of training events of each item, by the table row of the user's feature value."""
-    counts: dict[int, Counter[str]] = {row: Counter() for row in range(NUM_ROWS)}
+    counts_by_row: dict[int, Counter[str]] = {row: Counter() for row in range(NUM_ROWS)}
     for user in range(NUM_USERS):
         row = int(exported_model.features.feature_by_key[KEY].table_rows[user])
-        counts[row].update(ITEM_IDS[item] for item in exported_model.train[user])
-    return counts
+        counts_by_row[row].update(ITEM_IDS[item] for item in exported_model.train[user])
+    return counts_by_row
 
 
 def test_an_unknown_user_with_a_value_gets_the_most_popular_items_of_its_segment(
-    model_and_package: tuple[ExportedModel, PackageManifest],
+    packaged_model: PackagedModel,
 ) -> None:
-    exported_model, package = model_and_package
-    retriever, counts = Retriever.load(package.folder), expected_item_counts(exported_model)
-    large_rows = [row for row in range(1, NUM_ROWS) if counts[row].total() >= MIN_EVENTS]
-    assert len(large_rows) > 1
-    answers = retriever.recommend([None] * len(large_rows), k=8, features={COLUMN: [f"{KEY} {row}" for row in large_rows]})
-    assert answers.fallbacks == ["popularity"] * len(large_rows)
-    for row, item_ids, scores in zip(large_rows, answers.item_ids, answers.scores, strict=True):
-        shares = sorted((count / counts[row].total() for count in counts[row].values()), reverse=True)[:8]
+    exported_model, package = packaged_model
+    retriever, counts_by_row = Retriever.load(package.folder), expected_item_counts(exported_model)
+    large_segment_rows = [row for row in range(1, NUM_ROWS) if counts_by_row[row].total() >= MIN_EVENTS]
+    assert len(large_segment_rows) > 1
+    answers = retriever.recommend(
+        [None] * len(large_segment_rows), k=8, features={COLUMN: [f"{KEY} {row}" for row in large_segment_rows]}
+    )
+    assert answers.fallbacks == ["popularity"] * len(large_segment_rows)
+    for row, item_ids, scores in zip(large_segment_rows, answers.item_ids, answers.scores, strict=True):
+        shares = sorted((count / counts_by_row[row].total() for count in counts_by_row[row].values()), reverse=True)[:8]
         assert scores.tolist() == pytest.approx(shares)
-        assert [counts[row][item_id] / counts[row].total() for item_id in item_ids] == pytest.approx(shares)
+        assert [counts_by_row[row][item_id] / counts_by_row[row].total() for item_id in item_ids] == pytest.approx(shares)
 
 
 def test_queries_without_a_large_segment_are_answered_as_without_segments(
-    model_and_package: tuple[ExportedModel, PackageManifest], build_packaged_model: ModelBuilder
+    packaged_model: PackagedModel, build_packaged_model: ModelBuilder
 ) -> None:
-    exported_model, package = model_and_package
-    retriever, counts = Retriever.load(package.folder), expected_item_counts(exported_model)
+    exported_model, package = packaged_model
+    retriever, counts_by_row = Retriever.load(package.folder), expected_item_counts(exported_model)
     retriever_without_segments = Retriever.load(
-        build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1].folder
+        build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES).package.folder
     )
-    small_rows = [row for row in range(1, NUM_ROWS) if counts[row].total() < MIN_EVENTS]
-    large_value = f"{KEY} {next(row for row in range(1, NUM_ROWS) if row not in small_rows)}"
+    small_segment_rows = [row for row in range(1, NUM_ROWS) if counts_by_row[row].total() < MIN_EVENTS]
+    large_value = f"{KEY} {next(row for row in range(1, NUM_ROWS) if row not in small_segment_rows)}"
     rows = [
         {"user_id": USER_IDS[5], COLUMN: large_value},
         {"history": [ITEM_IDS[3]], COLUMN: large_value},
@@ -81,27 +83,31 @@ def test_queries_without_a_large_segment_are_answered_as_without_segments(
         {},
     ]
     request = {"rows": rows, "params": {"k": 7}}
-    for answer, expected in zip(respond(retriever, request), respond(retriever_without_segments, request), strict=True):
-        assert (answer.item_ids, answer.fallback) == (expected.item_ids, expected.fallback)
-    (expected,) = respond(retriever_without_segments, {"rows": [{}], "params": {"k": 7}})
-    values = ["never seen", *(f"{KEY} {row}" for row in small_rows)]
+    for answer, expected_answer in zip(respond(retriever, request), respond(retriever_without_segments, request), strict=True):
+        assert (answer.item_ids, answer.fallback) == (expected_answer.item_ids, expected_answer.fallback)
+    (expected_answer,) = respond(retriever_without_segments, {"rows": [{}], "params": {"k": 7}})
+    values = ["never seen", *(f"{KEY} {row}" for row in small_segment_rows)]
     for answer in respond(retriever, {"rows": [{COLUMN: value} for value in values], "params": {"k": 7}}):
-        assert (answer.item_ids, answer.scores, answer.fallback) == (expected.item_ids, expected.scores, "popularity")
+        assert (answer.item_ids, answer.scores, answer.fallback) == (
+            expected_answer.item_ids,
+            expected_answer.scores,
+            "popularity",
+        )
 
 
 def test_an_answer_longer_than_its_segment_continues_with_overall_popular_items(
-    model_and_package: tuple[ExportedModel, PackageManifest],
+    packaged_model: PackagedModel,
 ) -> None:
-    exported_model, package = model_and_package
-    retriever, counts = Retriever.load(package.folder), expected_item_counts(exported_model)
-    row = max(range(1, NUM_ROWS), key=lambda row: counts[row].total())
+    exported_model, package = packaged_model
+    retriever, counts_by_row = Retriever.load(package.folder), expected_item_counts(exported_model)
+    row = max(range(1, NUM_ROWS), key=lambda row: counts_by_row[row].total())
     options = {"k": NUM_ITEMS, "features": {COLUMN: [f"{KEY} {row}"]}}
     (answer,) = retriever.recommend([None], **options)  # type: ignore[arg-type]
     assert sorted(answer.item_ids) == sorted(ITEM_IDS)
-    num_segment_items = len(counts[row])
-    assert {*answer.item_ids[:num_segment_items]} == {*counts[row]} and not any(answer.scores[num_segment_items:])
+    num_segment_items = len(counts_by_row[row])
+    assert {*answer.item_ids[:num_segment_items]} == {*counts_by_row[row]} and not any(answer.scores[num_segment_items:])
     (answer_of_all_users,) = retriever.recommend([None], k=NUM_ITEMS)
-    other_ids = [item_id for item_id in answer_of_all_users.item_ids if item_id not in counts[row]]
+    other_ids = [item_id for item_id in answer_of_all_users.item_ids if item_id not in counts_by_row[row]]
     assert answer.item_ids[num_segment_items:] == other_ids
     excluded_ids = answer.item_ids[:5]
     (filtered_answer,) = retriever.recommend([None], **options, exclude=excluded_ids, filter={"genre": "rock"})  # type: ignore[arg-type]
@@ -111,8 +117,8 @@ def test_an_answer_longer_than_its_segment_continues_with_overall_popular_items(
     ]
 
 
-def test_golden_queries_cover_the_segments(model_and_package: tuple[ExportedModel, PackageManifest]) -> None:
-    golden = GoldenQueries.model_validate_json((model_and_package[1].folder / "package" / "golden.json").read_bytes())
+def test_golden_queries_cover_the_segments(packaged_model: PackagedModel) -> None:
+    golden = GoldenQueries.model_validate_json((packaged_model.package.folder / "package" / "golden.json").read_bytes())
     answers = [
         answer
         for request in golden.requests
@@ -123,7 +129,7 @@ def test_golden_queries_cover_the_segments(model_and_package: tuple[ExportedMode
 
 
 def test_without_a_large_segment_the_popular_items_of_all_users_are_the_answer(build_packaged_model: ModelBuilder) -> None:
-    package = build_packaged_model(features=USER_FEATURES, popularity_by=KEY, popularity_min_events=10**9)[1]
+    package = build_packaged_model(features=USER_FEATURES, popularity_by=KEY, popularity_min_events=10**9).package
     retriever = Retriever.load(package.folder)
     (answer_of_all_users,) = retriever.recommend([None], k=7)
     (answer,) = retriever.recommend([None], k=7, features={"single": [f"{KEY} 2"]})

@@ -114,9 +114,10 @@ def test_cold_items_are_ranked_among_cold_items_for_users_with_a_cold_target(tmp
     assert metrics["test/cold/recall@2"] == pytest.approx((1 + 1 / 2 + 1) / 3)
     assert metrics["test/cold/hit_rate@1"] == pytest.approx(2 / 3)
     assert metrics["test/cold/ndcg@2"] == pytest.approx((1 + 1 / (1 + math.log(2, 3)) + math.log(2, 3)) / 3)
-    # Item 3 is ranked first, because it is the only cold item with a vector.
+    # Zero-shot ranks item 3 first, because it is the only cold item with a vector.
     assert metrics["baseline/zero_shot/cold/recall@1"] == pytest.approx((1 + 1 / 2 + 0) / 3)
     assert metrics["baseline/zero_shot/cold/users"] == 3
+    assert metrics.keys() >= {"baseline/zero_shot/recall@1", "baseline/zero_shot/ndcg@2"}
     # All validation items occur in training.
     assert not [name for name in metrics if name.startswith(("validation/cold", "baseline/popularity/cold"))]
 
@@ -181,10 +182,6 @@ def test_popularity_counts_the_events_before_the_test_and_is_saved(tmp_path: Pat
     # User 3 has seen item 0, so that its target, item 1, comes first.
     assert manifest.metrics["baseline/popularity/recall@2"] == pytest.approx((1 + 1 / 2 + 0 + 1) / 4)
     assert "baseline/zero_shot/recall@2" not in manifest.metrics
-
-
-def test_zero_shot_is_evaluated_if_there_are_pretrained_vectors(tmp_path: Path) -> None:
-    assert 0 <= _evaluate(tmp_path, EvaluationConfig(ks=(2,)), has_embeddings=True).metrics["baseline/zero_shot/ndcg@2"] <= 1
 
 
 def test_seen_items_are_ranked_and_counted_when_they_are_not_excluded(tmp_path: Path) -> None:

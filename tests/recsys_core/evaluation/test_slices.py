@@ -80,24 +80,24 @@ def features(tmp_path: Path) -> FeaturesManifest:
 def test_a_slice_has_the_targets_whose_owners_have_its_value(
     name: str, owners: list[int], expected_targets: dict[str, list[int]], features: FeaturesManifest
 ) -> None:
-    masks = feature_slices(FeatureSlice(feature=name), features, owner_T=np.array(owners))
-    assert {slice_name: np.flatnonzero(mask).tolist() for slice_name, mask in masks.items()} == {
+    mask_by_slice = feature_slices(FeatureSlice(feature=name), features, owner_T=np.array(owners))
+    assert {slice_name: np.flatnonzero(mask).tolist() for slice_name, mask in mask_by_slice.items()} == {
         f"{name}={value}": targets for value, targets in expected_targets.items()
     }
 
 
-def test_a_value_with_the_name_of_the_other_values_is_in_their_slice(features: FeaturesManifest) -> None:
+def test_a_value_with_the_name_other_is_in_the_slice_of_all_other_values(features: FeaturesManifest) -> None:
     pq.write_table(pa.table({"value": [None, "(other)", "blue"]}), features.folder / "item.brand.vocabulary.parquet")
-    masks = feature_slices(FeatureSlice(feature="item.brand"), features, owner_T=np.array([0, 2, 1, 3]))
-    assert {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()} == {
+    mask_by_slice = feature_slices(FeatureSlice(feature="item.brand"), features, owner_T=np.array([0, 2, 1, 3]))
+    assert {name: np.flatnonzero(mask).tolist() for name, mask in mask_by_slice.items()} == {
         "item.brand=(other)": [0, 1, 3],
         "item.brand=blue": [2],
     }
 
 
 def test_only_the_most_frequent_values_are_slices(features: FeaturesManifest) -> None:
-    masks = feature_slices(FeatureSlice(feature="item.brand", max_values=1), features, owner_T=np.array([0, 2, 1]))
-    assert list(masks) == ["item.brand=red"]
+    mask_by_slice = feature_slices(FeatureSlice(feature="item.brand", max_values=1), features, owner_T=np.array([0, 2, 1]))
+    assert list(mask_by_slice) == ["item.brand=red"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def write_small_log(folder: Path) -> InteractionsManifest:
 
 
 def test_guarded_slices_are_built_from_the_rows_of_the_sampled_users(tmp_path: Path, features: FeaturesManifest) -> None:
-    masks, min_users_by_slice = guarded_slices(
+    mask_by_slice, min_users_by_slice = guarded_slices(
         [FeatureSlice(feature=name, min_users=7) for name in ("user.age", "context.hash", "item.brand")],
         features,
         store=EventStore.open(write_small_log(tmp_path / "interactions")),
@@ -130,7 +130,7 @@ def test_guarded_slices_are_built_from_the_rows_of_the_sampled_users(tmp_path: P
         user_T=np.array([0, 1, 1]),
         item_T=np.array([0, 1, 3]),
     )
-    assert {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()} == {
+    assert {name: np.flatnonzero(mask).tolist() for name, mask in mask_by_slice.items()} == {
         "user.age=[30, inf)": [0, 1, 2],
         "context.hash=(hash 2)": [1, 2],
         "context.hash=(hash 1)": [0],
@@ -138,7 +138,7 @@ def test_guarded_slices_are_built_from_the_rows_of_the_sampled_users(tmp_path: P
         "item.brand=blue": [1],
         "item.brand=(other)": [2],
     }
-    assert min_users_by_slice == dict.fromkeys(masks, 7)
+    assert min_users_by_slice == dict.fromkeys(mask_by_slice, 7)
 
 
 def test_a_guarded_feature_without_a_value_among_the_targets_has_one_empty_slice(
@@ -146,20 +146,20 @@ def test_a_guarded_feature_without_a_value_among_the_targets_has_one_empty_slice
 ) -> None:
     store = EventStore.open(write_small_log(tmp_path / "interactions"))
     targets = {"user_row_U": np.array([1]), "user_T": np.array([0]), "item_T": np.array([3])}
-    masks, min_users_by_slice = guarded_slices(
+    mask_by_slice, min_users_by_slice = guarded_slices(
         [FeatureSlice(feature="item.tags", min_users=7)], features, store=store, **targets
     )
-    assert {name: mask.tolist() for name, mask in masks.items()} == {"item.tags": [False]}
+    assert {name: mask.tolist() for name, mask in mask_by_slice.items()} == {"item.tags": [False]}
     assert min_users_by_slice == {"item.tags": 7}
 
 
 def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest) -> EvaluationManifest:
-    """Evaluate a model for three users. Their scores of the four items are the rows of `query_vectors`."""
+    """Evaluate a model for three users. Their scores of the four items are the rows of `query_BD`."""
     interactions = write_small_log(folder / "interactions")
-    query_vectors = np.array([[0, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 1.0]])
+    query_BD = np.array([[0, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 1.0]])
     return evaluate(
         config,
-        export=write_export_stage(folder / "export", item_vectors=np.eye(4), queries={"test": ([0, 1, 2], query_vectors)}),
+        export=write_export_stage(folder / "export", item_vectors=np.eye(4), queries={"test": ([0, 1, 2], query_BD)}),
         dataset=Dataset(interactions, None, features),
         folder=folder / "evaluation",
     )

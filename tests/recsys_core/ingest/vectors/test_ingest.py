@@ -21,27 +21,27 @@ from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 Layout = Callable[[np.ndarray], pa.Array]
 
 
-def as_list(vectors: np.ndarray) -> pa.Array:
-    return pa.array(list(vectors), pa.list_(pa.from_numpy_dtype(vectors.dtype)))
+def as_list(vector_RD: np.ndarray) -> pa.Array:
+    return pa.array(list(vector_RD), pa.list_(pa.from_numpy_dtype(vector_RD.dtype)))
 
 
-def as_large_list(vectors: np.ndarray) -> pa.Array:
-    return as_list(vectors).cast(pa.large_list(pa.from_numpy_dtype(vectors.dtype)))
+def as_large_list(vector_RD: np.ndarray) -> pa.Array:
+    return as_list(vector_RD).cast(pa.large_list(pa.from_numpy_dtype(vector_RD.dtype)))
 
 
-def as_fixed_size_list(vectors: np.ndarray) -> pa.Array:
-    return pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
+def as_fixed_size_list(vector_RD: np.ndarray) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(pa.array(vector_RD.ravel()), vector_RD.shape[1])
 
 
-def as_slice(vectors: np.ndarray) -> pa.Array:
+def as_slice(vector_RD: np.ndarray) -> pa.Array:
     """Return a slice of an array with one more vector at each end."""
-    padded = np.vstack([vectors[:1] + 1, vectors, vectors[:1] + 1])
-    return as_fixed_size_list(padded).slice(1, len(vectors))
+    padded_RD = np.vstack([vector_RD[:1] + 1, vector_RD, vector_RD[:1] + 1])
+    return as_fixed_size_list(padded_RD).slice(1, len(vector_RD))
 
 
-def as_chunks(vectors: np.ndarray) -> pa.ChunkedArray:
+def as_chunks(vector_RD: np.ndarray) -> pa.ChunkedArray:
     """Return three chunks. The first is a slice."""
-    return pa.chunked_array([as_slice(vectors[:3]), as_fixed_size_list(vectors[3:4]), as_fixed_size_list(vectors[4:])])
+    return pa.chunked_array([as_slice(vector_RD[:3]), as_fixed_size_list(vector_RD[3:4]), as_fixed_size_list(vector_RD[4:])])
 
 
 def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
@@ -62,12 +62,12 @@ def random_vectors(num_rows: int, width: int, dtype: type = np.float32) -> np.nd
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("layout", [as_list, as_large_list, as_fixed_size_list, as_slice, as_chunks])
 def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout, dtype: type) -> None:
-    vectors = random_vectors(11, 3, dtype)
-    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vectors), row_group_size=4)
+    vector_RD = random_vectors(11, 3, dtype)
+    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vector_RD), row_group_size=4)
     manifest = ingest(tmp_path / "stage", path, batch_rows=3)
-    stored_vectors = np.load(manifest.vectors_path("item"))
-    assert stored_vectors.dtype == np.float32
-    np.testing.assert_array_equal(stored_vectors, vectors.astype(np.float32))
+    stored_RD = np.load(manifest.vectors_path("item"))
+    assert stored_RD.dtype == np.float32
+    np.testing.assert_array_equal(stored_RD, vector_RD.astype(np.float32))
     assert ids_of(manifest) == list(range(0, 77, 7))
     assert (manifest.tables["item"].num_rows, manifest.tables["item"].dim, manifest.tables["item"].id_type) == (11, 3, "int64")
 
@@ -75,17 +75,17 @@ def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout,
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("first_number", [0, 1])
 def test_dimension_columns_are_sorted_by_their_number(tmp_path: Path, first_number: int, dtype: type) -> None:
-    vectors = random_vectors(5, 12, dtype)
-    columns = {f"dim_{first_number + index}": vectors[:, index] for index in np.random.default_rng(0).permutation(12)}
+    vector_RD = random_vectors(5, 12, dtype)
+    columns = {f"dim_{first_number + index}": vector_RD[:, index] for index in np.random.default_rng(0).permutation(12)}
     path = write_parquet(tmp_path / "a.parquet", dim_note=["x"] * 5, item_id=list("abcde"), **columns)
     manifest = ingest(tmp_path / "stage", path, batch_rows=2, dimension_prefix="dim_")
-    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors.astype(np.float32))
+    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vector_RD.astype(np.float32))
     assert ids_of(manifest) == list("abcde")
 
 
 @settings(max_examples=25)
 @given(
-    vectors=hnp.arrays(
+    vector_RD=hnp.arrays(
         np.float32, st.tuples(st.integers(1, 40), st.integers(1, 5)), elements=st.floats(-(2.0**100), 2.0**100, width=32)
     ),
     row_group_size=st.integers(1, 50),
@@ -93,15 +93,17 @@ def test_dimension_columns_are_sorted_by_their_number(tmp_path: Path, first_numb
     is_fixed_size=st.booleans(),
 )
 def test_the_matrix_does_not_depend_on_batches_and_row_groups(
-    tmp_path_factory: pytest.TempPathFactory, vectors: np.ndarray, row_group_size: int, batch_rows: int, is_fixed_size: bool
+    tmp_path_factory: pytest.TempPathFactory, vector_RD: np.ndarray, row_group_size: int, batch_rows: int, is_fixed_size: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("matrix")
-    vectors = np.where(vectors.any(axis=1, keepdims=True), vectors, np.float32(1))  # a vector of zeros is rejected
-    vector_column = (as_fixed_size_list if is_fixed_size else as_list)(vectors)
-    path = write_parquet(folder / "a.parquet", item_id=np.arange(len(vectors)), v=vector_column, row_group_size=row_group_size)
+    vector_RD = np.where(vector_RD.any(axis=1, keepdims=True), vector_RD, np.float32(1))  # a vector of zeros is rejected
+    vector_column = (as_fixed_size_list if is_fixed_size else as_list)(vector_RD)
+    path = write_parquet(
+        folder / "a.parquet", item_id=np.arange(len(vector_RD)), v=vector_column, row_group_size=row_group_size
+    )
     manifest = ingest(folder / "stage", path, batch_rows=batch_rows)
-    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
-    assert ids_of(manifest) == list(range(len(vectors)))
+    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vector_RD)
+    assert ids_of(manifest) == list(range(len(vector_RD)))
 
 
 @pytest.mark.parametrize(
@@ -122,17 +124,17 @@ def test_ids_of_any_type_are_stored_as_int64_or_string(tmp_path: Path, ids: pa.A
 
 
 def test_the_files_of_a_glob_are_read_in_order_of_their_names(tmp_path: Path) -> None:
-    vectors = random_vectors(9, 4)
+    vector_RD = random_vectors(9, 4)
     for name, rows in (("c", slice(6, 9)), ("a", slice(0, 2)), ("b", slice(2, 6))):
         write_parquet(
             tmp_path / f"in-{name}.parquet",
             item_id=np.arange(9)[rows],
-            v=as_fixed_size_list(vectors[rows]),
-            other=["x"] * (len(vectors[rows])),
+            v=as_fixed_size_list(vector_RD[rows]),
+            other=["x"] * (len(vector_RD[rows])),
         )
-    write_parquet(tmp_path / "in-aa.parquet", item_id=pa.array([], pa.int64()), v=as_fixed_size_list(vectors[:0]))
+    write_parquet(tmp_path / "in-aa.parquet", item_id=pa.array([], pa.int64()), v=as_fixed_size_list(vector_RD[:0]))
     manifest = ingest(tmp_path / "stage", str(tmp_path / "in-*.parquet"), batch_rows=2)
-    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
+    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vector_RD)
     assert ids_of(manifest) == list(range(9))
     assert [source.num_rows for source in manifest.sources] == [2, 0, 4, 3]
 
@@ -145,19 +147,19 @@ def test_a_stage_folder_may_have_pattern_characters_in_its_name(tmp_path: Path) 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
 def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path, columns: dict[str, str]) -> None:
-    vectors = random_vectors(5_000, 37, np.float64)
-    value_by_column = {f"d{index}": vectors[:, index] for index in range(37)}
+    vector_RD = random_vectors(5_000, 37, np.float64)
+    value_by_column = {f"d{index}": vector_RD[:, index] for index in range(37)}
     path = write_parquet(
         tmp_path / "a.parquet",
         item_id=np.arange(5_000)[::-1],
-        v=as_fixed_size_list(vectors),
+        v=as_fixed_size_list(vector_RD),
         row_group_size=1_111,
         **value_by_column,
     )
     manifest_by_num_threads = {
         num_threads: ingest(tmp_path / f"stage{num_threads}", path, threads=num_threads, **columns) for num_threads in (1, 5)
     }
-    np.testing.assert_array_equal(np.load(manifest_by_num_threads[5].vectors_path("item")), vectors.astype(np.float32))
+    np.testing.assert_array_equal(np.load(manifest_by_num_threads[5].vectors_path("item")), vector_RD.astype(np.float32))
     assert ids_of(manifest_by_num_threads[5]) == list(range(5_000))[::-1]
     assert manifest_by_num_threads[1].files == manifest_by_num_threads[5].files
     assert manifest_by_num_threads[1].fingerprint == manifest_by_num_threads[5].fingerprint
@@ -176,30 +178,28 @@ def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
 def test_normalised_vectors_have_norm_1(tmp_path: Path, columns: dict[str, str]) -> None:
-    vectors = np.array([[3.0, 4.0], [3e30, 4e30], [-3e-30, 4e-30], [6e-44, 8e-44]])
-    path = write_parquet(tmp_path / "a.parquet", item_id=range(4), v=as_list(vectors), d0=vectors[:, 0], d1=vectors[:, 1])
-    stored_vectors = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors_path("item"))
-    np.testing.assert_allclose(stored_vectors, [[0.6, 0.8], [0.6, 0.8], [-0.6, 0.8], [0.6, 0.8]], rtol=0.02)
-    np.testing.assert_allclose(np.linalg.norm(stored_vectors, axis=1), 1.0, rtol=1e-6)
+    vector_RD = np.array([[3.0, 4.0], [3e30, 4e30], [-3e-30, 4e-30], [6e-44, 8e-44]])
+    path = write_parquet(tmp_path / "a.parquet", item_id=range(4), v=as_list(vector_RD), d0=vector_RD[:, 0], d1=vector_RD[:, 1])
+    stored_RD = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors_path("item"))
+    np.testing.assert_allclose(stored_RD, [[0.6, 0.8], [0.6, 0.8], [-0.6, 0.8], [0.6, 0.8]], rtol=0.02)
+    np.testing.assert_allclose(np.linalg.norm(stored_RD, axis=1), 1.0, rtol=1e-6)
 
 
 def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    points_in_plane = rng.normal(size=(500, 2)) @ rng.normal(size=(2, 9)) + 5.0
-    vectors = points_in_plane + 1e-3 * rng.normal(size=points_in_plane.shape)
-    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(500), v=as_list(vectors), row_group_size=70)
+    point_in_plane_RD = rng.normal(size=(500, 2)) @ rng.normal(size=(2, 9)) + 5.0
+    vector_RD = point_in_plane_RD + 1e-3 * rng.normal(size=point_in_plane_RD.shape)
+    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(500), v=as_list(vector_RD), row_group_size=70)
     manifest = ingest(tmp_path / "stage", path, pca_dim=2)
-    stored_vectors = np.load(manifest.vectors_path("item"))
+    stored_RD = np.load(manifest.vectors_path("item"))
     assert manifest.tables["item"].dim == 2 and 0.9999 < (manifest.tables["item"].explained_variance or 0) < 1.0
-    centred = vectors - vectors.mean(axis=0)
-    projected_vectors = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
-    np.testing.assert_allclose(np.abs(stored_vectors), np.abs(projected_vectors), rtol=1e-3, atol=1e-3)
+    centred_RD = vector_RD - vector_RD.mean(axis=0)
+    projected_RD = centred_RD @ np.linalg.svd(centred_RD, full_matrices=False)[2][:2].T
+    np.testing.assert_allclose(np.abs(stored_RD), np.abs(projected_RD), rtol=1e-3, atol=1e-3)
     repeated_manifest = ingest(tmp_path / "again", path, pca_dim=2, threads=1, batch_rows=7)
-    np.testing.assert_array_equal(np.load(repeated_manifest.vectors_path("item")), stored_vectors)
-    normalised_vectors = np.load(ingest(tmp_path / "scaled", path, pca_dim=2, normalise=True).vectors_path("item"))
-    np.testing.assert_allclose(
-        normalised_vectors, stored_vectors / np.linalg.norm(stored_vectors, axis=1, keepdims=True), rtol=1e-5
-    )
+    np.testing.assert_array_equal(np.load(repeated_manifest.vectors_path("item")), stored_RD)
+    normalised_RD = np.load(ingest(tmp_path / "scaled", path, pca_dim=2, normalise=True).vectors_path("item"))
+    np.testing.assert_allclose(normalised_RD, stored_RD / np.linalg.norm(stored_RD, axis=1, keepdims=True), rtol=1e-5)
 
 
 def test_the_manifest_has_the_rows_of_each_entry_with_a_projection(tmp_path: Path) -> None:

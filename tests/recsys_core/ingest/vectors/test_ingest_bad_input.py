@@ -12,15 +12,8 @@ import pytest
 
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
-from recsys_core.manifests import EmbeddingsManifest
 from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, write_parquet
-
-
-def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
-    """Ingest one entry. Without another setting, the vectors are in column v."""
-    columns = {} if {"vector_column", "dimension_prefix"} & set(settings) else {"vector_column": "v"}
-    return ingest_embeddings((EmbeddingsConfig(paths=paths, **columns, **settings),), folder=folder)
-
+from tests.recsys_core.ingest.vectors.test_ingest import ingest
 
 REMEDY = "; fix these rows, or set embeddings.on_bad_rows to drop"
 ONE_VECTOR = [[1.0, 2.0]]

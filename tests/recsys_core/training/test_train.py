@@ -3,6 +3,7 @@
 import signal
 import threading
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import Mock
 
 import numpy as np
@@ -81,13 +82,19 @@ def sockets_by_stage():
     return {}
 
 
+class ReportedTraining(NamedTuple):
+    """The manifest of a training, and the metrics lines that it reported."""
+
+    manifest: TrainManifest
+    lines: list[Progress]
+
+
 @pytest.fixture(scope="module")
-def undisturbed_training(experiment, tmp_path_factory, sockets_by_stage):
-    """The manifest of an undisturbed training, and the metrics lines that it reported."""
+def undisturbed_training(experiment, tmp_path_factory, sockets_by_stage) -> ReportedTraining:
     lines: list[Progress] = []
     with collect_listening() as sockets_by_stage["train"]:
         manifest = run_train(experiment, tmp_path_factory.mktemp("run") / "train", on_progress=lines.append)
-    return manifest, lines
+    return ReportedTraining(manifest, lines)
 
 
 def run_export(
@@ -111,7 +118,7 @@ def run_export(
 def export(experiment, undisturbed_training, tmp_path_factory, sockets_by_stage):
     """The manifest of the export of the undisturbed training."""
     with collect_listening() as sockets_by_stage["export"]:
-        return run_export(experiment, undisturbed_training[0], tmp_path_factory.mktemp("run") / "export")
+        return run_export(experiment, undisturbed_training.manifest, tmp_path_factory.mktemp("run") / "export")
 
 
 @pytest.mark.parametrize("stage", ["train", "export"])
@@ -283,8 +290,8 @@ def test_exported_vectors_equal_the_vectors_of_the_unsharded_model(experiment, e
     )
     task.embedding_tables = EmbeddingTables(spec, device=cpu)
     for name in spec.tables:
-        table = torch.from_numpy(np.load(export.path(f"table_{name}.npy")))
-        task.embedding_tables.get_parameter(parameter_name(spec, name)).data.copy_(table)
+        weight_RD = torch.from_numpy(np.load(export.path(f"table_{name}.npy")))
+        task.embedding_tables.get_parameter(parameter_name(spec, name)).data.copy_(weight_RD)
     task.head.load_state_dict(load_file(export.path("dense.safetensors")))
     assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(experiment.dataset.features))
     encoder = Encoder(task.eval(), store, assembler, Process(rank=0, world_size=1, device=cpu))
@@ -294,17 +301,17 @@ def test_exported_vectors_equal_the_vectors_of_the_unsharded_model(experiment, e
         np.testing.assert_allclose(np.load(export.path("history_items.npy")), history_vector_ID, **tolerances)
         np.testing.assert_allclose(np.load(export.path("item_vectors.npy")), item_vector_ID, **tolerances)
         for split in ("validation", "test"):
-            users = np.load(export.path(f"query_users_{split}.npy"))
-            np.testing.assert_array_equal(users, store.users_with_targets(split))
+            user_U = np.load(export.path(f"query_users_{split}.npy"))
+            np.testing.assert_array_equal(user_U, store.users_with_targets(split))
             query_BD = np.load(export.path(f"query_vectors_{split}.npy"))
-            np.testing.assert_allclose(query_BD, encoder.encode_queries(users, split=split), **tolerances)
+            np.testing.assert_allclose(query_BD, encoder.encode_queries(user_U, split=split), **tolerances)
 
 
 def test_an_export_is_reused_if_the_evaluation_has_other_cut_offs_and_metrics(experiment, undisturbed_training, export):
     assert {"ranking_test_top.npy", "ranking_test_positions.npy", "ranking_test_cold_positions.npy"} <= export.files.keys()
     other_evaluation = EvaluationConfig(ks=(5,), metrics=("recall",))
     assert export.ranking == ranking_settings(EvaluationConfig()) != ranking_settings(other_evaluation)
-    assert run_export(experiment, undisturbed_training[0], export.folder, evaluation=other_evaluation) == export
+    assert run_export(experiment, undisturbed_training.manifest, export.folder, evaluation=other_evaluation) == export
 
 
 def test_the_served_tower_with_fp32_computes_the_exported_query_vectors(experiment, export):
@@ -319,8 +326,8 @@ def test_the_served_tower_with_fp32_computes_the_exported_query_vectors(experime
     assert set(user_features(spec)) == {"user.country", "user.groups", "user.age"}
     features = FeatureStore.read(experiment.dataset.features.folder, user_features(spec))
     for split in ("validation", "test"):
-        users = np.load(export.path(f"query_users_{split}.npy"))
-        query_BD = tower(users, store.items_before(users, split), features=features)
+        user_U = np.load(export.path(f"query_users_{split}.npy"))
+        query_BD = tower(user_U, store.items_before(user_U, split), features=features)
         np.testing.assert_allclose(query_BD, np.load(export.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
 
 

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import sqlite3
+import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,19 @@ from tests.recsys_core.manifests.committed_stage import commit_stage
 NUM_ITEMS, NUM_USERS, DIM, NUM_CLUSTERS = 120, 30, 8, 4
 STEPS = (20, 40, 60)
 """Training steps with a line in metrics.jsonl."""
+_PATH_COLUMNS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns of MLflow's database that have paths below the workspace."""
+
+
+@pytest.fixture(autouse=True)
+def same_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore `sys.path`, to which MLflow adds a folder per loaded model. A long path slows down imports in later tests."""
+    monkeypatch.setattr(sys, "path", sys.path)
 
 
 @pytest.fixture
@@ -63,6 +78,10 @@ def workspace(tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def in_process_predictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Load and call models in this process instead of a new process, which is faster. The value lists the URI of each call."""
+    return _predict_in_process(monkeypatch)
+
+
+def _predict_in_process(patch: pytest.MonkeyPatch) -> list[str]:
     uris: list[str] = []
 
     def predict(sample: UserSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> Answers:
@@ -70,7 +89,7 @@ def in_process_predictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         mlflow.set_tracking_uri(client.tracking_uri)
         query_columns = pq.read_table(sample.histories_file).to_pydict()
         try:
-            model = mlflow.pyfunc.load_model(model_uri)
+            model = mlflow.pyfunc.load_model(model_uri, suppress_warnings=True)  # as in tasks.gate.smoke_process
         except Exception as error:
             raise UnusableVersionError(f"{model_uri}: {error}") from None
         answers = model.predict(pd.DataFrame(query_columns), params={"k": K, "exclude_stored_history": False})
@@ -79,16 +98,20 @@ def in_process_predictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Answers(answer_table["item_ids"].combine_chunks(), cpu_s=2.0, num_bytes=10**6)
 
     for module in (registration, by_hand):
-        monkeypatch.setattr(module, "ModelProcess", nullcontext)
-    monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
+        patch.setattr(module, "ModelProcess", nullcontext)
+    patch.setattr(version_tester, "predict_in_subprocess", predict)
     return uris
 
 
 @pytest.fixture
 def empty_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save plots as empty pictures, because drawing takes a third of the time of a registration."""
-    monkeypatch.setattr(plots, "to_svg", lambda figure: Markup("<svg></svg>"))
-    monkeypatch.setattr(plots, "save_png", lambda figure, path: path.touch() or path)
+    _save_empty_plots(monkeypatch)
+
+
+def _save_empty_plots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(plots, "to_svg", lambda figure: Markup("<svg></svg>"))
+    patch.setattr(plots, "save_png", lambda figure, path: path.touch() or path)
 
 
 class Stages(NamedTuple):
@@ -115,6 +138,49 @@ def build_stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stag
         return stages_by_shuffled[shuffled]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def register_once(
+    tmp_path_factory: pytest.TempPathFactory, new_database: Path, build_stages: Callable[..., Stages]
+) -> Callable[..., Path]:
+    """A function that registers versions of good or bad models in a new workspace, or returns the workspace that has them."""
+    from tests.tasks.registration import prepare_run, register_version
+
+    workspace_by_models: dict[tuple[str, ...], Path] = {}
+
+    def register(*models: str) -> Path:
+        if models not in workspace_by_models:
+            workspace = tmp_path_factory.mktemp("versions")
+            shutil.copy(new_database, workspace)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("MLFLOW_TRACKING_URI", "")  # so that the patch removes the value that MLflow sets
+                _predict_in_process(patch)
+                _save_empty_plots(patch)
+                for model, run_id in zip(models, ("one", "two", "three"), strict=False):
+                    register_version(build_stages(shuffled=model == "bad"), prepare_run(workspace, run_id))
+            workspace_by_models[models] = workspace
+        return workspace_by_models[models]
+
+    return register
+
+
+@pytest.fixture
+def add_versions(workspace: Path, register_once: Callable[..., Path]) -> Callable[..., None]:
+    """A function that fills the workspace with the versions of good or bad models.
+
+    `add_versions("good", "bad")` gives the state after two registrations, of a good model in run `one` and of a bad model in
+    run `two`. The versions are registered once and copied, because a registration takes a third of a second.
+    """
+
+    def add(*models: str) -> None:
+        source = register_once(*models)
+        shutil.copytree(source, workspace, dirs_exist_ok=True)
+        with closing(sqlite3.connect(workspace / "mlflow.db")) as database, database:
+            for table, column in _PATH_COLUMNS:
+                database.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", [str(source), str(workspace)])
+
+    return add
 
 
 def _build(folder: Path, *, shuffled: bool) -> Stages:

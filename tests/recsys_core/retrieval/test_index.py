@@ -273,7 +273,7 @@ def large_export(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportMan
     queries_by_split = {split: (range(60), query) for split, query in zip(("test", "validation"), queries, strict=True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "MAX_SMALL_ITEMS", NUM_MANY_ITEMS - 1)
-        yield write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=queries_by_split)
+        yield write_export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vector_ID, queries=queries_by_split)
 
 
 def test_auto_serves_the_next_kind_if_the_best_is_too_large_for_the_memory(

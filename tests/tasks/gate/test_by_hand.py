@@ -20,11 +20,12 @@ from tasks.registry.registry import Registry
 from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, REFIT_OF_TAG, SPENT_DROP_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit, package_folder
-from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
+from tests.tasks.registration import prepare_run, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
 Decide = Callable[..., ManualDecision]
 
 
@@ -55,10 +56,14 @@ def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
 
 
 @pytest.fixture
-def three_versions(workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]) -> Path:
+def three_versions(
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
+) -> Path:
     """A workspace with a former champion (version 1), a champion (2) and a challenger (3), and the logs of their two runs."""
+    add_versions("good")
     client = connect(workspace)
-    register_version(build_stages(), prepare_run(workspace, "20260101"))
+    client.set_model_version_tag("m", "1", RUN_ID_TAG, "20260101")
+    shutil.rmtree(workspace / "runs")  # the run `one`, which has no log
     for number in ("2", "3"):
         copy = shutil.copytree(package_folder(workspace, "1"), workspace / f"version-{number}")
         client.create_model_version("m", f"file://{copy}", tags={RUN_ID_TAG: "20260102"})

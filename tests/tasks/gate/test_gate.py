@@ -32,6 +32,7 @@ from tests.tasks.registration import prepare_run, register_version, version_by_a
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
 PERFECT_METRICS = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in COMPARED_METRICS})
 
 
@@ -68,9 +69,13 @@ def append_code(workspace: Path, version: str, code: str) -> None:
 
 
 def test_a_champion_promoted_during_a_comparison_is_compared_too(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
+    add_versions("bad")
     predict, better_stages = version_tester.predict_in_subprocess, [build_stages()]  # a list, to register them only once
 
     def promote_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -87,10 +92,13 @@ def test_a_champion_promoted_during_a_comparison_is_compared_too(
 
 
 def test_a_version_is_compared_again_if_its_champion_is_withdrawn_meanwhile(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for run_id, is_shuffled in (("one", True), ("two", False)):
-        register_version(build_stages(shuffled=is_shuffled), prepare_run(workspace, run_id))
+    add_versions("bad", "good")
     client, predict = connect(workspace), version_tester.predict_in_subprocess
 
     def roll_back_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -105,9 +113,13 @@ def test_a_version_is_compared_again_if_its_champion_is_withdrawn_meanwhile(
 
 
 def test_a_version_that_a_person_promotes_during_its_comparison_stays_champion(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     client, predict = connect(workspace), version_tester.predict_in_subprocess
 
     def promote_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -124,34 +136,37 @@ def test_a_version_that_a_person_promotes_during_its_comparison_stays_champion(
 
 
 def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
-    register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
-    register_version(build_stages(), prepare_run(workspace, "refit"))
+    add_versions("bad", "good")
     client = connect(workspace)
     client.set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
     # The new version is as good as version 1 and worse than version 2.
-    new_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "two"))
+    new_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "three"))
     assert (new_registration.alias, version_by_alias(client)) == ("champion", {"champion": "3"})
     assert (
         new_registration.reasons[-1]
         == "the champion, version 2, may have been trained on the test events: it is the refit of version 1"
     )
 
-    register_version(build_stages(), prepare_run(workspace, "better"))
+    register_version(build_stages(), prepare_run(workspace, "four"))
     client.set_model_version_tag("m", "4", REFIT_OF_TAG, "99")
-    new_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "three"))
+    new_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "five"))
     assert new_registration.alias == "challenger"
     reason = "the champion, version 4, may have been trained on the test events: it is the refit of version 99"
     assert new_registration.reasons[-1] == f"{reason}, which is not in the registry any more"
 
 
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
-    workspace: Path, build_stages: BuildStages, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
     predict_in_fresh_process = version_tester.predict_in_subprocess
     request.getfixturevalue("in_process_predictions")
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     flip_a_bit(workspace, "1")
     monkeypatch = request.getfixturevalue("monkeypatch")
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict_in_fresh_process)
@@ -169,10 +184,13 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
 
 
 def test_a_champion_without_answers_is_replaced_by_the_last_champion_that_answers(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for run_id in ("one", "two", "three"):
-        register_version(build_stages(), prepare_run(workspace, run_id))
+    add_versions("good", "good", "good")
     append_code(workspace, "2", "import os; os.write(2, b'no \\xff\\n'); os._exit(1)")
     append_code(workspace, "3", "import os; NightjarModel.predict = lambda *_, **__: os._exit(0)")
     predict_here = version_tester.predict_in_subprocess
@@ -194,10 +212,9 @@ def test_a_champion_without_answers_is_replaced_by_the_last_champion_that_answer
 
 
 def test_a_broken_champion_is_replaced_by_a_former_champion_that_beats_the_new_version(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
-    for run_id in ("one", "two"):
-        register_version(build_stages(), prepare_run(workspace, run_id))
+    add_versions("good", "good")
     flip_a_bit(workspace, "2")
     worse_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "three"))
     assert version_by_alias(connect(workspace)) == {"champion": "1", "challenger": "3"}
@@ -208,9 +225,13 @@ def test_a_broken_champion_is_replaced_by_a_former_champion_that_beats_the_new_v
 
 
 def test_if_no_version_can_be_champion_the_stage_fails(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     package_copy = shutil.copytree(package_folder(workspace, "1"), workspace / "intact")
     flip_a_bit(workspace, "1")
     monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": PERFECT_METRICS})
@@ -232,9 +253,14 @@ def test_if_no_version_can_be_champion_the_stage_fails(
 
 @pytest.mark.parametrize("cause", ["the files of the champion are gone", "MLflow does not work"])
 def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_works(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cause: str,
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     predict, unreachable_uris = version_tester.predict_in_subprocess, {"models:/m/1"}
 
     def fetch(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -257,9 +283,9 @@ def test_a_champion_that_cannot_be_fetched_is_marked_as_broken_only_if_mlflow_wo
 
 
 def test_with_too_few_users_the_champion_stays_and_the_page_has_the_needed_number(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     context = prepare_run(workspace, "two")
     equal_registration = register_version(build_stages(), context, gate=PairedBootstrap(num_resamples=100))
     assert (equal_registration.state_name, equal_registration.alias, version_by_alias(connect(workspace))["champion"]) == (
@@ -290,9 +316,13 @@ def test_with_too_few_users_not_even_the_first_version_becomes_champion(
 
 
 def test_a_champion_of_another_catalogue_is_compared_on_the_common_items(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     predict = version_tester.predict_in_subprocess
 
     def rename_first_items(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
@@ -312,9 +342,13 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items(
 
 
 def test_a_version_as_good_as_the_champion_is_refused_if_popularity_is_better(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": PERFECT_METRICS})
     worse_registration = register_version(build_stages(), prepare_run(workspace, "two"), baselines=("popularity",))
     assert (worse_registration.state_name, version_by_alias(connect(workspace))["champion"]) == ("NotPromoted", "1")
@@ -355,18 +389,18 @@ def test_a_version_that_is_worse_on_a_slice_of_a_guarded_feature_is_rejected(
 
 
 def test_a_champion_that_does_not_lose_is_not_reported(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     registration = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
     e_value = float(version_tags(connect(workspace), "1")[CHALLENGERS_TAG])
     assert e_value < ALARM_E_VALUE and len(registration.reasons) == 1
 
 
 def test_a_champion_that_loses_is_reported_and_a_resumed_run_counts_once_against_it(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
-    register_version(build_stages(shuffled=True), prepare_run(workspace, "one"))
+    add_versions("bad")
     first_registration = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
     assert len(first_registration.reasons) == 2
     assert first_registration.reasons[1].startswith("version 1 has been losing to versions that were not promoted")

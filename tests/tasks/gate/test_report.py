@@ -25,6 +25,7 @@ from tests.tasks.conftest import Stages
 from tests.tasks.registration import prepare_run, register_version
 
 BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
 
 
 @pytest.mark.parametrize(
@@ -32,9 +33,15 @@ BuildStages = Callable[..., Stages]
     [(False, "good", "Promoted: this version is the champion"), (True, "bad", "Not promoted: the version is a challenger")],
 )
 def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], is_worse: bool, verdict: str, title: str
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    is_worse: bool,
+    verdict: str,
+    title: str,
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     context = prepare_run(workspace, "two", reason="<b>new</b> season")
     registration = register_version(build_stages(shuffled=is_worse), context)
     page = (context.run.folder / RegistrationManifest.pages["decision"]).read_text()
@@ -57,10 +64,13 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
 
 @pytest.mark.usefixtures("empty_plots")
 def test_the_plots_show_the_version_that_the_comparisons_are_about(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for run_id in ("one", "refit"):
-        register_version(build_stages(), prepare_run(workspace, run_id))
+    add_versions("good", "good")
     connect(workspace).set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
     plotted_versions: list[str] = []
     monkeypatch.setattr(report, "draw_scores", plotted_versions.extend)

@@ -24,6 +24,7 @@ from tests.tasks.registration import prepare_run, register_version
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
 FOREIGN_MODEL = """
 import pathlib
 from mlflow.models import set_model
@@ -80,9 +81,9 @@ def test_the_code_of_a_model_outside_the_workspace_is_not_executed(
 
 @pytest.mark.parametrize("edited_file", ["pyfunc_model.py", "code/recsys_core/errors.py", "MLmodel", "new.py"])
 def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
-    workspace: Path, outside: Path, build_stages: BuildStages, in_process_predictions: list[str], edited_file: str
+    workspace: Path, outside: Path, add_versions: AddVersions, in_process_predictions: list[str], edited_file: str
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     load_version(workspace, model_name="m")
     (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
     with (mlmodel.parent / edited_file).open("a") as file:

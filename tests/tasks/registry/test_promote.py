@@ -19,12 +19,13 @@ from tests.tasks.registration import prepare_run, register_version, version_by_a
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
 BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
 
 
 def test_with_never_a_version_is_compared_but_promoted_only_by_a_resume(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     equal_registration = register_version(
         build_stages(), prepare_run(workspace, "two", promote="never", reason="try a new loss")
     )
@@ -56,9 +57,13 @@ def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
 
 
 def test_force_promotes_a_worse_version_and_records_the_reason(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path,
+    build_stages: BuildStages,
+    add_versions: AddVersions,
+    in_process_predictions: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     context = prepare_run(workspace, "two", promote="force", reason="legal: item 7 must go")
     forced = register_version(build_stages(shuffled=True), context)
     assert (forced.alias, forced.promoted) == ("champion", True)
@@ -84,9 +89,9 @@ def test_force_promotes_a_worse_version_and_records_the_reason(
 
 
 def test_a_broken_champion_is_reported_and_replaced_only_by_force(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     flip_a_bit(workspace, "1")
     unpromoted = register_version(build_stages(), prepare_run(workspace, "two", promote="never"))
     assert unpromoted.alarm is not None and unpromoted.alarm.startswith("the champion, version 1, does not load")

@@ -28,6 +28,7 @@ from tests.tasks.registration import prepare_run, register_version, version_by_a
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
 
 
 def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, build_stages: BuildStages) -> None:
@@ -78,9 +79,9 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
 
 
 def test_the_logged_model_contains_its_code_and_no_pickle_file(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     (model,) = (workspace / "mlartifacts" / "models").iterdir()
     files = {str(path.relative_to(model / "artifacts")) for path in model.rglob("*") if path.is_file()}
     files.discard(f"__pycache__/pyfunc_model.{sys.implementation.cache_tag}.pyc")  # written by Python when it loads the model
@@ -128,11 +129,11 @@ def test_a_worse_version_becomes_challenger_and_an_equal_version_becomes_champio
 
 @pytest.mark.parametrize("last_step", ["the alias is set", "the version is created"])
 def test_a_run_that_was_killed_while_it_registered_continues_with_its_version(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], last_step: str
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str], last_step: str
 ) -> None:
-    register_version(build_stages(shuffled=True), prepare_run(workspace, "zero"))
-    registration = register_version(build_stages(), prepare_run(workspace, "one"))
-    context, client = prepare_run(workspace, "one"), connect(workspace)
+    add_versions("bad")
+    registration = register_version(build_stages(), prepare_run(workspace, "two"))
+    context, client = prepare_run(workspace, "two"), connect(workspace)
     shutil.rmtree(context.folder(RegistrationManifest))
     if last_step == "the version is created":
         client.set_registered_model_alias("m", "champion", "1")
@@ -164,10 +165,10 @@ def test_a_resumed_run_accepts_that_a_person_has_promoted_its_version(
 
 
 def test_a_resumed_run_removes_a_logged_model_without_a_version(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
+    workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
+    add_versions("good")
     context, client = prepare_run(workspace, "one"), connect(workspace)
-    register_version(build_stages(), context)
     shutil.rmtree(context.folder(RegistrationManifest))
     client.delete_model_version("m", "1")  # like a kill between both steps, this leaves the logged model
     registration = register_version(build_stages(), context)

@@ -171,7 +171,7 @@ def test_a_new_item_starts_with_its_pretrained_vector(
 ) -> None:
     vector_row = np.load(second_run.interactions.path("vector_row.npy"))
     rows = [row for row in range(first_run.spec.num_items, second_run.spec.num_items) if vector_row[row] >= 0]
-    vectors = np.load(second_run.embeddings.vectors_path("item"))[vector_row[rows]]
+    vector_VD = np.load(second_run.embeddings.vectors_path("item"))[vector_row[rows]]
     job = train_job(second_run).model_copy(update={"warm_start": prepare_start(champion, second_run, tmp_path / "warm")})
     run_ranks(check_new_items, world_size=NUM_RANKS, arguments=(job, rows, vector_VD))
 

@@ -8,28 +8,19 @@ import pytest
 
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.serving.retriever import Retriever
-from tasks.registry import tracking
 from tasks.registry.mlflow_client import connect, tracking_uri
-from tasks.registry.versions import get_or_create_version
 from tasks.serve import registry_champion
 from tasks.serve.registry_champion import RegistryChampion
-from tests.tasks.conftest import Stages
-from tests.tasks.registration import prepare_run
 
-BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
 
 
 @pytest.fixture
-def set_champion(workspace: Path, build_stages: BuildStages, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def set_champion(workspace: Path, add_versions: AddVersions, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that makes one of three versions champion. They are in an MLflow outside of the server's workspace."""
-    client, stages = connect(workspace), build_stages()
-    for run_id in ("one", "two", "three"):
-        context = prepare_run(workspace, run_id)
-        for manifest in (stages.dataset.interactions, *stages[1:]):
-            context.results.add(manifest)
-        mlflow_run_id = tracking.open_mlflow_run(client, context)
-        tracking.log_params(client, mlflow_run_id, config_file=context.run.config_file)
-        get_or_create_version(context, model_name="m", client=client, mlflow_run_id=mlflow_run_id)
+    add_versions("good", "good", "good")
+    client = connect(workspace)
+    client.delete_registered_model_alias("m", "champion")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(workspace))
     return lambda version: client.set_registered_model_alias("m", "champion", version)
 

@@ -3,7 +3,9 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,13 +27,10 @@ from tasks.registry.mlflow_client import connect
 from tasks.serve import registry_champion
 from tasks.serve import server as server_module
 from tasks.serve.server import serve
-from tests.tasks.conftest import Stages
-from tests.tasks.registration import prepare_run, register_version
 
-pytestmark = pytest.mark.usefixtures("empty_plots")
-
-BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
 CONFIG = ServeConfig(port=0, workers=2, poll_interval_s=0.2)
+ONE_WORKER = CONFIG.model_copy(update={"workers": 1})
 TIMEOUT_S = 60.0
 
 
@@ -106,10 +105,9 @@ def workers() -> list[psutil.Process]:
 
 
 def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, add_versions: AddVersions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for run_id in ("one", "two"):
-        register_version(build_stages(), prepare_run(workspace, run_id))
+    add_versions("good", "good")
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
     with run_server(workspace) as server:
@@ -160,72 +158,64 @@ def damage(workspace: Path, client: MlflowClient, version: str) -> None:
         file.write(b"damaged")
 
 
-def test_a_damaged_champion_is_not_served_even_after_a_restart(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
-) -> None:
-    for run_id in ("one", "two", "three"):
-        register_version(build_stages(), prepare_run(workspace, run_id))
+def test_a_damaged_champion_is_not_served_even_after_a_restart(workspace: Path, add_versions: AddVersions) -> None:
+    add_versions("good", "good", "good")
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
     damage(workspace, client, "2")
-    with run_server(workspace) as server:
+    with run_server(workspace, ONE_WORKER) as server:
         client.set_registered_model_alias("m", "champion", "2")
         server.wait_for(lambda: "index.faiss" in (server.readiness()["problem"] or ""))
         assert server.predict()["version"] == "1"
 
-        old_pids = {worker.pid for worker in workers()}
-        for worker in workers():
-            worker.kill()
-        server.wait_for(lambda: len(workers()) == CONFIG.workers and not old_pids & {worker.pid for worker in workers()})
+        (killed_worker,) = workers()
+        killed_worker.kill()
+        server.wait_for(lambda: killed_worker.pid not in (pids := [worker.pid for worker in workers()]) and len(pids) == 1)
         assert server.predict()["version"] == "1"
         assert server.readiness()["problem"].startswith("version 2 is not served: ")
 
         client.set_registered_model_alias("m", "champion", "3")
-        server.wait_for(lambda: all(server.predict()["version"] == "3" for _ in range(10)))
+        server.wait_for(lambda: server.predict()["version"] == "3")
         assert server.readiness()["problem"] is None
 
 
-def test_a_registry_that_hangs_does_not_delay_the_end_of_the_server(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_of_the_registry_does_not_end_the_server_and_a_hang_does_not_delay_its_end(
+    workspace: Path, add_versions: AddVersions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
+    add_versions("good")
     is_called, may_return = threading.Event(), threading.Event()
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 10 * TIMEOUT_S)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def hang(*_: Any) -> None:
         is_called.set()
         may_return.wait(10 * TIMEOUT_S)
 
-    with run_server(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
+    with run_server(workspace, ONE_WORKER) as server:
         assert workers()[0].environ()["OMP_NUM_THREADS"] == "1"
+        monkeypatch.setattr(registry_champion, "version_number_by_alias", fail)
+        server.wait_for(lambda: "grow" in (server.readiness()["registry"]["problem"] or ""))
+        assert server.predict()["version"] == "1"
+
         monkeypatch.setattr(registry_champion, "version_number_by_alias", hang)
         assert is_called.wait(TIMEOUT_S)
         server.end()  # fails if the command waits for the registry
     may_return.set()
 
 
-def test_a_registry_whose_disk_is_full_does_not_end_the_server(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with run_server(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
-        monkeypatch.setattr(registry_champion, "version_number_by_alias", fail)
-        server.wait_for(lambda: "grow" in (server.readiness()["registry"]["problem"] or ""))
-        assert server.predict()["version"] == "1"
-
-
 def test_a_start_without_a_champion_with_a_used_port_or_with_a_short_token_fails(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, add_versions: AddVersions, new_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match="has no version with the alias champion; register one"), run_server(workspace):
+    empty_workspace = workspace / "empty"
+    empty_workspace.mkdir()
+    shutil.copy(new_database, empty_workspace)
+    with pytest.raises(InputError, match="has no version with the alias champion; register one"), run_server(empty_workspace):
         pass
-    register_version(build_stages(), prepare_run(workspace, "one"))
-    with run_server(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
-        port = int(server.url.rpartition(":")[2])
+    add_versions("good")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1 port {port}"):
             serve(ServeConfig(port=port), workspace, model_name="m", stop_event=threading.Event())
     monkeypatch.setenv("NIGHTJAR_SERVE_TOKEN", "short")
@@ -233,11 +223,9 @@ def test_a_start_without_a_champion_with_a_used_port_or_with_a_short_token_fails
         pass
 
 
-def test_open_requests_are_answered_before_a_worker_ends(
-    workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
-) -> None:
-    register_version(build_stages(), prepare_run(workspace, "one"))
-    config = CONFIG.model_copy(update={"workers": 1, "max_wait_ms": 800.0})
+def test_open_requests_are_answered_before_a_worker_ends(workspace: Path, add_versions: AddVersions) -> None:
+    add_versions("good")
+    config = ONE_WORKER.model_copy(update={"max_wait_ms": 800.0})
     statuses: list[int] = []
     with run_server(workspace, config) as server:
         request = {"rows": [{"user_id": "user-0"}]}

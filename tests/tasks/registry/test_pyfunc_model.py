@@ -64,7 +64,7 @@ OTHER_WORKSPACE = Path("the folder of another workspace")
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory, build_stages: BuildStages) -> Iterator[Path]:
+def workspace(tmp_path_factory: pytest.TempPathFactory, new_database: Path, build_stages: BuildStages) -> Iterator[Path]:
     """A workspace with version 1 of the model m."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", "")  # so that the patch removes the value that MLflow sets
@@ -72,6 +72,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, build_stages: BuildStage
         run = Run("one", workspace=tmp_path_factory.mktemp("workspace"))
         run.folder.mkdir(parents=True)
         run.config_file.write_text("name: tests\n")
+        shutil.copy(new_database, run.workspace)
         context = StageContext(run, experiment="tests")
         for manifest in (build_stages().dataset.interactions, *build_stages()[1:]):
             context.results.add(manifest)

@@ -20,13 +20,14 @@ from tasks.stages import data_report
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 from tests.tasks.unhealthy_servers import silent_server
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A workspace that receives the Prefect artifacts of the stage as files."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(data_report, "show_markdown", lambda context, name, text: (tmp_path / f"{name}.md").write_text(text))
-    return tmp_path
+    monkeypatch.setattr(data_report, "show_markdown", lambda context, name, text: (workspace / f"{name}.md").write_text(text))
+    return workspace
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def with_setting(name: str, value: Any) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(SETTING_NAMES), values)
 @example("tables", {"": {}})
 @example("allowed_data_root", [False, "x" * 11_000])
@@ -205,7 +205,7 @@ def test_any_value_of_any_setting_gives_a_config_that_reads_back_or_one_message(
     assert load_config(tmp_path / "again.yaml") == config
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60) | st.text("{}[]&*!|>'\"%@`#:,-? \n\tab1", max_size=60))
 def test_a_random_text_is_rejected_in_one_message(tmp_path: Path, text: str) -> None:
     config_path = tmp_path / "nightly.yaml"
@@ -219,7 +219,7 @@ def test_a_random_text_is_rejected_in_one_message(tmp_path: Path, text: str) -> 
         load_config(config_path, [text])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(values)
 def test_dumped_values_load_back_unchanged(value: Any) -> None:
     try:

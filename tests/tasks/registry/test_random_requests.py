@@ -21,7 +21,7 @@ from tasks.registry.versions import MODEL_CODE_FILE, signature_for
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, NUM_ITEMS, USER_FEATURES, USER_IDS
 from tests.recsys_core.serving.conftest import build_packaged_model as build_packaged_model
 
-NUM_REQUESTS = 500
+NUM_REQUESTS = 150
 ModelBuilder = Callable[..., tuple[Any, PackageManifest]]
 
 
@@ -134,7 +134,7 @@ def test_every_request_is_answered_or_rejected_with_a_message(
         check_prediction(prediction, record, params)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests())
 def test_the_mlflow_server_answers_every_request_with_status_200_or_400(
     model: PyFuncModel, request: tuple[list[dict[str, Any]], dict[str, Any]]

@@ -179,7 +179,7 @@ def _recall_by_kind(
     item_rows: rows of the items whose vectors are searched, or of which a sample is searched.
     """
     exact_index = build_index(Flat(), item_vector_ID)
-    recall_by_kind = {}
+    recall_by_kind: dict[str, NDArray[np.float64]] = {}
     for query_kind, query_BD in (
         ("users", _user_queries(retriever)),
         ("items", item_vector_ID[_sample_rows(item_rows)]),

@@ -4,6 +4,7 @@ Other tests check the sizes of folders, the names of modules, and the shape lett
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -93,10 +94,16 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+@functools.cache
+def imports_in(path: Path) -> list[tuple[int, str]]:
+    """Return the line and the dotted name of every import of a file. Several tests read the same files."""
+    return list(imported_names(ast.parse(path.read_text())))
+
+
 def imports_of(*folders: str) -> Iterator[tuple[str, str, str]]:
     """Yield the location (file:line), the importing module and the imported name of every import."""
     for path in source_paths(*folders):
-        for line_number, name in imported_names(ast.parse(path.read_text())):
+        for line_number, name in imports_in(path):
             yield f"{path.relative_to(ROOT)}:{line_number}", module_name(path), name
 
 
@@ -174,7 +181,9 @@ def test_no_folder_has_more_than_twelve_modules() -> None:
 
 
 IMPORT_SCRIPT = """
-import importlib, sys
+import gc, importlib, sys
+
+gc.disable()  # imports are faster without it
 
 class ImportObserver:
     def find_spec(self, name, path=None, target=None):

@@ -127,5 +127,5 @@ class ScheduleConfig(Settings):
 
         schedule = CronSchedule(cron=cron, timezone=self.timezone)
         # A date that Prefect returns may be equal to `start`.
-        (planned_start,) = run_coro_as_sync(schedule.get_dates(1, start=after + timedelta(microseconds=1))) or [None]
-        return planned_start
+        planned_starts: list[datetime] | None = run_coro_as_sync(schedule.get_dates(1, start=after + timedelta(microseconds=1)))
+        return planned_starts[0] if planned_starts else None

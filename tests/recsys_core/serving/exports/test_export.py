@@ -68,7 +68,7 @@ MODELS: list[dict[str, Any]] = [
         "popularity": {"kind": "learned"},
     },
     {"history": {"pooling": "self_attention", "num_heads": 2, "recency_residual": True}},
-    {"num_members": 2, "features": ("user.list",)},
+    {"num_members": 2, "features": USER_FEATURES},
 ]
 
 

@@ -20,6 +20,7 @@ from fastapi.testclient import TestClient
 from mlflow.pyfunc import scoring_server
 
 from flows import nightly
+from flows.cli.commands.registry import query
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
@@ -163,16 +164,16 @@ def test_mlflow_has_the_duration_of_each_stage(workspace: Workspace, undisturbed
 
 
 def test_the_command_the_python_model_and_the_server_return_the_same_unseen_items(
-    workspace: Workspace, undisturbed_result: Any
+    workspace: Workspace, undisturbed_result: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = pd.concat(pq.read_table(path).to_pandas() for path in sorted(workspace.folder.glob("data/interactions/*")))
     user_id = log["user_id"].iloc[0]
     query_result = workspace.nightjar("query", "--user", user_id, "-k", "7")
     assert (query_result["model"], query_result["version"], query_result["known_user"]) == ("small", "2", True)
-    process = workspace.start("query", "--user", "stranger", "--json")
-    output, error_output = process.communicate(timeout=240)
-    assert json.loads(output)["known_user"] is False and len(json.loads(output)["items"]) == 10
-    assert "user stranger is unknown to version 2: these are the most popular items" in error_output
+    query(load_config(workspace.config_path), user="stranger", history=None, item=None, k=10, model_uri=None, as_json=True)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["known_user"] is False and len(json.loads(printed.out)["items"]) == 10
+    assert "user stranger is unknown to version 2: these are the most popular items" in printed.err
     item_ids = [item["item_id"] for item in query_result["items"]]
     assert len(set(item_ids)) == 7
     assert set(item_ids) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())

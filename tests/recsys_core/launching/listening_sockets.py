@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-INTERVAL_S = 0.3
+INTERVAL_S = 0.5
 Listening = set[tuple[str, str]]
 """Pairs: the module or command of a process, and an address on which the process listens."""
 
@@ -16,10 +16,12 @@ def listening_sockets(root: psutil.Process | None = None) -> Listening:
     root, sockets = root or psutil.Process(), Listening()
     for process in [root, *root.children(recursive=True)]:
         with suppress(psutil.Error):
-            command = process.cmdline()
-            name = command[command.index("-m") + 1] if "-m" in command else " ".join(command)
-            connections = process.net_connections("inet")
-            sockets |= {(name, connection.laddr.ip) for connection in connections if connection.status == psutil.CONN_LISTEN}
+            connections = process.net_connections("tcp")
+            addresses = {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+            if addresses:
+                command = process.cmdline()
+                name = command[command.index("-m") + 1] if "-m" in command else " ".join(command)
+                sockets |= {(name, address) for address in addresses}
     return sockets
 
 

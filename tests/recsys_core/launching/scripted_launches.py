@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,12 @@ TWO_HOSTS = TorchxLauncher(scheduler="local_cwd", env={"OMP_NUM_THREADS": "1"}, 
 
 def agents_and_ranks() -> list[psutil.Process]:
     """Return the agents and ranks below this process, which may have other children too."""
-    modules = {AGENT_MODULE, RANK_MODULE}
-    return [process for process in psutil.Process().children(recursive=True) if modules & set(process.cmdline())]
+    modules, found_processes = {AGENT_MODULE, RANK_MODULE}, list[psutil.Process]()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # the process has ended, or is a zombie
+            if modules & set(process.cmdline()):
+                found_processes.append(process)
+    return found_processes
 
 
 def launch_ranks(

@@ -88,10 +88,10 @@ def test_the_widest_search_returns_each_item_at_most_once_with_a_high_recall(
 
 @pytest.mark.parametrize("kind", [*KINDS, IvfSq8(rescore=4)], ids=str)
 def test_vectors_are_read_from_a_mapped_index_by_item_row(
-    kind: AnyIndexKind, index_by_kind: dict[str, Any], vectors: np.ndarray, tmp_path: Path
+    kind: AnyIndexKind, index_by_kind: dict[str, Any], item_vector_ID: np.ndarray, tmp_path: Path
 ) -> None:
     path = tmp_path / "index.faiss"
-    built_index = index_by_kind[kind.kind] if kind in KINDS else build_index(kind.fitted(NUM_ITEMS, DIM), vectors)
+    built_index = index_by_kind[kind.kind] if kind in KINDS else build_index(kind.fitted(NUM_ITEMS, DIM), item_vector_ID)
     faiss.write_index(built_index, str(path))
     index = load_index({path: record_file(path)})
     assert (stored_vectors(index) is not None) == isinstance(kind, Flat | Hnsw)

@@ -53,11 +53,11 @@ def recent_popularity_order(
 
     The period ends at the newest event before `split`. Items with equal numbers keep the order of `popularity_order_I`.
     """
-    newest_us, count_I = 0, np.zeros(store.num_items, np.int64)
+    newest_time_us, count_I = 0, np.zeros(store.num_items, np.int64)
     for time_E, _ in _events_before(split, store=store):
-        newest_us = max(newest_us, int(time_E.max(initial=0)))
+        newest_time_us = max(newest_time_us, int(time_E.max(initial=0)))
     for time_E, item_E in _events_before(split, store=store):
-        count_I += np.bincount(item_E[time_E > newest_us - days * DAY_US], minlength=store.num_items)
+        count_I += np.bincount(item_E[time_E > newest_time_us - days * DAY_US], minlength=store.num_items)
     return popularity_order_I[rows_by_falling_count(count_I[popularity_order_I])]
 
 
@@ -77,8 +77,9 @@ def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
 class ZeroShot:
     """The zero-shot model. The score is the cosine between an item and the mean of the normalised vectors of a history.
 
-    The inner product of a query vector and an item vector is the score. Both have one number more than a pretrained vector: 1
-    in a query vector, and in an item vector a penalty, which ranks items without a pretrained vector below all other items.
+    The inner product of a query vector and an item vector is the score. Both have one more number than a pretrained vector: 1
+    in a query vector, and 0 in an item vector. An item without a pretrained vector has NO_VECTOR_SCORE instead of 0, so that
+    it is ranked below all other items.
 
     The pretrained vectors can be memory-mapped: only the rows that a method needs are read.
 
@@ -91,7 +92,7 @@ class ZeroShot:
 
         Args:
             vectors_RD: pretrained vectors.
-            vector_row_I: row of each item in vectors_RD; -1 if it has no vector.
+            vector_row_I: row of each item in vectors_RD; -1 for an item without a vector.
         """
         self._vectors_RD, self._vector_row_I = vectors_RD, vector_row_I
         self.dim = vectors_RD.shape[1] + 1

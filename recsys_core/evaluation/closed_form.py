@@ -41,7 +41,7 @@ decomposition, so the number of events is smaller than MAX_EVENTS."""
 MAX_HISTORY = 200
 """Number of newest items of a user that form pairs. The number of pairs grows with the square of this number."""
 MAX_NEIGHBOURS = 100
-"""Number of most similar items of an item that contribute to the co-occurrence scores."""
+"""Number of an item's most similar items that contribute to the co-occurrence scores."""
 BLOCK_PAIRS = 1 << 22
 """Number of item pairs that are counted at once. Sorting takes about 100 bytes per pair."""
 
@@ -56,17 +56,17 @@ def spectral_vectors(
         history_BI: the matrix H below: 1 for each item of a query's history.
 
     The diagonal matrix Du has the number of items of each user, and Di has the number of users of each item. V are the first
-    right singular vectors of the normalised matrix Du^-a X Di^-b, with the exponents a (of users) and b (of items). The scores
-    are H Di^-b V V' Di^b. With exponents of 0.5, they are the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
+    right singular vectors of the normalised matrix Du^-a X Di^-b, where a is `user_exponent` and b is `item_exponent`. The
+    scores are H Di^-b V V' Di^b. If a and b are 0.5, this is the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
     """
     weight_ID, vector_ID = spectral_weights(matrix_UI, rank=rank, user_exponent=user_exponent, item_exponent=item_exponent)
-    return _spectral_queries(history_BI, weight_ID), vector_ID
+    return _spectral_query_vectors(history_BI, weight_ID), vector_ID
 
 
 def spectral_weights(
     matrix_UI: csr_array, *, rank: int, user_exponent: float, item_exponent: float
 ) -> tuple[NDArray[Any], Floats32]:
-    """Return the item weights [I, D], whose sum over a history is the query vector, and the item vectors [I, D].
+    """Return the item weights and the item vectors, both [I, D]. A query vector is the sum of the weights of a history's items.
 
     See `spectral_vectors` for the formula.
     """
@@ -76,21 +76,21 @@ def spectral_weights(
     _, vector_ID = singular_vectors(
         matrix_UI, num_vectors=num_vectors, user_exponent=user_exponent, item_exponent=item_exponent
     )
-    count_I = matrix_UI.sum(axis=0)
-    weight_ID = vector_ID * inverse_power(count_I, item_exponent)[:, None]
-    return weight_ID, np.ascontiguousarray(vector_ID * count_I[:, None] ** item_exponent, np.float32)
+    num_users_I = matrix_UI.sum(axis=0)
+    weight_ID = vector_ID * inverse_power(num_users_I, item_exponent)[:, None]
+    return weight_ID, np.ascontiguousarray(vector_ID * num_users_I[:, None] ** item_exponent, np.float32)
 
 
-def _spectral_queries(history_BI: csr_array, weight_ID: NDArray[Any]) -> Floats32:
+def _spectral_query_vectors(history_BI: csr_array, weight_ID: NDArray[Any]) -> Floats32:
     """Return the query vectors, [B, D]."""
     return np.ascontiguousarray(history_BI @ weight_ID, np.float32)
 
 
 def neighbour_weights(matrix_UI: csr_array) -> csr_array:
-    """Return the cosine similarity [I, I] of the user sets of items; zero except for each item's nearest neighbours.
+    """Return the cosine similarities of items, [I, I]. Only each item's nearest neighbours have a similarity above 0.
 
-    The cosine of two items is the number of users with both, divided by the root of the product of the two numbers of users
-    (Sarwar et al., WWW 2001).
+    The cosine of two items is the number of users with both items, divided by sqrt(users of one item x users of the other
+    item) (Sarwar et al., WWW 2001).
 
     >>> neighbour_weights(csr_array(np.array([[1, 1, 0], [1, 1, 0], [0, 1, 1]], np.float32))).toarray().round(2)
     array([[0.  , 0.82, 0.  ],
@@ -100,11 +100,13 @@ def neighbour_weights(matrix_UI: csr_array) -> csr_array:
     num_items = matrix_UI.shape[1]
     unit_UI = matrix_UI @ diags_array(inverse_power(matrix_UI.sum(axis=0), 0.5))
     unit_IU = unit_UI.T.tocsr()
-    cumulative_pairs_I = np.cumsum(matrix_UI.T @ np.diff(matrix_UI.indptr).astype(np.float64))
-    block_I = (cumulative_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
-    bounds = [0, *(np.flatnonzero(np.diff(block_I)) + 1).tolist(), num_items]
-    blocks = [_nearest((unit_IU[start:end] @ unit_UI).tocsr(), first_row=start) for start, end in pairwise(bounds)]
-    return vstack(blocks, format="csr")
+    cumulative_num_pairs_I = np.cumsum(matrix_UI.T @ np.diff(matrix_UI.indptr).astype(np.float64))
+    block_I = (cumulative_num_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
+    block_bounds = [0, *(np.flatnonzero(np.diff(block_I)) + 1).tolist(), num_items]
+    weight_blocks = [
+        _nearest_neighbours((unit_IU[start:end] @ unit_UI).tocsr(), first_row=start) for start, end in pairwise(block_bounds)
+    ]
+    return vstack(weight_blocks, format="csr")
 
 
 class LinearScores(NamedTuple):
@@ -136,7 +138,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
     vector_CD = vector_ID[order_I]
 
     def spectral_scores(histories: JaggedArray) -> LinearScores:
-        query_BD = _spectral_queries(user_item_matrix(histories, num_items=len(order_I)), weight_ID)
+        query_BD = _spectral_query_vectors(user_item_matrix(histories, num_items=len(order_I)), weight_ID)
 
         def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
             np.matmul(query_BD[queries], vector_CD[columns].T, out=score_BC)
@@ -147,7 +149,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
 
 
 def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float:
-    """Return the exponent with the best NDCG@20 of the validation users; the first if no user has an unseen target."""
+    """Return the exponent with the best validation NDCG@20, or the first exponent if no user has an unseen target."""
     if len(config.item_exponents) == 1:
         return config.item_exponents[0]
     ndcg_by_exponent = {
@@ -158,7 +160,7 @@ def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float
 
 
 def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iterator[tuple[float, TargetPositions]]:
-    """Yield each of `item_exponents` with the positions of the validation targets; nothing if no user has an unseen target.
+    """Yield each item exponent with the positions of the validation targets. Yield nothing if no user has an unseen target.
 
     The truncated SVD reads only the training events. At most MAX_EXPONENT_SEARCH_USERS users are ranked.
     """
@@ -203,7 +205,7 @@ def _scores_by_row(
     return LinearScores(score_tile, len(order_I))
 
 
-def _nearest(weight_RI: csr_array, *, first_row: int) -> csr_array:
+def _nearest_neighbours(weight_RI: csr_array, *, first_row: int) -> csr_array:
     """Return the MAX_NEIGHBOURS largest weights of each row. Row r is item `first_row` + r, which is not its own neighbour.
 
     weight_RI: positive weights in single precision, whose columns are sorted in place.
@@ -212,9 +214,12 @@ def _nearest(weight_RI: csr_array, *, first_row: int) -> csr_array:
     row_L = np.repeat(np.arange(weight_RI.shape[0]), np.diff(weight_RI.indptr))
     is_other_L = weight_RI.indices != row_L + first_row
     row_L, column_L, weight_L = row_L[is_other_L], weight_RI.indices[is_other_L], weight_RI.data[is_other_L]
-    # The bits of positive floats have the order of the floats, so one integer sorts by row and falling weight. Ties keep order.
-    order_L = np.argsort((row_L << 32) - weight_L.view(np.int32), kind="stable")
+    # Positive floats are in the same order as their bits, so one integer sorts by row and falling weight. Equal weights keep
+    # their order.
+    sorted_entries = np.argsort((row_L << 32) - weight_L.view(np.int32), kind="stable")
     num_neighbours_R = np.bincount(row_L, minlength=weight_RI.shape[0])
-    index_L = np.arange(len(order_L)) - np.repeat(np.cumsum(num_neighbours_R) - num_neighbours_R, num_neighbours_R)
-    nearest_entries = order_L[index_L < MAX_NEIGHBOURS]
+    index_in_row_L = np.arange(len(sorted_entries)) - np.repeat(
+        np.cumsum(num_neighbours_R) - num_neighbours_R, num_neighbours_R
+    )
+    nearest_entries = sorted_entries[index_in_row_L < MAX_NEIGHBOURS]
     return csr_array((weight_L[nearest_entries], (row_L[nearest_entries], column_L[nearest_entries])), shape=weight_RI.shape)

@@ -83,7 +83,7 @@ class EvaluationConfig(Settings):
         0.95,
         ge=0.5,
         le=0.9999,
-        description="confidence of the intervals of the metrics, which describe the variation between users",
+        description="confidence of the metrics' intervals. An interval describes the variation between users",
     )
     exclude_seen: bool = Field(
         True,

@@ -74,8 +74,8 @@ def gini(count_I: NDArray[np.int64]) -> float:
     (0.0, 0.75)
     """
     count_I, num_items = np.sort(count_I), len(count_I)
-    rank_I = np.arange(1, num_items + 1)
-    return float((2 * rank_I - num_items - 1) @ count_I / (num_items * count_I.sum()))
+    ordinal_I = np.arange(1, num_items + 1)
+    return float((2 * ordinal_I - num_items - 1) @ count_I / (num_items * count_I.sum()))
 
 
 def popularity_lift(top_BK: NDArray[Any], *, history_item_L: NDArray[Any], train_count_I: NDArray[Any]) -> float:
@@ -97,31 +97,31 @@ def list_distances(
     """Yield the sum of the lists' distances and the number of lists, for each chunk of lists.
 
     The distance of a list is the mean cosine distance of two of its items, and the diversity is the mean distance of the lists
-    (Ziegler et al., WWW 2005). Items without a vector are ignored, and so are lists with fewer than two items that have a
+    (Ziegler et al., WWW 2005). Items without a vector are ignored. A list is ignored if fewer than two of its items have a
     vector.
 
     Args:
         vectors_RD: pretrained vectors.
-        vector_row_I: row of each item in vectors_RD; -1 if it has no vector.
+        vector_row_I: row of each item in vectors_RD; -1 for an item without a vector.
 
     >>> vectors_RD = np.array([[1, 0], [0, 2], [3, 0]], np.float32)
     >>> [*list_distances(np.array([[0, 1], [0, 2], [1, -1]]), vectors_RD=vectors_RD, vector_row_I=np.arange(3))]
     [(1.0, 2)]
     """
     values_per_list = top_BK.shape[1] * vectors_RD.shape[1]
-    chunk_lists = max(1, min(CHUNK_QUERIES, MAX_CHUNK_VALUES // max(1, values_per_list)))
-    for chunk in chunk_slices(len(top_BK), length=chunk_lists):
+    lists_per_chunk = max(1, min(CHUNK_QUERIES, MAX_CHUNK_VALUES // max(1, values_per_list)))
+    for chunk in chunk_slices(len(top_BK), length=lists_per_chunk):
         chunk_BK = top_BK[chunk]
         row_BK = np.where(chunk_BK >= 0, np.asarray(vector_row_I)[chunk_BK], -1)
         vector_BKD = vectors_RD[np.maximum(row_BK, 0)].astype(np.float64)
         norm_BK1 = np.linalg.norm(vector_BKD, axis=2, keepdims=True)
-        is_used_BK = (row_BK >= 0) & (norm_BK1[..., 0] > 0)
-        unit_BKD = np.where(is_used_BK[..., None], vector_BKD / np.maximum(norm_BK1, np.finfo(np.float64).tiny), 0.0)
-        num_used_B = is_used_BK.sum(axis=1)
+        has_vector_BK = (row_BK >= 0) & (norm_BK1[..., 0] > 0)
+        unit_BKD = np.where(has_vector_BK[..., None], vector_BKD / np.maximum(norm_BK1, np.finfo(np.float64).tiny), 0.0)
+        num_vectors_B = has_vector_BK.sum(axis=1)
         # The squared norm of a sum of unit vectors is their number plus the cosines of all ordered pairs.
-        cosine_sum_B = (unit_BKD.sum(axis=1) ** 2).sum(axis=1) - num_used_B
-        has_pair_B = num_used_B > 1
-        num_pairs_B = num_used_B[has_pair_B] * (num_used_B[has_pair_B] - 1)
+        cosine_sum_B = (unit_BKD.sum(axis=1) ** 2).sum(axis=1) - num_vectors_B
+        has_pair_B = num_vectors_B > 1
+        num_pairs_B = num_vectors_B[has_pair_B] * (num_vectors_B[has_pair_B] - 1)
         yield float((1 - cosine_sum_B[has_pair_B] / num_pairs_B).sum()), int(has_pair_B.sum())
 
 
@@ -142,9 +142,9 @@ def known_negative_share(top_BK: NDArray[Any], *, known_negatives: JaggedArray, 
     """
     share_B = np.full(len(top_BK), np.nan)
     for chunk in chunk_slices(len(top_BK), length=CHUNK_QUERIES):
-        negatives = known_negatives.slice(chunk.start, chunk.stop)
+        chunk_negatives = known_negatives.slice(chunk.start, chunk.stop)
         item_BK = top_BK[chunk, :k].astype(np.int64)
-        key_BK = np.where(item_BK >= 0, np.arange(len(item_BK))[:, None] * num_items + item_BK, -1)
-        num_negatives_B = np.isin(key_BK, negatives.pair_keys(bound=num_items)).sum(axis=1)
-        share_B[chunk] = np.where(negatives.lengths > 0, num_negatives_B / k, np.nan)
+        pair_key_BK = np.where(item_BK >= 0, np.arange(len(item_BK))[:, None] * num_items + item_BK, -1)
+        num_negatives_B = np.isin(pair_key_BK, chunk_negatives.pair_keys(bound=num_items)).sum(axis=1)
+        share_B[chunk] = np.where(chunk_negatives.lengths > 0, num_negatives_B / k, np.nan)
     return share_B

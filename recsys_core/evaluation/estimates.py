@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
 
 
 Estimates = dict[str, Estimate]
-"""Estimates by the name of their metric."""
+"""Estimates by metric name."""
 
 
 def mean_estimate(value_U: Floats, *, confidence: float) -> Estimate:
@@ -64,11 +64,11 @@ class Columns:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_by_name: dict[str, tuple[Path, np.dtype[Any]]] = {}
-        self._file_number = itertools.count()
+        self._file_numbers = itertools.count()
 
     def append(self, name: str, values: NDArray[Any]) -> None:
         """Append values to a column. All values of a column have the same type."""
-        path, dtype = self._file_by_name.setdefault(name, (self._folder / f"{next(self._file_number)}.values", values.dtype))
+        path, dtype = self._file_by_name.setdefault(name, (self._folder / f"{next(self._file_numbers)}.values", values.dtype))
         assert dtype == values.dtype, f"the column {name} has the type {dtype}, not {values.dtype}"
         with path.open("ab") as file:
             values.tofile(file)
@@ -79,7 +79,7 @@ class Columns:
         return np.memmap(path, dtype, mode="r") if path is not None and path.stat().st_size else np.empty(0, dtype)
 
     def take(self, name: str) -> NDArray[Any]:
-        """Memory-map a column, and remove its file. Its disk space is freed together with the array."""
+        """Memory-map a column, and remove its file. The disk space is freed when the array is deleted."""
         values = self.read(name)
         if name in self._file_by_name:
             self._file_by_name.pop(name)[0].unlink()
@@ -87,7 +87,7 @@ class Columns:
 
 
 class Accuracy:
-    """Metrics such as recall@20 of all targets of a ranking or some of them, averaged over the users of all chunks.
+    """Metrics such as recall@20 of all or some targets of a ranking, averaged over the users of all chunks.
 
     Attributes:
         num_users, num_targets: number of users and of targets in all chunks.
@@ -214,7 +214,7 @@ class ColdMetrics:
         """Add a chunk of users."""
         if self._accuracy is None:
             self._num_items = ranking.num_items
-            # With a larger cut-off, every cold item is among the first k.
+            # With a cut-off of at least the number of cold items, every cold item is among the first k.
             ks, metric_names = [k for k in self._config.ks if k < ranking.num_items], ("recall", "ndcg", "hit_rate")
             self._accuracy = Accuracy(self._columns, self._prefix, config=self._config, metric_names=metric_names, ks=ks)
         self._accuracy.add(ranking.target_positions())
@@ -259,16 +259,16 @@ class ListMetrics:
 
     def estimates(self) -> Estimates:
         """Return the metrics by <metric>@<k>. Undefined metrics are left out."""
-        values = {
+        value_by_metric = {
             "novelty": float(self._columns.take(self._novelty_name).mean()),
             "gini": diversity.gini(self._num_recommendations_I),
         }
         if self._history_train_count:
             mean_popularity = int(self._num_recommendations_I @ self._train_count_I) / int(self._num_recommendations_I.sum())
-            values["popularity_lift"] = mean_popularity / (self._history_train_count / self._num_history_items) - 1
+            value_by_metric["popularity_lift"] = mean_popularity / (self._history_train_count / self._num_history_items) - 1
         if self._num_lists:
-            values["diversity"] = self._distance_sum / self._num_lists
-        return {f"{name}@{self._k}": Estimate(value) for name, value in values.items() if not math.isnan(value)}
+            value_by_metric["diversity"] = self._distance_sum / self._num_lists
+        return {f"{name}@{self._k}": Estimate(value) for name, value in value_by_metric.items() if not math.isnan(value)}
 
 
 def slice_report(name: str, accuracy: Accuracy, *, min_users: int) -> SliceReport:

@@ -118,18 +118,18 @@ class _RankerMetrics:
     def write(self, output_folder: Path) -> None:
         """Write the files with the metrics of each user and the positions of each target.
 
-        A served version never recommends items that the user has seen. With `exclude_seen: false`, the metrics of each user are
-        therefore written only for popularity, which is then ranked again without the seen items.
+        A served version never recommends items that the user has seen. With `exclude_seen: false`, the rankings contain seen
+        items. The metrics of each user are then written only for popularity, from a second ranking without the seen items.
         """
         read = self._columns.read
-        served_rankers = self.rankers if self._config.exclude_seen else ["popularity"]
-        user_metrics = {
+        compared_rankers = self.rankers if self._config.exclude_seen else ["popularity"]
+        user_metrics_by_ranker = {
             ranker: metrics.UserMetrics(
                 read(f"user/{ranker}/user_row"), {name: read(f"user/{ranker}/{name}") for name in metrics.COMPARED_METRICS}
             )
-            for ranker in served_rankers
+            for ranker in compared_rankers
         }
-        metrics.write_user_metrics(user_metrics, output_folder / metrics.USER_METRICS_FILE)
+        metrics.write_user_metrics(user_metrics_by_ranker, output_folder / metrics.USER_METRICS_FILE)
         metrics.write_positions(
             {ranker: read(f"position/{ranker}") for ranker in self.rankers},
             user_row_T=read("user_row_T"),
@@ -203,39 +203,41 @@ def evaluate(
         scratch_folder.mkdir()
         columns = Columns(scratch_folder)
         open_split = partial(HeldOutSplit, config=config, store=store, export=export, interactions=interactions)
-        on_ranked = _progress_counter(on_progress, total=_num_ranked_queries(config, export=export, dataset=dataset))
+        on_ranked = _progress_counter(
+            on_progress, num_queries_to_rank=_num_queries_to_rank(config, export=export, dataset=dataset)
+        )
         rank_split = partial(model_rankings, config=config, export=export, on_ranked=on_ranked)
         vectors_RD = None if item_embeddings is None else np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
-        results = _RankerMetrics(config, columns, store=store, vectors_RD=vectors_RD)
+        ranker_metrics = _RankerMetrics(config, columns, store=store, vectors_RD=vectors_RD)
         if export.num_queries.get("validation", 0):
-            results.add_validation(rank_split(open_split("validation")))
+            ranker_metrics.add_validation(rank_split(open_split("validation")))
         test_split = open_split("test")
-        results.add_ranker("model", rank_split(test_split))
+        ranker_metrics.add_ranker("model", rank_split(test_split))
         slices = slice_reports(columns, config=config, store=store, features=dataset.features)
-        results.add(_slice_estimates(slices))
+        ranker_metrics.add(_slice_estimates(slices))
         for name, rank_chunk in _baselines(config, order_I=test_split.popularity_order_I, store=store, on_ranked=on_ranked):
-            results.add_ranker(name, ((users, rank_chunk(users), None) for users in test_split))
+            ranker_metrics.add_ranker(name, ((users, rank_chunk(users), None) for users in test_split))
         if vectors_RD is not None:
             rankings = zero_shot_rankings(
                 test_split, vectors_RD, config=config, export=export, store=store, on_ranked=on_ranked
             )
-            results.add_ranker("zero_shot", rankings)
+            ranker_metrics.add_ranker("zero_shot", rankings)
         if not config.exclude_seen:
             for users in test_split:
                 served_queries = replace(users.queries, seen=users.history)  # a served version excludes seen items
                 ranking = rank_by_order(served_queries, order_I=test_split.popularity_order_I, k=0)
-                results.append_user_metrics("popularity", ranking.target_positions(), users=users)
-        results.write(output_folder)
+                ranker_metrics.append_user_metrics("popularity", ranking.target_positions(), users=users)
+        ranker_metrics.write(output_folder)
         np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
-        (output_folder / "metrics.json").write_text(json.dumps(results.value_by_metric, indent=2))
+        (output_folder / "metrics.json").write_text(json.dumps(ranker_metrics.value_by_metric, indent=2))
         shutil.rmtree(scratch_folder)
-        return stage.commit(metrics=results.value_by_metric, half_widths=results.half_widths, slices=slices)
+        return stage.commit(metrics=ranker_metrics.value_by_metric, half_widths=ranker_metrics.half_widths, slices=slices)
 
 
 def _baselines(
     config: EvaluationConfig, *, order_I: NDArray[np.int32], store: EventStore, on_ranked: Callable[[int], None]
 ) -> Iterator[tuple[str, Callable[[HeldOutUsers], Ranking]]]:
-    """Yield the name of each baseline that needs only the log, and the function that ranks the items for a chunk of users.
+    """Yield the name of each baseline that needs only the log, and its function that ranks the items for a chunk of users.
 
     These baselines cannot rank cold items.
     """
@@ -258,7 +260,7 @@ def _baselines(
     linear_baselines = config.linear_baselines(store.num_items)
     if linear_baselines != config.linear_baselines():
         logger.info(
-            "the baselines %s are left out: %d items are more than evaluation.closed_form.max_items, %d",
+            "the baselines %s are left out: the catalogue has %d items, but evaluation.closed_form.max_items is %d",
             " and ".join(config.linear_baselines()), store.num_items, config.closed_form.max_items,
         )  # fmt: skip
     for name in linear_baselines:
@@ -269,7 +271,7 @@ def _baselines(
 
 
 def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
-    """Return the metrics of all slices but the feature slices, by names such as test/slice/cold_items/recall@20."""
+    """Return the metrics of all slices except feature slices, by names such as test/slice/cold_items/recall@20."""
     return {
         f"test/slice/{report.name.replace(' ', '_')}/{name}": Estimate(value, report.half_widths.get(name))
         for report in slices
@@ -278,7 +280,7 @@ def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
     }
 
 
-def _num_ranked_queries(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset) -> int:
+def _num_queries_to_rank(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset) -> int:
     """Return the number of queries to rank, summed over the rankers. Fast rankings by popularity are not included."""
     num_linear_baselines = len(config.linear_baselines(export.num_items))
     num_model_rankings = int(not has_ranking(export, config=config))
@@ -293,13 +295,13 @@ def _num_ranked_queries(config: EvaluationConfig, *, export: ExportManifest, dat
     )
 
 
-def _progress_counter(on_progress: Callable[[int, int], None], *, total: int) -> Callable[[int], None]:
-    """Return a function that adds up numbers of queries, and calls `on_progress` with their sum and `total`."""
+def _progress_counter(on_progress: Callable[[int, int], None], *, num_queries_to_rank: int) -> Callable[[int], None]:
+    """Return a function that adds up numbers of queries, and calls `on_progress` with their sum and `num_queries_to_rank`."""
     num_ranked_queries = 0
 
     def add_queries(num_queries: int) -> None:
         nonlocal num_ranked_queries
         num_ranked_queries += num_queries
-        on_progress(num_ranked_queries, total)
+        on_progress(num_ranked_queries, num_queries_to_rank)
 
     return add_queries

@@ -1,4 +1,4 @@
-"""The users with targets in one split, with their queries, histories and targets.
+"""The evaluated users of one split, with their queries, histories and targets.
 
 Shapes: B queries, I items, C cold items, D width, R rows of an export file.
 """
@@ -23,7 +23,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
 
 CHUNK_USERS = 1 << 16
-"""Users whose histories and rankings are in memory at once."""
+"""Number of users whose histories and rankings are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def queries_of(
 
 def queries_with_cold_targets(queries: Queries, cold_row_C: NDArray[np.int64], *, num_items: int) -> Queries:
     """Return the queries with a cold target, for a ranking of the cold items alone. No user has seen a cold item."""
-    queries_with_nothing_seen = replace(queries, seen=JaggedArray.empty(len(queries.targets)))
-    return restrict_to_candidates(queries_with_nothing_seen, cold_row_C, num_items=num_items)
+    queries_without_seen_items = replace(queries, seen=JaggedArray.empty(len(queries.targets)))
+    return restrict_to_candidates(queries_without_seen_items, cold_row_C, num_items=num_items)
 
 
 class HeldOutSplit:
@@ -107,9 +107,9 @@ class HeldOutSplit:
         self.name, self._store, self._exclude_seen = split, store, config.exclude_seen
         self._user_row_R = np.load(export.path(f"query_users_{split}.npy"), mmap_mode="r")
         self._index_B = sampled_users(len(self._user_row_R), max_users=config.max_users)
-        self._vector_RD = None
+        self._query_vector_RD = None
         if export.ranking != ranking_settings(config):
-            self._vector_RD = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
+            self._query_vector_RD = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
         self._spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
         self.popularity_order_I = popularity_order_before(split, store=store, interactions=interactions)
         self.cold_row_C = cold_rows(store, split)
@@ -118,18 +118,18 @@ class HeldOutSplit:
         """Yield at most CHUNK_USERS users at a time."""
         return map(self.load, chunk_slices(len(self._index_B), length=CHUNK_USERS))
 
-    def load(self, users: slice = slice(None)) -> HeldOutUsers:
+    def load(self, user_slice: slice = slice(None)) -> HeldOutUsers:
         """Load a slice of the evaluated users, by default all of them."""
-        index_B = self._index_B[users]
+        index_B = self._index_B[user_slice]
         user_row_B, query_BD = np.asarray(self._user_row_R[index_B]), torch.empty((len(index_B), 0))
-        if self._vector_RD is not None:
-            query_BD = torch.from_numpy(self._vector_RD[index_B])
+        if self._query_vector_RD is not None:
+            query_BD = torch.from_numpy(self._query_vector_RD[index_B])
         queries, history = queries_of(
             user_row_B, query_BD, split=self.name, exclude_seen=self._exclude_seen, store=self._store, spec=self._spec
         )
         known_negatives = None
         if self._store.known_negatives is not None:
-            # An item with an event is no known negative. The event store ensures this for training events, but not for
+            # An item with an event is not a known negative. The event store ensures this for training events, but not for
             # validation events.
             known_negatives = self._store.known_negatives.before(user_row_B, self.name).difference(
                 history, bound=self._store.num_items

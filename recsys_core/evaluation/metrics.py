@@ -207,9 +207,9 @@ class UserMetrics:
 
     @classmethod
     def of(cls, targets: TargetPositions, *, user_row_B: NDArray[Any]) -> Self:
-        """Compute COMPARED_METRICS. user_row_B: user row by user number in the pairs of `targets`, ascending."""
-        values = {name: metric(targets, k=k) for name, (metric, k) in COMPARED_METRICS.items()}
-        return cls(user_row_B[targets.original_user_U].astype(np.int64), values)
+        """Compute COMPARED_METRICS. user_row_B: row of each user number in `targets.original_user_U`, ascending."""
+        value_U_by_metric = {name: metric(targets, k=k) for name, (metric, k) in COMPARED_METRICS.items()}
+        return cls(user_row_B[targets.original_user_U].astype(np.int64), value_U_by_metric)
 
     def means(self, ranker: str) -> dict[str, float]:
         """Return the mean of each metric over the users, by <ranker>/<metric>."""
@@ -223,8 +223,8 @@ class UserMetrics:
         [0.2]
         """
         is_common_U = np.isin(self.user_row_U, other.user_row_U, assume_unique=True)
-        values = {metric: value_U[is_common_U] for metric, value_U in self.value_U_by_metric.items()}
-        return type(self)(self.user_row_U[is_common_U], values)
+        value_U_by_metric = {metric: value_U[is_common_U] for metric, value_U in self.value_U_by_metric.items()}
+        return type(self)(self.user_row_U[is_common_U], value_U_by_metric)
 
 
 def write_user_metrics(metrics_by_ranker: Mapping[str, UserMetrics], path: Path) -> None:
@@ -239,7 +239,7 @@ def write_user_metrics(metrics_by_ranker: Mapping[str, UserMetrics], path: Path)
 def read_user_metrics(path: Path, *, user_rows: NDArray[np.int64] | None = None) -> dict[str, UserMetrics]:
     """Read the metrics by ranker from a file of `write_user_metrics`.
 
-    user_rows: the users to read; None: all users. Memory grows with these users, and not with the users of the file.
+    user_rows: rows of the users to read; None for all users. Memory grows with the number of these users.
     """
     table = pq.read_table(path, filters=None if user_rows is None else pc.field("user_row").isin(user_rows))
     user_row_U = table["user_row"].to_numpy()

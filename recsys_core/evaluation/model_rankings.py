@@ -39,7 +39,7 @@ def ranking_file(split: str, content: str, *, ranker: Ranker = "model") -> str:
 
 
 def has_ranking(export: ExportManifest, *, config: EvaluationConfig, ranker: Ranker = "model") -> bool:
-    """Return whether the export has the rankings of `ranker`, made with the settings of `config`."""
+    """Return whether the export has rankings of `ranker` that were made with the settings of `config`."""
     return export.ranking == ranking_settings(config) and ranking_file("test", "top", ranker=ranker) in export.files
 
 
@@ -91,15 +91,15 @@ def model_rankings(
 ) -> Iterator[tuple[HeldOutUsers, Ranking, Ranking]]:
     """Yield each chunk of users with the model's ranking of the catalogue and of the cold items.
 
-    The export contains these rankings. If it was made with other settings of the evaluation, this process ranks the items.
+    The rankings are read from the export. If the export has other settings of the evaluation, this process ranks the items.
     """
     if has_ranking(export, config=config):
         yield from _stored_rankings(split, export=export, k=ranking_settings(config).k)
         return
     if export.ranking is not None:
         logger.info(
-            "the settings of the evaluation have changed since the export, so this process ranks the items again; to rank "
-            "them on the ranks of the training, remove the folder %s before the run is resumed", export.folder,
+            "the settings of the evaluation have changed since the export, so this process ranks the items again; to divide "
+            "this work among the training ranks, remove the folder %s and resume the run", export.folder,
         )  # fmt: skip
     item_vector_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
     for users in split:

@@ -1,6 +1,6 @@
 """Trade-off between accuracy, coverage and novelty: metrics of the validation users with several weights of item popularity.
 
-The vectors of one export are ranked with each weight. Serving with this weight (`model.popularity`) gives the same rankings.
+The items of one export are ranked with each weight. Serving with this weight (`model.popularity`) gives the same rankings.
 
 Shapes: B queries, I items, D width, K length of the top list, T ranked (query, target) pairs, L items of all histories.
 """
@@ -50,7 +50,7 @@ def popularity_curve(
     interactions: InteractionsManifest,
     weights: Sequence[float] = (),
 ) -> list[CurvePoint]:
-    """Return the metrics at the smallest cut-off for each weight, and for the weight of the export, by rising weight.
+    """Return the metrics at the smallest cut-off for each weight and for the weight of the export, ordered by weight.
 
     weights: weights of the popularity term; empty for `default_weights`.
 
@@ -75,10 +75,10 @@ def popularity_curve(
     weights = weights or default_weights(query_BD, item_vector_ID=item_vector_ID, popularity_I=popularity_I)
     item_vector_ID, points = append_popularity(item_vector_ID, popularity_I), []
     for weight in sorted({*weights, served_weight}):
-        weighted_BD = append_popularity(query_BD, torch.full((len(query_BD),), weight))
-        weighted_users = replace(users, queries=replace(users.queries, query_BD=weighted_BD))
-        values = _metrics(config, weighted_users, item_vector_ID=item_vector_ID, store=store)
-        points.append(CurvePoint(weight=weight, is_served=weight == served_weight, metrics=values))
+        weighted_query_BD = append_popularity(query_BD, torch.full((len(query_BD),), weight))
+        weighted_users = replace(users, queries=replace(users.queries, query_BD=weighted_query_BD))
+        value_by_metric = _metrics_of_ranking(config, weighted_users, item_vector_ID=item_vector_ID, store=store)
+        points.append(CurvePoint(weight=weight, is_served=weight == served_weight, metrics=value_by_metric))
     return points
 
 
@@ -95,7 +95,9 @@ def default_weights(query_BD: Tensor, *, item_vector_ID: Tensor, popularity_I: T
     return [float(f"{multiple * unit_weight:.2g}") for multiple in DEFAULT_MULTIPLES]
 
 
-def _metrics(config: EvaluationConfig, users: HeldOutUsers, *, item_vector_ID: Tensor, store: EventStore) -> dict[str, float]:
+def _metrics_of_ranking(
+    config: EvaluationConfig, users: HeldOutUsers, *, item_vector_ID: Tensor, store: EventStore
+) -> dict[str, float]:
     """Return the metrics of the ranking by these vectors, by <metric>@<k>."""
     k, train_count_I = min(config.ks), store.train_count_I
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,7 +107,7 @@ def _metrics(config: EvaluationConfig, users: HeldOutUsers, *, item_vector_ID: T
     if not len(ranking.position_T):
         raise InputError("the users had already seen all validation targets; set evaluation.exclude_seen to false")
     targets, history_item_L = ranking.target_positions(), users.history.values_L
-    values = {
+    value_by_metric = {
         "recall": metrics.recall(targets, k=k).mean(),
         "ndcg": metrics.ndcg(targets, k=k).mean(),
         "coverage": diversity.coverage(ranking.top_BK, k=k, num_items=ranking.num_items),
@@ -114,11 +116,11 @@ def _metrics(config: EvaluationConfig, users: HeldOutUsers, *, item_vector_ID: T
             ranking.top_BK, history_item_L=history_item_L, train_count_I=train_count_I
         ),
     }
-    return {f"{name}@{k}": float(value) for name, value in values.items() if np.isfinite(value)}
+    return {f"{name}@{k}": float(value) for name, value in value_by_metric.items() if np.isfinite(value)}
 
 
 def plot_curve(points: Sequence[CurvePoint], *, path: Path) -> Path:
-    """Write a PNG with coverage and novelty over the NDCG, a point per weight. Return `path`."""
+    """Write a PNG that plots coverage and novelty against the NDCG, with a point per weight. Return `path`."""
     ndcg_name, coverage_name, novelty_name = (
         next(name for name in points[0].metrics if name.startswith(f"{metric}@")) for metric in ("ndcg", "coverage", "novelty")
     )
@@ -126,9 +128,9 @@ def plot_curve(points: Sequence[CurvePoint], *, path: Path) -> Path:
     ndcg_values = [point.metrics[ndcg_name] for point in points]
     best_index = int(np.argmax(ndcg_values))
     for axes, name in zip(panels, (coverage_name, novelty_name), strict=True):
-        values = [point.metrics[name] for point in points]
-        axes.plot(ndcg_values, values, color=plots.BLUE, marker="o", markersize=4)
-        for index, (point, x, y) in enumerate(zip(points, ndcg_values, values, strict=True)):
+        metric_values = [point.metrics[name] for point in points]
+        axes.plot(ndcg_values, metric_values, color=plots.BLUE, marker="o", markersize=4)
+        for index, (point, x, y) in enumerate(zip(points, ndcg_values, metric_values, strict=True)):
             label_offset = (6, 3) if index < best_index else (6, -9)  # the curve turns at the best weight
             axes.annotate(
                 f"{point.weight:.3g}", (x, y), xytext=label_offset, textcoords="offset points", fontsize=8, color=plots.INK

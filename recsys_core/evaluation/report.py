@@ -47,7 +47,7 @@ class MetricTable(Frozen):
     half_widths: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
     """Half widths of the confidence intervals, by row."""
     note: str = ""
-    """Number of items and users behind the rows for cold items; empty if there are no such rows."""
+    """Text with the numbers of items and users of the rows for cold items; empty if there are no such rows."""
 
     @property
     def interval_note(self) -> str:
@@ -87,20 +87,20 @@ def metric_table(
     metrics_by_ranker = _metrics_by_row(metrics)
     half_widths_by_ranker = _metrics_by_row(half_widths or {})
     columns = _shown_columns(shown, metrics_by_ranker["model"])
-    note = ""
+    cold_note = ""
     shown_rankers = [
         ranker for ranker, values in metrics_by_ranker.items() if not ranker.endswith(COLD_SUFFIX) or values.keys() & {*columns}
     ]
     if f"model{COLD_SUFFIX}" in shown_rankers:
         cold_metrics = metrics_by_ranker[f"model{COLD_SUFFIX}"]
-        note = f"cold: {cold_metrics['items']:,.0f} items without an earlier event, for {cold_metrics['users']:,.0f} users"
+        cold_note = f"cold: {cold_metrics['items']:,.0f} items without an earlier event, for {cold_metrics['users']:,.0f} users"
     return MetricTable(
         columns=columns,
         rows={ranker: tuple(metrics_by_ranker[ranker].get(column) for column in columns) for ranker in shown_rankers},
         half_widths={
             ranker: tuple(values.get(column) for column in columns) for ranker, values in half_widths_by_ranker.items()
         },
-        note=note,
+        note=cold_note,
     )
 
 
@@ -153,17 +153,17 @@ def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = SHOWN_ME
     return rows
 
 
-def _shown_columns(shown: Sequence[str], measured: Collection[str]) -> tuple[str, ...]:
+def _shown_columns(shown_metrics: Sequence[str], measured_metrics: Collection[str]) -> tuple[str, ...]:
     """Return the names of the measured metrics; a cut-off that was not measured is replaced by the closest measured one.
 
     >>> _shown_columns(("recall@20", "ndcg@10", "mrr", "auc"), ("recall@5", "recall@50", "ndcg@10", "mrr"))
     ('recall@5', 'ndcg@10', 'mrr')
     """
     columns: list[str] = []
-    for name in shown:
+    for name in shown_metrics:
         metric, _, cut_off = name.partition("@")
-        measured_cut_offs = [int(column.partition("@")[2]) for column in measured if column.startswith(f"{metric}@")]
-        if name in measured:
+        measured_cut_offs = [int(column.partition("@")[2]) for column in measured_metrics if column.startswith(f"{metric}@")]
+        if name in measured_metrics:
             columns.append(name)
         elif cut_off and measured_cut_offs:
             columns.append(f"{metric}@{min(measured_cut_offs, key=lambda k: (abs(k - int(cut_off)), k))}")
@@ -171,7 +171,7 @@ def _shown_columns(shown: Sequence[str], measured: Collection[str]) -> tuple[str
 
 
 def _cell(value: float | None, half_width: float | None) -> str:
-    """Return a value with its interval, with four decimals; - for no value."""
+    """Return a value and its half width with four decimals, such as 0.5000 ± 0.1000. Return - for a missing value."""
     if value is None:
         return "-"
     return f"{value:.4f}" if half_width is None else f"{value:.4f} ± {half_width:.4f}"
@@ -181,14 +181,14 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     """Write a PNG with the recall of the model and its baselines at each cut-off K. Return `path`."""
     metrics_by_ranker = _metrics_by_ranker(metrics)
     cut_offs = sorted(int(name.removeprefix("recall@")) for name in metrics_by_ranker["model"] if name.startswith("recall@"))
-    width = 6.4 if len(metrics_by_ranker) <= MAX_HORIZONTAL_LABELS else 8.0
-    figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y", size=(width, 3.8))
+    figure_width = 6.4 if len(metrics_by_ranker) <= MAX_HORIZONTAL_LABELS else 8.0
+    figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y", size=(figure_width, 3.8))
     bar_width = 0.8 / len(metrics_by_ranker)
     for ranker_index, (ranker, ranker_metrics) in enumerate(metrics_by_ranker.items()):
         bar_offset = (ranker_index - (len(metrics_by_ranker) - 1) / 2) * bar_width
-        positions = [index + bar_offset for index in range(len(cut_offs))]
+        bar_positions = [index + bar_offset for index in range(len(cut_offs))]
         recalls = [ranker_metrics[f"recall@{k}"] for k in cut_offs]
-        bars = axes.bar(positions, recalls, bar_width * 0.94, label=ranker.replace("_", "-"), color=RANKER_COLOURS[ranker])
+        bars = axes.bar(bar_positions, recalls, bar_width * 0.94, label=ranker.replace("_", "-"), color=RANKER_COLOURS[ranker])
         rotation = 0 if len(metrics_by_ranker) <= MAX_HORIZONTAL_LABELS else 90
         axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2, color=plots.INK, rotation=rotation)
     axes.set_xticks(range(len(cut_offs)), [str(k) for k in cut_offs])
@@ -207,7 +207,7 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
 def draw_loss(train: TrainManifest) -> "Figure":
     """Draw the training loss and, below it, the validation metrics after each epoch.
 
-    The loss falls in a step at each new epoch, because the model sees the same events again. Dotted lines mark the ends of the
+    The loss drops at the start of each epoch, because the model sees the same events again. Dotted lines mark the ends of the
     epochs. The mean loss of each epoch shows the trend.
     """
     lines = train.path("metrics.jsonl").read_text().splitlines()
@@ -233,13 +233,13 @@ def draw_loss(train: TrainManifest) -> "Figure":
         for axes in panels:
             axes.axvline(last_step, color=plots.GREY, linewidth=1.0, linestyle=":", zorder=0.5)
         if records[-1]["epoch"] <= MAX_LABELLED_EPOCHS:
-            style: dict[str, Any] = {
+            text_style: dict[str, Any] = {
                 "ha": "center",
                 "fontsize": 7.5,
                 "color": plots.INK,
                 "transform": panels[-1].get_xaxis_transform(),
             }
-            panels[-1].text((first_step + last_step) / 2, 0.02, str(epoch) if first_step else f"epoch {epoch}", **style)
+            panels[-1].text((first_step + last_step) / 2, 0.02, str(epoch) if first_step else f"epoch {epoch}", **text_style)
         first_step = last_step
     loss_axes.set_ylabel("training loss")
     plots.legend_above(loss_axes)
@@ -253,9 +253,9 @@ def draw_loss(train: TrainManifest) -> "Figure":
 
 def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any]], *, best_epoch: int | None) -> None:
     colours = (plots.GREEN, plots.ORANGE, plots.GREY)
-    for name, colour in zip(validation_records[0]["validation"], colours, strict=False):
-        points = [(record["step"], record["validation"][name]) for record in validation_records]
-        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, linewidth=1.6, label=name)
+    for metric_name, colour in zip(validation_records[0]["validation"], colours, strict=False):
+        points = [(record["step"], record["validation"][metric_name]) for record in validation_records]
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, linewidth=1.6, label=metric_name)
     for record in validation_records:
         if record["epoch"] == best_epoch:
             axes.axvline(record["step"], color=plots.BLUE, linewidth=1.4, zorder=0.6, label=f"best epoch: {best_epoch}")
@@ -265,12 +265,12 @@ def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any
 
 
 def _metrics_by_row(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return the test metrics of the model and of each baseline, first for all items, then for the cold items."""
+    """Return the test metrics by table row: first the model and each baseline for all items, then the same for cold items."""
     metrics_by_ranker = _metrics_by_ranker(metrics)
     cold_metrics_by_row = {
         f"{ranker}{COLD_SUFFIX}": _metrics_under("cold/", values) for ranker, values in metrics_by_ranker.items()
     }
-    return metrics_by_ranker | {ranker: values for ranker, values in cold_metrics_by_row.items() if values}
+    return metrics_by_ranker | {row_name: values for row_name, values in cold_metrics_by_row.items() if values}
 
 
 def _metrics_by_ranker(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -42,15 +42,15 @@ def item_slices(train_count_I: NDArray[Any], *, item_T: NDArray[Any]) -> Masks:
 
 def _group_slices(group_I: NDArray[np.int8], *, item_T: NDArray[Any]) -> Masks:
     group_T = group_I[item_T]
-    return {f"{name} items": group_T == group for group, name in enumerate(ITEM_GROUPS)}
+    return {f"{group_name} items": group_T == group_index for group_index, group_name in enumerate(ITEM_GROUPS)}
 
 
 def _popularity_group(train_count_I: NDArray[Any]) -> NDArray[np.int8]:
     """Return the group of each item as an index of ITEM_GROUPS, [I]; see `item_slices`."""
     order_I = np.argsort(-train_count_I, kind="stable")
-    count_before_I = np.empty(len(train_count_I), np.float64)
-    count_before_I[order_I] = np.cumsum(train_count_I[order_I]) - train_count_I[order_I]
-    third_I = np.minimum(3 * count_before_I // max(1, train_count_I.sum()), 2)
+    num_events_above_I = np.empty(len(train_count_I), np.float64)
+    num_events_above_I[order_I] = np.cumsum(train_count_I[order_I]) - train_count_I[order_I]
+    third_I = np.minimum(3 * num_events_above_I // max(1, train_count_I.sum()), 2)
     return np.where(train_count_I == 0, ITEM_GROUPS.index("cold"), third_I).astype(np.int8)
 
 
@@ -83,9 +83,9 @@ def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, o
     If a target has several values, it belongs to the slice of each of them.
 
     Args:
-        owner_T: row of the user or item, or index of the event, that has the feature value of each target.
+        owner_T: owner of each target's feature value; see `feature_owners`.
 
-    Raises InputError if the feature is not declared, or has numbers instead of values.
+    Raises InputError if the feature is not declared, or is standardised.
     """
     feature_values = FeatureValues(config, features)
     feature_values.count(owner_T)
@@ -93,7 +93,7 @@ def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, o
 
 
 class FeatureValues:
-    """The most frequent values of a feature among targets in chunks. Count all chunks before you slice the first."""
+    """The most frequent values of a feature among the targets. Call `count` with all chunks of targets before `slices`."""
 
     def __init__(self, config: FeatureSlice, features: FeaturesManifest | None) -> None:
         """Open the feature. Raises InputError like `feature_slices`."""
@@ -101,7 +101,8 @@ class FeatureValues:
         if features is None or key not in features.features:
             declared_text = ", ".join(sorted(features.features)) if features is not None else "none"
             raise InputError(
-                f"evaluation.slices: {key} is not declared under features (declared: {declared_text}); declare it, or remove it"
+                f"evaluation.slices: {key} is not declared under features (declared: {declared_text}); declare it, or remove "
+                "the slice"
             )
         if features.features[key].mean is not None:
             raise InputError(
@@ -122,14 +123,14 @@ class FeatureValues:
         """Return the slices of a chunk of targets; see `feature_slices`."""
         value_rows, _ = self._feature.rows_and_weights(owner_T)
         masks: Masks = {}
-        for row, name in self._name_by_row.items():
-            # A value with the name "(other)" is in one slice with the other values.
-            mask_T = masks.setdefault(name, np.zeros(len(owner_T), np.bool_))
+        for row, slice_name in self._slice_name_by_row.items():
+            # A value that is itself named "(other)" shares the slice of the values outside the vocabulary.
+            mask_T = masks.setdefault(slice_name, np.zeros(len(owner_T), np.bool_))
             mask_T[value_rows.list_index_L[value_rows.values_L == row]] = True
         return masks
 
     @cached_property
-    def _name_by_row(self) -> dict[int, str]:
+    def _slice_name_by_row(self) -> dict[int, str]:
         """Names of the slices by row of the value, the most frequent value first."""
         frequent_rows = np.argsort(-self._target_count_R, kind="stable")[: self._max_values]
         rows = frequent_rows[self._target_count_R[frequent_rows] > 0].tolist()
@@ -147,11 +148,11 @@ def guarded_slices(
 ) -> tuple[Masks, dict[str, int | None]]:
     """Return the slices of test targets by the values of several features, and `min_users` of each slice.
 
-    If no target has a value of a feature, there is one empty slice with the name of the feature, so that it stays visible.
+    If no target has a value of a feature, there is one empty slice with the name of the feature, so that reports show it.
 
     Args:
         user_row_U: rows of the users.
-        user_T, item_T: each target's index of the user in `user_row_U`, and its item row.
+        user_T, item_T: for each target, the index of its user in `user_row_U`, and its item row.
 
     Raises InputError like `feature_slices`.
     """
@@ -168,9 +169,10 @@ def guarded_slices(
 def feature_owners(
     key: str, *, store: EventStore, user_row_U: Int64Array, user_T: Int64Array, item_T: Int64Array
 ) -> Int64Array:
-    """Return the owner of the feature for each target, [T]: row of the user or item, or index of the event.
+    """Return the owner of the feature for each target, [T].
 
-    The event is the user's first test event with the target.
+    The owner is a user row for a feature such as user.country, and an item row for item.brand. For context.device, it is the
+    index of the user's first test event with the target.
 
     Args: see `guarded_slices`.
     """
@@ -179,13 +181,13 @@ def feature_owners(
         return user_row_U[user_T] if side == "user" else item_T
     targets = store.targets(user_row_U, "test")
     event_index_L = ragged_ranges(store.first_event_index(user_row_U, "test"), targets.lengths)
-    distinct_keys, first_L = np.unique(targets.pair_keys(bound=store.num_items), return_index=True)
-    event_index_T: Int64Array = event_index_L[first_L[np.searchsorted(distinct_keys, user_T * store.num_items + item_T)]]
+    distinct_keys, first_indices = np.unique(targets.pair_keys(bound=store.num_items), return_index=True)
+    event_index_T: Int64Array = event_index_L[first_indices[np.searchsorted(distinct_keys, user_T * store.num_items + item_T)]]
     return event_index_T
 
 
 def _value_name(features: FeaturesManifest, key: str, *, row: int) -> str:
-    """Return the name of the value, or of the bucket of a number, that has this row in the feature's table."""
+    """Return the name of a row of the feature's table: a value, or a bucket of numbers such as [1, 5)."""
     if row == 0:
         return "(other)"
     boundaries = features.features[key].boundaries
@@ -216,7 +218,7 @@ class _TargetChunk(NamedTuple):
     Attributes:
         users: slice of the evaluated users.
         user_row_U: rows of these users.
-        user_T, item_T, position_T: index of each target's user in user_row_U, its item row, and its position.
+        user_T, item_T, position_T: for each target, the index of its user in user_row_U, its item row, and its position.
     """
 
     users: slice
@@ -226,7 +228,7 @@ class _TargetChunk(NamedTuple):
     position_T: NDArray[np.int64]
 
     def positions(self, mask_T: NDArray[np.bool_]) -> TargetPositions:
-        """Return the positions of some targets. The metrics of slices do not need the numbers of candidates, which are 0."""
+        """Return the positions of some targets. The numbers of candidates are 0, because no metric of a slice needs them."""
         return TargetPositions.from_pairs(
             user_T=self.user_T[mask_T],
             position_T=self.position_T[mask_T],
@@ -256,32 +258,36 @@ def slice_reports(
     user_row_U = columns.read("target/user_row")
     group_I, train_count_U = _popularity_group(store.train_count_I), store.train_count_U[user_row_U]
     median_count = _median_count(train_count_U)
-    feature_values = [FeatureValues(slice_config, features) for slice_config in config.slices]
-    for chunk in _target_chunks(columns) if feature_values else ():
-        for slice_config, values in zip(config.slices, feature_values, strict=True):
-            values.count(chunk.owners(slice_config.feature, store=store))
+    values_of_features = [FeatureValues(slice_config, features) for slice_config in config.slices]
+    for chunk in _target_chunks(columns) if values_of_features else ():
+        for slice_config, feature_values in zip(config.slices, values_of_features, strict=True):
+            feature_values.count(chunk.owners(slice_config.feature, store=store))
     accuracy_by_slice: dict[tuple[int, str], Accuracy] = {}
 
-    def add_chunk(masks: Masks, chunk: _TargetChunk, *, slice_set: int) -> None:
-        """Add a chunk to its slices. slice_set: 0 for slices of items and users, otherwise the number of the feature."""
-        for name, mask_T in masks.items():
-            if (slice_set, name) not in accuracy_by_slice:
-                prefix = f"slice/{slice_set}/{name}"
-                accuracy_by_slice[slice_set, name] = Accuracy(columns, prefix, config=config, metric_names=("recall", "ndcg"))
-            accuracy_by_slice[slice_set, name].add(chunk.positions(mask_T))
+    def add_chunk(masks: Masks, chunk: _TargetChunk, *, set_index: int) -> None:
+        """Add a chunk to its slices. set_index: 0 for slices of items and users, n for the n-th entry of `config.slices`."""
+        for slice_name, mask_T in masks.items():
+            if (set_index, slice_name) not in accuracy_by_slice:
+                prefix = f"slice/{set_index}/{slice_name}"
+                accuracy_by_slice[set_index, slice_name] = Accuracy(
+                    columns, prefix, config=config, metric_names=("recall", "ndcg")
+                )
+            accuracy_by_slice[set_index, slice_name].add(chunk.positions(mask_T))
 
     for chunk in _target_chunks(columns):
         masks = _group_slices(group_I, item_T=chunk.item_T)
         masks |= user_slices(train_count_U[chunk.users], user_T=chunk.user_T, median_count=median_count)
         masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
-        add_chunk(masks, chunk, slice_set=0)
-        for slice_set, (slice_config, values) in enumerate(zip(config.slices, feature_values, strict=True), start=1):
-            add_chunk(values.slices(chunk.owners(slice_config.feature, store=store)), chunk, slice_set=slice_set)
+        add_chunk(masks, chunk, set_index=0)
+        for set_index, (slice_config, feature_values) in enumerate(
+            zip(config.slices, values_of_features, strict=True), start=1
+        ):
+            add_chunk(feature_values.slices(chunk.owners(slice_config.feature, store=store)), chunk, set_index=set_index)
     min_users_by_set = [
         config.min_slice_users,
         *(slice_config.min_users or config.min_slice_users for slice_config in config.slices),
     ]
     return tuple(
-        slice_report(name, accuracy, min_users=min_users_by_set[slice_set])
-        for (slice_set, name), accuracy in sorted(accuracy_by_slice.items(), key=lambda item: item[0][0])
+        slice_report(name, accuracy, min_users=min_users_by_set[set_index])
+        for (set_index, name), accuracy in sorted(accuracy_by_slice.items(), key=lambda item: item[0][0])
     )

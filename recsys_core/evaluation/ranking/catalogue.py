@@ -30,7 +30,7 @@ from recsys_core.evaluation.ranking.chunks import (
 from recsys_core.evaluation.ranking.queries import Queries, Ranking, tie_order
 
 MAX_SCORES = 1 << 28
-"""Largest number of scores that all threads hold together, 1 GiB in float32. It limits the threads for a large catalogue."""
+"""Largest number of scores that all threads hold together, 1 GiB in float32. A large catalogue therefore has fewer threads."""
 
 
 def rank_catalogue(
@@ -122,7 +122,7 @@ def worker_threads(num_held_columns: int) -> Iterator[ThreadPoolExecutor]:
 
 @cache
 def _blas_controller() -> ThreadpoolController:
-    """Return the thread pools of BLAS. A process searches its libraries once, because this takes milliseconds."""
+    """Return the thread pools of BLAS. The result is cached, because the search for loaded libraries takes milliseconds."""
     return ThreadpoolController().select(user_api="blas")
 
 
@@ -168,8 +168,10 @@ def rank_in_chunks(
     column_I = np.argsort(row_C)
     chunks = list(chunk_slices(num_queries, length=queries_per_chunk))
     seen_by_chunk, targets_by_chunk = (
-        [columns.slice(chunk.start, chunk.stop) for chunk in chunks]
-        for columns in (JaggedArray(items.offset, column_I[items.values_L]) for items in (pairs.seen, pairs.targets))
+        [column_lists.slice(chunk.start, chunk.stop) for chunk in chunks]
+        for column_lists in (
+            JaggedArray(item_lists.offset, column_I[item_lists.values_L]) for item_lists in (pairs.seen, pairs.targets)
+        )
     )
     top_BK, position_T = np.full((num_queries, k), -1, np.int32), np.empty(len(pairs.targets.values_L), np.int64)
     for chunk, (top_columns_BK, chunk_position_T) in zip(

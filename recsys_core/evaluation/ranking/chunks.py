@@ -1,11 +1,11 @@
 """The ranking of one chunk of queries over blocks of columns (items), on a CPU or a GPU.
 
-The last bits of a float32 matrix product depend on the shape of the product, and on the position of a row and of a column in
-it. The grid of chunks and tiles therefore depends only on the numbers of queries and items, and not on the number of threads or
-ranks. Every score thus has the same bits wherever it is computed, and the order of the items is the same.
+In a float32 matrix product, the last bits of an entry depend on the shapes of the matrices, and on the row and column of the
+entry. The grid of chunks and tiles therefore depends only on the numbers of queries and items, and not on the number of threads
+or ranks. Scores then have the same bits for any number of threads or ranks, and the items have the same order.
 
 Shapes: B queries of the chunk, C columns, D width, K length of the top list, T targets of the chunk, L seen items or targets
-of the chunk.
+of the chunk, V distinct columns of the targets.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from recsys_core.evaluation.ranking.top_k import (
 CHUNK_SCORES = 1 << 22
 """Number of scores that one thread holds at once: 16 MiB in float32."""
 MIN_CHUNK_QUERIES, MAX_CHUNK_QUERIES = 16, 4_096
-"""Bounds of the queries per chunk. Each chunk costs a pass over the item vectors, and `TopLists` allows 65,536 queries."""
+"""Bounds of the queries per chunk. Each chunk costs a pass over the item vectors. `TopLists` allows at most 65,536 queries."""
 GPU_CHUNK_SCORES = 1 << 26
 """Number of scores in the memory of a GPU at once: 256 MiB, and about 1 GiB of intermediate results."""
 TILE_COLUMNS = 2_048
@@ -86,7 +86,7 @@ class Grid:
 
     @property
     def block_columns(self) -> int:
-        """Number of columns of a block: whole tiles, and the first block contains the first k columns."""
+        """Number of columns of a block. It is a multiple of `tile_columns` and at least k."""
         return self._round_up_to_tiles(max(BLOCK_COLUMNS, BOUND_COLUMNS, self.k))
 
     def queries_per_chunk(self, *, on_gpu: bool) -> int:
@@ -108,14 +108,14 @@ class ScoredChunk:
         self._seen_query_L, self._seen_column_L = seen.list_index_L[order_L], seen.values_L[order_L]
         self._query_T, self._column_T = targets.list_index_L, targets.values_L
         self._num_above_T = np.zeros(len(self._column_T), np.int64)
-        self._lists = TopLists(queries.stop - queries.start, k=grid.k)
+        self._top_lists = TopLists(queries.stop - queries.start, k=grid.k)
         self._is_first_block = True
 
     def add(self, columns: slice, score_tile: ScoreTile, *, target_score_T: NDArray[Any] | None = None) -> None:
         """Add the scores of a block.
 
-        target_score_T: score of each target, bit for bit as in the block that contains the target. None if the block has all
-            columns, so that its own scores are used.
+        target_score_T: score of each target, bit for bit as in the block that contains the target. None if this block has all
+            columns, and therefore the scores of all targets.
         """
         grid, is_first_block, self._is_first_block = self._grid, self._is_first_block, False
         if grid.top_only:
@@ -124,11 +124,11 @@ class ScoredChunk:
             if is_first_block:
                 tiles = chain([(columns.start, self._block_scores(held_columns, score_tile))], tiles)
             if grid.k:
-                self._lists.add(tiles)
+                self._top_lists.add(tiles)
             return
         score_BC = self._block_scores(columns, score_tile)
         if grid.k:
-            self._lists.add([(columns.start, score_BC)])
+            self._top_lists.add([(columns.start, score_BC)])
         query_T, column_T, first_column = self._query_T, self._column_T, columns.start
         score_T = score_BC[query_T, column_T] if target_score_T is None else target_score_T
         for target_index, (query, column, score) in enumerate(zip(query_T, column_T, score_T, strict=True)):
@@ -137,10 +137,10 @@ class ScoredChunk:
     def result(self) -> Result:
         """Return the ranking after the last block."""
         if not self._grid.top_only:
-            return self._lists.column_BK, self._num_above_T
+            return self._top_lists.column_BK, self._num_above_T
         num_columns = self._grid.num_columns
-        return self._lists.column_BK, listed_positions(
-            self._lists.column_BK, self._query_T, self._column_T, num_columns=num_columns
+        return self._top_lists.column_BK, listed_positions(
+            self._top_lists.column_BK, self._query_T, self._column_T, num_columns=num_columns
         )
 
     def _block_scores(self, columns: slice, score_tile: ScoreTile) -> Scores:
@@ -156,8 +156,8 @@ class ScoredChunk:
         num_queries = self._queries.stop - self._queries.start
         buffer = np.empty(num_queries * self._grid.tile_columns, self._dtype)
         for tile in chunk_slices(columns.stop - columns.start, length=self._grid.tile_columns):
-            width = tile.stop - tile.start
-            score_BC = buffer[: num_queries * width].reshape(num_queries, width)
+            num_columns = tile.stop - tile.start
+            score_BC = buffer[: num_queries * num_columns].reshape(num_queries, num_columns)
             self._fill_tile(slice(tile.start + columns.start, tile.stop + columns.start), score_BC, score_tile)
             yield tile.start + columns.start, score_BC
 
@@ -193,23 +193,23 @@ class CpuChunk:
     def find_target_scores(self, first_column: int, block_CD: Tensor) -> None:
         """Compute the scores of the targets in a block.
 
-        A tile is filled with target items, each at the place that it has in its own tile. Its scores therefore have the same
-        bits as in its own tile. Few tiles are computed, because most targets of a block have different places.
+        Target items of several tiles are put into one tile, each at the same place as in its own tile, so that its scores have
+        the same bits. Few tiles are computed, because most target items of a block have different places.
         """
         item_vector_CD, tile_columns = block_CD.numpy(), self._grid.tile_columns
         column_T = self._targets.values_L - first_column
         target_T = np.flatnonzero((column_T >= 0) & (column_T < len(item_vector_CD)))
-        distinct_columns, index_T = np.unique(column_T[target_T], return_inverse=True)
-        place = distinct_columns % tile_columns
-        for width, column_indices in _filled_tiles(
-            distinct_columns, num_columns=len(item_vector_CD), tile_columns=tile_columns
+        column_V, column_index_T = np.unique(column_T[target_T], return_inverse=True)
+        place_V = column_V % tile_columns
+        for num_tile_columns, column_indices in _filled_tiles(
+            column_V, num_columns=len(item_vector_CD), tile_columns=tile_columns
         ):
-            filled_CD = np.zeros((width, item_vector_CD.shape[1]), item_vector_CD.dtype)
-            filled_CD[place[column_indices]] = item_vector_CD[distinct_columns[column_indices]]
+            filled_CD = np.zeros((num_tile_columns, item_vector_CD.shape[1]), item_vector_CD.dtype)
+            filled_CD[place_V[column_indices]] = item_vector_CD[column_V[column_indices]]
             score_BC = self._query_BD @ filled_CD.T
-            is_in_tile_T = np.isin(index_T, column_indices)
+            is_in_tile_T = np.isin(column_index_T, column_indices)
             query_T = self._targets.list_index_L[target_T[is_in_tile_T]]
-            self._target_score_T[target_T[is_in_tile_T]] = score_BC[query_T, place[index_T[is_in_tile_T]]]
+            self._target_score_T[target_T[is_in_tile_T]] = score_BC[query_T, place_V[column_index_T[is_in_tile_T]]]
 
     def add(self, first_column: int, block_CD: Tensor) -> None:
         """Rank the columns of a block."""
@@ -225,25 +225,25 @@ class CpuChunk:
 def _filled_tiles(
     columns: NDArray[np.int64], *, num_columns: int, tile_columns: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield the width of each tile to fill, and the indices into `columns` of the columns that are placed in it.
+    """Yield the number of columns of each tile to fill, and indices into `columns`: the columns that are placed in the tile.
 
-    columns: distinct columns of a block of `num_columns` columns. Its last tile may be narrower than `tile_columns`.
+    columns: distinct columns of a block of `num_columns` columns. The block's last tile may have fewer than `tile_columns`.
 
     >>> tiles = _filled_tiles(np.array([1, 4, 5, 8]), num_columns=10, tile_columns=4)
-    >>> [(width, column_indices.tolist()) for width, column_indices in tiles]
+    >>> [(num_tile_columns, column_indices.tolist()) for num_tile_columns, column_indices in tiles]
     [(4, [1, 0]), (4, [2]), (2, [3])]
     """
-    tile, place = np.divmod(columns, tile_columns)
+    tile_number_V, place_V = np.divmod(columns, tile_columns)
     num_whole_tiles = num_columns // tile_columns
-    whole_tile_indices = np.flatnonzero(tile < num_whole_tiles)
-    indices_in_place_order = whole_tile_indices[np.argsort(place[whole_tile_indices], kind="stable")]
-    sorted_place = place[indices_in_place_order]
+    whole_tile_indices = np.flatnonzero(tile_number_V < num_whole_tiles)
+    indices_in_place_order = whole_tile_indices[np.argsort(place_V[whole_tile_indices], kind="stable")]
+    sorted_places = place_V[indices_in_place_order]
     # The n-th column with the same place in its tile goes into the n-th filled tile.
-    filled_tile = np.arange(len(indices_in_place_order)) - np.searchsorted(sorted_place, sorted_place)
-    for tile_number in range(filled_tile.max(initial=-1) + 1):
-        yield tile_columns, indices_in_place_order[filled_tile == tile_number]
+    filled_tile_numbers = np.arange(len(indices_in_place_order)) - np.searchsorted(sorted_places, sorted_places)
+    for tile_number in range(filled_tile_numbers.max(initial=-1) + 1):
+        yield tile_columns, indices_in_place_order[filled_tile_numbers == tile_number]
     if len(whole_tile_indices) < len(columns):
-        yield num_columns % tile_columns, np.flatnonzero(tile == num_whole_tiles)
+        yield num_columns % tile_columns, np.flatnonzero(tile_number_V == num_whole_tiles)
 
 
 class GpuChunk:
@@ -261,16 +261,16 @@ class GpuChunk:
 
     def find_target_scores(self, first_column: int, block_CD: Tensor) -> None:
         """Compute the scores of the targets in a block."""
-        is_inside_T = (self._column_T >= first_column) & (self._column_T < first_column + len(block_CD))
+        is_in_block_T = (self._column_T >= first_column) & (self._column_T < first_column + len(block_CD))
         score_BC = self._query_BD @ block_CD.T
-        query_T, column_T = self._query_T[is_inside_T], self._column_T[is_inside_T]
-        self._target_score_T[is_inside_T] = score_BC[query_T, column_T - first_column]
+        query_T, column_T = self._query_T[is_in_block_T], self._column_T[is_in_block_T]
+        self._target_score_T[is_in_block_T] = score_BC[query_T, column_T - first_column]
 
     def add(self, first_column: int, block_CD: Tensor) -> None:
         """Rank the columns of a block."""
         score_BC = self._query_BD @ block_CD.T
-        is_inside_L = (self._seen_column_L >= first_column) & (self._seen_column_L < first_column + len(block_CD))
-        score_BC[self._seen_query_L[is_inside_L], self._seen_column_L[is_inside_L] - first_column] = -torch.inf
+        is_in_block_L = (self._seen_column_L >= first_column) & (self._seen_column_L < first_column + len(block_CD))
+        score_BC[self._seen_query_L[is_in_block_L], self._seen_column_L[is_in_block_L] - first_column] = -torch.inf
         if not self._grid.top_only:
             self._num_above_T += num_above_on_gpu(
                 score_BC, self._query_T, self._column_T, first_column=first_column, score_T=self._target_score_T
@@ -278,14 +278,14 @@ class GpuChunk:
         if not self._grid.k:
             return
         # All listed columns come before the columns of the block, so the merged columns are in order.
-        num_listed, merged_BC = self._score_BK.shape[1], torch.cat([self._score_BK, score_BC], dim=1)
-        index_BK = top_columns_on_gpu(merged_BC, k=self._grid.k)
+        num_listed_columns, merged_score_BC = self._score_BK.shape[1], torch.cat([self._score_BK, score_BC], dim=1)
+        index_BK = top_columns_on_gpu(merged_score_BC, k=self._grid.k)
         is_empty_BK, index_BK = index_BK < 0, index_BK.clamp(min=0)
-        self._score_BK = merged_BC.gather(1, index_BK).masked_fill(is_empty_BK, -torch.inf)
-        column_BK = index_BK - num_listed + first_column
-        if num_listed:
-            listed_BK = self._column_BK.gather(1, index_BK.clamp(max=num_listed - 1))
-            column_BK = torch.where(index_BK < num_listed, listed_BK, column_BK)
+        self._score_BK = merged_score_BC.gather(1, index_BK).masked_fill(is_empty_BK, -torch.inf)
+        column_BK = index_BK - num_listed_columns + first_column
+        if num_listed_columns:
+            listed_column_BK = self._column_BK.gather(1, index_BK.clamp(max=num_listed_columns - 1))
+            column_BK = torch.where(index_BK < num_listed_columns, listed_column_BK, column_BK)
         self._column_BK = column_BK.masked_fill(is_empty_BK, -1)
 
     def result(self) -> Result:

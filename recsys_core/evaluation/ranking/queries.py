@@ -1,4 +1,4 @@
-"""Queries for which items are ranked, and the ranking of their items.
+"""Queries, and the ranking of the items for these queries.
 
 Shapes: B queries, I items, D width, K length of the top list, T (query, target) pairs, L targets of all queries.
 """
@@ -18,7 +18,7 @@ from recsys_core.seeds import TIE_ORDER_SEED
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries for which the items are ranked.
+    """Queries for which items are ranked.
 
     Attributes:
         query_BD: query vectors.
@@ -84,8 +84,8 @@ class Ranking:
     Attributes:
         query_T: int64, query of each target, ascending.
         item_T: int64, item row of each target.
-        position_T: int64, position of each target; 0 is the best item. It is `num_items` if only the top lists were
-            determined and the target is not in its list.
+        position_T: int64, position of each target; 0 is the best item. If only the top lists were determined, a target outside
+            the list of its query has the position `num_items`.
         num_candidates_B: int64, number of ranked items.
         top_BK: int32, rows of the best items; -1 after the last candidate.
         num_seen_targets: number of targets that were excluded because the user had seen them.

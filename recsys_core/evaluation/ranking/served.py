@@ -89,14 +89,14 @@ def add_unknown_queries(known_ranking: Ranking, queries: Queries, *, order_I: ND
     unknown_ranking = rank_by_order(queries.take(unknown_indices), order_I=order_I, k=k)
     rankings = (known_ranking, unknown_ranking)
     query_T = np.concatenate([known_indices[known_ranking.query_T], unknown_indices[unknown_ranking.query_T]])
-    sorted_T = np.argsort(query_T, kind="stable")
-    sorted_B = np.argsort(np.concatenate([known_indices, unknown_indices]))
+    order_T = np.argsort(query_T, kind="stable")
+    order_B = np.argsort(np.concatenate([known_indices, unknown_indices]))
     return Ranking(
-        query_T=query_T[sorted_T],
-        item_T=np.concatenate([ranking.item_T for ranking in rankings])[sorted_T],
-        position_T=np.concatenate([ranking.position_T for ranking in rankings])[sorted_T],
-        num_candidates_B=np.concatenate([ranking.num_candidates_B for ranking in rankings])[sorted_B],
-        top_BK=np.concatenate([ranking.top_BK for ranking in rankings])[sorted_B],
+        query_T=query_T[order_T],
+        item_T=np.concatenate([ranking.item_T for ranking in rankings])[order_T],
+        position_T=np.concatenate([ranking.position_T for ranking in rankings])[order_T],
+        num_candidates_B=np.concatenate([ranking.num_candidates_B for ranking in rankings])[order_B],
+        top_BK=np.concatenate([ranking.top_BK for ranking in rankings])[order_B],
         num_seen_targets=sum(ranking.num_seen_targets for ranking in rankings),
         num_items=len(order_I),
     )
@@ -139,13 +139,13 @@ def restrict_to_candidates(queries: Queries, candidate_rows: NDArray[np.int64], 
     """Return the queries that have a target among the candidates. Their items become indices into `candidate_rows`."""
     candidate_index_I = _candidate_index(candidate_rows, num_items=num_items)
 
-    def to_candidates(items: JaggedArray) -> JaggedArray:
+    def to_candidate_indices(items: JaggedArray) -> JaggedArray:
         candidate_index_L = candidate_index_I[items.values_L]
         is_candidate_L = candidate_index_L >= 0
         return JaggedArray(items.filter(is_candidate_L).offset, candidate_index_L[is_candidate_L])
 
-    queries = queries.take(np.flatnonzero(to_candidates(queries.targets).lengths))
-    return replace(queries, seen=to_candidates(queries.seen), targets=to_candidates(queries.targets))
+    queries = queries.take(np.flatnonzero(to_candidate_indices(queries.targets).lengths))
+    return replace(queries, seen=to_candidate_indices(queries.seen), targets=to_candidate_indices(queries.targets))
 
 
 def candidate_order(order_I: NDArray[Any], candidate_rows: NDArray[np.int64]) -> NDArray[np.int64]:

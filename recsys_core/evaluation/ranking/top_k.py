@@ -68,11 +68,11 @@ class TopLists:
         else:
             bound_B1 = self._score_BK[:, -1:]
             candidates = [self._listed_candidates(self._score_BK)]
-        is_above_L = np.empty(0, np.bool_)
+        flag_buffer_L = np.empty(0, np.bool_)
         for first_column, score_BC in tiles:
             # A later column whose score equals the bound is below k earlier columns with at least this score.
-            is_above_L = is_above_L if len(is_above_L) >= score_BC.size else np.empty(score_BC.size, np.bool_)
-            is_above_BC = is_above_L[: score_BC.size].reshape(score_BC.shape)
+            flag_buffer_L = flag_buffer_L if len(flag_buffer_L) >= score_BC.size else np.empty(score_BC.size, np.bool_)
+            is_above_BC = flag_buffer_L[: score_BC.size].reshape(score_BC.shape)
             candidates.append(
                 _candidates_where(score_BC, np.greater(score_BC, bound_B1, out=is_above_BC), first_column=first_column)
             )
@@ -146,16 +146,16 @@ def num_above_on_gpu(score_BC: Tensor, query_T: Tensor, column_T: Tensor, *, fir
     [2]
     """
     column_C = torch.arange(first_column, first_column + score_BC.shape[1], device=score_BC.device)
-    counts = []
+    num_above_by_slice = []
     for targets in chunk_slices(len(query_T), length=max(1, len(score_BC))):  # a slice needs as much memory as the scores
         row_BC, score_B1, column_B1 = score_BC[query_T[targets]], score_T[targets, None], column_T[targets, None]
         is_above_BC = (row_BC > score_B1) | ((row_BC == score_B1) & (column_C < column_B1))
-        counts.append(is_above_BC.sum(dim=1))
-    return torch.cat(counts) if counts else query_T
+        num_above_by_slice.append(is_above_BC.sum(dim=1))
+    return torch.cat(num_above_by_slice) if num_above_by_slice else query_T
 
 
 def _lower_bound(score_BC: Scores, *, k: int) -> Scores:
-    """Return a lower bound of each query's k-th best score, [B]: the k-th highest maximum of at least k blocks of columns."""
+    """Return a lower bound of each query's k-th best score, [B]: the k-th highest of the maxima of at least k blocks."""
     num_queries, num_columns = score_BC.shape
     block_columns = max(1, min(_MAX_BLOCK_COLUMNS, num_columns // (4 * k)))
     num_blocks = num_columns // block_columns

@@ -77,7 +77,7 @@ def test_a_block_of_neighbours_has_at_most_the_pairs_of_the_limit_and_of_one_ite
         num_pairs_of_blocks.append(num_pairs_I[first_row : first_row + weight_RI.shape[0]].sum())
         return weight_RI
 
-    monkeypatch.setattr(closed_form, "_nearest", record_block)
+    monkeypatch.setattr(closed_form, "_nearest_neighbours", record_block)
     neighbour_weights(csr_array(dense_UI))
     assert sum(num_pairs_of_blocks) == num_pairs_I.sum()
     assert max(num_pairs_of_blocks) <= limit + num_pairs_I.max()

@@ -279,7 +279,10 @@ def test_linear_baselines_are_left_out_if_the_catalogue_is_above_the_limit(
     with caplog.at_level("INFO"):
         metrics = _evaluate(tmp_path, config).metrics
     assert {name.split("/")[1] for name in metrics if name.startswith("baseline/")} == {"popularity"}
-    assert "cooccurrence and closed_form are left out: 6 items are more than evaluation.closed_form.max_items, 5" in caplog.text
+    assert (
+        "cooccurrence and closed_form are left out: the catalogue has 6 items, but evaluation.closed_form.max_items is 5"
+        in caplog.text
+    )
 
 
 def test_metrics_have_intervals_over_the_sampled_users(tmp_path: Path) -> None:

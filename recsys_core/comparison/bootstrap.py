@@ -38,14 +38,14 @@ def resample_means(value_UM: Floats, *, num_resamples: int) -> Floats:
     value_by_measure = np.ascontiguousarray(value_GM.T if has_few_groups else value_UM.T)
     mean_RM = np.empty((num_resamples, value_UM.shape[1]))
 
-    def fill_block(block: int) -> None:
-        generator = np.random.default_rng([BOOTSTRAP_SEED, block])
-        for resample in range(block, num_resamples, NUM_BLOCKS):
+    def fill_block(block_index: int) -> None:
+        generator = np.random.default_rng([BOOTSTRAP_SEED, block_index])
+        for resample_index in range(block_index, num_resamples, NUM_BLOCKS):
             if has_few_groups:
                 num_draws = generator.multinomial(num_users, size_G / num_users)
             else:
                 num_draws = np.bincount(generator.integers(num_users, size=num_users), minlength=num_users)
-            mean_RM[resample] = value_by_measure @ num_draws.astype(np.float64) / num_users
+            mean_RM[resample_index] = value_by_measure @ num_draws.astype(np.float64) / num_users
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill_block, range(NUM_BLOCKS)))
@@ -73,7 +73,7 @@ class PairedMeans:
 
         The upper bound is None if it is infinite, because the baseline has no hit in too many resamples.
         """
-        ratio_R = self.new_mean_R / np.maximum(self.baseline_mean_R, np.finfo(np.float64).tiny) - 1
-        low, high = np.quantile(ratio_R, [1 - confidence, confidence]).tolist()
-        num_unbounded = int(((self.baseline_mean_R == 0) & (self.new_mean_R > 0)).sum())
-        return low, high if num_unbounded <= (1 - confidence) * (len(ratio_R) - 1) else None
+        difference_R = self.new_mean_R / np.maximum(self.baseline_mean_R, np.finfo(np.float64).tiny) - 1
+        low, high = np.quantile(difference_R, [1 - confidence, confidence]).tolist()
+        num_unbounded_resamples = int(((self.baseline_mean_R == 0) & (self.new_mean_R > 0)).sum())
+        return low, high if num_unbounded_resamples <= (1 - confidence) * (len(difference_R) - 1) else None

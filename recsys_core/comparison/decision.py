@@ -46,16 +46,16 @@ def decide(evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
     """Return the verdict and its reasons, the most important first.
 
     A version is promoted if all comparisons are accepted, apart from guardrails with too few users. A rejected comparison
-    outweighs a comparison with too few users, and guardrails are a reason only if no other comparison is rejected.
+    outweighs a comparison with too few users. Guardrails are a reason only if no other comparison is rejected.
     """
     main_evidence = [entry for entry in evidence if not entry.is_guardrail]
-    cases: tuple[tuple[Sequence[Evidence], Outcome, Verdict], ...] = (
+    obstacles: tuple[tuple[Sequence[Evidence], Outcome, Verdict], ...] = (
         (main_evidence, "rejected", "not_promoted"),
         (evidence, "rejected", "not_promoted"),
         (main_evidence, "not_enough_data", "not_enough_data"),
     )
-    for entries, outcome, verdict in cases:
-        reasons = tuple(entry.sentence for entry in entries if entry.comparison.outcome == outcome)
+    for decisive_evidence, outcome, verdict in obstacles:
+        reasons = tuple(entry.sentence for entry in decisive_evidence if entry.comparison.outcome == outcome)
         if reasons:
             return verdict, reasons
     return "promoted", tuple(entry.sentence for entry in main_evidence)
@@ -64,7 +64,7 @@ def decide(evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
 def missing_evidence(evidence: Sequence[Evidence]) -> tuple[str, ...]:
     """Return one sentence that names the guardrails with too few users; no sentence if all guardrails have enough users."""
     guardrails = [entry for entry in evidence if entry.is_guardrail]
-    missing_subjects = [entry.subject for entry in guardrails if entry.comparison.outcome == "not_enough_data"]
+    missing_subjects = [guardrail.subject for guardrail in guardrails if guardrail.comparison.outcome == "not_enough_data"]
     if not missing_subjects:
         return ()
     return (f"not enough data for {len(missing_subjects)} of {len(guardrails)} guardrails: {', '.join(missing_subjects)}",)
@@ -83,22 +83,28 @@ def read_evidence(folder: Path) -> tuple[Evidence, ...]:
 _EVIDENCE_ADAPTER = TypeAdapter(tuple[Evidence, ...])
 
 
-def e_value(num_better: int, num_worse: int) -> float:
-    """Return the evidence of one run that more users have a better metric with the new version than with the champion.
+def e_value(num_better_users: int, num_worse_users: int) -> float:
+    """Return the e-value of one run: its evidence that the new version is better than the champion.
 
-    If the new version is not better, a user whose metric differs is better off with a probability of at most 1/2. The e-value
-    is the mean of 1 and the likelihood ratio of a uniform mixture over (1/2, 1] against 1/2. Its expectation is then at most
-    1, so the product over any number of runs exceeds 20 with a probability of at most 1/20 (Ville's inequality; Ramdas et al.,
-    Game-theoretic statistics and safe anytime-valid inference, 2023).
+    Let p be the probability that a user whose metric differs is better off with the new version. The e-value is the mean of 1
+    and the likelihood ratio of a uniform mixture of p over (1/2, 1] against p = 1/2. If the new version is not better, p is at
+    most 1/2, so the expected e-value is at most 1. The product over any number of runs then exceeds 20 with a probability of
+    at most 1/20 (Ville's inequality; Ramdas et al., Game-theoretic statistics and safe anytime-valid inference, 2023).
+
+    num_better_users, num_worse_users: numbers of users whose metric is higher, and lower, with the new version.
 
     >>> round(e_value(600, 500), 1), round(e_value(50, 50), 2), e_value(0, 100_000)
     (4.1, 0.56, 0.5)
     """
     from scipy.special import betaincc, betaln
 
-    # 2 * integral over p in (1/2, 1] of p^better (1 - p)^worse, divided by (1/2)^(better + worse)
-    share_above_half = float(betaincc(num_better + 1, num_worse + 1, 0.5))
-    if share_above_half == 0:
+    # The likelihood ratio is 2 * integral over p in (1/2, 1] of p^better (1 - p)^worse, divided by (1/2)^(better + worse).
+    probability_above_half = float(betaincc(num_better_users + 1, num_worse_users + 1, 0.5))
+    if probability_above_half == 0:
         return 0.5
-    log_ratio = (num_better + num_worse + 1) * math.log(2) + betaln(num_better + 1, num_worse + 1) + math.log(share_above_half)
+    log_ratio = (
+        (num_better_users + num_worse_users + 1) * math.log(2)
+        + betaln(num_better_users + 1, num_worse_users + 1)
+        + math.log(probability_above_half)
+    )
     return 0.5 + 0.5 * math.exp(min(float(log_ratio), MAX_LOG_E_VALUE))

@@ -31,12 +31,12 @@ class Comparison(Frozen):
         reason: both means and the condition of the rule, as a clause that follows "<metric> is".
         num_users: number of users that are compared.
         new_mean, baseline_mean: means over the users.
-        interval: one-sided bounds of the relative difference, at the confidence of the rule; None if there are no bounds, or
-            if the baseline has so few hits that there is no upper bound.
+        interval: one-sided lower and upper bounds of the relative difference, at the confidence of the rule. None if a bound
+            is missing; for example, a baseline with few hits has no upper bound.
         absolute_interval: one-sided bounds of the absolute difference; None if there are no bounds.
         num_better_users, num_worse_users: numbers of users whose value is higher, and lower, with the new version.
-        detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER, for this
-            number of users. None if unknown.
+        detectable_drop: smallest margin for which this number of users suffices, so that an equally good version is accepted
+            with the probability POWER. None if unknown.
         num_needed_users: number of users that are enough for the margin of the rule; None if unknown.
     """
 
@@ -82,7 +82,7 @@ class Rule(Protocol):
 
         Args:
             num_comparisons: number of comparisons that must all be accepted. A statistical rule needs more users for several
-                comparisons, because chance more often leads to the rejection of one of them.
+                comparisons, because one of them is rejected by chance more often.
         """
 
     def with_margin(self, max_relative_drop: float) -> "Rule":
@@ -118,8 +118,10 @@ class Margin(Settings):
         >>> comparison.outcome, comparison.reason
         ('rejected', '0.2000, less than 0.98 times the 0.2500 of version 3')
         """
-        if (too_few := _too_few_users(new_value_U, baseline_value_U, baseline=baseline, min_users=self.min_users)) is not None:
-            return too_few
+        if (
+            comparison := _too_few_users(new_value_U, baseline_value_U, baseline=baseline, min_users=self.min_users)
+        ) is not None:
+            return comparison
         min_ratio, new_mean, baseline_mean = (
             1 - self.max_relative_drop,
             float(new_value_U.mean()),
@@ -150,7 +152,8 @@ class PairedBootstrap(Settings):
     """The relative drop must be smaller than max_relative_drop with the given confidence (a test of non-inferiority).
 
     A paired bootstrap resamples the users, who are the same for both versions. A version that is not accepted is
-    rejected if it is significantly worse, or if the users are enough for the margin. Otherwise the outcome is not_enough_data.
+    rejected if it is significantly worse, or if there are enough users for the margin. Otherwise the outcome is
+    not_enough_data.
     """
 
     kind: Literal["paired_bootstrap"] = Field("paired_bootstrap", description="compare with a paired bootstrap over the users")
@@ -165,8 +168,8 @@ class PairedBootstrap(Settings):
     )
     must_be_better: bool = Field(
         False,
-        description="promote only a version that is better with this confidence, instead of "
-        "a version that is not worse by more than the margin",
+        description="promote a version only if it is better with this confidence. If `false`, a version may be worse by up to "
+        "the margin",
     )
     num_resamples: int = Field(10_000, ge=100, le=1_000_000, description="number of resamples of the users")
 
@@ -184,19 +187,21 @@ class PairedBootstrap(Settings):
         """
         from recsys_core.comparison.bootstrap import PairedMeans
 
-        fields = _counts_and_means(new_value_U, baseline_value_U)
-        if (too_few := _too_few_users(new_value_U, baseline_value_U, baseline=baseline, min_users=self.min_users)) is not None:
-            return too_few
+        counts_and_means = _counts_and_means(new_value_U, baseline_value_U)
+        if (
+            comparison := _too_few_users(new_value_U, baseline_value_U, baseline=baseline, min_users=self.min_users)
+        ) is not None:
+            return comparison
         num_users, new_mean, baseline_mean = len(new_value_U), float(new_value_U.mean()), float(baseline_value_U.mean())
         if new_mean == baseline_mean == 0:
-            reason = f"0.0000, not compared with {baseline}: both have no hit for any of {num_users:,} test users"
-            return Comparison(outcome="not_enough_data", reason=reason, **fields)
+            reason = f"0.0000, not compared with {baseline}: neither has a hit for any of {num_users:,} test users"
+            return Comparison(outcome="not_enough_data", reason=reason, **counts_and_means)
 
         means = PairedMeans.resample(new_value_U, baseline_value_U, num_resamples=self.num_resamples)
         margin = 0.0 if self.must_be_better else self.max_relative_drop
-        low_excess = means.difference_quantile(1 - self.confidence, margin=margin)
+        excess_lower_bound = means.difference_quantile(1 - self.confidence, margin=margin)
         detectable_drop = self._detectable_drop(new_value_U, baseline_value_U, margin=margin, num_comparisons=num_comparisons)
-        if low_excess > 0 or (low_excess == 0 and not self.must_be_better):
+        if excess_lower_bound > 0 or (excess_lower_bound == 0 and not self.must_be_better):
             outcome: Outcome = "accepted"
         else:
             is_worse = means.difference_quantile(1 - (1 - self.confidence) / num_comparisons) < 0
@@ -210,7 +215,7 @@ class PairedBootstrap(Settings):
         condition = "must be better" if self.must_be_better else f"margin {-100 * margin:.3g} %"
         reason = (
             f"{new_mean:.4f}, {difference_text} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
-            f"+{fields['num_better_users']:,} / -{fields['num_worse_users']:,})"
+            f"+{counts_and_means['num_better_users']:,} / -{counts_and_means['num_worse_users']:,})"
         )
         num_needed_users = None
         if outcome == "not_enough_data":
@@ -225,13 +230,13 @@ class PairedBootstrap(Settings):
             absolute_interval=(means.difference_quantile(1 - self.confidence), means.difference_quantile(self.confidence)),
             detectable_drop=detectable_drop,
             num_needed_users=num_needed_users,
-            **fields,
+            **counts_and_means,
         )
 
     def _detectable_drop(
         self, new_value_U: "Floats", baseline_value_U: "Floats", *, margin: float, num_comparisons: int
     ) -> float:
-        """Return the smallest margin that these users can test; see Comparison. It is infinite if the baseline has no hit."""
+        """Return `Comparison.detectable_drop` for these users. It is infinite if the baseline has no hit."""
         baseline_mean = float(baseline_value_U.mean())
         if not baseline_mean:
             return math.inf
@@ -258,12 +263,12 @@ def _too_few_users(new_value_U: "Floats", baseline_value_U: "Floats", *, baselin
     num_users = len(new_value_U)
     if num_users >= max(1, min_users):
         return None
-    fields = _counts_and_means(new_value_U, baseline_value_U)
+    counts_and_means = _counts_and_means(new_value_U, baseline_value_U)
     no_comparison_text = (
-        f"{fields['new_mean']:.4f}, not compared with {baseline}" if num_users else f"not compared with {baseline}"
+        f"{counts_and_means['new_mean']:.4f}, not compared with {baseline}" if num_users else f"not compared with {baseline}"
     )
     reason = f"{no_comparison_text}: {num_users:,} test users, but the gate needs at least {min_users:,}"
-    return Comparison(outcome="not_enough_data", reason=reason, num_needed_users=max(1, min_users), **fields)
+    return Comparison(outcome="not_enough_data", reason=reason, num_needed_users=max(1, min_users), **counts_and_means)
 
 
 def _counts_and_means(new_value_U: "Floats", baseline_value_U: "Floats") -> dict[str, Any]:

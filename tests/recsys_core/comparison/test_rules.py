@@ -124,7 +124,7 @@ def test_a_rule_that_requires_a_better_version_does_not_require_better_guardrail
     ("new_U", "baseline_U", "reason"),
     [
         (np.ones(8), np.zeros(8), "8 test users, but the gate needs at least 200"),
-        (np.zeros(1000), np.zeros(1000), "both have no hit for any of 1,000 test users"),
+        (np.zeros(1000), np.zeros(1000), "neither has a hit for any of 1,000 test users"),
         (
             np.tile([0.0, 1.0], 150),
             np.tile([1.0, 0.0], 150),

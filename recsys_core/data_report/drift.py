@@ -18,7 +18,7 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.parquet.duckdb_session import scan_sql
 
 NUM_BUCKETS = 10
-"""Number of buckets of items with about equally many events."""
+"""Number of popularity buckets. Each bucket has about equally many events."""
 SMOOTHING = 0.001
 """Number that is added to the share of each bucket."""
 MAX_MOVERS = 10
@@ -36,9 +36,9 @@ class Mover(Frozen):
 
 
 def turnover_metrics(side: str, *, previous_count: Ints, count_I: Ints, previous_row_I: Ints) -> dict[str, float]:
-    """Return the numbers and shares of new and vanished items, or users. An item without an event is not counted.
+    """Return the numbers and shares of new and vanished items (or users). An item without an event is not counted.
 
-    The share of new items is relative to this run's items, the share of vanished items to the previous run's items.
+    The share of new items is relative to this run's items. The share of vanished items is relative to the previous run's items.
 
     Args:
         side: "item" or "user". For "user", the arrays have one entry per user.
@@ -56,13 +56,13 @@ def turnover_metrics(side: str, *, previous_count: Ints, count_I: Ints, previous
     was_present_I = np.zeros(len(count_I), bool)
     was_present_I[was_known_I] = previous_count[previous_row_I[was_known_I]] > 0
     num_new_ids = int(np.sum(is_present_I & ~was_present_I))
-    num_stayed_ids = int(np.sum(is_present_I & was_present_I))
-    num_vanished_ids = int(np.sum(previous_count > 0)) - num_stayed_ids
+    num_common_ids = int(np.sum(is_present_I & was_present_I))
+    num_vanished_ids = int(np.sum(previous_count > 0)) - num_common_ids
     return {
         f"new_{side}s": num_new_ids,
         f"vanished_{side}s": num_vanished_ids,
-        f"new_{side}_share": num_new_ids / max(num_new_ids + num_stayed_ids, 1),
-        f"vanished_{side}_share": num_vanished_ids / max(num_vanished_ids + num_stayed_ids, 1),
+        f"new_{side}_share": num_new_ids / max(num_new_ids + num_common_ids, 1),
+        f"vanished_{side}_share": num_vanished_ids / max(num_vanished_ids + num_common_ids, 1),
     }
 
 
@@ -77,13 +77,15 @@ def match_rows(
         side: "user" or "item".
         spill_folder: folder for DuckDB's temporary files.
     """
-    num_rows, num_previous_rows = (getattr(manifest, f"num_{side}s") for manifest in (interactions, previous_interactions))
-    # A common ancestor is not enough: two runs that both continue a third run may give the same new row to different ids.
+    num_current_rows, num_previous_rows = (
+        getattr(manifest, f"num_{side}s") for manifest in (interactions, previous_interactions)
+    )
+    # It is not enough that both runs continue a third run, because they may give the same new row to different ids.
     if interactions.continued_fingerprint == previous_interactions.fingerprint:
-        continued_rows: Ints = np.arange(num_rows)
+        continued_rows: Ints = np.arange(num_current_rows)
         continued_rows[num_previous_rows:] = -1
         return continued_rows
-    matched_rows = np.full(num_rows, -1, np.int64)
+    matched_rows = np.full(num_current_rows, -1, np.int64)
     id_type_field = f"{side}_id_type"
     if getattr(previous_interactions, id_type_field) != getattr(interactions, id_type_field):  # 1 and "1" are different ids
         return matched_rows
@@ -185,9 +187,9 @@ def find_movers(
     )
     item_ids = read_item_ids(interactions, moved_rows) + read_item_ids(previous_interactions, removed_rows)
     movers = [
-        Mover(id=item_id, previous_share=previous, current_share=current)
-        for item_id, (previous, current) in zip(item_ids, share_pairs.tolist(), strict=True)
-        if previous != current
+        Mover(id=item_id, previous_share=previous_item_share, current_share=current_item_share)
+        for item_id, (previous_item_share, current_item_share) in zip(item_ids, share_pairs.tolist(), strict=True)
+        if previous_item_share != current_item_share
     ]
     movers.sort(key=lambda mover: -abs(mover.current_share - mover.previous_share))
     return tuple(movers[:MAX_MOVERS])
@@ -225,12 +227,12 @@ def compare_runs(
 
 
 def read_item_ids(interactions: InteractionsManifest, rows: Ints) -> list[str]:
-    """Return the item ids at a few rows of the vocabulary, quoted and escaped for display."""
+    """Return the item ids in a few rows of the vocabulary, quoted and escaped for display."""
     id_by_row: dict[int, str] = {}
-    batch_start = 0
+    first_batch_row = 0
     with pq.ParquetFile(interactions.path(vocabulary_file("item"))) as file:
         for batch in file.iter_batches(65_536, columns=["id"]):
-            for row in rows[(rows >= batch_start) & (rows < batch_start + batch.num_rows)].tolist():
-                id_by_row[row] = shown(batch.column("id")[row - batch_start].as_py())
-            batch_start += batch.num_rows
+            for row in rows[(rows >= first_batch_row) & (rows < first_batch_row + batch.num_rows)].tolist():
+                id_by_row[row] = shown(batch.column("id")[row - first_batch_row].as_py())
+            first_batch_row += batch.num_rows
     return [id_by_row[row] for row in rows.tolist()]

@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class SplitCounts:
-    """Numbers of events of some users or of all users. In a store without timestamps, counts that depend on time are 0."""
+    """Numbers of events of some or all users. In a store without timestamps, counts that depend on time are 0."""
 
     num_events_by_day_and_part: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Number of events by day, counted from 1970-01-01, and part."""
@@ -45,7 +45,7 @@ class SplitCounts:
     num_misplaced_events: int = 0
     """Events that belong to another part by the definition of the split; see `count_split_events`."""
     num_unordered_events: int = 0
-    """Events that are stored after a later event of the same user and part, so that their histories contain later events."""
+    """Events that are stored directly after an event with a later time of the same user and part."""
 
     def __add__(self, other: "SplitCounts") -> "SplitCounts":
         """Return the sum of each count."""
@@ -68,8 +68,8 @@ def count_split_events(
 
     - time: training events after the first validation or test event, and validation events after the first test event.
     - leave_last_out: each user's validation events beyond the first, and each user's test events beyond the first. One more
-      event is counted if a user's validation event is earlier than the user's last training event, and one more if the test
-      event is earlier than the user's last training or validation event.
+      event is counted if a user's first validation event is earlier than the last training event. One more event is counted
+      if the first test event is earlier than the last training or validation event.
     - files: no events, because the config lists the files of each part.
     """
     store = EventStore.open(interactions)
@@ -100,7 +100,7 @@ def _values_at(chunk: UserChunk, index_U3: Ints, value_E: Ints, *, default: int)
 
 def _count_repetitions(chunk: UserChunk, counts: SplitCounts, *, num_items: int) -> None:
     """Add the repeated pairs, the duplicates and the leaked events of a chunk to `counts`."""
-    # Sort by (user, item). The sort is stable, so the events of a pair stay ordered by part and time.
+    # Sort by pair (user, item). The sort is stable, so the events of a pair stay ordered by part and time.
     pair_E = chunk.user_E * num_items + chunk.item_E
     order_E = np.argsort(pair_E, kind="stable")
     pair_E, part_E = pair_E[order_E], chunk.split_E[order_E]
@@ -134,9 +134,9 @@ def _count_by_time(
 
     first_held_out_times: times of the first validation event and of the first test event; used only for a split by time.
     """
-    day_part_code, num_events = np.unique(time_E // DAY_US * 3 + chunk.split_E, return_counts=True)
-    day_and_part = zip((day_part_code // 3).tolist(), (day_part_code % 3).tolist(), strict=True)
-    counts.num_events_by_day_and_part.update(dict(zip(day_and_part, num_events.tolist(), strict=True)))
+    day_part_codes, num_events_by_code = np.unique(time_E // DAY_US * 3 + chunk.split_E, return_counts=True)
+    days_and_parts = zip((day_part_codes // 3).tolist(), (day_part_codes % 3).tolist(), strict=True)
+    counts.num_events_by_day_and_part.update(dict(zip(days_and_parts, num_events_by_code.tolist(), strict=True)))
     is_same_user_and_part = chunk.segment_E[1:] == chunk.segment_E[:-1]
     counts.num_unordered_events += int(np.sum(is_same_user_and_part & (time_E[1:] < time_E[:-1])))
     end_U3 = np.cumsum(chunk.num_events_U3.ravel()).reshape(-1, 3)
@@ -145,8 +145,8 @@ def _count_by_time(
     counts.num_future_events += int(np.sum((chunk.split_E == 0) & (time_E > first_time_U3[chunk.user_E, 2])))
     if split.kind == "time":
         first_validation_time, first_test_time = first_held_out_times
-        first_time_of_later_parts = np.array([min(first_validation_time, first_test_time), first_test_time, INT64_MAX])
-        counts.num_misplaced_events += int(np.sum(time_E > first_time_of_later_parts[chunk.split_E]))
+        first_later_time_by_part = np.array([min(first_validation_time, first_test_time), first_test_time, INT64_MAX])
+        counts.num_misplaced_events += int(np.sum(time_E > first_later_time_by_part[chunk.split_E]))
     if split.kind == "leave_last_out":
         counts.num_misplaced_events += int(np.sum(first_time_U3[:, 1] < last_time_U3[:, 0]))
         counts.num_misplaced_events += int(np.sum(first_time_U3[:, 2] < np.maximum(last_time_U3[:, 0], last_time_U3[:, 1])))

@@ -103,17 +103,17 @@ def to_markdown(manifest: DataReportManifest, *, page_path: Path) -> str:
         for metric_name, (description, unit) in METRICS.items()
         if metric_name in manifest.metrics
     ]
-    comparison = f"Compared with {manifest.compared_with}" if manifest.compared_with else "No previous run to compare with"
-    return "\n".join([*lines, "", f"{comparison}. Full report: `{page_path}`"])
+    comparison_text = f"Compared with {manifest.compared_with}" if manifest.compared_with else "No previous run to compare with"
+    return "\n".join([*lines, "", f"{comparison_text}. Full report: `{page_path}`"])
 
 
-def format_change(current: float | None, previous: float | None) -> str:
-    """Return the relative change of a count in percent; empty if one of the counts is missing, or if `previous` is 0.
+def format_change(current_count: float | None, previous_count: float | None) -> str:
+    """Return the relative change of a count in percent. Empty if a count is missing, or if `previous_count` is 0.
 
     >>> format_change(110, 100), format_change(95, 100), format_change(5, None), format_change(5, 0)
     ('+10 %', '-5 %', '', '')
     """
-    return "" if current is None or not previous else f"{100 * (current / previous - 1):+.3g} %"
+    return "" if current_count is None or not previous_count else f"{100 * (current_count / previous_count - 1):+.3g} %"
 
 
 def plot_days(days: Sequence[Day]) -> Markup | None:
@@ -127,19 +127,19 @@ def plot_days(days: Sequence[Day]) -> Markup | None:
     day_indices = [int((np.datetime64(day.day) - first_day).astype(int)) for day in days]
     days_per_bar = -(-(day_indices[-1] + 1) // _MAX_BARS)
     num_bars = day_indices[-1] // days_per_bar + 1
-    events_by_part = np.zeros((3, num_bars))
+    num_events_by_part = np.zeros((3, num_bars))
     for day_index, day in zip(day_indices, days, strict=True):
-        events_by_part[:, day_index // days_per_bar] += (day.train, day.validation, day.test)
+        num_events_by_part[:, day_index // days_per_bar] += (day.train, day.validation, day.test)
 
     figure, axes = plots.new_figure(size=_PLOT_SIZE, grid_axis="y")
-    bar_bottom = np.zeros(num_bars)
-    for events_of_part, part_name, colour in zip(
-        events_by_part, ("training", "validation", "test"), (plots.BLUE, plots.GREEN, plots.ORANGE), strict=True
+    bar_bottoms = np.zeros(num_bars)
+    for bar_heights, part_name, colour in zip(
+        num_events_by_part, ("training", "validation", "test"), (plots.BLUE, plots.GREEN, plots.ORANGE), strict=True
     ):
-        axes.bar(range(num_bars), events_of_part, 0.86, bottom=bar_bottom, color=colour, label=part_name)
-        bar_bottom += events_of_part
+        axes.bar(range(num_bars), bar_heights, 0.86, bottom=bar_bottoms, color=colour, label=part_name)
+        bar_bottoms += bar_heights
     labelled_bars = range(0, num_bars, max(1, num_bars // 6))
-    axes.set_xticks(labelled_bars, [str(first_day + days_per_bar * bar) for bar in labelled_bars])
+    axes.set_xticks(labelled_bars, [str(first_day + days_per_bar * bar_index) for bar_index in labelled_bars])
     axes.set_xlabel("day (UTC)" if days_per_bar == 1 else f"first of {days_per_bar} days (UTC)")
     axes.set_ylabel("events per day" if days_per_bar == 1 else f"events per {days_per_bar} days")
     plots.legend_above(axes)

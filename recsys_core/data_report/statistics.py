@@ -107,7 +107,7 @@ def gini(count_I: Ints) -> float:
 
 
 def history_histogram(length_U: Ints) -> tuple[tuple[str, int], ...]:
-    """Return (range of the number of training events, number of users) for ranges that start at powers of two.
+    """Return (range of the number of training events, number of users) for the range 0 and ranges that start at powers of two.
 
     >>> history_histogram(np.array([0, 1, 2, 3, 4, 4, 9]))
     (('0', 1), ('1', 1), ('2-3', 2), ('4-7', 2), ('8-15', 1))
@@ -124,9 +124,9 @@ def popularity_curve(count_I: Ints) -> tuple[tuple[int, float], ...]:
     descending_count_I = np.sort(count_I[count_I > 0])[::-1]
     if not len(descending_count_I):
         return ()
-    popularity_rank = np.unique(np.geomspace(1, len(descending_count_I), _NUM_CURVE_POINTS).round().astype(np.int64))
-    share = descending_count_I[popularity_rank - 1] / descending_count_I.sum()
-    return tuple(zip(popularity_rank.tolist(), share.tolist(), strict=True))
+    popularity_ranks = np.unique(np.geomspace(1, len(descending_count_I), _NUM_CURVE_POINTS).round().astype(np.int64))
+    shares = descending_count_I[popularity_ranks - 1] / descending_count_I.sum()
+    return tuple(zip(popularity_ranks.tolist(), shares.tolist(), strict=True))
 
 
 def _num_files_without_checksums(interactions: InteractionsManifest) -> int:
@@ -135,6 +135,6 @@ def _num_files_without_checksums(interactions: InteractionsManifest) -> int:
     return sum(source not in files_with_checksums for source in interactions.sources)
 
 
-def _ratio(part: float, whole: float) -> float:
-    """Return part / whole; NaN if `whole` is 0."""
-    return part / whole if whole else math.nan
+def _ratio(numerator: float, denominator: float) -> float:
+    """Return numerator / denominator; NaN if `denominator` is 0."""
+    return numerator / denominator if denominator else math.nan

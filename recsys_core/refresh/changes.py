@@ -42,8 +42,8 @@ class Changes:
         removed_ids: ids of the removed items of the package.
         items: item_id, title and filter columns of all items of the new package. New items are last.
         source_I: bit flags of the input tables that have each row of `items`; see SOURCES_NAME.
-        changed_row_I: rows in `items` of the items that stay but whose title or filter columns changed.
-        history_VD, candidate_VD: vectors of the new items in histories, and their candidate vectors.
+        changed_row_I: rows in `items` of the items that stay, but have a new title or new values in the filter columns.
+        history_VD, candidate_VD: history vectors and candidate vectors of the new items.
     """
 
     kept_row_I: NDArray[np.int64]
@@ -73,8 +73,8 @@ class Changes:
         return any(self.counts.values())
 
     def __str__(self) -> str:
-        added, removed, changed = self.counts.values()
-        return f"{added:,} items added, {removed:,} removed, {changed:,} changed"
+        num_added, num_removed, num_changed = self.counts.values()
+        return f"{num_added:,} items added, {num_removed:,} removed, {num_changed:,} changed"
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class _CurrentItems:
 def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription, *, scratch_folder: Path) -> Changes:
     """Compare the input tables with a package, and embed the items that the package does not have.
 
-    An item that the package lacks is added if it has a pretrained vector or, in a model without pretrained vectors, a row in
-    the table of items. An item is removed if one of these tables had it when the package was built, and does not have it now.
-    Other items stay.
+    An item that the package lacks is added if it has a pretrained vector. If the model does not use pretrained vectors, the
+    item is added if it has a row in the table of items. An item is removed if it is missing in a table (of vectors or items)
+    that had the item when the package was built. Other items stay.
 
     Args:
         folder: folder of the package, which has been verified.
@@ -116,15 +116,15 @@ def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription,
     current_items = _read_tables(
         inputs, folder, package, package_ids=package_ids, vectors_manifest=vectors_manifest, scratch_folder=scratch_folder
     )
-    num_items = len(package_ids)
-    source_U = np.where(current_items.vector_row_U >= 0, FROM_VECTORS, 0).astype(np.uint8)
-    compared_sources = FROM_VECTORS
+    num_package_items = len(package_ids)
+    source_flags_U = np.where(current_items.vector_row_U >= 0, FROM_VECTORS, 0).astype(np.uint8)
+    compared_flags = FROM_VECTORS
     if current_items.has_row_U is not None:
-        source_U += np.where(current_items.has_row_U, FROM_FEATURES, 0).astype(np.uint8)
-        compared_sources += FROM_FEATURES
-    old_source_I = np.load(folder / SOURCES_NAME) & compared_sources
-    is_removed_I = (old_source_I & ~source_U[:num_items]) != 0
-    kept_row_I, new_row_V = np.flatnonzero(~is_removed_I), np.arange(num_items, len(current_items.ids))
+        source_flags_U += np.where(current_items.has_row_U, FROM_FEATURES, 0).astype(np.uint8)
+        compared_flags += FROM_FEATURES
+    old_source_flags_I = np.load(folder / SOURCES_NAME) & compared_flags
+    is_removed_I = (old_source_flags_I & ~source_flags_U[:num_package_items]) != 0
+    kept_row_I, new_row_V = np.flatnonzero(~is_removed_I), np.arange(num_package_items, len(current_items.ids))
     items = join_columns(
         pa.table({"item_id": current_items.ids}),
         () if current_items.item_table is None else current_items.item_table.column_paths,
@@ -137,7 +137,7 @@ def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription,
         kept_row_I=kept_row_I,
         removed_ids=package_ids.filter(pa.array(is_removed_I)),
         items=items,
-        source_I=source_U[np.concatenate([kept_row_I, new_row_V])],
+        source_I=source_flags_U[np.concatenate([kept_row_I, new_row_V])],
         changed_row_I=np.flatnonzero(_is_changed(package_items.take(kept_row_I), items.slice(0, len(kept_row_I)))),
         history_VD=history_VD,
         candidate_VD=candidate_VD,
@@ -149,37 +149,37 @@ def _ingest_vectors(
 ) -> EmbeddingsManifest | None:
     """Ingest the pretrained vectors of the items; return None if the model does not use pretrained vectors."""
     item_configs = [config for config in inputs.embeddings if config.table == "item"]
-    configs = [config for config in item_configs if config.source == "parquet"]
-    if len(configs) < len(item_configs):
+    parquet_configs = [config for config in item_configs if config.source == "parquet"]
+    if len(parquet_configs) < len(item_configs):
         raise InputError(
             "embeddings: a refresh is not possible with source: log, because an item without an event has no vector; the next "
             "`nightjar run` adds new items"
         )
-    if (is_pretrained := package.model.tables["item"].pretrained) != bool(configs):
-        difference = (
+    if (is_pretrained := package.model.tables["item"].pretrained) != bool(parquet_configs):
+        difference_text = (
             "with vectors of items, but the config has none"
             if is_pretrained
             else "without vectors of items, but the config has them"
         )
-        raise InputError(f"embeddings: the served model was trained {difference}; go back to the former config, or {_FIX}")
-    if any(config.pca_dim is not None for config in configs):
+        raise InputError(f"embeddings: the served model was trained {difference_text}; go back to the former config, or {_FIX}")
+    if any(config.pca_dim is not None for config in parquet_configs):
         raise InputError(
             "embeddings.pca_dim: a refresh is not possible with a projection, because it depends on the vectors of each run; "
             f"project the vectors before the pipeline reads them, or {_FIX}"
         )
-    if not configs:
+    if not parquet_configs:
         return None
-    manifest = ingest_embeddings(configs, folder=folder, allowed_data_root=inputs.allowed_data_root)
+    manifest = ingest_embeddings(parquet_configs, folder=folder, allowed_data_root=inputs.allowed_data_root)
     vector_table = manifest.tables["item"]
-    path = manifest.sources[0].path
+    vectors_path = manifest.sources[0].path
     if vector_table.dim != (trained_dim := package.model.member_dim("item")):
         raise InputError(
-            f"{path}: the vectors have {vector_table.dim} numbers, but the served model was trained with vectors of "
+            f"{vectors_path}: the vectors have {vector_table.dim} numbers, but the served model was trained with vectors of "
             f"{trained_dim}; write vectors of the same model, or {_FIX}"
         )
     require_equal_types(
         vector_table.id_type,
-        subject=f"{path}: the item id",
+        subject=f"{vectors_path}: the item id",
         other_type=id_type,
         other_subject="the item id of the served model",
     )
@@ -197,9 +197,9 @@ def _read_tables(
 ) -> _CurrentItems:
     """Read the table of items, and append the new items to the items of the package."""
     id_type: IdType = "int64" if pa.types.is_integer(package_ids.type) else "string"
-    table = None
+    input_table = None
     if inputs.features is not None and inputs.features.items is not None:
-        table = LaterItemTable(
+        input_table = LaterItemTable(
             inputs.features.items,
             encodings=package.item_features,
             id_type=id_type,
@@ -214,8 +214,8 @@ def _read_tables(
         )
     if vectors_manifest is not None:
         available_ids = pq.read_table(vectors_manifest.ids_path("item"))["id"].combine_chunks()
-    elif table is not None:
-        available_ids = table.ids(folder=scratch_folder / "ids")
+    elif input_table is not None:
+        available_ids = input_table.ids(folder=scratch_folder / "ids")
     else:
         raise InputError(
             "the served model reads neither vectors nor features of items, so it cannot embed an item without events; add "
@@ -227,9 +227,9 @@ def _read_tables(
     vector_row_U = np.full(len(item_ids), -1, np.int64)
     if vectors_manifest is not None:
         vector_row_U = pc.fill_null(pc.index_in(item_ids, value_set=available_ids), -1).to_numpy().astype(np.int64)
-    if table is None:
+    if input_table is None:
         return _CurrentItems(item_ids, vector_row_U, None, None)
-    item_table = table.read(item_ids, vocabulary_folder=folder, folder=scratch_folder / "features")
+    item_table = input_table.read(item_ids, vocabulary_folder=folder, folder=scratch_folder / "features")
     has_row_U = np.zeros(len(item_ids), np.bool_)
     has_row_U[pq.read_table(item_table.row_path, columns=["row"])["row"].to_numpy()] = True
     return _CurrentItems(item_ids, vector_row_U, item_table, has_row_U)
@@ -243,7 +243,7 @@ def _embed_new_items(
     current_items: _CurrentItems,
     new_row_V: NDArray[np.int64],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the vectors of the new items in histories, and their candidate vectors."""
+    """Return the history vectors and the candidate vectors of the new items."""
     model = CandidateModel.load(folder / CANDIDATE_NAME, package.model)
     pretrained_VD = None
     if vectors_manifest is not None:
@@ -258,7 +258,7 @@ def _embed_new_items(
 
 
 def _is_changed(old_items: pa.Table, new_items: pa.Table) -> NDArray[np.bool_]:
-    """Return whether the value of any column has changed, for each row. A column that a table does not have is null."""
+    """Return for each row whether a value has changed, [I]. A column that only one table has is null in the other table."""
     is_changed_I = np.zeros(old_items.num_rows, np.bool_)
     for name in dict.fromkeys([*old_items.column_names, *new_items.column_names]):
         if name not in old_items.column_names or name not in new_items.column_names:

@@ -31,8 +31,8 @@ MAX_QUERIES = 1_000
 """Largest number of users, and of items, whose vectors are searched to measure the recall."""
 RECALL_K = 100
 NUM_STANDARD_ERRORS = 2
-"""Standard errors of the mean recall of the new items by which it may be lower than the limit, because a refresh may add only
-a few items, whose recall depends on chance."""
+"""The mean recall of the new items may be below the limit by this many standard errors, because the recall of a few items
+depends on chance."""
 MAX_VECTOR_DIFFERENCE = 1e-5
 """Largest allowed difference of any component of a golden query's vector before and after the refresh."""
 
@@ -70,17 +70,19 @@ def check_package(
     """Compare a refreshed package with its parent.
 
     Args:
-        parent, contents: the parent package, which was read from `parent_folder`, and the refreshed package.
-        changes: the differences between their items.
+        parent, contents: the parent package in `parent_folder`, and the refreshed package.
+        changes: the differences between the items of the two packages.
     """
     parent_retriever, retriever = Retriever(parent, version=""), Retriever(contents, version="")
-    golden = GoldenQueries.model_validate_json((parent_folder / GOLDEN_NAME).read_bytes())
-    checks = list(_golden_checks(golden, parent_retriever, retriever, parent, changes, min_overlap=config.min_golden_overlap))
+    golden_queries = GoldenQueries.model_validate_json((parent_folder / GOLDEN_NAME).read_bytes())
+    checks = list(
+        _golden_checks(golden_queries, parent_retriever, retriever, parent, changes, min_overlap=config.min_golden_overlap)
+    )
     all_rows = np.arange(parent.package.model.num_items)
     parent_recall_by_kind = _recall_by_kind(parent_retriever, parent, read_item_vectors(parent, all_rows), all_rows)
     new_rows = np.arange(len(changes.kept_row_I), contents.package.model.num_items)
-    item_rows = new_rows if len(new_rows) else np.arange(contents.package.model.num_items)
-    for query_kind, recall_B in _recall_by_kind(retriever, contents, refreshed_vectors(parent, changes), item_rows).items():
+    searched_rows = new_rows if len(new_rows) else np.arange(contents.package.model.num_items)
+    for query_kind, recall_B in _recall_by_kind(retriever, contents, refreshed_vectors(parent, changes), searched_rows).items():
         parent_recall_B = parent_recall_by_kind[query_kind]
         limit = float(parent_recall_B.mean()) - config.max_recall_drop
         if query_kind == "items":
@@ -92,7 +94,7 @@ def check_package(
 
 
 def _golden_checks(
-    golden: GoldenQueries,
+    golden_queries: GoldenQueries,
     parent_retriever: Retriever,
     retriever: Retriever,
     parent: PackageContents,
@@ -105,26 +107,32 @@ def _golden_checks(
     A golden query is skipped if a removed item is in its request, in its user's history or in its expected answer. New items
     are excluded from the answers, so both packages give the same answers, apart from the errors of an approximate index.
 
-    The query vector of a request for similar items is the vector of an item. It is not compared if it comes from an index of
-    compressed vectors, because the refresh has compressed it again.
+    The query vector of a request for similar items is the vector of an item. It is not compared if the package has only
+    compressed item vectors, because the refresh compresses them again.
     """
     has_exact_item_vectors = parent.items.has_vectors or parent.package.index.has_exact_vectors
     removed_ids = {*changes.removed_ids.to_pylist()}
-    users_of_removed_items = _users_of_removed_items(golden, parent_retriever, parent, changes) if removed_ids else set()
-    overlaps, has_equal_vector = [], []
-    for golden_request in golden.requests:
+    users_of_removed_items = (
+        _users_of_removed_items(golden_queries, parent_retriever, parent, changes) if removed_ids else set()
+    )
+    answer_overlaps, has_equal_vector = [], []
+    for golden_request in golden_queries.requests:
         if "filter" in golden_request.request["params"] and len(changes.changed_row_I):
             continue  # other items may satisfy the filter now
         answers_before = _answers(parent_retriever, golden_request.request)
         answers_after = _answers(retriever, golden_request.request, excluded_ids=changes.new_ids)
-        rows = zip(_ids_of_rows(golden_request.request), golden_request.answers, answers_before, answers_after, strict=True)
-        for (user_id, item_ids), expected, answer_before, answer_after in rows:
-            if user_id in users_of_removed_items or removed_ids & {*item_ids, *expected.item_ids}:
+        compared_rows = zip(
+            _ids_of_rows(golden_request.request), golden_request.answers, answers_before, answers_after, strict=True
+        )
+        for (user_id, item_ids), expected_answer, answer_before, answer_after in compared_rows:
+            if user_id in users_of_removed_items or removed_ids & {*item_ids, *expected_answer.item_ids}:
                 continue
-            overlaps.append(len({*expected.item_ids} & {*answer_after.item_ids}) / max(1, len(expected.item_ids)))
+            answer_overlaps.append(
+                len({*expected_answer.item_ids} & {*answer_after.item_ids}) / max(1, len(expected_answer.item_ids))
+            )
             if has_exact_item_vectors or "inputs" not in golden_request.request:
                 has_equal_vector.append(_vector_difference(answer_before, answer_after) <= MAX_VECTOR_DIFFERENCE)
-    yield Check(metric="golden_queries", name="number of golden queries whose items stay", value=len(overlaps), limit=1)
+    yield Check(metric="golden_queries", name="number of golden queries whose items stay", value=len(answer_overlaps), limit=1)
     yield Check(
         metric="golden_equal_vectors",
         name="share of golden queries with an equal vector",
@@ -134,15 +142,15 @@ def _golden_checks(
     yield Check(
         metric="golden_overlap",
         name="overlap of the answers to golden queries",
-        value=float(np.mean(overlaps or [0])),
+        value=float(np.mean(answer_overlaps or [0])),
         limit=min_overlap,
     )
 
 
 def _answers(retriever: Retriever, request: Mapping[str, Any], *, excluded_ids: pa.Array | None = None) -> list[Answer]:
     params = request["params"]
-    exclude = [*params.get("exclude", ()), *(() if excluded_ids is None else excluded_ids.to_pylist())]
-    return respond(retriever, {**request, "params": {**params, "exclude": exclude, "with_vectors": True}})
+    all_excluded_ids = [*params.get("exclude", ()), *(() if excluded_ids is None else excluded_ids.to_pylist())]
+    return respond(retriever, {**request, "params": {**params, "exclude": all_excluded_ids, "with_vectors": True}})
 
 
 def _ids_of_rows(request: Mapping[str, Any]) -> list[tuple[Any, list[Any]]]:
@@ -154,10 +162,10 @@ def _ids_of_rows(request: Mapping[str, Any]) -> list[tuple[Any, list[Any]]]:
 
 
 def _users_of_removed_items(
-    golden: GoldenQueries, parent_retriever: Retriever, parent: PackageContents, changes: Changes
+    golden_queries: GoldenQueries, parent_retriever: Retriever, parent: PackageContents, changes: Changes
 ) -> set[Any]:
     """Return the users of golden queries whose stored history has a removed item."""
-    user_ids = [user_id for golden_request in golden.requests for user_id, _ in _ids_of_rows(golden_request.request)]
+    user_ids = [user_id for golden_request in golden_queries.requests for user_id, _ in _ids_of_rows(golden_request.request)]
     user_ids = [user_id for user_id in user_ids if user_id is not None]
     if not user_ids or parent.package.users == "none":
         return set()
@@ -167,22 +175,22 @@ def _users_of_removed_items(
     return {user_ids[index] for index in np.unique(histories.list_index_L[~is_kept_I[histories.values_L]]).tolist()}
 
 
-def _vector_difference(before: Answer, after: Answer) -> float:
-    return float(np.abs(np.array(before.query_vector or 0.0) - np.array(after.query_vector or 0.0)).max())
+def _vector_difference(answer_before: Answer, answer_after: Answer) -> float:
+    return float(np.abs(np.array(answer_before.query_vector or 0.0) - np.array(answer_after.query_vector or 0.0)).max())
 
 
 def _recall_by_kind(
-    retriever: Retriever, contents: PackageContents, item_vector_ID: NDArray[np.float32], item_rows: NDArray[np.int64]
+    retriever: Retriever, contents: PackageContents, item_vector_ID: NDArray[np.float32], searched_rows: NDArray[np.int64]
 ) -> dict[str, NDArray[np.float64]]:
     """Return the recall of the index against an exact search for query vectors (`users`) and item vectors (`items`), [B].
 
-    item_rows: rows of the items whose vectors are searched, or of which a sample is searched.
+    searched_rows: rows of the items whose vectors are searched. If there are more than MAX_QUERIES, a sample is searched.
     """
     exact_index = build_index(Flat(), item_vector_ID)
     recall_by_kind: dict[str, NDArray[np.float64]] = {}
     for query_kind, query_BD in (
         ("users", _user_queries(retriever)),
-        ("items", item_vector_ID[_sample_rows(item_rows)]),
+        ("items", item_vector_ID[_sample_rows(searched_rows)]),
     ):
         if len(query_BD):
             measured_queries = MeasuredQueries.with_exact_results(

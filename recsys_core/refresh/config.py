@@ -19,13 +19,13 @@ class RefreshConfig(Settings):
         0.02,
         ge=0,
         le=1,
-        description="largest drop of the recall from the champion's index to the rebuilt index, both "
-        "compared with an exact search",
+        description="largest drop of the recall from the champion's index to the rebuilt index. The recall of an index is "
+        "measured against an exact search",
     )
     min_golden_overlap: float = Field(
         0.9,
         ge=0,
         le=1,
-        description="smallest share of common items in the answers of the champion and the new version to the golden queries, "
-        "which a package stores with their answers. New items are excluded from the answers",
+        description="smallest share of the champion's recommendations for the golden queries that the new version also "
+        "recommends. A package stores its golden queries with the answers. New items are excluded from the answers",
     )

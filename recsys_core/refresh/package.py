@@ -53,8 +53,8 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
         tower = _refreshed_tower(parent, spec, changes)
         save_tower(tower, package_folder / "tower.safetensors", space_id=package.space_id)
         item_vector_ID = refreshed_vectors(parent, changes)
-        kind = package.index.fitted(len(item_vector_ID), package.dim)
-        write_index(kind, item_vector_ID, [package_folder / name for name in package.index_names])
+        index_kind = package.index.fitted(len(item_vector_ID), package.dim)
+        write_index(index_kind, item_vector_ID, [package_folder / name for name in package.index_names])
         write_items(
             package_folder / ITEMS_NAME,
             columns=changes.items,
@@ -63,22 +63,22 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
             precision=package.item_vectors,
         )
         np.save(package_folder / SOURCES_NAME, changes.source_I)
-        new_row_I = np.full(package.model.num_items, -1, np.int32)
-        new_row_I[changes.kept_row_I] = np.arange(len(changes.kept_row_I))
-        for file_name, array in _popularity(parent, changes, new_row_I).items():
+        refreshed_row_I = np.full(package.model.num_items, -1, np.int32)
+        refreshed_row_I[changes.kept_row_I] = np.arange(len(changes.kept_row_I))
+        for file_name, array in _popularity_arrays(parent, changes, refreshed_row_I).items():
             np.save(package_folder / file_name, array)
         if package.popularity_by is not None:
-            replace_items_of_segments(parent_folder / SEGMENTS_NAME, package_folder / SEGMENTS_NAME, new_row_I)
+            replace_items_of_segments(parent_folder / SEGMENTS_NAME, package_folder / SEGMENTS_NAME, refreshed_row_I)
         if package.users == "stored":
             verify_file(parent_folder / USERS_NAME, record=package.files[USERS_NAME])  # read_package did not verify this file
-            replace_history_items(parent_folder / USERS_NAME, package_folder / USERS_NAME, new_row_I)
+            replace_history_items(parent_folder / USERS_NAME, package_folder / USERS_NAME, refreshed_row_I)
             write_block_checksums(package_folder / USERS_NAME, package_folder / USERS_CHECKSUMS_NAME)
         for file_name in (*package.vocabulary_names, CANDIDATE_NAME):
             shutil.copyfile(parent_folder / file_name, package_folder / file_name)
         description = package.model_copy(
             update={
                 "model": spec,
-                "index_parameters": kind.model_dump(exclude={"kind"}),
+                "index_parameters": index_kind.model_dump(exclude={"kind"}),
                 "max_k": spec.num_items,
                 "filter_columns": tuple(name for name in changes.items.column_names if name not in RESERVED_ITEM_COLUMNS),
                 "has_titles": "title" in changes.items.column_names,
@@ -98,10 +98,10 @@ def refreshed_vectors(parent: PackageContents, changes: Changes) -> NDArray[np.f
 
 
 def read_item_vectors(contents: PackageContents, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the vectors of items from items.parquet, or from the index if its vectors are more precise, [L, D]."""
+    """Return the vectors of items, [L, D]: from items.parquet if it has the most precise vectors, otherwise from the index."""
     package = contents.package
-    has_rounded_vectors = package.item_vectors == "fp16" and package.index.has_exact_vectors
-    if contents.items.has_vectors and not has_rounded_vectors:
+    has_index_better_vectors = package.item_vectors == "fp16" and package.index.has_exact_vectors
+    if contents.items.has_vectors and not has_index_better_vectors:
         return contents.items.vectors(item_row_L)
     return (stored_vectors(contents.index) or decoded_vectors(contents.index)).take(item_row_L)
 
@@ -118,28 +118,30 @@ def _with_items(spec: ModelSpec, num_items: int) -> ModelSpec:
 
 def _refreshed_tower(parent: PackageContents, spec: ModelSpec, changes: Changes) -> ServedQueryTower:
     """Return the query tower with the unchanged rows of the items that stay, followed by the rows of the new items."""
-    quantization, block = parent.package.quantization, spec.config.spectral_block
+    quantization, spectral_block = parent.package.quantization, spec.config.spectral_block
     vectors_by_table = {HISTORY_TABLE: changes.history_VD}
-    if block is not None:
-        vectors_by_table[BLOCK_TABLE] = np.zeros((changes.num_added, block.dim), np.float32)
+    if spectral_block is not None:
+        vectors_by_table[BLOCK_TABLE] = np.zeros((changes.num_added, spectral_block.dim), np.float32)
     kept_rows = torch.from_numpy(changes.kept_row_I)
-    state = dict(parent.tower.state_dict())
+    state_dict = dict(parent.tower.state_dict())
     for table_name in vectors_by_table.keys() & set(parent.tower.tables):
         new_vector_VD = vectors_by_table[table_name]
         new_table = make_table(*new_vector_VD.shape, quantization=quantization)
         new_table.fill(new_vector_VD)
         for name, new_rows in new_table.state_dict().items():
             tensor_name = f"tables.{table_name}.{name}"
-            state[tensor_name] = torch.cat([state[tensor_name][kept_rows], new_rows])
+            state_dict[tensor_name] = torch.cat([state_dict[tensor_name][kept_rows], new_rows])
     with torch.device("meta"):
         new_tower = ServedQueryTower(spec, quantization=quantization)
-    new_tower.load_state_dict(state, assign=True)
+    new_tower.load_state_dict(state_dict, assign=True)
     return new_tower
 
 
-def _popularity(parent: PackageContents, changes: Changes, new_row_I: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
-    """Return the items by popularity and their shares, by file name. New items are last."""
-    popular_row_I = new_row_I[parent.popularity.item_row_I]
+def _popularity_arrays(
+    parent: PackageContents, changes: Changes, refreshed_row_I: NDArray[np.int32]
+) -> Mapping[str, NDArray[Any]]:
+    """Return the arrays of the popularity files by file name: item rows by falling popularity, and their shares."""
+    popular_row_I = refreshed_row_I[parent.popularity.item_row_I]
     added_rows = np.arange(len(changes.kept_row_I), changes.items.num_rows, dtype=np.int32)
     share_I = parent.popularity.share_I[popular_row_I >= 0]
     return {

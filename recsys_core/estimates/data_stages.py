@@ -16,8 +16,8 @@ def store_bytes(data: DataSizes) -> int:
     """Return the bytes of the event store: the arrays of events, users and items.
 
     An event has the row of its item, the row of its user and, if the log has times, a time. A user has three offsets. An item
-    has a count, a popularity rank and the row of its vector. Row numbers of more than 2^31 users or items have 8 bytes
-    instead of 4.
+    has a count, a popularity rank and the row of its vector. A row number has 4 bytes, or 8 bytes if there are more than 2^31
+    rows.
 
     >>> data = DataSizes(num_users=10, num_items=5, num_events=100, num_held_out_users=0)
     >>> store_bytes(data)  # 100 x (4 + 4 + 8) + 10 x 24 + 5 x 24
@@ -25,7 +25,7 @@ def store_bytes(data: DataSizes) -> int:
     >>> store_bytes(data.model_copy(update={"num_items": 2**31 + 10})) - 24 * (2**31 + 10)  # 100 x (8 + 4 + 8) + 10 x 24
     2240
     """
-    item_bytes, user_bytes = (4 if count < INT32_LIMIT else 8 for count in (data.num_items, data.num_users))
+    item_bytes, user_bytes = (4 if num_rows < INT32_LIMIT else 8 for num_rows in (data.num_items, data.num_users))
     event_bytes = item_bytes + user_bytes + (TIME_BYTES if data.has_times else 0)
     return data.num_events * event_bytes + 3 * OFFSET_BYTES * (data.num_users + data.num_items)
 
@@ -46,9 +46,9 @@ def ingest_embeddings(data: DataSizes, constants: Mapping[str, Constant]) -> Sta
 def ingest_interactions(data: DataSizes, machines: Machines, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the first ingest of a log, which reads all events.
 
-    DuckDB runs on one host. Its time is the time with the cores of the benchmark, because more cores were not measured. Spark
-    takes the CPU time of DuckDB times an assumed factor, divided among the cores of all hosts. The store, the parts and the ids
-    are written once.
+    DuckDB runs on one host. Its time is estimated for the cores of the benchmark, because more cores were not measured. The
+    CPU time of Spark is an assumed multiple of DuckDB's CPU time, and is divided among the cores of all hosts. The store, the
+    parts and the ids are written once.
     """
     rates = Rates(constants)
     seconds = rates("event_s", data.num_events)

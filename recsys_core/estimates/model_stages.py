@@ -37,32 +37,32 @@ def num_steps(workload: Workload) -> int:
 def step_seconds(workload: Workload, rates: Rates) -> float:
     """Return the duration of a training step.
 
-    On a GPU, it is the planner's time of the lookups plus 6 B C D operations at an assumed speed, but at least the time of the
-    loader for a batch. On a CPU, it is B times the measured time of a query, which includes its lookups, plus 6 B C D
-    operations at the measured speed.
+    On a GPU, it is the planner's time of the lookups plus the time of 6 B C D operations at an assumed speed. It is at least
+    the time in which the loader reads a batch. On a CPU, it is B times the measured time of a query with its lookups, plus the
+    time of 6 B C D operations at the measured speed.
     """
     training = workload.training
-    operations = FLOPS_PER_SCORE_VALUE * training.batch_size * training.num_candidates * training.dim
+    num_operations = FLOPS_PER_SCORE_VALUE * training.batch_size * training.num_candidates * training.dim
     if workload.machines.device == "cuda":
-        compute_s = training.lookups_ms / 1000 + operations * rates("gpu_operation_s")
+        compute_s = training.lookups_ms / 1000 + num_operations * rates("gpu_operation_s")
         return max(compute_s, rates("loaded_example_s", times=training.batch_size))
     num_items = workload.data.num_items
-    # The time of an example does not depend on the number of items, which `times` therefore cancels. The number is passed so
-    # that the estimate of a catalogue larger than the benchmark's is marked as extrapolated.
+    # The time of an example does not depend on the number of items, so `times` cancels this number. It is passed only to mark
+    # the estimate as extrapolated if the catalogue is larger than in the benchmark.
     example_s = rates("trained_example_s", num_items, times=1 / num_items)
-    return training.batch_size * example_s + operations * rates("cpu_operation_s")
+    return training.batch_size * example_s + num_operations * rates("cpu_operation_s")
 
 
 def train(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the training on all ranks, without its validations.
 
-    Checkpoints are written in the background. All hosts hash at the same time, because each rank hashes the files that it has
-    written.
+    Checkpoints are written in the background. Each rank hashes the files that it has written, so all hosts hash at the same
+    time.
     """
     rates, training, machines = Rates(constants), workload.training, workload.machines
     steps_s = num_steps(workload) * step_seconds(workload, rates)
-    byte_s = constants["checkpoint_write_byte_s"].value + constants["checkpoint_hash_byte_s"].value
-    checkpoint_s = training.table_bytes * byte_s / machines.num_hosts
+    write_and_hash_byte_s = constants["checkpoint_write_byte_s"].value + constants["checkpoint_hash_byte_s"].value
+    checkpoint_s = training.table_bytes * write_and_hash_byte_s / machines.num_hosts
     seconds = rates("rank_start_s") + max(steps_s, checkpoint_s * training.num_saves)
     if checkpoint_s * training.num_saves > steps_s:
         rates("checkpoint_hash_byte_s")  # records that an assumed constant determines the time
@@ -85,12 +85,12 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
     constant_name = "ranked_target_value_s" if workload.ranks_all_targets else "ranked_value_s"
     if machines.device == "cuda":
         constant_name = "gpu_ranked_value_s"
-    vector_dim = data.vector_dim if data.num_vectors else 0
-    ranking_s = rates(constant_name, num_pairs, times=workload.training.dim + vector_dim) / machines.num_ranks
+    pretrained_dim = data.vector_dim if data.num_vectors else 0
+    ranking_s = rates(constant_name, num_pairs, times=workload.training.dim + pretrained_dim) / machines.num_ranks
     encoding_s = rates("encoded_vector_s", data.num_items + data.num_held_out_users) / machines.num_ranks
     item_bytes = data.num_items * workload.training.dim * FLOAT_BYTES
     # The two rankings are computed one after the other.
-    vector_bytes = (data.num_items + data.num_held_out_users) * max(workload.training.dim, vector_dim) * FLOAT_BYTES
+    vector_bytes = (data.num_items + data.num_held_out_users) * max(workload.training.dim, pretrained_dim) * FLOAT_BYTES
     exported_bytes = 2 * item_bytes + constants["exported_user_bytes"].value * data.num_held_out_users
     user_bytes = constants["ranked_user_bytes"].value * data.num_held_out_users
     return rates.estimate(
@@ -123,15 +123,16 @@ def evaluate(workload: Workload, constants: Mapping[str, Constant]) -> StageEsti
 def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the index builds on one host. FAISS divides the work among all cores, except for a flat index, which is copied.
 
-    The time of an IVF index grows with I^1.5, because each vector is compared with 4 sqrt(I) centroids. HNSW grows with
-    I log I, and exact search with I. All grow with D. One shard of an index is in memory at a time.
+    The build time of an IVF index grows with I^1.5, because each vector is compared with 4 sqrt(I) centroids. The build time
+    of HNSW grows with I log I, and of a flat index with I. All build times grow with D. One shard of an index is in memory at
+    a time.
     """
     rates, num_items = Rates(constants), workload.data.num_items
     seconds, memory_bytes = 0.0, 0.0
     for index in workload.indexes:
         constant_name = f"index_{index.kind}_item_s"
-        benchmark_items = constants[constant_name].measured_at or num_items
-        item_time_ratio = _item_time_ratio(index.kind, num_items, benchmark_items=benchmark_items)
+        num_benchmark_items = constants[constant_name].measured_at or num_items
+        item_time_ratio = _item_time_ratio(index.kind, num_items, num_benchmark_items=num_benchmark_items)
         core_ratio = 1.0 if index.kind == "flat" else workload.machines.cores_per_host / BENCHMARK_CORES
         time_ratio = item_time_ratio * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM / core_ratio
         seconds += rates(constant_name, num_items, times=time_ratio)
@@ -147,36 +148,36 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     )
 
 
-def _item_time_ratio(kind: str, num_items: int, *, benchmark_items: float) -> float:
-    """Return the build time per item, divided by the build time per item of an index with `benchmark_items` items.
+def _item_time_ratio(kind: str, num_items: int, *, num_benchmark_items: float) -> float:
+    """Return the build time per item, divided by the build time per item of an index with `num_benchmark_items` items.
 
-    >>> [_item_time_ratio(kind, 4_000_000, benchmark_items=1e6) for kind in ("flat", "ivf_flat")]
+    >>> [_item_time_ratio(kind, 4_000_000, num_benchmark_items=1e6) for kind in ("flat", "ivf_flat")]
     [1.0, 2.0]
-    >>> round(_item_time_ratio("hnsw", 10**12, benchmark_items=1e6), 6)  # log 10^12 / log 10^6
+    >>> round(_item_time_ratio("hnsw", 10**12, num_benchmark_items=1e6), 6)  # log 10^12 / log 10^6
     2.0
     """
     if kind == "flat":
         return 1.0
     if kind == "hnsw":
-        return math.log(max(num_items, 2)) / math.log(benchmark_items)
-    return math.sqrt(num_items / benchmark_items)
+        return math.log(max(num_items, 2)) / math.log(num_benchmark_items)
+    return math.sqrt(num_items / num_benchmark_items)
 
 
 def package(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the package on one host: the served index, the item vectors, and the histories of all users."""
     rates, data = Rates(constants), workload.data
-    history_share = min(1.0, data.num_events / data.num_users / BENCHMARK_HISTORY_LENGTH)
-    user_bytes = constants["package_user_bytes"].value * data.num_users * history_share
-    num_bytes = user_bytes + workload.package_bytes_per_item * data.num_items
-    num_bytes += max((index.num_bytes for index in workload.indexes), default=0)
+    history_length_ratio = min(1.0, data.num_events / data.num_users / BENCHMARK_HISTORY_LENGTH)
+    user_bytes = constants["package_user_bytes"].value * data.num_users * history_length_ratio
+    package_bytes = user_bytes + workload.package_bytes_per_item * data.num_items
+    package_bytes += max((index.num_bytes for index in workload.indexes), default=0)
     return rates.estimate(
         "package, register",
         where=ONE_HOST,
         seconds=rates("register_s")
-        + num_bytes * rates("checkpoint_hash_byte_s")
-        + num_bytes * rates("checkpoint_write_byte_s"),
+        + package_bytes * rates("checkpoint_hash_byte_s")
+        + package_bytes * rates("checkpoint_write_byte_s"),
         memory_bytes=None,
-        disk_bytes=2 * num_bytes,  # the run folder, and MLflow's copy
+        disk_bytes=2 * package_bytes,  # the run folder, and MLflow's copy
     )
 
 

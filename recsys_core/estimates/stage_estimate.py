@@ -37,22 +37,26 @@ class ConstantsFile(Frozen):
     constants: dict[str, Constant]
 
 
-def _assumed(value: float, unit: str, reason: str) -> Constant:
+def _assumption(value: float, unit: str, reason: str) -> Constant:
     return Constant(value=value, unit=unit, source=reason)
 
 
 ASSUMPTIONS = {
-    "spark_cpu_factor": _assumed(10, "CPU time of Spark per CPU time of DuckDB", "a guess: the JVM, the shuffle and its files"),
-    "spark_start_s": _assumed(20, "s until the executors have started", "a guess"),
-    "spark_core_memory_bytes": _assumed(4e9, "bytes per core of an executor", "a common setting of Spark clusters"),
-    "gpu_operation_s": _assumed(1e-14, "s per floating-point operation", "100 TFLOP/s, a tenth of the peak of an H100 in bf16"),
-    "gpu_ranked_value_s": _assumed(
+    "spark_cpu_factor": _assumption(
+        10, "CPU time of Spark per CPU time of DuckDB", "a guess: the JVM, the shuffle and its files"
+    ),
+    "spark_start_s": _assumption(20, "s until the executors have started", "a guess"),
+    "spark_core_memory_bytes": _assumption(4e9, "bytes per core of an executor", "a common setting of Spark clusters"),
+    "gpu_operation_s": _assumption(
+        1e-14, "s per floating-point operation", "100 TFLOP/s, a tenth of the peak of an H100 in bf16"
+    ),
+    "gpu_ranked_value_s": _assumption(
         2e-13, "s per dimension of the score of a user-item pair", "10 TFLOP/s with the choice of the top items"
     ),
-    "checkpoint_write_byte_s": _assumed(0.5e-9, "s per byte that one host writes", "2 GB/s to the storage"),
-    "checkpoint_hash_byte_s": _assumed(0.2e-9, "s per byte, on one host", "sha256 at 5 GB/s"),
-    "gpu_hour_dollars": _assumed(2.5, "dollars per hour", "the price in docs/scale.md"),
-    "core_hour_dollars": _assumed(0.05, "dollars per hour", "a round price of a rented core with 4 to 8 GB"),
+    "checkpoint_write_byte_s": _assumption(0.5e-9, "s per byte that one host writes", "2 GB/s to the storage"),
+    "checkpoint_hash_byte_s": _assumption(0.2e-9, "s per byte, on one host", "sha256 at 5 GB/s"),
+    "gpu_hour_dollars": _assumption(2.5, "dollars per hour", "the price in docs/scale.md"),
+    "core_hour_dollars": _assumption(0.05, "dollars per hour", "a round price of a rented core with 4 to 8 GB"),
 }
 """Constants that no benchmark measures."""
 
@@ -87,7 +91,7 @@ class StageEstimate(Frozen):
 
     @property
     def measured_text(self) -> str:
-        """Text for the size at which the constants were measured, relative to this stage; "no" if a constant was not measured.
+        """Text for the measured size relative to the size of this stage, such as "at 1/1.3"; "no" if a constant is assumed.
 
         >>> stage = {"stage": "", "where": "", "seconds": 1, "memory_bytes": 0, "disk_bytes": 0, "constants": ()}
         >>> cases = ("measured", 1), ("extrapolated", 1.26), ("extrapolated", 5e3), ("assumed", 5e3)
@@ -116,7 +120,7 @@ class Rates:
         self._extrapolation_factor = 1.0
 
     def __call__(self, name: str, size: float = 1.0, *, times: float = 1.0) -> float:
-        """Return constant x size x times. Only a large `size` is an extrapolation; a large `times` is not."""
+        """Return constant x size x times. A `size` above `measured_at` is recorded as an extrapolation; `times` is not."""
         constant = self._used_constants[name] = self._constants[name]
         if constant.measured_at:
             self.extrapolate(size / constant.measured_at)

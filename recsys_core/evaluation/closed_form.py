@@ -153,8 +153,8 @@ def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float
     if len(config.item_exponents) == 1:
         return config.item_exponents[0]
     ndcg_by_exponent = {
-        item_exponent: float(ndcg(positions, k=20).mean())
-        for item_exponent, positions in validation_positions(config, store=store)
+        item_exponent: float(ndcg(target_positions, k=20).mean())
+        for item_exponent, target_positions in validation_positions(config, store=store)
     }
     return max(ndcg_by_exponent, key=lambda exponent: ndcg_by_exponent[exponent], default=config.item_exponents[0])
 
@@ -180,10 +180,10 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
         )
         queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(user_rows), bool), seen=histories, targets=targets)
         ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(vector_ID), k=0)
-        positions = ranking.target_positions()
-        if not positions.num_users:  # the users had already seen all validation targets
+        target_positions = ranking.target_positions()
+        if not target_positions.num_users:  # the users had already seen all validation targets
             return
-        yield item_exponent, positions
+        yield item_exponent, target_positions
 
 
 def cooccurrence_model(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:

@@ -106,7 +106,7 @@ class Accuracy:
 
         Args:
             prefix: start of the column names, before the name of the metric.
-            metric_names: only these metrics of the config are computed; empty for all its metrics.
+            metric_names: metrics to compute, if the config has them; empty for all metrics of the config.
             ks: cut-offs; None for the cut-offs of the config.
         """
         self._columns, self._prefix, self._confidence = columns, prefix, config.confidence
@@ -136,7 +136,7 @@ class Accuracy:
 
 
 class RankingMetrics:
-    """All metrics of a ranking of the catalogue, which is added in chunks of users.
+    """All metrics of a catalogue ranking, which is added in chunks of users.
 
     Attributes:
         num_seen_targets: number of targets that were excluded because the user had seen them.
@@ -203,7 +203,7 @@ class RankingMetrics:
 
 
 class ColdMetrics:
-    """The metrics of a ranking of only the cold items, which is added in chunks of users."""
+    """The metrics of a cold-item ranking, which is added in chunks of users."""
 
     def __init__(self, columns: Columns, prefix: str, *, config: EvaluationConfig) -> None:
         self._columns, self._prefix, self._config = columns, prefix, config

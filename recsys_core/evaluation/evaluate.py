@@ -121,19 +121,20 @@ class _RankerMetrics:
         A served version never recommends items that the user has seen. With `exclude_seen: false`, the rankings contain seen
         items. The metrics of each user are then written only for popularity, from a second ranking without the seen items.
         """
-        read = self._columns.read
+        read_column = self._columns.read
         compared_rankers = self.rankers if self._config.exclude_seen else ["popularity"]
         user_metrics_by_ranker = {
             ranker: metrics.UserMetrics(
-                read(f"user/{ranker}/user_row"), {name: read(f"user/{ranker}/{name}") for name in metrics.COMPARED_METRICS}
+                read_column(f"user/{ranker}/user_row"),
+                {metric: read_column(f"user/{ranker}/{metric}") for metric in metrics.COMPARED_METRICS},
             )
             for ranker in compared_rankers
         }
         metrics.write_user_metrics(user_metrics_by_ranker, output_folder / metrics.USER_METRICS_FILE)
         metrics.write_positions(
-            {ranker: read(f"position/{ranker}") for ranker in self.rankers},
-            user_row_T=read("user_row_T"),
-            num_candidates_T=read("num_candidates_T"),
+            {ranker: read_column(f"position/{ranker}") for ranker in self.rankers},
+            user_row_T=read_column("user_row_T"),
+            num_candidates_T=read_column("num_candidates_T"),
             path=output_folder / metrics.POSITIONS_FILE,
         )
 
@@ -215,8 +216,8 @@ def evaluate(
         ranker_metrics.add_ranker("model", rank_split(test_split))
         slices = slice_reports(columns, config=config, store=store, features=dataset.features)
         ranker_metrics.add(_slice_estimates(slices))
-        for name, rank_chunk in _baselines(config, order_I=test_split.popularity_order_I, store=store, on_ranked=on_ranked):
-            ranker_metrics.add_ranker(name, ((users, rank_chunk(users), None) for users in test_split))
+        for baseline, rank_chunk in _baselines(config, order_I=test_split.popularity_order_I, store=store, on_ranked=on_ranked):
+            ranker_metrics.add_ranker(baseline, ((users, rank_chunk(users), None) for users in test_split))
         if vectors_RD is not None:
             rankings = zero_shot_rankings(
                 test_split, vectors_RD, config=config, export=export, store=store, on_ranked=on_ranked
@@ -263,11 +264,13 @@ def _baselines(
             "the baselines %s are left out: the catalogue has %d items, but evaluation.closed_form.max_items is %d",
             " and ".join(config.linear_baselines()), store.num_items, config.closed_form.max_items,
         )  # fmt: skip
-    for name in linear_baselines:
+    for baseline in linear_baselines:
         fit_model = (
-            closed_form.cooccurrence_model if name == "cooccurrence" else partial(closed_form.linear_model, config.closed_form)
+            closed_form.cooccurrence_model
+            if baseline == "cooccurrence"
+            else partial(closed_form.linear_model, config.closed_form)
         )
-        yield name, partial(rank_linearly, model=fit_model(store=store, order_I=order_I))
+        yield baseline, partial(rank_linearly, model=fit_model(store=store, order_I=order_I))
 
 
 def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:

@@ -44,7 +44,7 @@ def has_ranking(export: ExportManifest, *, config: EvaluationConfig, ranker: Ran
 
 
 class StoredRanking:
-    """The ranking of the known users of a split, which is read in chunks. A ranking of the cold items has no top lists."""
+    """The stored ranking for the known users of a split. It is read in chunks. A ranking of the cold items has no top lists."""
 
     def __init__(self, export: ExportManifest, *, split: str, is_cold: bool, ranker: Ranker = "model") -> None:
         self._path = export.path(ranking_file(split, "cold_positions" if is_cold else "positions", ranker=ranker))
@@ -87,14 +87,14 @@ class StoredRanking:
 
 
 def model_rankings(
-    split: HeldOutSplit, *, config: EvaluationConfig, export: ExportManifest, on_ranked: Callable[[int], None]
+    held_out_split: HeldOutSplit, *, config: EvaluationConfig, export: ExportManifest, on_ranked: Callable[[int], None]
 ) -> Iterator[tuple[HeldOutUsers, Ranking, Ranking]]:
     """Yield each chunk of users with the model's ranking of the catalogue and of the cold items.
 
     The rankings are read from the export. If the export has other settings of the evaluation, this process ranks the items.
     """
     if has_ranking(export, config=config):
-        yield from _stored_rankings(split, export=export, k=ranking_settings(config).k)
+        yield from _stored_rankings(held_out_split, export=export, k=ranking_settings(config).k)
         return
     if export.ranking is not None:
         logger.info(
@@ -102,20 +102,20 @@ def model_rankings(
             "this work among the training ranks, remove the folder %s and resume the run", export.folder,
         )  # fmt: skip
     item_vector_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
-    for users in split:
+    for users in held_out_split:
         yield users, *rank_with_vectors(users, item_vector_ID=item_vector_ID, config=config, on_ranked=on_ranked)
 
 
 def _stored_rankings(
-    split: HeldOutSplit, *, export: ExportManifest, k: int, ranker: Ranker = "model"
+    held_out_split: HeldOutSplit, *, export: ExportManifest, k: int, ranker: Ranker = "model"
 ) -> Iterator[tuple[HeldOutUsers, Ranking, Ranking]]:
     """Yield the rankings that the ranks have written, completed by popularity rankings for the unknown users."""
-    order_I, cold_row_C = split.popularity_order_I, split.cold_row_C
+    order_I, cold_row_C = held_out_split.popularity_order_I, held_out_split.cold_row_C
     cold_order_C = candidate_order(order_I, cold_row_C)
     stored_ranking, stored_cold_ranking = (
-        StoredRanking(export, split=split.name, is_cold=is_cold, ranker=ranker) for is_cold in (False, True)
+        StoredRanking(export, split=held_out_split.name, is_cold=is_cold, ranker=ranker) for is_cold in (False, True)
     )
-    for users in split:
+    for users in held_out_split:
         queries = users.queries if ranker == "model" else users.queries.as_known()
         known_ranking = stored_ranking.read(queries.known(), num_items=len(order_I))
         ranking = add_unknown_queries(known_ranking, queries, order_I=order_I, k=k)
@@ -147,7 +147,7 @@ def rank_with_vectors(
 
 
 def zero_shot_rankings(
-    split: HeldOutSplit,
+    held_out_split: HeldOutSplit,
     vectors_RD: NDArray[np.float32],
     *,
     config: EvaluationConfig,
@@ -160,11 +160,11 @@ def zero_shot_rankings(
     This process ranks the items if the export does not contain these rankings; see ExportManifest.
     """
     if has_ranking(export, config=config, ranker="zero_shot"):
-        yield from _stored_rankings(split, export=export, k=ranking_settings(config).k, ranker="zero_shot")
+        yield from _stored_rankings(held_out_split, export=export, k=ranking_settings(config).k, ranker="zero_shot")
         return
     model = ZeroShot.of(store, vectors_RD)
     item_vector_ID = model.item_vectors(slice(0, store.num_items))
-    for users in split:
+    for users in held_out_split:
         queries = replace(users.queries.as_known(), query_BD=model.query_vectors(users.history))
         rankings = rank_with_vectors(
             replace(users, queries=queries), item_vector_ID=item_vector_ID, config=config, on_ranked=on_ranked

@@ -189,8 +189,8 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
         bar_positions = [index + bar_offset for index in range(len(cut_offs))]
         recalls = [ranker_metrics[f"recall@{k}"] for k in cut_offs]
         bars = axes.bar(bar_positions, recalls, bar_width * 0.94, label=ranker.replace("_", "-"), color=RANKER_COLOURS[ranker])
-        rotation = 0 if len(metrics_by_ranker) <= MAX_HORIZONTAL_LABELS else 90
-        axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2, color=plots.INK, rotation=rotation)
+        label_rotation = 0 if len(metrics_by_ranker) <= MAX_HORIZONTAL_LABELS else 90
+        axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2, color=plots.INK, rotation=label_rotation)
     axes.set_xticks(range(len(cut_offs)), [str(k) for k in cut_offs])
     axes.set_xlabel("cut-off K")
     axes.set_ylabel("recall@K (share of the test items among the first K)")

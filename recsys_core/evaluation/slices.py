@@ -192,8 +192,8 @@ def _value_name(features: FeaturesManifest, key: str, *, row: int) -> str:
         return "(other)"
     boundaries = features.features[key].boundaries
     if boundaries is not None:
-        bounds = ["-inf", *_boundary_texts(boundaries), "inf"]
-        return f"[{bounds[row - 1]}, {bounds[row]})"
+        bound_texts = ["-inf", *_boundary_texts(boundaries), "inf"]
+        return f"[{bound_texts[row - 1]}, {bound_texts[row]})"
     vocabulary_file = f"{key}.vocabulary.parquet"
     if vocabulary_file not in features.files:
         return f"(hash {row})"

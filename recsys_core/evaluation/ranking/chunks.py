@@ -147,8 +147,8 @@ class ScoredChunk:
         """Compute the scores of the columns tile by tile, [B, C]."""
         score_BC = np.empty((self._queries.stop - self._queries.start, columns.stop - columns.start), self._dtype)
         for tile in chunk_slices(columns.stop - columns.start, length=self._grid.tile_columns):
-            tile_columns = slice(tile.start + columns.start, tile.stop + columns.start)
-            self._fill_tile(tile_columns, score_BC[:, tile], score_tile)
+            columns_of_tile = slice(tile.start + columns.start, tile.stop + columns.start)
+            self._fill_tile(columns_of_tile, score_BC[:, tile], score_tile)
         return score_BC
 
     def _tiles(self, columns: slice, score_tile: ScoreTile) -> Iterator[tuple[int, Scores]]:

@@ -128,10 +128,10 @@ class Margin(Settings):
             float(baseline_value_U.mean()),
         )
         is_accepted = new_mean >= baseline_mean * min_ratio
-        relation = "at least" if is_accepted else "less than"
+        relation_text = "at least" if is_accepted else "less than"
         return Comparison(
             outcome="accepted" if is_accepted else "rejected",
-            reason=f"{new_mean:.4f}, {relation} {min_ratio:g} times the {baseline_mean:.4f} of {baseline}",
+            reason=f"{new_mean:.4f}, {relation_text} {min_ratio:g} times the {baseline_mean:.4f} of {baseline}",
             **_counts_and_means(new_value_U, baseline_value_U),
         )
 
@@ -197,24 +197,24 @@ class PairedBootstrap(Settings):
             reason = f"0.0000, not compared with {baseline}: neither has a hit for any of {num_users:,} test users"
             return Comparison(outcome="not_enough_data", reason=reason, **counts_and_means)
 
-        means = PairedMeans.resample(new_value_U, baseline_value_U, num_resamples=self.num_resamples)
+        paired_means = PairedMeans.resample(new_value_U, baseline_value_U, num_resamples=self.num_resamples)
         margin = 0.0 if self.must_be_better else self.max_relative_drop
-        excess_lower_bound = means.difference_quantile(1 - self.confidence, margin=margin)
+        excess_lower_bound = paired_means.difference_quantile(1 - self.confidence, margin=margin)
         detectable_drop = self._detectable_drop(new_value_U, baseline_value_U, margin=margin, num_comparisons=num_comparisons)
         if excess_lower_bound > 0 or (excess_lower_bound == 0 and not self.must_be_better):
             outcome: Outcome = "accepted"
         else:
-            is_worse = means.difference_quantile(1 - (1 - self.confidence) / num_comparisons) < 0
+            is_worse = paired_means.difference_quantile(1 - (1 - self.confidence) / num_comparisons) < 0
             outcome = "rejected" if is_worse or detectable_drop <= self.max_relative_drop else "not_enough_data"
         interval, difference_text = None, f"{new_mean:+z.4f}"
         if baseline_mean:
-            low, high = means.relative_bounds(self.confidence)
+            low, high = paired_means.relative_bounds(self.confidence)
             interval = None if high is None else (low, high)
             bounds_text = f"{100 * low:+z.1f} % or more" if high is None else f"{100 * low:+z.1f} to {100 * high:+z.1f} %"
             difference_text = f"{100 * (new_mean / baseline_mean - 1):+z.1f} % ({bounds_text})"
-        condition = "must be better" if self.must_be_better else f"margin {-100 * margin:.3g} %"
+        condition_text = "must be better" if self.must_be_better else f"margin {-100 * margin:.3g} %"
         reason = (
-            f"{new_mean:.4f}, {difference_text} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
+            f"{new_mean:.4f}, {difference_text} from the {baseline_mean:.4f} of {baseline} ({condition_text}; users "
             f"+{counts_and_means['num_better_users']:,} / -{counts_and_means['num_worse_users']:,})"
         )
         num_needed_users = None
@@ -227,7 +227,10 @@ class PairedBootstrap(Settings):
             outcome=outcome,
             reason=reason,
             interval=interval,
-            absolute_interval=(means.difference_quantile(1 - self.confidence), means.difference_quantile(self.confidence)),
+            absolute_interval=(
+                paired_means.difference_quantile(1 - self.confidence),
+                paired_means.difference_quantile(self.confidence),
+            ),
             detectable_drop=detectable_drop,
             num_needed_users=num_needed_users,
             **counts_and_means,
@@ -250,8 +253,8 @@ class PairedBootstrap(Settings):
 
     def for_guardrail(self, max_relative_drop: float, *, min_users: int | None = None) -> Self:
         """Return the rule for a metric that need not improve."""
-        update = {"must_be_better": False, "min_users": min_users or self.min_users}
-        return self.with_margin(max_relative_drop).model_copy(update=update)
+        updated_fields = {"must_be_better": False, "min_users": min_users or self.min_users}
+        return self.with_margin(max_relative_drop).model_copy(update=updated_fields)
 
     def for_baseline(self) -> Self:
         """Return the rule that accepts only a better version."""

@@ -165,7 +165,7 @@ class LimitCheck(Frozen):
 
 
 def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tuple[LimitCheck, ...]:
-    """Check every limit. A metric that was not measured, for lack of a previous run or of timestamps, violates no limit.
+    """Check every limit. A metric that was not measured violates no limit, for example in a first run or without timestamps.
 
     >>> checks = check_limits({"event_drop_share": 0.75}, DataReportConfig(max_event_drop_share=0.5))
     >>> [(check.setting, check.is_passed, check.value_text, check.limit_text) for check in checks if check.value is not None]

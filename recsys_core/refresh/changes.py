@@ -169,9 +169,9 @@ def _ingest_vectors(
         )
     if not parquet_configs:
         return None
-    manifest = ingest_embeddings(parquet_configs, folder=folder, allowed_data_root=inputs.allowed_data_root)
-    vector_table = manifest.tables["item"]
-    vectors_path = manifest.sources[0].path
+    vectors_manifest = ingest_embeddings(parquet_configs, folder=folder, allowed_data_root=inputs.allowed_data_root)
+    vector_table = vectors_manifest.tables["item"]
+    vectors_path = vectors_manifest.sources[0].path
     if vector_table.dim != (trained_dim := package.model.member_dim("item")):
         raise InputError(
             f"{vectors_path}: the vectors have {vector_table.dim} numbers, but the served model was trained with vectors of "
@@ -183,7 +183,7 @@ def _ingest_vectors(
         other_type=id_type,
         other_subject="the item id of the served model",
     )
-    return manifest
+    return vectors_manifest
 
 
 def _read_tables(

@@ -172,7 +172,7 @@ def _users_of_removed_items(
     is_kept_I = np.zeros(parent.package.model.num_items, np.bool_)
     is_kept_I[changes.kept_row_I] = True
     histories = parent.users.histories(parent_retriever.user_ids.rows(user_ids))
-    return {user_ids[index] for index in np.unique(histories.list_index_L[~is_kept_I[histories.values_L]]).tolist()}
+    return {user_ids[user_index] for user_index in np.unique(histories.list_index_L[~is_kept_I[histories.values_L]]).tolist()}
 
 
 def _vector_difference(answer_before: Answer, answer_after: Answer) -> float:

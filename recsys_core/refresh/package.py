@@ -100,8 +100,8 @@ def refreshed_vectors(parent: PackageContents, changes: Changes) -> NDArray[np.f
 def read_item_vectors(contents: PackageContents, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the vectors of items, [L, D]: from items.parquet if it has the most precise vectors, otherwise from the index."""
     package = contents.package
-    has_index_better_vectors = package.item_vectors == "fp16" and package.index.has_exact_vectors
-    if contents.items.has_vectors and not has_index_better_vectors:
+    is_index_more_precise = package.item_vectors == "fp16" and package.index.has_exact_vectors
+    if contents.items.has_vectors and not is_index_more_precise:
         return contents.items.vectors(item_row_L)
     return (stored_vectors(contents.index) or decoded_vectors(contents.index)).take(item_row_L)
 

@@ -62,12 +62,12 @@ def refresh(config: RefreshConfig, inputs: InputConfig, *, parent_folder: Path, 
     if not changes:
         return None
     _check_removed_share(config, changes, num_items=parent.package.model.num_items)
-    manifest = refresh_package(parent, changes, parent_folder=parent_folder, folder=folder / "package")
-    package_folder = manifest.folder / "package"
-    contents = read_package(package_folder, sha256=description_sha256(manifest))
+    package_manifest = refresh_package(parent, changes, parent_folder=parent_folder, folder=folder / "package")
+    package_folder = package_manifest.folder / "package"
+    contents = read_package(package_folder, sha256=description_sha256(package_manifest))
     checks = check_package(parent, contents, changes, parent_folder=parent_folder, config=config)
     write_delta(folder / DELTA_NAME, changes, contents)
-    return Refreshed(manifest, changes, checks, folder / DELTA_NAME)
+    return Refreshed(package_manifest, changes, checks, folder / DELTA_NAME)
 
 
 def _check_removed_share(config: RefreshConfig, changes: Changes, *, num_items: int) -> None:
@@ -91,13 +91,13 @@ def write_delta(path: Path, changes: Changes, contents: PackageContents) -> None
     num_kept_items = len(changes.kept_row_I)
     row_L = np.concatenate([changes.changed_row_I, np.arange(num_kept_items, num_kept_items + changes.num_added)])
     vector_LD = read_item_vectors(contents, row_L)
-    # Not a list of fixed size, because pyarrow cannot read such a column with nulls.
+    # The lists have no fixed size, because pyarrow cannot read a column of fixed-size lists with nulls.
     offsets = np.arange(len(row_L) + 1, dtype=np.int32) * vector_LD.shape[1]
-    vectors = pa.ListArray.from_arrays(offsets, pa.array(vector_LD.reshape(-1)))
-    upserts = changes.items.take(row_L).append_column("vector", vectors)
+    vector_lists = pa.ListArray.from_arrays(offsets, pa.array(vector_LD.reshape(-1)))
+    upserts = changes.items.take(row_L).append_column("vector", vector_lists)
     removed_ids = changes.removed_ids.cast(upserts["item_id"].type)
     deletes = pa.table({"item_id": removed_ids})
     operations = ["upsert"] * len(row_L) + ["delete"] * len(removed_ids)
-    items = pa.concat_tables([upserts, deletes], promote_options="default")
-    table = items.add_column(0, "operation", pa.array(operations, pa.string()))
-    pq.write_table(table.replace_schema_metadata({SPACE_ID_KEY: contents.package.space_id}), path)
+    delta_items = pa.concat_tables([upserts, deletes], promote_options="default")
+    delta_table = delta_items.add_column(0, "operation", pa.array(operations, pa.string()))
+    pq.write_table(delta_table.replace_schema_metadata({SPACE_ID_KEY: contents.package.space_id}), path)

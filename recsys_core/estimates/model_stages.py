@@ -129,22 +129,22 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     """
     rates, num_items = Rates(constants), workload.data.num_items
     seconds, memory_bytes = 0.0, 0.0
-    for index in workload.indexes:
-        constant_name = f"index_{index.kind}_item_s"
+    for index_sizes in workload.indexes:
+        constant_name = f"index_{index_sizes.kind}_item_s"
         num_benchmark_items = constants[constant_name].measured_at or num_items
-        item_time_ratio = _item_time_ratio(index.kind, num_items, num_benchmark_items=num_benchmark_items)
-        core_ratio = 1.0 if index.kind == "flat" else workload.machines.cores_per_host / BENCHMARK_CORES
-        time_ratio = item_time_ratio * index.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM / core_ratio
+        item_time_ratio = _item_time_ratio(index_sizes.kind, num_items, num_benchmark_items=num_benchmark_items)
+        core_ratio = 1.0 if index_sizes.kind == "flat" else workload.machines.cores_per_host / BENCHMARK_CORES
+        time_ratio = item_time_ratio * index_sizes.build_factor * workload.training.dim / BENCHMARK_INDEX_DIM / core_ratio
         seconds += rates(constant_name, num_items, times=time_ratio)
-        shard_bytes = index.num_bytes / index.num_shards
-        memory_bytes = max(memory_bytes, shard_bytes * constants[f"index_{index.kind}_memory_factor"].value)
-        rates.extrapolate(max(index.build_factor, core_ratio))
+        shard_bytes = index_sizes.num_bytes / index_sizes.num_shards
+        memory_bytes = max(memory_bytes, shard_bytes * constants[f"index_{index_sizes.kind}_memory_factor"].value)
+        rates.extrapolate(max(index_sizes.build_factor, core_ratio))
     return rates.estimate(
         "build_index",
         where=ONE_HOST,
         seconds=seconds,
         memory_bytes=memory_bytes,
-        disk_bytes=sum(index.num_bytes for index in workload.indexes),
+        disk_bytes=sum(index_sizes.num_bytes for index_sizes in workload.indexes),
     )
 
 
@@ -169,7 +169,7 @@ def package(workload: Workload, constants: Mapping[str, Constant]) -> StageEstim
     history_length_ratio = min(1.0, data.num_events / data.num_users / BENCHMARK_HISTORY_LENGTH)
     user_bytes = constants["package_user_bytes"].value * data.num_users * history_length_ratio
     package_bytes = user_bytes + workload.package_bytes_per_item * data.num_items
-    package_bytes += max((index.num_bytes for index in workload.indexes), default=0)
+    package_bytes += max((index_sizes.num_bytes for index_sizes in workload.indexes), default=0)
     return rates.estimate(
         "package, register",
         where=ONE_HOST,

@@ -24,7 +24,7 @@ POWER = 0.8
 
 
 class Comparison(Frozen):
-    """Result of a rule for one metric of the same users.
+    """Comparison of one metric of a new version and of a baseline, for the same users.
 
     Attributes:
         outcome: whether the new version may replace the baseline, or whether there are too few users for an answer.

@@ -33,20 +33,22 @@ OUTERMOST_FUNCTIONS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"
 """Functions at the bottom of every rank's stack, which are not reported."""
 
 
-def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, folder: LaunchFolder) -> InputError | StageError:
+def error_from_failures(
+    failure_reports: Iterable[HostReport], *, num_hosts: int, folder: LaunchFolder
+) -> InputError | StageError:
     """Return the error for the most likely cause of the failed launch.
 
-    If several failures are equally likely causes, the earliest one is chosen. An InputError or StageError of a rank keeps its
-    class and message. failed_hosts: reports of the hosts that failed.
+    If several failures are equally likely causes, the earliest failure is chosen. An InputError or StageError of a rank keeps
+    its class and message. failure_reports: reports of the hosts that failed.
     """
-    failed_hosts = list(failed_hosts)
-    rejected_hosts = [host_report for host_report in failed_hosts if host_report.reason]
+    failure_reports = list(failure_reports)
+    rejection_reports = [host_report for host_report in failure_reports if host_report.reason]
     rank_and_host_reports = [
-        (rank_report, host_report) for host_report in failed_hosts for rank_report in host_report.failed_ranks
+        (rank_report, host_report) for host_report in failure_reports for rank_report in host_report.failed_ranks
     ]
-    if rejected_hosts and all(_cause(rank_report) in CONSEQUENTIAL_CAUSES for rank_report, _ in rank_and_host_reports):
-        error_type = LaunchError if all(host_report.is_retryable for host_report in rejected_hosts) else InputError
-        return error_type("\n".join(host_report.reason for host_report in rejected_hosts))
+    if rejection_reports and all(_cause(rank_report) in CONSEQUENTIAL_CAUSES for rank_report, _ in rank_and_host_reports):
+        error_type = LaunchError if all(host_report.is_retryable for host_report in rejection_reports) else InputError
+        return error_type("\n".join(host_report.reason for host_report in rejection_reports))
     causes = list(PREDICATE_BY_CAUSE)
     rank_report, host_report = min(
         rank_and_host_reports, key=lambda reports: (causes.index(_cause(reports[0])), reports[0].timestamp, reports[0].rank)
@@ -78,23 +80,23 @@ def _cause(rank_report: RankReport) -> str:
 
 
 def _line_around(match: re.Match[str]) -> str:
-    """Return the line that contains the match, without the characters after the first 300."""
+    """Return the first 300 characters of the line that contains the match."""
     line_start, line_end = match.string.rfind("\n", 0, match.start()) + 1, match.string.find("\n", match.end())
     return match.string[line_start : None if line_end < 0 else line_end].strip()[:300]
 
 
 def _memory_hint(rank_report: RankReport, host_report: HostReport) -> str:
     """Return a hint about the memory of a rank that was killed or raised an out-of-memory error; empty for other failures."""
-    memory_limit = format_gib(host_report.memory_bytes or 0)
+    memory_limit_text = format_gib(host_report.memory_bytes or 0)
     advice = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
     if rank_report.signal == "SIGKILL":
         if host_report.num_oom_kills:
             return (
                 f"; the kernel's out-of-memory killer ended {host_report.num_oom_kills} of the host's processes at a limit of "
-                f"{memory_limit}: {advice}"
+                f"{memory_limit_text}: {advice}"
             )
         return (
-            f" (possibly out of memory: the memory limit of this host is {memory_limit}; its kernel log, dmesg, shows "
+            f" (possibly out of memory: the memory limit of this host is {memory_limit_text}; its kernel log, dmesg, shows "
             "out-of-memory kills)"
         )
     out_of_memory_match = OUT_OF_MEMORY_PATTERN.search(rank_report.traceback)
@@ -103,17 +105,19 @@ def _memory_hint(rank_report: RankReport, host_report: HostReport) -> str:
 
 def format_stacks(folder: LaunchFolder, *, world_size: int) -> str:
     """Return one line per rank with the innermost functions of its stack dump."""
-    started_ranks = folder.start_reports()
-    lines = []
+    start_report_by_rank = folder.start_reports()
+    rank_lines = []
     for rank in range(world_size):
-        if rank not in started_ranks:
-            lines.append(f"rank {rank}: has not started")
+        if rank not in start_report_by_rank:
+            rank_lines.append(f"rank {rank}: has not started")
             continue
         stack_path = folder.stack_path(rank)
         stack_dump = stack_path.read_text(errors="replace") if stack_path.is_file() else ""
-        rank_report = started_ranks[rank]
-        lines.append(f"rank {rank} (host {rank_report.host.name}, process {rank_report.pid}): {_innermost_calls(stack_dump)}")
-    return "\n".join(lines)
+        rank_report = start_report_by_rank[rank]
+        rank_lines.append(
+            f"rank {rank} (host {rank_report.host.name}, process {rank_report.pid}): {_innermost_calls(stack_dump)}"
+        )
+    return "\n".join(rank_lines)
 
 
 def _innermost_calls(stack_dump: str) -> str:

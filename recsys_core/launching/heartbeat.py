@@ -33,7 +33,7 @@ class HeartbeatFile:
     timeout_s: float | None
 
     def current_timeout_s(self) -> float:
-        """Return `timeout_s` or the number in the file; 600 s if there is neither."""
+        """Return `timeout_s`; if it is None, the number in the file, or 600 s if the file has no number."""
         if self.timeout_s is not None:
             return self.timeout_s
         try:
@@ -103,10 +103,10 @@ def heartbeat(send_heartbeat: Callable[[], object], *, interval_s: float) -> Ite
                 logger.warning("a heartbeat could not be sent and is repeated after %g s: %s", interval_s, error)
             is_stopped = stop_event.wait(interval_s)
 
-    thread = threading.Thread(target=send_until_stop, name="heartbeat", daemon=True)
-    thread.start()
+    heartbeat_thread = threading.Thread(target=send_until_stop, name="heartbeat", daemon=True)
+    heartbeat_thread.start()
     try:
         yield
     finally:
         stop_event.set()
-        thread.join()
+        heartbeat_thread.join()

@@ -1,4 +1,4 @@
-"""One launch of distributed ranks, which starts all ranks, monitors them, and leaves none of them running.
+"""A launch, which starts and monitors all ranks, and leaves none of them running.
 
 A failed launch is not restarted in place, because torchrun's own restart is unreliable (pytorch/pytorch#135712, #167288). The
 caller starts a new launch from the last verified checkpoint.
@@ -74,27 +74,27 @@ def launch(
         layout=layout,
         launcher=launcher,
     )
-    output = RankOutput(launch_folder.log_folder(0))
+    rank_output = RankOutput(launch_folder.log_folder(0))
 
-    def relay() -> None:
+    def poll_and_relay() -> None:
         poll()
-        output.relay()
+        rank_output.relay()
 
     monitor = Monitor(spec, launch_folder, heartbeat=heartbeat_file)
     launch_folder.write_spec(spec)
     with _exit_on_sigterm(), ExitStack() as exit_stack:
-        group: HostGroup
+        host_group: HostGroup
         if launcher.kind == "local":
-            group = LocalHost(launch_folder)
+            host_group = LocalHost(launch_folder)
         else:
             from recsys_core.launching.hosts.torchx import submit
 
-            group = exit_stack.enter_context(submit(spec, launch_folder, launcher=launcher))
+            host_group = exit_stack.enter_context(submit(spec, launch_folder, launcher=launcher))
         try:
-            monitor.wait(group, poll=relay)
+            monitor.wait(host_group, poll=poll_and_relay)
         finally:
-            group.end()
-            relay()
+            host_group.end()
+            poll_and_relay()
 
 
 def _require_local_capacity(layout: RankLayout) -> None:
@@ -117,13 +117,13 @@ class LocalHost:
     The constructor starts the agent in a new POSIX session. If this process ends, the agent and its ranks end too.
     """
 
-    def __init__(self, folder: LaunchFolder) -> None:
-        self._log_path = folder.path / "agent.log"
+    def __init__(self, launch_folder: LaunchFolder) -> None:
+        self._log_path = launch_folder.path / "agent.log"
         environment = os.environ | parent_environment()
         environment.pop("OMP_NUM_THREADS", None)  # the agent sets it to the number of cores per rank
         with self._log_path.open("wb") as log_file:
             self._agent = subprocess.Popen(
-                [sys.executable, "-m", AGENT_MODULE, str(folder.spec_path)],
+                [sys.executable, "-m", AGENT_MODULE, str(launch_folder.spec_path)],
                 start_new_session=True,
                 env=environment,
                 stdin=subprocess.DEVNULL,

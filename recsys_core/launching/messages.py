@@ -102,7 +102,7 @@ class RankReport(Frozen):
 
 
 class HostReport(Frozen):
-    """Report of a host when it is ready, and again when it has ended.
+    """Report of a host. Each host reports twice: when it is ready, and when it has ended.
 
     If `reason` and `failed_ranks` are empty in the second report, all ranks of the host exited with code 0.
 
@@ -171,7 +171,7 @@ class LaunchFolder:
 
     def renew_lease(self, token: str, counter: int) -> None:
         """Set the counter of the launch `token`; a host ends its ranks when the counter stops changing."""
-        with atomic_replacement(self.path / "lease") as temporary_path:  # no fsync, for which a busy disk may need long
+        with atomic_replacement(self.path / "lease") as temporary_path:  # no fsync, because it may take long on a busy disk
             temporary_path.write_text(f"{token} {counter}")
 
     def read_lease(self, token: str) -> str | None:
@@ -195,9 +195,9 @@ class LaunchFolder:
         return {report.rank: report for report in self._read_messages("rank-*.json", RankReport)}
 
     def _read_messages(self, pattern: str, message_type: type[Message]) -> Iterator[Message]:
-        for path in self.path.glob(pattern):
+        for message_path in self.path.glob(pattern):
             try:
-                yield message_type.model_validate_json(path.read_bytes())
+                yield message_type.model_validate_json(message_path.read_bytes())
             except (OSError, ValidationError):  # the message is being written, or was cut off by a full disk
                 continue
 

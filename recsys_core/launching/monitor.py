@@ -40,7 +40,7 @@ class HostGroup(Protocol):
 
 
 class Monitor:
-    """Follows a launch through its phases, and raises an error if it fails or a phase takes longer than its limit."""
+    """Follows a launch through its phases, and raises an error if the launch fails or a phase takes longer than its limit."""
 
     def __init__(self, spec: LaunchSpec, folder: LaunchFolder, *, heartbeat: HeartbeatFile) -> None:
         self._spec, self._layout, self._folder, self._heartbeat = spec, spec.layout, folder, heartbeat
@@ -100,13 +100,13 @@ class Monitor:
 
     def _raise_printed_error(self, group: HostGroup) -> None:
         """Raise InputError if a missing host printed an error that its agent could not write into the folder."""
-        for host_index in self._missing_hosts:
+        for host_index in self._missing_host_indices:
             error_lines = [line for line in group.last_log_lines(host_index).splitlines() if line.startswith(STDERR_PREFIX)]
             if error_lines:
                 raise InputError(error_lines[-1].removeprefix(STDERR_PREFIX).strip())
 
     @property
-    def _missing_hosts(self) -> list[int]:
+    def _missing_host_indices(self) -> list[int]:
         return sorted(set(range(self._layout.num_hosts)) - self._folder.ready_reports().keys())
 
     def _failure_error(self, group: HostGroup) -> InputError | StageError:
@@ -119,8 +119,12 @@ class Monitor:
         return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._layout.num_hosts))}")
 
     def _quote_logs(self, group: HostGroup, host_indices: Iterable[int]) -> str:
-        lines_by_host = {host_index: group.last_log_lines(host_index) for host_index in host_indices}
-        return "".join(f"\nlast lines of host {host}:\n{log_lines}" for host, log_lines in lines_by_host.items() if log_lines)
+        log_lines_by_host = {host_index: group.last_log_lines(host_index) for host_index in host_indices}
+        return "".join(
+            f"\nlast lines of host {host_index}:\n{log_lines}"
+            for host_index, log_lines in log_lines_by_host.items()
+            if log_lines
+        )
 
     def _timeout_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:
         if self._phase in ("queue", "rendezvous"):
@@ -146,22 +150,22 @@ class Monitor:
 
     def _rendezvous_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:
         group.end()  # first, because some schedulers provide logs only for hosts that have ended
-        ready_hosts, missing_hosts = self._folder.ready_reports(), self._missing_hosts
-        start_summary = f"{len(ready_hosts)} of {self._layout.num_hosts} hosts started"
-        host_names = ", ".join(str(report.host) for _, report in sorted(ready_hosts.items())) or "none"
-        if missing_hosts:
+        report_by_host, missing_host_indices = self._folder.ready_reports(), self._missing_host_indices
+        start_summary = f"{len(report_by_host)} of {self._layout.num_hosts} hosts started"
+        host_names = ", ".join(str(report.host) for _, report in sorted(report_by_host.items())) or "none"
+        if missing_host_indices:
             self._raise_printed_error(group)
             return LaunchError(
                 f"{start_summary} within {limit_s:g} s: {host_names}; missing: "
-                f"{', '.join(f'host {host}' for host in missing_hosts)}; {group.exit_summary()}; raise {setting} if the hosts "
-                f"need more time to start{self._quote_logs(group, missing_hosts)}"
+                f"{', '.join(f'host {host_index}' for host_index in missing_host_indices)}; {group.exit_summary()}; "
+                f"raise {setting} if the hosts need more time to start{self._quote_logs(group, missing_host_indices)}"
             )
         missing_ranks = sorted(set(range(self._layout.world_size)) - self._folder.start_reports().keys())
         return LaunchError(
             f"{start_summary} ({host_names}), but after {limit_s:g} s these ranks do not run: "
             f"{', '.join(map(str, missing_ranks))}; "
-            f"the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need more "
-            f"time to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
+            f"the hosts could not reach each other at {report_by_host[0].address}:{report_by_host[0].port}, or the "
+            f"ranks need more time to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
             f"{self._quote_logs(group, range(self._layout.num_hosts))}"
         )
 
@@ -192,9 +196,9 @@ class RankOutput:
             with log_path.open("rb") as log_file:
                 log_file.seek(offset_bytes)
                 unread_bytes = log_file.read()
-            complete_lines = unread_bytes[: unread_bytes.rfind(b"\n") + 1]
-            self._offset_bytes_by_path[log_path] = offset_bytes + len(complete_lines)
-            for line in complete_lines.decode(errors="replace").splitlines():
+            complete_line_bytes = unread_bytes[: unread_bytes.rfind(b"\n") + 1]
+            self._offset_bytes_by_path[log_path] = offset_bytes + len(complete_line_bytes)
+            for line in complete_line_bytes.decode(errors="replace").splitlines():
                 self._log_line(line, log_path=log_path)
 
     def _log_line(self, line: str, *, log_path: Path) -> None:

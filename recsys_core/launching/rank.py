@@ -36,7 +36,7 @@ def register_rank() -> None:
 
 
 def request_stacks(folder: LaunchFolder, *, host: Host) -> None:
-    """Send the stack signal to the ranks of this host that have started. It would kill a rank that has no handler yet."""
+    """Send the stack signal to the ranks of this host that have started. It would kill a rank without a handler."""
     for rank_report in folder.start_reports().values():
         if rank_report.host.index == host.index:
             with suppress(ProcessLookupError):

@@ -165,7 +165,7 @@ class StaticRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all hosts. Raises DistStoreError if a host is missing after the timeout."""
         self._host_store.set(f"host-{self.rank}", "")
-        self._host_store.wait([f"host-{host}" for host in range(self.world_size)], self.timeout)
+        self._host_store.wait([f"host-{host_index}" for host_index in range(self.world_size)], self.timeout)
         store_info = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(self._host_store, self.rank, self.world_size, store_info)
 

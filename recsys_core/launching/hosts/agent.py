@@ -72,7 +72,7 @@ def run_agent(spec_path: Path, token: str, host_index: str, host_0_variable: str
     return EXIT_REJECTED
 
 
-def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
+def _read_spec(spec_path: Path, *, token: str, host: Host) -> LaunchSpec:
     """Read launch.json.
 
     Raises HostRejected if this host has other package versions than the launching process, and _FolderError if launch.json is
@@ -82,22 +82,22 @@ def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
     """
     advice = "the workspace must be on storage that all hosts mount at the same path"
     # NFS refreshes its cache when a folder is listed.
-    if not wait_until(lambda: any(path.parent.glob(path.name)), timeout_s=STORAGE_TIMEOUT_S):
-        raise _FolderError(f"{host} cannot find {path}, which the launching process wrote; {advice}")
-    spec_fields = json.loads(path.read_bytes())
+    if not wait_until(lambda: any(spec_path.parent.glob(spec_path.name)), timeout_s=STORAGE_TIMEOUT_S):
+        raise _FolderError(f"{host} cannot find {spec_path}, which the launching process wrote; {advice}")
+    spec_fields = json.loads(spec_path.read_bytes())
     if spec_fields["token"] != token:
         raise _FolderError(
-            f"{host} has another file at {path}: its token is {spec_fields['token']}, but the launching process wrote {token}; "
-            f"the folder is not shared; {advice}"
+            f"{host} has another file at {spec_path}: its token is {spec_fields['token']}, but the launching process wrote "
+            f"{token}; the folder is not shared; {advice}"
         )
-    versions, expected_versions = running_versions(), spec_fields["versions"]
-    differences = ", ".join(
-        f"{package} {versions.get(package)} instead of {expected_versions.get(package)}"
-        for package in sorted(versions.keys() | expected_versions.keys())
-        if versions.get(package) != expected_versions.get(package)
+    host_versions, expected_versions = running_versions(), spec_fields["versions"]
+    differences_text = ", ".join(
+        f"{package} {host_versions.get(package)} instead of {expected_versions.get(package)}"
+        for package in sorted(host_versions.keys() | expected_versions.keys())
+        if host_versions.get(package) != expected_versions.get(package)
     )
-    if differences:
-        raise HostRejected(f"{host} has {differences}; use the same image or environment on all hosts")
+    if differences_text:
+        raise HostRejected(f"{host} has {differences_text}; use the same image or environment on all hosts")
     return LaunchSpec.model_validate(spec_fields)
 
 

@@ -1,4 +1,4 @@
-"""The network interface and the address of this host, one of several, and the socket on which host 0 listens."""
+"""The network interface and address of one of several hosts, and the socket on which host 0 listens."""
 
 import os
 import platform
@@ -33,19 +33,19 @@ def find_network(launcher: TorchxLauncher, *, host: Host, host_0_name: str) -> H
     Raises HostRejected if the configured interface has no IPv4 address, or if other hosts cannot reach the address.
     """
     networks, configured_interface = host_networks(), launcher.interface_name
-    shown_networks = ", ".join(f"{network.interface} {network.address}" for network in networks)
+    networks_text = ", ".join(f"{network.interface} {network.address}" for network in networks)
     if configured_interface is not None:
         for network in networks:
             if network.interface == configured_interface:
                 return network
         raise HostRejected(
-            f"{host} has no IPv4 address on {configured_interface}; it has {shown_networks}; set launcher.interface"
+            f"{host} has no IPv4 address on {configured_interface}; it has {networks_text}; set launcher.interface"
         )
     address = _own_address(host_0_name)
     interface = {network.address: network.interface for network in networks}.get(address)
     if interface is None or interface == LOOPBACK_INTERFACE:
         raise HostRejected(
-            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {shown_networks}; set "
+            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {networks_text}; set "
             "launcher.interface to the interface that connects the hosts"
         )
     return HostNetwork(interface, address)

@@ -41,9 +41,9 @@ def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) 
 
     Raises InputError if the settings are not valid for the scheduler, and LaunchError if it does not accept the request.
     """
-    counter, interval_s = itertools.count(), launcher.lease_timeout_s / RENEWALS_PER_LEASE
-    lease = heartbeat(lambda: folder.renew_lease(spec.token, next(counter)), interval_s=interval_s)
-    with lease, contextlib.closing(get_runner()) as runner:
+    lease_counter, renewal_interval_s = itertools.count(), launcher.lease_timeout_s / RENEWALS_PER_LEASE
+    lease_renewal = heartbeat(lambda: folder.renew_lease(spec.token, next(lease_counter)), interval_s=renewal_interval_s)
+    with lease_renewal, contextlib.closing(get_runner()) as runner:
         with _restore_signal_handlers():
             request = build_request(spec, folder, launcher=launcher, runner=runner)
         try:

@@ -36,7 +36,7 @@ class VectorTable(Frozen):
         None, description="share of the variance that the projection keeps; null if there is no projection"
     )
     projected_rows: tuple[tuple[int, int], ...] = Field(
-        (), description="first row and end of the vectors of each entry with a projection; each entry has its own projection"
+        (), description="for each entry with a projection, the first row of its vectors and the row after the last one"
     )
     num_dropped_by_fault: dict[str, int] = Field(
         default_factory=dict, description="rows dropped by on_bad_rows: drop, by problem"
@@ -64,7 +64,7 @@ class EmbeddingsManifest(Manifest):
         return self.path(f"{table}.vectors.npy")
 
     def ids_path(self, table: str) -> Path:
-        """Return the path of the ids of these vectors."""
+        """Return the path of the ids of the vectors of `table`."""
         return self.path(f"{table}.ids.parquet")
 
 
@@ -74,8 +74,8 @@ class ColumnStatistics(Frozen):
     num_nulls: int = 0
     num_checked_values: int | None = Field(
         None,
-        description="for context columns: number of events after the filters, of which num_nulls have a null. In other "
-        "columns (null), the nulls of all rows are counted",
+        description="for context columns: number of events after the filters; num_nulls counts the nulls in these events. "
+        "Null for other columns: num_nulls counts the nulls in all rows",
     )
     num_out_of_range: int = 0
     num_distinct: int | None = Field(None, description="number of distinct values, for id columns")
@@ -154,12 +154,12 @@ class InteractionsManifest(Manifest):
         negative_offset.npy: int64 [3 * users + 1]. The known negatives of user u in split s start at
             index negative_offset[3 * u + s].
         negative_item.npy: [known negatives], item rows.
-        negative_event.npy: int64 [known negatives], index of the user's first event in this split that is not before the known
-            negative, or the end of the user's events in this split; only if the events are ordered.
+        negative_event.npy: int64 [known negatives], index of the user's first event in this split at or after the known
+            negative; if there is none, the end of the user's events in this split. Only if the events are ordered.
 
     Vectors:
-        vector_row.npy: int64 [items], row in the embeddings' item.vectors.npy, -1 if it has no vector.
-        user_vector_row.npy: int64 [users], row in user.vectors.npy; only if there are vectors of users.
+        vector_row.npy: int64 [items], row of each item in the embeddings' item.vectors.npy, -1 if it has no vector.
+        user_vector_row.npy: int64 [users], row of each user in user.vectors.npy; only if there are vectors of users.
     """
 
     stage: ClassVar[str] = "ingest_interactions"
@@ -259,8 +259,8 @@ class FeatureTableStatistics(Frozen):
 class FeaturesManifest(Manifest):
     """Features <owner_kind>.<name> with owner kind user, item or context, as arrays in the order of users, items or events.
 
-    The owners of a feature are the rows of users.parquet or items.parquet or, for context features, the events of
-    event_item.npy. Files per feature:
+    The owners of a user or item feature are the rows of users.parquet or items.parquet. The owners of a context feature are the
+    events of event_item.npy. Files per feature:
 
         <owner_kind>.<name>.row.npy: int32 [owners] if each owner has one value (categorical, numeric); int32 [values]
             for lists.
@@ -273,7 +273,7 @@ class FeaturesManifest(Manifest):
             <owner_kind>.<name>.vectors.npy (embeddings stage), -1 if there is none. Only if the feature has vectors.
 
     item_titles.parquet has the columns `row` and `title` of the items with a title, if the config names their column.
-    item_columns.parquet has the column `row` of each item in the table of items, and the filter columns that the config names.
+    item_columns.parquet has the items of the item table, with the column `row` and the filter columns that the config names.
     """
 
     stage: ClassVar[str] = "ingest_features"

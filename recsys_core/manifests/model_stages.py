@@ -47,7 +47,7 @@ class TrainManifest(Manifest):
     best_epoch: int | None = Field(
         description="epoch with the best validation metric, whose model the checkpoint holds; null if there is no validation"
     )
-    validation: dict[str, float] = Field(description="metrics of this model on the validation split, e.g. ndcg@10")
+    validation: dict[str, float] = Field(description="metrics of the trained model on the validation split, e.g. ndcg@10")
     temperature: float | None = Field(
         None, description="temperature of the loss at the start; null in runs of earlier versions"
     )
@@ -113,9 +113,9 @@ class ExportManifest(Manifest):
 
     @property
     def weight_by_term(self) -> dict[str, float]:
-        """The weights of the terms of the score, by name of the term. The export has chosen them, or the config sets them."""
-        weights = {"spectral block": self.spectral_block_weight, "popularity": self.popularity_weight}
-        return {name: weight for name, weight in weights.items() if weight is not None}
+        """The weight of each term of the score, by name. The export chooses a weight, or the config sets it."""
+        optional_weight_by_term = {"spectral block": self.spectral_block_weight, "popularity": self.popularity_weight}
+        return {term: weight for term, weight in optional_weight_by_term.items() if weight is not None}
 
 
 class SliceReport(Frozen):

@@ -29,7 +29,7 @@ from recsys_core.errors import InputError, StageError
 MANIFEST_NAME = "manifest.json"
 MARKER_NAME = ".nightjar"
 _MARKER_TEXT = "nightjar created this folder, and may replace or remove the files in it.\n"
-_HASH_THREADS = 4
+_NUM_HASH_THREADS = 4
 _DAMAGED_JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -49,8 +49,8 @@ class Manifest(Frozen):
     Attributes:
         stage: name of the stage, which is also the name of its folder.
         group: group of the stage in the plot of the durations.
-        pages: paths in the run folder of the pages and plots of the stage, by the text of the link.
-        input_fingerprints: fingerprints of the stages of the same run that this stage has read, by name of the stage.
+        pages: path in the run folder of each page and plot of the stage, by link text.
+        input_fingerprints: fingerprint of each stage that this stage has read in the same run, by stage name.
     """
 
     stage: ClassVar[str]
@@ -181,8 +181,8 @@ def commit_folder(
     _write_durably(
         staging_folder / MANIFEST_NAME, json.dumps(content | {"sha256": _content_sha256(content)}, indent=2).encode()
     )
-    for changed_folder in (staging_folder, *(path for path in staging_folder.rglob("*") if path.is_dir())):
-        _fsync(changed_folder)
+    for folder_to_sync in (staging_folder, *(path for path in staging_folder.rglob("*") if path.is_dir())):
+        _fsync(folder_to_sync)
     staging_folder.rename(folder)
     _fsync(folder.parent)
     return manifest
@@ -224,9 +224,11 @@ def read_unchecked_manifest(folder: Path, manifest_type: type[ManifestT]) -> Man
 
 
 def without_outdated(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
-    """Yield the manifests of a run, given in the order of its stages, without the stages whose inputs changed or are missing.
+    """Yield the manifests of a run without the stages whose inputs changed or are missing.
 
     A run that is resumed with other settings, and ends before its last stage, has such stages.
+
+    manifests: in the order of the stages.
     """
     fingerprint_by_stage: dict[str, str] = {}
     for manifest in manifests:
@@ -257,7 +259,7 @@ def record_files(paths: Iterable[Path], *, folder: Path) -> dict[str, FileRecord
     Return the record of each file by its path in `folder`.
     """
     paths = sorted(paths)
-    with ThreadPoolExecutor(2 * _HASH_THREADS) as pool:
+    with ThreadPoolExecutor(2 * _NUM_HASH_THREADS) as pool:
         fsync_futures = [pool.submit(_fsync, path) for path in paths]
         records = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(record_file, paths), strict=True))
         for future in fsync_futures:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 5.0
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 * 1024
-"""Bytes that are read from the end of a file at once. They contain most footers as a whole."""
+"""Number of bytes at the end of a file that are read at once. Most footers are shorter."""
 _MIN_FILE_BYTES = 12
 """Two magic numbers and the length of the footer."""
 _CHUNK_COLUMNS_SQL = (
@@ -132,9 +132,9 @@ def _explain_errors(location: Location) -> Iterator[None]:
         raise InputError(f"{location.name}: not a readable parquet file ({location.num_bytes:,} bytes): {reason}") from error
 
 
-def _is_leaf_of(leaf_path: str, columns: set[str]) -> bool:
+def _is_leaf_of(column_path: str, columns: set[str]) -> bool:
     """Return whether a leaf is part of one of `columns`. A dot separates levels, but a column name may also contain dots."""
-    return leaf_path in columns or any(leaf_path[:end] in columns for end, char in enumerate(leaf_path) if char == ".")
+    return column_path in columns or any(column_path[:end] in columns for end, char in enumerate(column_path) if char == ".")
 
 
 def _read_footer_bytes(location: Location) -> bytes:

@@ -62,18 +62,18 @@ def check_expansion(
         decoded_bytes = _decoded_bytes_from_footer(source, columns)
         require_within_limit(source.name, decoded_bytes, source.record.size_bytes)
         if count_text_bytes:
-            ratio_bytes = max_expansion_ratio * source.record.size_bytes
+            ratio_limit_bytes = max_expansion_ratio * source.record.size_bytes
             decoded_bytes += _text_bytes_bound(
                 source,
                 columns,
-                max_text_bytes=max(HARMLESS_BYTES, ratio_bytes) - decoded_bytes,
+                max_text_bytes=max(HARMLESS_BYTES, ratio_limit_bytes) - decoded_bytes,
                 # Divided by the number of files, because the sum of all files must be within the limit too.
-                max_skipped_bytes=max(HARMLESS_BYTES / len(sources), ratio_bytes) - decoded_bytes,
+                max_skipped_bytes=max(HARMLESS_BYTES / len(sources), ratio_limit_bytes) - decoded_bytes,
             )
             require_within_limit(source.name, decoded_bytes, source.record.size_bytes)
         total_decoded_bytes += decoded_bytes
-    file_bytes = sum(source.record.size_bytes for source in sources)
-    require_within_limit(f"{sources[0].name} and {len(sources) - 1} more", total_decoded_bytes, file_bytes)
+    total_file_bytes = sum(source.record.size_bytes for source in sources)
+    require_within_limit(f"{sources[0].name} and {len(sources) - 1} more", total_decoded_bytes, total_file_bytes)
 
 
 def _decoded_bytes_from_footer(source: Source, columns: Sequence[str]) -> float:
@@ -160,7 +160,7 @@ def _batch_text_bytes(batch: pa.RecordBatch) -> int:
 
 
 def has_page_checksums(source: Source, columns: Sequence[str]) -> bool:
-    """Return whether the first page of at least one of `columns` has a checksum, or a header that cannot be parsed."""
+    """Return whether the first page of any of `columns` has a checksum. A header that cannot be parsed counts as a checksum."""
     footer = source.footer
     page_offsets = {int(offset) for offset in footer.first_page_offset[:1, footer.leaf_indices_of(columns)].flat}
     try:

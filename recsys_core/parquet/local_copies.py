@@ -101,7 +101,7 @@ def read_batches(
     Raises:
         InputError: the data is damaged, or has another number of rows than the footer declares.
     """
-    num_rows = 0
+    num_read_rows = 0
     try:
         # With its defaults, pyarrow would hold whole column chunks in memory.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=_PAGE_BUFFER_BYTES, page_checksum_verification=True) as file:
@@ -110,16 +110,16 @@ def read_batches(
             if row_groups is not None:
                 num_expected_rows = sum(file.metadata.row_group(index).num_rows for index in group_indices)
             for batch in file.iter_batches(batch_rows, row_groups=group_indices, columns=list(columns), use_threads=False):
-                num_rows += batch.num_rows
+                num_read_rows += batch.num_rows
                 if batch.num_rows:
                     yield batch
     except (pa.ArrowException, OSError) as error:
         for column in columns:
-            _reject_null_of_fixed_size(source, path, column)
+            _reject_null_vector(source, path, column)
         raise InputError(f"{source.name}: damaged: {first_line(error)}; write it again") from error
-    if num_rows != num_expected_rows:
+    if num_read_rows != num_expected_rows:
         raise InputError(
-            f"{source.name}: damaged: the footer declares {num_expected_rows:,} rows, but the file has {num_rows:,}; "
+            f"{source.name}: damaged: the footer declares {num_expected_rows:,} rows, but the file has {num_read_rows:,}; "
             "write it again"
         )
 
@@ -130,24 +130,24 @@ def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     The first batch may need a long sort. It is decoded in the caller's thread, so an interrupt ends the sort immediately.
     """
     batch = next(batches, None)
-    with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:
+    with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder_pool:
         while batch is not None:
-            next_batch = decoder.submit(next, batches, None)
+            next_batch_future = decoder_pool.submit(next, batches, None)
             yield batch
-            batch = next_batch.result()
+            batch = next_batch_future.result()
 
 
-def _reject_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
+def _reject_null_vector(source: Source, path: Path, column: str) -> None:
     """Raise InputError for a null in a column of fixed-size lists. Pyarrow cannot read such a null."""
     if not pa.types.is_fixed_size_list(source.schema.field(column).type):
         return
     rows_sql = scan_sql(path, options_sql="file_row_number = true")
     query = f"SELECT min(file_row_number), count(*) FROM {rows_sql} WHERE {quoted(column)} IS NULL"
     with duckdb.connect() as connection, contextlib.suppress(duckdb.Error):
-        first_row, num_nulls = connection.execute(query).fetchall()[0]
+        first_null_row, num_nulls = connection.execute(query).fetchall()[0]
         if num_nulls:
             raise InputError(
-                f"{source.name}: column {column!r}, row {first_row}: the vector is null ({num_nulls:,} of "
+                f"{source.name}: column {column!r}, row {first_null_row}: the vector is null ({num_nulls:,} of "
                 f"{source.record.num_rows:,} rows); fix these rows, or write the column as a list of "
                 "variable size, whose null rows can be dropped"
             )

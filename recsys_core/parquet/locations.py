@@ -18,11 +18,11 @@ import tenacity
 from recsys_core.config import URI_PATTERN, is_uri
 from recsys_core.errors import InputError, first_line, printable
 
-_PYARROW_SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
-"""Scheme that pyarrow supports, for each supported scheme of a URI."""
+_PYARROW_SCHEME_BY_URI_SCHEME = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
+"""pyarrow's name of each supported scheme of a URI."""
 _MAX_CALLS = 3
 """Largest number of calls in `retrying`. The SDK of the store also retries within each call."""
-# pyarrow raises OSError for a lost connection, for a damaged page and for a rejected key. Only the texts differ.
+# pyarrow raises OSError for a lost connection, a damaged page and a rejected access key. Only the messages differ.
 _TEMPORARY_ERROR_PATTERN = re.compile(
     r"NETWORK_CONNECTION|curlCode|REQUEST_TIMEOUT|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|HTTP status 5\d\d"
     r"|HTTP response code 5\d\d|UNAVAILABLE|DEADLINE_EXCEEDED|Connection reset|timed out"
@@ -53,9 +53,9 @@ class Location:
 def find_files(pattern: str, *, setting: str, allowed_data_root: Path | None = None) -> Iterator[Location]:
     """Find the files of a path, a glob or a folder, in no particular order.
 
-    A folder means all *.parquet files in it and below it. Folders and globs skip files and folders whose names start with _
-    or ., because by convention such files are incomplete or not data. A glob that names such a file or folder itself, like
-    log/_tmp/*, skips no file.
+    A folder means all *.parquet files in it and below it. Folders and globs skip files and folders whose names start with `_`
+    or `.`, because by convention such files are incomplete or not data. A glob with such a name in it, like log/_tmp/*, skips
+    no file.
 
     Raises:
         InputError: no file matches, the store rejects the request, or a file is outside `allowed_data_root`.
@@ -99,7 +99,7 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     uri_scheme, authority, path, options_text = uri_match.groups()
     host_or_bucket = authority.rpartition("@")[2]
     shown_uri = printable(f"{uri_scheme}://{host_or_bucket}{path}")
-    pyarrow_scheme = _PYARROW_SCHEMES.get(uri_scheme.lower())
+    pyarrow_scheme = _PYARROW_SCHEME_BY_URI_SCHEME.get(uri_scheme.lower())
     if pyarrow_scheme is None:
         raise InputError(f"{setting}: {shown_uri}: {uri_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
     options = dict(parse_qsl(options_text or "", keep_blank_values=True))

@@ -131,8 +131,8 @@ def open_sources(patterns: Sequence[str], *, setting: str, allowed_data_root: Pa
     if not sources:
         raise InputError(f"{setting}: names no file; give a path, a glob or a folder")
     if sum(source.record.num_rows for source in sources) == 0:
-        more_files = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-        raise InputError(f"{setting}: {sources[0].name}{more_files}: no rows; check the job that writes this table")
+        more_files_text = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+        raise InputError(f"{setting}: {sources[0].name}{more_files_text}: no rows; check the job that writes this table")
     return _with_partition_types(sources)
 
 
@@ -170,9 +170,9 @@ def reject_copies(sources: Sequence[Source], *, setting: str) -> None:
             record = source.record
             footer_key = (record.footer_sha256, record.size_bytes, tuple(sorted(source.partition_values.items())))
             sources_by_footer.setdefault(footer_key, []).append(source)
-    for candidates in sources_by_footer.values():
+    for possible_copies in sources_by_footer.values():
         source_by_sha256: dict[str, Source] = {}
-        for source in candidates if len(candidates) > 1 else ():
+        for source in possible_copies if len(possible_copies) > 1 else ():
             original = source_by_sha256.setdefault(_content_sha256(source), source)
             if original is not source:
                 raise InputError(
@@ -209,8 +209,8 @@ def parse_partition_values(path: str) -> dict[str, str]:
     {'dt': '2026-11-19', 'country': 'São Tomé'}
     """
     value_by_key: dict[str, str] = {}
-    for folder in path.split("/")[:-1]:
-        key, equals, value = folder.partition("=")
+    for folder_name in path.split("/")[:-1]:
+        key, equals, value = folder_name.partition("=")
         if not (key and equals):
             continue
         if unquote(key) in value_by_key:

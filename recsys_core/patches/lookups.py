@@ -31,8 +31,8 @@ ONE_TABLE_PER_KERNEL = {"use_one_tbe_per_table": True}
 class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
     """EmbeddingBagCollectionSharder with every sharding type on every device.
 
-    TorchRec offers the row-wise types on CUDA only, but with the `fused` kernel they run on gloo too, except on a rank without
-    a row.
+    TorchRec offers the row-wise types on CUDA only. With the `fused` kernel they also run on gloo, except on a rank without a
+    row.
     """
 
     def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingBagCollection:
@@ -86,7 +86,9 @@ def pooled_lookup(
 ) -> Tensor:
     """Look up and pool rows, [bags of a feature, D of all features]; zeros on a rank that has no row of any table.
 
-    FBGEMM takes a kernel without rows for a GPU kernel, and fails. kernel_forward: the original forward method of the kernel.
+    FBGEMM mistakes a kernel without rows for a GPU kernel, and fails.
+
+    kernel_forward: the original forward method of the kernel.
     """
     if kernel.weights_host.numel():
         pooled_rows: Tensor = kernel_forward(indices, offsets, **options)

@@ -75,10 +75,10 @@ def used_bytes(folder: Path) -> int:
     A file that another process removes in the meantime is left out.
     """
     num_blocks_by_inode: dict[tuple[int, int], int] = {}
-    for parent, _, file_names in os.walk(folder):
+    for parent_folder, _, file_names in os.walk(folder):
         for file_name in file_names:
             with suppress(OSError):
-                file_status = (Path(parent) / file_name).lstat()
+                file_status = (Path(parent_folder) / file_name).lstat()
                 num_blocks_by_inode[file_status.st_dev, file_status.st_ino] = file_status.st_blocks
     return 512 * sum(num_blocks_by_inode.values())  # st_blocks counts units of 512 bytes
 

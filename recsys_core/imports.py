@@ -39,7 +39,7 @@ def lazy_modules(package_name: str, module_names: Collection[str]) -> Callable[[
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Disable the garbage collector in the block, and exempt all objects that exist at its end from later collections.
+    """Disable the garbage collector in the block, and exempt all objects that exist after the block from later collections.
 
     The import of a large library creates a million objects that live as long as the process. Collections during the import
     take a fifth of its CPU time, and every later collection would visit these objects.

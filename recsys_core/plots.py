@@ -75,7 +75,7 @@ def new_panels(
 
 
 def _matplotlib() -> "ModuleType":
-    """Return matplotlib. It is imported only when it is used, because the import takes 0.2 s."""
+    """Import matplotlib on first use, because the import takes 0.2 s."""
     import matplotlib
 
     return matplotlib

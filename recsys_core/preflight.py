@@ -162,7 +162,7 @@ def cgroup_limits(
         membership_path: file that lists the cgroups of this process, one line `number:controllers:path` for each.
     """
     core_limits: list[float] = []
-    memory_limits_and_use: list[tuple[int, int]] = []
+    limit_and_used_bytes: list[tuple[int, int]] = []
     for hierarchy_folder, cgroup_folder in _cgroup_folders(mount_folder, membership_path):
         for folder in (cgroup_folder, *(parent for parent in cgroup_folder.parents if parent.is_relative_to(hierarchy_folder))):
             quota_and_period = _read_integers(folder / "cpu.max") or [
@@ -173,8 +173,8 @@ def cgroup_limits(
                 core_limits.append(quota_and_period[0] / quota_and_period[1])
             memory_limits = _read_integers(folder / "memory.max") or _read_integers(folder / "memory.limit_in_bytes")
             if memory_limits:
-                memory_limits_and_use.append((memory_limits[0], _anonymous_bytes(folder / "memory.stat")))
-    memory_bytes, memory_used_bytes = min(memory_limits_and_use, default=(None, 0))
+                limit_and_used_bytes.append((memory_limits[0], _anonymous_bytes(folder / "memory.stat")))
+    memory_bytes, memory_used_bytes = min(limit_and_used_bytes, default=(None, 0))
     return CgroupLimits(min(core_limits, default=None), memory_bytes, memory_used_bytes)
 
 
@@ -212,7 +212,7 @@ def _anonymous_bytes(statistics_path: Path) -> int:
 
 
 def _probe_gpus() -> tuple[str, list[str]]:
-    """Import the training libraries in a separate process. Return its GPUs as text, and a problem if the imports fail."""
+    """Import the training libraries in a separate process. Return the GPUs as text, and a problem if the imports fail."""
     try:
         process = subprocess.run(
             [sys.executable, "-c", _GPU_PROBE_SCRIPT], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S

@@ -60,8 +60,8 @@ def _set_death_signal() -> None:
 def raise_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt if a signal arrived before the block, or interrupts a query of the block.
 
-    Libraries hide the exception of a signal handler: Python ignores an exception in a finalizer, so that a stage may complete
-    after the signal, and DuckDB raises a RuntimeError instead.
+    The exception of a signal handler may be lost: Python ignores an exception in a finalizer and continues with the stage, and
+    DuckDB raises a RuntimeError instead.
     """
     if SIGNAL_RECEIVED.is_set():
         raise KeyboardInterrupt("a signal arrived before this stage")

@@ -20,8 +20,8 @@ class RecommendationsConfig(Settings):
     folder: Annotated[Folder | None, OPERATIONAL] = Field(
         None,
         description="folder for the recommendations of the champion. Its files are replaced when another version becomes "
-        "champion (by a run, a promotion or a rollback), and after a run if one of these settings has changed. Default: "
-        "recommendations are written only by `nightjar recommend --out`",
+        "champion (by a run, a promotion or a rollback), and after a run if a setting of `delivery.recommendations` has "
+        "changed. Default: recommendations are written only by `nightjar recommend --out`",
     )
     user_paths: Annotated[Paths, OPERATIONAL] = Field(
         (),

@@ -37,8 +37,8 @@ def with_finite_numbers(items: pa.Table) -> pa.Table:
     """Replace NaN by null, and infinity by the largest number of the type, because JSON and Milvus have neither."""
     for index, field in enumerate(items.schema):
         if pa.types.is_floating(field.type):
-            values, limit = items[field.name], pa.scalar(np.finfo(field.type.to_pandas_dtype()).max, field.type)
-            finite_values = pc.if_else(pc.is_inf(values), pc.multiply(pc.sign(values), limit), values)
+            values, max_number = items[field.name], pa.scalar(np.finfo(field.type.to_pandas_dtype()).max, field.type)
+            finite_values = pc.if_else(pc.is_inf(values), pc.multiply(pc.sign(values), max_number), values)
             items = items.set_column(index, field, pc.if_else(pc.is_nan(values), pa.scalar(None, field.type), finite_values))
     return items
 

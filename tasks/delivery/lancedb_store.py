@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ALIASES_TABLE = "nightjar_aliases"
 _TABLES_PER_PAGE = 1_000
 _MAX_ALIASES_VERSION_AGE = timedelta(days=7)
-"""Versions of the table ALIASES_TABLE that are older are deleted."""
+"""Older versions of the table ALIASES_TABLE are deleted."""
 
 
 class LanceDbSettings(StoreSettings):
@@ -88,12 +88,12 @@ class _LanceDb:
     def switch(self, alias: str, collection: str) -> None:
         import pyarrow as pa
 
-        row = pa.table({"alias": [alias], "collection": [collection]})
+        alias_row = pa.table({"alias": [alias], "collection": [collection]})
         if ALIASES_TABLE not in self._table_names():
-            self._database.create_table(ALIASES_TABLE, schema=row.schema, exist_ok=True)
-        aliases = self._database.open_table(ALIASES_TABLE)
-        aliases.merge_insert("alias").when_matched_update_all().when_not_matched_insert_all().execute(row)
-        aliases.optimize(cleanup_older_than=_MAX_ALIASES_VERSION_AGE)
+            self._database.create_table(ALIASES_TABLE, schema=alias_row.schema, exist_ok=True)
+        aliases_table = self._database.open_table(ALIASES_TABLE)
+        aliases_table.merge_insert("alias").when_matched_update_all().when_not_matched_insert_all().execute(alias_row)
+        aliases_table.optimize(cleanup_older_than=_MAX_ALIASES_VERSION_AGE)
 
     def drop(self, collection: str) -> None:
         self._database.drop_table(collection)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "MILVUS_TOKEN"  # noqa: S105  the name of a variable
 _MAX_TEXT_BYTES = 65_535
-_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FIELD_NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIMEOUT_S = 60
 
 
@@ -44,11 +44,12 @@ class MilvusSettings(StoreSettings):
     )
     file: LocalFile | None = Field(
         None,
-        description="path of Milvus Lite, which ends in `.db`. One process at a time can open it. Default: `url` is used",
+        description="path of the Milvus Lite file, which ends in `.db`. One process at a time can open it. Default: `url` "
+        "is used",
     )
 
     @model_validator(mode="after")
-    def _has_one_location(self) -> Self:
+    def _require_one_location(self) -> Self:
         if (self.url is None) == (self.file is None):
             raise ValueError("set either url, for a Milvus server, or file, for Milvus Lite")
         if self.file is not None and self.file.suffix != ".db":
@@ -92,26 +93,28 @@ class _Milvus:
         return list(self._client.list_collections())
 
     def create(self, collection: str, schema: pa.Schema) -> None:
-        types = self._library.DataType
+        data_types = self._library.DataType
         milvus_schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
         for field in schema:
-            if not _FIELD_NAME.fullmatch(field.name):
+            if not _FIELD_NAME_PATTERN.fullmatch(field.name):
                 raise InputError(
                     f"{self._settings.location}: the filter column {shown(field.name)} is not a valid name of a Milvus field, "
                     "which has letters, digits and _, and does not start with a digit; rename the column in the item file"
                 )
-            options: dict[str, Any] = {"is_primary": True} if field.name == "item_id" else {"nullable": True}
+            field_options: dict[str, Any] = {"is_primary": True} if field.name == "item_id" else {"nullable": True}
             if field.name == "vector":
-                options = {"dim": field.type.list_size}
-            data_type = _field_types(types)[delivery.item_columns.column_kind(field.type)]
-            if data_type == types.VARCHAR:
-                options["max_length"] = _MAX_TEXT_BYTES
-            milvus_schema.add_field(field.name, data_type, **options)
-        index = self._client.prepare_index_params()
-        index.add_index("vector", index_type="FLAT" if self._settings.is_exact else "HNSW", metric_type="IP", params={})
-        # With a weaker level, a search on a server may miss the last insert. Milvus Lite does not accept "Strong".
-        consistency = {} if self._settings.url is None else {"consistency_level": "Strong"}
-        self._client.create_collection(collection, schema=milvus_schema, index_params=index, **consistency)
+                field_options = {"dim": field.type.list_size}
+            data_type = _type_by_column_kind(data_types)[delivery.item_columns.column_kind(field.type)]
+            if data_type == data_types.VARCHAR:
+                field_options["max_length"] = _MAX_TEXT_BYTES
+            milvus_schema.add_field(field.name, data_type, **field_options)
+        index_parameters = self._client.prepare_index_params()
+        index_parameters.add_index(
+            "vector", index_type="FLAT" if self._settings.is_exact else "HNSW", metric_type="IP", params={}
+        )
+        # With a weaker consistency level, a search on a server may miss the last insert. Milvus Lite does not accept "Strong".
+        consistency_options = {} if self._settings.url is None else {"consistency_level": "Strong"}
+        self._client.create_collection(collection, schema=milvus_schema, index_params=index_parameters, **consistency_options)
 
     def add(self, collection: str, items: pa.Table) -> None:
         item_columns = delivery.item_columns
@@ -150,13 +153,13 @@ class _Milvus:
         self._client.drop_collection(collection)
 
 
-def _field_types(types: Any) -> dict[str, Any]:
+def _type_by_column_kind(data_types: Any) -> dict[str, Any]:
     """Return the type of a Milvus field by the kind of a column."""
     return {
-        "vector": types.FLOAT_VECTOR,
-        "boolean": types.BOOL,
-        "integer": types.INT64,
-        "float": types.DOUBLE,
-        "time": types.INT64,
-        "text": types.VARCHAR,
+        "vector": data_types.FLOAT_VECTOR,
+        "boolean": data_types.BOOL,
+        "integer": data_types.INT64,
+        "float": data_types.DOUBLE,
+        "time": data_types.INT64,
+        "text": data_types.VARCHAR,
     }

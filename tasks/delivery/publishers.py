@@ -72,5 +72,5 @@ class PrefectEvents:
 
 
 def publishers_of(flow_run_id: str | None, pipeline: str, *, run_reason: str, run_id: str | None) -> list[Publisher]:
-    """Return the systems that are informed of the aliases that a flow run moves. The arguments are fields of PrefectEvents."""
+    """Return the publishers for the aliases that a flow run moves. The arguments are fields of PrefectEvents."""
     return [PrefectEvents(flow_run_id, pipeline, run_reason, run_id)]

@@ -63,12 +63,12 @@ def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> PushRe
     try:
         with store_errors(settings.location), settings.connect() as store:
             served_collection = store.aliased_collection(alias)
-            load = _CollectionLoad(store, settings, retriever, collection)
-            num_loaded, overlap = load.ensure_complete(is_served=served_collection == collection)
+            collection_load = _CollectionLoad(store, settings, retriever, collection)
+            num_loaded, overlap = collection_load.ensure_complete(is_served=served_collection == collection)
             if served_collection != collection:
                 store.switch(alias, collection)
                 former_collection, served_collection = served_collection, collection
-                _drop_older(store, alias, kept_collections={collection, former_collection})
+                _drop_older_collections(store, alias, kept_collections={collection, former_collection})
     except StageError as error:
         raise StageError(
             f"{error}; the alias {alias} names {served_collection or 'no collection'}. Remove the cause, and repeat the push "
@@ -77,7 +77,7 @@ def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> PushRe
     return PushResult(settings.location, alias, collection, len(retriever.item_ids), overlap, num_loaded)
 
 
-def _drop_older(store: VectorStore, alias: str, *, kept_collections: set[str | None]) -> None:
+def _drop_older_collections(store: VectorStore, alias: str, *, kept_collections: set[str | None]) -> None:
     name_pattern = re.compile(rf"{re.escape(alias)}_v[0-9a-f]+_[0-9a-f]{{16}}")
     for collection in store.collections():
         if name_pattern.fullmatch(collection) and collection not in kept_collections:
@@ -135,9 +135,9 @@ class _CollectionLoad:
 
     def _require_all_items(self) -> None:
         """Raise StageError if the collection has another number of items than the version."""
-        num_items, num_stored = len(self.retriever.item_ids), self.store.count(self.collection)
-        if num_stored != num_items:
-            raise StageError(f"{self._location} has {num_stored:,} items, but the version has {num_items:,}")
+        num_items, num_stored_items = len(self.retriever.item_ids), self.store.count(self.collection)
+        if num_stored_items != num_items:
+            raise StageError(f"{self._location} has {num_stored_items:,} items, but the version has {num_items:,}")
 
     def _measure_overlap(self) -> float:
         """Return the overlap; raise StageError if the overlap is too small."""
@@ -147,7 +147,7 @@ class _CollectionLoad:
         num_correct = 0
         for query_index, item_ids in enumerate(self.store.search(self.collection, query_BD, k)):
             lowest_score = float(exact_score_BK[query_index, -1])
-            num_correct += self._num_correct(item_ids, query_BD[query_index], lowest_score)
+            num_correct += self._count_correct(item_ids, query_BD[query_index], lowest_score)
         overlap = num_correct / max(1, k * len(query_BD))
         min_overlap = 1.0 if self.settings.is_exact else self.settings.min_overlap
         if overlap < min_overlap and len(query_BD):
@@ -157,7 +157,7 @@ class _CollectionLoad:
             )
         return overlap
 
-    def _num_correct(self, item_ids: list[int | str], query_D: NDArray[np.float32], lowest_score: float) -> int:
+    def _count_correct(self, item_ids: list[int | str], query_D: NDArray[np.float32], lowest_score: float) -> int:
         """Return the number of different items whose exact score is at least `lowest_score`."""
         item_rows = self.retriever.item_ids.rows(item_ids)
         if (item_rows < 0).any():
@@ -169,12 +169,12 @@ class _CollectionLoad:
 
 def exact_top_scores(retriever: Retriever, query_BD: NDArray[np.float32], *, k: int) -> NDArray[np.float32]:
     """Return the k largest inner products of each query with all items, in falling order, [B, K]."""
-    top_BK = np.zeros((len(query_BD), 0), np.float32)
+    top_score_BK = np.zeros((len(query_BD), 0), np.float32)
     num_items, block_rows = len(retriever.item_ids), 1 << 14
     for first_row in range(0, num_items, block_rows):
         vector_RD = retriever.item_vectors(np.arange(first_row, min(num_items, first_row + block_rows)))
-        top_BK = -np.sort(-np.concatenate([top_BK, query_BD @ vector_RD.T], axis=1), axis=1)[:, :k]
-    return top_BK
+        top_score_BK = -np.sort(-np.concatenate([top_score_BK, query_BD @ vector_RD.T], axis=1), axis=1)[:, :k]
+    return top_score_BK
 
 
 def push_to_all(retriever: Retriever, stores: tuple[AnyStore, ...], *, model_name: str) -> tuple[list[PushResult], list[str]]:

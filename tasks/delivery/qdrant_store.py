@@ -1,7 +1,7 @@
 """Items in Qdrant: on a server, or in a folder of Qdrant's local mode.
 
-The id of a point must be an unsigned integer or a UUID. An item id of another form is converted to a UUID of version 5. The
-payload of each point has the original item id.
+Each item is a point, whose id must be an unsigned integer or a UUID. An item id of another form is converted to a UUID of
+version 5. The payload of each point has the original item id.
 
 Shapes: B queries, D width of the vectors.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLE = "QDRANT_API_KEY"
 _UUID_NAMESPACE = uuid.UUID("9d4f7c7c-0a1e-5f6b-8a3d-2b1c0e6f4a57")
-_MAX_INDEX_S = 3_600
+_INDEX_TIMEOUT_S = 3_600
 _TIMEOUT_S = 60
 
 
@@ -53,7 +53,7 @@ class QdrantSettings(StoreSettings):
     )
 
     @model_validator(mode="after")
-    def _has_one_location(self) -> Self:
+    def _require_one_location(self) -> Self:
         if (self.url is None) == (self.folder is None):
             raise ValueError("set either url, for a Qdrant server, or folder, for Qdrant's local mode")
         return self
@@ -103,7 +103,7 @@ class _Qdrant:
         if self._settings.url is not None:  # the local mode has no payload indexes
             for field in schema:
                 if field.name not in ("item_id", "title", "vector"):
-                    payload_type = _payload_types(models)[delivery.item_columns.column_kind(field.type)]
+                    payload_type = _payload_type_by_column_kind(models)[delivery.item_columns.column_kind(field.type)]
                     self._client.create_payload_index(collection, field.name, field_schema=payload_type)
 
     def add(self, collection: str, items: pa.Table) -> None:
@@ -116,7 +116,7 @@ class _Qdrant:
         self._client.upsert(collection, points, wait=True)
 
     def finish(self, collection: str) -> None:
-        deadline_s = time.monotonic() + _MAX_INDEX_S
+        deadline_s = time.monotonic() + _INDEX_TIMEOUT_S
         while (status := self._client.get_collection(collection).status) != self._models.CollectionStatus.GREEN:
             if status == self._models.CollectionStatus.RED or time.monotonic() > deadline_s:
                 raise StageError(
@@ -134,7 +134,9 @@ class _Qdrant:
         return [[point.payload["item_id"] for point in response.points] for response in responses]
 
     def aliased_collection(self, alias: str) -> str | None:
-        collection_by_alias = {entry.alias_name: entry.collection_name for entry in self._client.get_aliases().aliases}
+        collection_by_alias = {
+            description.alias_name: description.collection_name for description in self._client.get_aliases().aliases
+        }
         return collection_by_alias.get(alias)
 
     def switch(self, alias: str, collection: str) -> None:
@@ -155,13 +157,13 @@ def _point_id(item_id: Id) -> int | str:
     return item_id if is_unsigned else str(uuid.uuid5(_UUID_NAMESPACE, str(item_id)))
 
 
-def _payload_types(models: Any) -> dict[str, Any]:
+def _payload_type_by_column_kind(models: Any) -> dict[str, Any]:
     """Return the type of the payload index by the kind of a filter column."""
-    types = models.PayloadSchemaType
+    payload_types = models.PayloadSchemaType
     return {
-        "boolean": types.BOOL,
-        "integer": types.INTEGER,
-        "float": types.FLOAT,
-        "time": types.DATETIME,
-        "text": types.KEYWORD,
+        "boolean": payload_types.BOOL,
+        "integer": payload_types.INTEGER,
+        "float": payload_types.FLOAT,
+        "time": payload_types.DATETIME,
+        "text": payload_types.KEYWORD,
     }

@@ -34,7 +34,7 @@ MAX_BATCH_ITEMS = 1 << 22
 PART_ROWS = 1 << 20
 """When an output file has at least this many rows, the next file begins."""
 
-_PART_NAME = re.compile(r"part-[0-9]{5,}\.parquet")
+_PART_NAME_PATTERN = re.compile(r"part-[0-9]{5,}\.parquet")
 
 OnProgress = Callable[[int, int], None]
 """Function that is called with the number of answered rows and the number of all rows."""
@@ -123,10 +123,10 @@ def write_recommendations(
         columns, num_rows, batches = _read_users(retriever, user_paths, batch_rows=_batch_rows(k), scratch_folder=new_folder)
         num_rows_by_code = np.zeros(len(FALLBACKS), np.int64)
         num_done = 0
-        with closing(batches), _PartWriter(new_folder) as writer:
+        with closing(batches), _PartWriter(new_folder) as part_writer:
             for batch in batches:
                 recommendations = _recommend(retriever, batch, k=k, options=options)
-                writer.write(_as_table(recommendations, input_columns=batch.output_columns()))
+                part_writer.write(_as_table(recommendations, input_columns=batch.output_columns()))
                 num_rows_by_code += np.bincount(recommendations.fallback_code_B, minlength=len(FALLBACKS))
                 num_done += len(recommendations)
                 on_progress(num_done, num_rows)
@@ -182,21 +182,21 @@ def _clean_up(folder: Path, new_folder: Path, old_folder: Path) -> None:
     """Restore the folder if a replacement stopped between its two renames; remove what is left of a replacement."""
     if old_folder.exists() and not folder.exists():
         old_folder.rename(folder)
-    for leftover in (new_folder, old_folder):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover_folder in (new_folder, old_folder):
+        shutil.rmtree(leftover_folder, ignore_errors=True)
 
 
 def _require_replaceable(folder: Path) -> None:
     """Raise InputError if the folder has files that are not recommendations."""
-    is_replaceable = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if folder.is_symlink() or not (is_replaceable or (folder / SUMMARY_FILE_NAME).is_file()):
+    is_missing_or_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if folder.is_symlink() or not (is_missing_or_empty or (folder / SUMMARY_FILE_NAME).is_file()):
         raise InputError(f"{folder}: exists, and is not a folder of recommendations; choose another folder")
-    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    other_names = [name for name in names if name != SUMMARY_FILE_NAME and not _PART_NAME.fullmatch(name)]
-    if other_names:
+    file_names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    other_file_names = [name for name in file_names if name != SUMMARY_FILE_NAME and not _PART_NAME_PATTERN.fullmatch(name)]
+    if other_file_names:
         raise InputError(
-            f"{folder}: has other files than recommendations, such as {other_names[0]!r}, which would be deleted; move them to "
-            "another folder"
+            f"{folder}: has other files than recommendations, such as {other_file_names[0]!r}, which would be deleted; move "
+            "them to another folder"
         )
 
 
@@ -207,18 +207,18 @@ def _read_users(
     if not user_paths:
         return ["user_id"], len(retriever.user_ids), _known_users(retriever, batch_rows=batch_rows)
     sources = open_sources(user_paths, setting="users")
-    known_columns = [*QUERY_COLUMNS, *retriever.request_features.columns]
-    columns = [name for name in known_columns if any(name in source.schema.names for source in sources)]
+    model_columns = [*QUERY_COLUMNS, *retriever.request_features.columns]
+    columns = [name for name in model_columns if any(name in source.schema.names for source in sources)]
     if not columns:
         raise InputError(
             f"{sources[0].name}: has the columns {shown_names(sources[0].schema.names)}, but none that the model reads: "
-            f"{shown_names(known_columns)}"
+            f"{shown_names(model_columns)}"
         )
     for name in columns:
         require_same_type_in_files(sources, name, setting="users")
     user_id_type = _common_type([source.schema.field("user_id").type for source in sources]) if "user_id" in columns else None
 
-    def read() -> Generator[_InputBatch]:
+    def read_input_batches() -> Generator[_InputBatch]:
         with local_files(sources, columns=columns, scratch_folder=scratch_folder) as paths:
             for source, path in zip(sources, paths, strict=True):
                 first_row = 0
@@ -229,11 +229,11 @@ def _read_users(
                     yield _InputBatch(batch_columns, location, user_id_type)
                     first_row = last_row + 1
 
-    return columns, sum(source.record.num_rows for source in sources), read()
+    return columns, sum(source.record.num_rows for source in sources), read_input_batches()
 
 
 def _common_type(types: Sequence[pa.DataType]) -> pa.DataType | None:
-    """Return a type into which numbers of several widths fit; None if there is only one type, or if the ids are text."""
+    """Return the type to which user ids of several `types` are cast; None if the ids are not cast."""
     if len(set(types)) == 1:
         return None
     if pa.types.is_integer(types[0]):
@@ -299,7 +299,7 @@ class _PartWriter:
         self._close()
 
     def write(self, table: pa.Table) -> None:
-        """Append rows to the current part; begin another part if it is full."""
+        """Append rows to the current part. If the part is then full, close it."""
         if self._writer is None:
             path = self._folder / f"part-{self._num_parts:05}.parquet"
             self._writer = pq.ParquetWriter(path, table.schema, compression="zstd", write_page_checksum=True)

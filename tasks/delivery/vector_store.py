@@ -72,7 +72,7 @@ class StoreSettings(Settings):
     A kind of store is a subclass with a value of `kind`, the libraries that it needs, its location, and `connect`.
 
     Attributes:
-        libraries: modules that the kind needs, from the pip extra `stores`; `connect` imports the first one.
+        libraries: modules that the kind needs, from the pip extra `stores`; `connect` imports the first module.
     """
 
     libraries: ClassVar[tuple[str, ...]]

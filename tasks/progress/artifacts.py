@@ -1,7 +1,7 @@
 """Artifacts of a run in the Prefect UI: pages, images, links, and the progress of the training.
 
 The key of an artifact contains the name of the pipeline, so two pipelines on one server have separate histories. Outside a flow
-run, nothing is sent. If an artifact cannot be sent within half a minute, a warning is logged, because the run does not need it.
+run, nothing is sent. If an artifact cannot be sent within half a minute, a warning is logged, and the run continues.
 """
 
 import base64
@@ -37,7 +37,7 @@ _PROGRESS_PAUSE_S = 30.0
 def artifact_key(pipeline: str, artifact_name: str) -> str:
     """Return `<pipeline>-<artifact name>` in the characters that Prefect allows: lower-case letters, digits and dashes.
 
-    If the name of the pipeline has other characters, the start of its hash is added, because two names may differ only in these
+    If the name of the pipeline has other characters, the start of a hash is added, because two names may differ only in these
     characters.
 
     >>> artifact_key("films", "metrics")
@@ -46,8 +46,8 @@ def artifact_key(pipeline: str, artifact_name: str) -> str:
     'films-eu-f044-metrics'
     """
     slug = re.sub(r"[^a-z0-9]+", "-", pipeline.lower()).strip("-")
-    suffix = "" if slug == pipeline else hashlib.sha256(pipeline.encode()).hexdigest()[:4]
-    return "-".join(key_part for key_part in (slug, suffix, artifact_name) if key_part)
+    hash_suffix = "" if slug == pipeline else hashlib.sha256(pipeline.encode()).hexdigest()[:4]
+    return "-".join(key_part for key_part in (slug, hash_suffix, artifact_name) if key_part)
 
 
 def show_markdown(context: StageContext, artifact_name: str, markdown: str) -> None:
@@ -72,26 +72,26 @@ def link_mlflow_run(context: StageContext, address: str) -> None:
 def _send(
     context: StageContext,
     artifact_name: str,
-    create: Callable[[str], object],
+    create_artifact: Callable[[str], object],
     *,
     num_retries: int = _MAX_RETRIES,
-    level: int = logging.WARNING,
+    log_level: int = logging.WARNING,
 ) -> UUID | None:
-    """Send an artifact with `create`. Return its id; None if the artifact was not sent.
+    """Send an artifact with `create_artifact`. Return its id; None if the artifact was not sent.
 
     Args:
-        create: sends the artifact under the key that it gets as an argument, and returns the id.
-        level: level of the log record about an artifact that was not sent.
+        create_artifact: function that takes the key, sends the artifact, and returns its id.
+        log_level: level of the log record about an artifact that was not sent.
     """
     if context.flow_run_id is None:
         return None
     key = artifact_key(context.pipeline, artifact_name)
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: min(num_retries, PREFECT_CLIENT_MAX_RETRIES.value())}):
-            return cast(UUID, create(key))
+            return cast(UUID, create_artifact(key))
     except Exception as error:  # any error of the server or the network
         LOG.log(
-            level, "could not send the artifact %s to Prefect (%s: %s); the run continues", key, type(error).__name__, error
+            log_level, "could not send the artifact %s to Prefect (%s: %s); the run continues", key, type(error).__name__, error
         )
         return None
 
@@ -120,7 +120,7 @@ class TrainingProgress:
             self._next_update_s = time.monotonic() + (_PROGRESS_INTERVAL_S if was_sent else _PROGRESS_PAUSE_S)
 
     def finish(self, summary: str) -> str:
-        """Set the artifact, if it exists, to 100 % and the text `summary`, also after early stopping. Return `summary`."""
+        """Set an existing artifact to 100 % and the text `summary`, also after early stopping. Return `summary`."""
         if self._artifact_id is not None:
             self._update(100.0, summary, num_retries=_MAX_RETRIES)
         return summary
@@ -128,13 +128,13 @@ class TrainingProgress:
     def _update(self, percent: float, description: str, *, num_retries: int) -> bool:
         """Create or update the artifact; return whether it was sent."""
 
-        def send(key: str) -> UUID:
+        def create_or_update(key: str) -> UUID:
             if self._artifact_id is None:
                 return cast(UUID, create_progress_artifact(percent, key=key, description=description))
             update_progress_artifact(self._artifact_id, percent, description=description)
             return self._artifact_id
 
-        level = logging.DEBUG if self._has_failed else logging.WARNING
-        sent_id = _send(self._context, "training-progress", send, num_retries=num_retries, level=level)
+        log_level = logging.DEBUG if self._has_failed else logging.WARNING
+        sent_id = _send(self._context, "training-progress", create_or_update, num_retries=num_retries, log_level=log_level)
         self._artifact_id, self._has_failed = sent_id or self._artifact_id, sent_id is None
         return sent_id is not None

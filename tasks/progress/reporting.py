@@ -14,7 +14,9 @@ LOG = logging.getLogger("nightjar")
 LOG.setLevel(logging.INFO)
 logging.getLogger("recsys_core").setLevel(logging.INFO)
 PROGRESS_LOG = logging.getLogger("nightjar.steps")
-"""Logger of the progress: DEBUG records with the attribute `stage`, and for a progress bar with `done`, `total` and `note`."""
+"""Logger of the progress. Its DEBUG records have the attribute `stage`. For a progress bar, they also have `done`,
+`total` and `note`.
+"""
 
 
 class StageLog:

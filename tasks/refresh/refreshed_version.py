@@ -46,7 +46,8 @@ class RefreshedVersion:
     """Result of a refresh that changed items.
 
     Attributes:
-        version, parent: numbers of the refreshed version, and of the champion whose model it has.
+        version: number of the refreshed version.
+        parent: number of the version whose model the refreshed version has.
         changes_text: the changes, in one sentence.
         problems: why the version is not the champion; empty if it is.
         delta_uri: address of the delta file in MLflow.
@@ -68,16 +69,16 @@ def refresh_champion(
     pipeline: str,
     successor: ModelVersion | None = None,
 ) -> RefreshedVersion | None:
-    """Register a version with the current items and the model of the champion; it becomes champion if it passes the checks.
+    """Register a version with the current items and the champion's model. The version becomes champion if it passes the checks.
 
     If no item has changed, register nothing, keep the alias, and return None.
 
     Args:
-        successor: another version of the champion's run, such as a refit, which gives the model instead of the champion.
+        successor: another version of the champion's run, such as a refit, whose model is used instead of the champion's model.
 
     Raises:
-        InputError: there is no champion, the tables are invalid or do not fit its model, or too many items are missing.
-        StageError: the champion is damaged, its package has another format, or it is not of the run of `successor`.
+        InputError: there is no champion, the tables are invalid or do not fit the model, or too many items are missing.
+        StageError: the champion is damaged, its package has another format, or `successor` is from another run.
         TrackingServerError: MLflow does not work.
     """
     with _work_folder(workspace) as folder:
@@ -90,16 +91,16 @@ def refresh_champion(
                 f"{registry.model_name}: version {champion.version} of another run became champion before version "
                 f"{parent.version} could replace it"
             )
-        log = StageLog("refresh")
+        stage_log = StageLog("refresh")
         refreshed = _refresh(config, inputs, registry, parent, workspace=workspace, folder=folder)
         if refreshed is None:
-            log.finish_step(f"no item has changed since version {parent.version}")
+            stage_log.finish_step(f"no item has changed since version {parent.version}")
             return None
-        log.finish_step(str(refreshed.changes))
-        log = StageLog("register")
+        stage_log.finish_step(str(refreshed.changes))
+        stage_log = StageLog("register")
         version, delta_uri = _register(refreshed, registry, parent, workspace=workspace, pipeline=pipeline)
         problems = _assign_alias(refreshed, registry, parent, version, champion=champion, workspace=workspace)
-        log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
+        stage_log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
     return RefreshedVersion(str(version.version), str(parent.version), str(refreshed.changes), problems, delta_uri)
 
 
@@ -109,10 +110,12 @@ def _refresh(
     """Fetch the package of the parent, and write the refreshed package to `folder`; return None if no item has changed."""
     (download_folder := folder / "parent").mkdir()
     (new_folder := folder / "new").mkdir()
-    uri = f"models:/{parent.name}/{parent.version}"
-    model_folder, model_config = fetch_model(uri, client=registry.client, workspace=workspace, download_folder=download_folder)
-    package_folder, sha256 = model_folder / "artifacts" / "package", model_config[PACKAGE_SHA256_KEY]
-    return refresh(config, inputs, parent_folder=package_folder, sha256=sha256, folder=new_folder)
+    parent_uri = f"models:/{parent.name}/{parent.version}"
+    model_folder, model_config = fetch_model(
+        parent_uri, client=registry.client, workspace=workspace, download_folder=download_folder
+    )
+    package_folder, package_sha256 = model_folder / "artifacts" / "package", model_config[PACKAGE_SHA256_KEY]
+    return refresh(config, inputs, parent_folder=package_folder, sha256=package_sha256, folder=new_folder)
 
 
 def _assign_alias(
@@ -183,16 +186,16 @@ def _work_folder(workspace: Path) -> Iterator[Path]:
 @contextmanager
 def _mlflow_run(registry: Registry, parent: ModelVersion, *, pipeline: str) -> Iterator[str]:
     """Yield the id of a new MLflow run in the experiment of the parent's run."""
-    client, status = registry.client, RunStatus.FAILED
+    client, run_status = registry.client, RunStatus.FAILED
     assert parent.run_id is not None  # every version is created from an MLflow run
     experiment_id = registry.call(client.get_run, parent.run_id).info.experiment_id
     tags = {MLFLOW_RUN_NAME: f"refresh of version {parent.version}", PIPELINE_TAG: pipeline, PARENT_TAG: str(parent.version)}
     mlflow_run_id = str(registry.call(client.create_run, experiment_id, tags=tags).info.run_id)
     try:
         yield mlflow_run_id
-        status = RunStatus.FINISHED
+        run_status = RunStatus.FINISHED
     finally:
-        registry.call(client.set_terminated, mlflow_run_id, RunStatus.to_string(status))
+        registry.call(client.set_terminated, mlflow_run_id, RunStatus.to_string(run_status))
 
 
 def _parent_card(parent: ModelVersion) -> str:
@@ -202,7 +205,7 @@ def _parent_card(parent: ModelVersion) -> str:
 
 
 def _problems_on_load(registry: Registry, version: ModelVersion, *, workspace: Path) -> tuple[str, ...]:
-    """Load the version as a server does, which verifies its files and golden queries; return the problem, if any."""
+    """Load the version as a server does, with the checks of files and golden queries; return the problem, if any."""
     try:
         load_version(workspace, model_name=registry.model_name, version=str(version.version))
     except NightjarError as error:

@@ -86,7 +86,7 @@ class Results:
     def read(cls, run: Run, *, until: StageName | None = None, requires_files: bool = True) -> Self:
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums.
 
-        A stage whose inputs changed or are missing is left out: the run has been resumed with other settings, not to its end.
+        A stage whose inputs changed or are missing is left out: the run was resumed with other settings, but not to its end.
 
         requires_files: whether to leave out a stage if one of its files is missing or has another size.
         """
@@ -117,7 +117,7 @@ class Results:
 
     def __iter__(self) -> Iterator[Manifest]:
         """Iterate over the manifests in the order of the stages."""
-        return (self._manifest_by_type[stage] for stage in STAGES.values() if stage in self._manifest_by_type)
+        return (self._manifest_by_type[stage_type] for stage_type in STAGES.values() if stage_type in self._manifest_by_type)
 
     @property
     def dataset(self) -> Dataset:

@@ -96,7 +96,7 @@ class Run:
                 fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
-        except OSError:  # the lock is held, or the file system has no locks, so that FileLock removes its file at the release
+        except OSError:  # the lock is held, or the file system has no locks, where FileLock removes its file at the release
             return True
         return False
 
@@ -129,7 +129,7 @@ def new_run_id(*, after: str = "", at: datetime | None = None) -> str:
     Raises:
         ValueError, OverflowError: the time of `after` is not a valid time, or no later time exists.
     """
-    time = f"{at or datetime.now(UTC):{_TIME_FORMAT}}"
-    if time <= after[: len(time)] and TIMED_ID_PATTERN.match(after):
-        time = f"{datetime.strptime(after[: len(time)], _TIME_FORMAT) + timedelta(seconds=1):{_TIME_FORMAT}}"
-    return f"{time}-{secrets.token_hex(2)}"
+    time_text = f"{at or datetime.now(UTC):{_TIME_FORMAT}}"
+    if time_text <= after[: len(time_text)] and TIMED_ID_PATTERN.match(after):
+        time_text = f"{datetime.strptime(after[: len(time_text)], _TIME_FORMAT) + timedelta(seconds=1):{_TIME_FORMAT}}"
+    return f"{time_text}-{secrets.token_hex(2)}"

@@ -220,7 +220,7 @@ def _save_traceback(error: BaseException, folder: Path) -> None:
 def write_traceback(error: BaseException, *, folder: Path) -> Path:
     """Write the traceback of an unexpected error to error.log in `folder`; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
-    log_file = folder / ERROR_LOG_NAME
+    log_path = folder / ERROR_LOG_NAME
     log_text = redacted("".join(traceback.format_exception(error)))
-    log_file.write_text(log_text, encoding="utf-8", errors="backslashreplace")  # a path may contain surrogates
-    return log_file
+    log_path.write_text(log_text, encoding="utf-8", errors="backslashreplace")  # a path may contain surrogates
+    return log_path

@@ -82,7 +82,7 @@ class Workspace:
         the lock of a host that has died.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock, holder_file = FileLock(self.folder / ".command.lock"), self.folder / ".command.json"
+        lock, holder_path = FileLock(self.folder / ".command.lock"), self.folder / ".command.json"
         try:
             lock.acquire(timeout=0)
         except PermissionError:
@@ -92,25 +92,25 @@ class Workspace:
             ) from None
         except Timeout:
             raise InputError(
-                f"{self.folder}: {_describe_holder(holder_file)} is using this workspace; wait for it to end, or set "
+                f"{self.folder}: {_describe_holder(holder_path)} is using this workspace; wait for it to end, or set "
                 "workspace to another folder"
             ) from None
         try:
             start_time = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "started": start_time}
             try:
-                write_text(holder_file, json.dumps(holder))
+                write_text(holder_path, json.dumps(holder))
             except OSError:  # `nightjar clean` must start on a full disk too
-                holder_file.unlink(missing_ok=True)
+                holder_path.unlink(missing_ok=True)
             yield
         finally:
-            holder_file.unlink(missing_ok=True)
+            holder_path.unlink(missing_ok=True)
             lock.release()
 
 
-def _describe_holder(holder_file: Path) -> str:
+def _describe_holder(holder_path: Path) -> str:
     try:
-        holder = json.loads(holder_file.read_text())
+        holder = json.loads(holder_path.read_text())
         return f"process {holder['pid']} on {holder['host']} with run {holder['run_id']}, since {holder['started']},"
     except (OSError, ValueError, KeyError):  # the process has just started or just ended
         return "another process"

@@ -60,8 +60,8 @@ def error_from_failures(
     disk_full_match = DISK_FULL_PATTERN.search(f"{rank_report.traceback}\n{rank_report.last_lines}")
     if disk_full_match or free_bytes(folder.path) < MIN_STAGE_BYTES:
         # Quote the line that names the full disk, because the launch folder may be on another disk.
-        quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""
-        return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{quote}")
+        disk_full_quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""
+        return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{disk_full_quote}")
     end_description = f"signal {rank_report.signal}" if rank_report.signal else f"exit code {rank_report.exit_code}"
     if rank_report.traceback:
         end_description = "an exception"

@@ -80,7 +80,7 @@ def launch(
         poll()
         rank_output.relay()
 
-    monitor = Monitor(spec, launch_folder, heartbeat=heartbeat_file)
+    monitor = Monitor(spec, launch_folder, heartbeat_file=heartbeat_file)
     launch_folder.write_spec(spec)
     with _exit_on_sigterm(), ExitStack() as exit_stack:
         host_group: HostGroup

@@ -32,7 +32,7 @@ STDERR_PREFIX = "nightjar agent:"
 """Prefix of a line on stderr by which an agent reports an error if it cannot write the error into the folder."""
 NUM_LAST_LINES = 12
 MAX_LAST_BYTES = 2**16
-"""Largest part of a log that is read for its last lines. A rank that prints in every step may write gigabytes."""
+"""Number of bytes at the end of a log that are read. A rank that prints in every step may write gigabytes."""
 POLL_S = 0.2
 Message = TypeVar("Message", bound=Frozen)
 
@@ -204,9 +204,9 @@ class LaunchFolder:
 
 def wait_until(condition: Callable[[], object], *, timeout_s: float) -> bool:
     """Call `condition` five times a second until it returns a true value; return False if it does not within the timeout."""
-    deadline = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     while not condition():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline_s:
             return False
         time.sleep(POLL_S)
     return True

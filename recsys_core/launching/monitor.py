@@ -42,9 +42,9 @@ class HostGroup(Protocol):
 class Monitor:
     """Follows a launch through its phases, and raises an error if the launch fails or a phase takes longer than its limit."""
 
-    def __init__(self, spec: LaunchSpec, folder: LaunchFolder, *, heartbeat: HeartbeatFile) -> None:
-        self._spec, self._layout, self._folder, self._heartbeat = spec, spec.layout, folder, heartbeat
-        self._last_heartbeat_state = heartbeat.mtime_and_size()  # the file of an earlier attempt may exist
+    def __init__(self, spec: LaunchSpec, folder: LaunchFolder, *, heartbeat_file: HeartbeatFile) -> None:
+        self._spec, self._layout, self._folder, self._heartbeat_file = spec, spec.layout, folder, heartbeat_file
+        self._last_mtime_and_size = heartbeat_file.mtime_and_size()  # the file of an earlier attempt may exist
         self._phase: Phase = "queue"
         self._phase_start_time = time.monotonic()
 
@@ -76,12 +76,12 @@ class Monitor:
 
     def _time_limit(self) -> tuple[float, str]:
         """Return the longest duration of the phase in seconds, and the setting that limits it."""
-        launcher, heartbeat = self._spec.launcher, self._heartbeat
+        launcher, heartbeat_file = self._spec.launcher, self._heartbeat_file
         limit_and_setting_by_phase: dict[Phase, tuple[float, str]] = {
             "queue": (launcher.queue_timeout_s, "launcher.queue_timeout_s"),
             "rendezvous": (launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
-            "start": (heartbeat.start_timeout_s, "training.start_timeout_s"),
-            "work": (heartbeat.current_timeout_s(), "training.heartbeat_timeout_s"),
+            "start": (heartbeat_file.start_timeout_s, "training.start_timeout_s"),
+            "work": (heartbeat_file.current_timeout_s(), "training.heartbeat_timeout_s"),
         }
         return limit_and_setting_by_phase[self._phase]
 
@@ -92,9 +92,9 @@ class Monitor:
             next_phase = "rendezvous"
         if next_phase == "rendezvous" and len(self._folder.start_reports()) == self._layout.world_size:
             next_phase = "start"
-        heartbeat_state = self._heartbeat.mtime_and_size()
-        if heartbeat_state != self._last_heartbeat_state:
-            self._last_heartbeat_state, self._phase_start_time, next_phase = heartbeat_state, time.monotonic(), "work"
+        mtime_and_size = self._heartbeat_file.mtime_and_size()
+        if mtime_and_size != self._last_mtime_and_size:
+            self._last_mtime_and_size, self._phase_start_time, next_phase = mtime_and_size, time.monotonic(), "work"
         if next_phase != self._phase:
             self._phase, self._phase_start_time = next_phase, time.monotonic()
 

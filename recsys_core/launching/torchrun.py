@@ -143,7 +143,7 @@ class StaticRendezvous(StaticTCPRendezvous):
     """torchrun's rendezvous for a fixed number of hosts, changed to use `store` and to wait for all hosts.
 
     Args:
-        endpoint: (address, port) of `store`, to which the ranks connect too; None if the ranks use a FileStore.
+        endpoint: (address, port) of `store`, if the ranks connect to it too; None if the ranks use a FileStore.
     """
 
     def __init__(self, spec: LaunchSpec, *, host_index: int, store: Store, endpoint: tuple[str, int] | None) -> None:

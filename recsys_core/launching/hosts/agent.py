@@ -48,7 +48,7 @@ launching process is assumed to have ended."""
 
 
 class _FolderError(Exception):
-    """The launch folder is missing, is not shared with the launching process, or is not writable: it cannot hold a report."""
+    """The launch folder is missing, not shared with the launching process, or not writable, so it cannot hold a report."""
 
 
 def run_agent(spec_path: Path, token: str, host_index: str, host_0_variable: str) -> int:

@@ -86,15 +86,15 @@ def build_request(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLau
     try:
         return runner.dryrun(AppDef(name=ROLE, roles=[role]), launcher.scheduler, cfg=scheduler_args)
     except KeyError:
-        schedulers = ", ".join(sorted(runner.scheduler_backends()))
+        schedulers_text = ", ".join(sorted(runner.scheduler_backends()))
         raise InputError(
-            f"launcher.scheduler is {launcher.scheduler}, but TorchX has {schedulers}; choose one of them"
+            f"launcher.scheduler is {launcher.scheduler}, but TorchX has {schedulers_text}; choose one of them"
         ) from None
     except Exception as error:  # each scheduler validates its settings with its own exceptions
-        shown_args = ", ".join(f"{name}={value}" for name, value in scheduler_args.items()) or "empty"
+        args_text = ", ".join(f"{name}={value}" for name, value in scheduler_args.items()) or "empty"
         raise InputError(
             f"launcher.scheduler {launcher.scheduler} rejects the request ({type(error).__name__}: {error}); correct the "
-            f"settings of launcher, in particular launcher.args: {shown_args}"
+            f"settings of launcher, in particular launcher.args: {args_text}"
         ) from error
 
 
@@ -121,8 +121,8 @@ class TorchxGroup:
 
     def exit_summary(self) -> str:
         """Return the last status that the scheduler reported."""
-        shown_status = "none" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
-        return f"{self._app_handle}: last status reported by the scheduler: {shown_status}"
+        status_text = "none" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
+        return f"{self._app_handle}: last status reported by the scheduler: {status_text}"
 
     def last_log_lines(self, host_index: int) -> str:
         """Return the last lines of a host's stderr. Remote schedulers provide a log only after the app has ended."""
@@ -139,8 +139,8 @@ class TorchxGroup:
         try:
             if self.state() != "ended":
                 self._runner.cancel(self._app_handle)
-            deadline = time.monotonic() + END_TIMEOUT_S
-            while self.state() != "ended" and self._status is not None and time.monotonic() < deadline:
+            deadline_s = time.monotonic() + END_TIMEOUT_S
+            while self.state() != "ended" and self._status is not None and time.monotonic() < deadline_s:
                 # Ask again after a second: the usual interval is too long for a user who waits for the command to end.
                 self._last_request_time = min(self._last_request_time, time.monotonic() - self._status_interval_s + 1.0)
                 time.sleep(0.1)

@@ -61,7 +61,7 @@ def error_of_launch(
         launch_folder.report_start(RankReport(rank=host.index, host=host, pid=1))
     heartbeat_file = HeartbeatFile(folder / "heartbeat", start_timeout_s=0.3, timeout_s=None)
     with pytest.raises(LaunchError) as error_info:
-        Monitor(spec, launch_folder, heartbeat=heartbeat_file).wait(group, poll=poll)
+        Monitor(spec, launch_folder, heartbeat_file=heartbeat_file).wait(group, poll=poll)
     assert group.has_ended
     return str(error_info.value)
 

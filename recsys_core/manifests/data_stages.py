@@ -17,7 +17,9 @@ class SourceFile(Frozen):
     path: str
     size_bytes: int
     num_rows: int
-    modified_ns: int = Field(description="modification time in nanoseconds. A changed file can have the same footer")
+    modified_ns: int = Field(
+        description="modification time in nanoseconds, stored because a changed file can have the same footer"
+    )
     footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
 
 
@@ -147,8 +149,8 @@ class InteractionsManifest(Manifest):
     with the events and known negatives of its users, such as event_item.3.npy and context.3.parquet, which count users and
     events from 0. Outside of these files, the index of an event is its index in the concatenation of the shards. train_user.npy
     is one file, in the same order for any S. One more array exists only with several shards:
-        event_offset.3.npy: int64 [users of the shard]. If entry k of train_user.npy is user u, its event has the
-            index k + event_offset[u // S] in the shard.
+        event_offset.3.npy: int64 [users of the shard]. If entry k of train_user.npy is user u, the event of entry k
+            has the index k + event_offset[u // S] in the shard.
 
     Known negatives, only with explicit_negatives, ordered by user, then split, then time (see KnownNegatives):
         negative_offset.npy: int64 [3 * users + 1]. The known negatives of user u in split s start at
@@ -221,7 +223,7 @@ class IngestedFeature(Frozen):
     kind: Literal["categorical", "list", "weighted_list", "numeric"]
     num_rows: int = Field(description="rows of the feature's embedding table, including row 0 (out of vocabulary)")
     num_values: int = Field(description="number of stored values, over all users, items or events")
-    num_out_of_vocabulary: int = Field(description="values without a row of their own, which have row 0; in lists also nulls")
+    num_out_of_vocabulary: int = Field(description="values that share row 0; in lists also nulls")
     num_missing: int = Field(
         description="users, items or events without the feature: not in the table, null, NaN, or an empty list"
     )
@@ -304,7 +306,7 @@ class LogVectorsManifest(Manifest):
 
     @property
     def vector_row_path(self) -> Path:
-        """Path of the row of each item's vector."""
+        """Path of the array with the row of each item's vector."""
         return self.path("item.vector_row.npy")
 
 
@@ -354,9 +356,9 @@ class Dataset:
 
     @property
     def vector_dim_by_table(self) -> dict[str, int]:
-        """Width of the vectors of each table that has vectors from files or from the log."""
-        tables = {} if self.embeddings is None else self.embeddings.tables
-        dim_by_table = {table_name: table.dim for table_name, table in tables.items()}
+        """Vector width of each table with vectors from files or from the log."""
+        table_by_name = {} if self.embeddings is None else self.embeddings.tables
+        dim_by_table = {table_name: table.dim for table_name, table in table_by_name.items()}
         return dim_by_table if self.log_vectors is None else dim_by_table | {"item": self.log_vectors.dim}
 
     @property

@@ -59,7 +59,7 @@ class TrainManifest(Manifest):
 
 
 class RankingSettings(Frozen):
-    """The settings of the evaluation on which the rankings of the test users and validation users depend."""
+    """The evaluation settings that determine the rankings of the test and validation users."""
 
     k: int = Field(description="length of the top lists")
     top_only: bool = Field(description="whether only targets in the top lists have their exact position")
@@ -107,7 +107,7 @@ class ExportManifest(Manifest):
     num_queries: dict[str, int] = Field(description="number of queries by split")
     ranking: RankingSettings | None = Field(None, description="settings of the stored rankings; null: there are no rankings")
     popularity_weight: float | None = Field(
-        None, description="weight of the popularity term that the validation has chosen; null: there was no choice"
+        None, description="weight of the popularity term, chosen by the validation; null: there was no choice"
     )
     spectral_block_weight: float | None = Field(None, description="weight of the spectral block; null: there is no block")
 
@@ -119,7 +119,7 @@ class ExportManifest(Manifest):
 
 
 class SliceReport(Frozen):
-    """Metrics of the model over a subset of the test events, ranked among all items."""
+    """Metrics of the model over a subset of the test events. Each event's item is ranked among all items."""
 
     name: str
     num_users: int
@@ -187,7 +187,7 @@ class IndexManifest(Manifest):
     num_items: int
     recall_target: float | None = None
     choice: str | None = Field(None, description="why index.served.kind auto chose the served index; null for another kind")
-    warning: str | None = Field(None, description="recall target that the served index does not reach, and its recall")
+    warning: str | None = Field(None, description="recall target that the served index misses, and the recall of the index")
     reports: dict[str, IndexReport]
 
     @property

@@ -259,9 +259,9 @@ def record_files(paths: Iterable[Path], *, folder: Path) -> dict[str, FileRecord
     Return the record of each file by its path in `folder`.
     """
     paths = sorted(paths)
-    with ThreadPoolExecutor(2 * _NUM_HASH_THREADS) as pool:
-        fsync_futures = [pool.submit(_fsync, path) for path in paths]
-        records = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(record_file, paths), strict=True))
+    with ThreadPoolExecutor(2 * _NUM_HASH_THREADS) as thread_pool:
+        fsync_futures = [thread_pool.submit(_fsync, path) for path in paths]
+        records = dict(zip((str(path.relative_to(folder)) for path in paths), thread_pool.map(record_file, paths), strict=True))
         for future in fsync_futures:
             future.result()
     return records
@@ -279,11 +279,11 @@ def _write_durably(path: Path, content: bytes) -> None:
 
 
 def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    file_descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(file_descriptor)
     finally:
-        os.close(descriptor)
+        os.close(file_descriptor)
 
 
 def create_own_folder(folder: Path) -> None:

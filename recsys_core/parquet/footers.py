@@ -134,7 +134,9 @@ def _explain_errors(location: Location) -> Iterator[None]:
 
 def _is_leaf_of(column_path: str, columns: set[str]) -> bool:
     """Return whether a leaf is part of one of `columns`. A dot separates levels, but a column name may also contain dots."""
-    return column_path in columns or any(column_path[:end] in columns for end, char in enumerate(column_path) if char == ".")
+    return column_path in columns or any(
+        column_path[:index] in columns for index, char in enumerate(column_path) if char == "."
+    )
 
 
 def _read_footer_bytes(location: Location) -> bytes:
@@ -144,25 +146,25 @@ def _read_footer_bytes(location: Location) -> bytes:
             raise _InvalidFooterError(f"it now has {num_file_bytes:,} bytes; it is still being written")
         if num_file_bytes == 0:
             raise _InvalidFooterError("it is empty; write it again")
-        tail = file.read_at(min(num_file_bytes, _TAIL_BYTES), max(0, num_file_bytes - _TAIL_BYTES))
-        if tail[-4:] == b"PARE":
+        tail_bytes = file.read_at(min(num_file_bytes, _TAIL_BYTES), max(0, num_file_bytes - _TAIL_BYTES))
+        if tail_bytes[-4:] == b"PARE":
             raise _InvalidFooterError("its footer is encrypted; write it without encryption")
-        if num_file_bytes < _MIN_FILE_BYTES or tail[-4:] != _MAGIC:
+        if num_file_bytes < _MIN_FILE_BYTES or tail_bytes[-4:] != _MAGIC:
             starts_as_parquet = num_file_bytes >= 4 and file.read_at(4, 0) == _MAGIC
             raise _InvalidFooterError(
                 "it begins as parquet, but its end is missing, so it is truncated; copy or write it again"
                 if starts_as_parquet
                 else "it has no parquet footer; list only parquet files"
             )
-        num_footer_bytes = int.from_bytes(tail[-8:-4], "little")
+        num_footer_bytes = int.from_bytes(tail_bytes[-8:-4], "little")
         if num_footer_bytes > num_file_bytes - _MIN_FILE_BYTES:
             raise _InvalidFooterError(
                 f"its footer claims {num_footer_bytes:,} bytes, more than fit into the file: truncated or damaged; "
                 "copy or write it again"
             )
-        if num_footer_bytes + 8 > len(tail):
-            tail = file.read_at(num_footer_bytes + 8, num_file_bytes - 8 - num_footer_bytes)
-        return bytes(tail[-8 - num_footer_bytes : -8])
+        if num_footer_bytes + 8 > len(tail_bytes):
+            tail_bytes = file.read_at(num_footer_bytes + 8, num_file_bytes - 8 - num_footer_bytes)
+        return bytes(tail_bytes[-8 - num_footer_bytes : -8])
 
 
 def _parse_footer(
@@ -198,7 +200,7 @@ def _parse_footer(
     if any(np.ma.getmaskarray(field_values).any() for field_values in values_by_field.values()):
         raise _InvalidFooterError("its footer leaves out counts or offsets; write it again")
     matrix_by_field = {
-        name: np.asarray(field_values, np.int64).reshape(shape) for name, field_values in values_by_field.items()
+        field_name: np.asarray(field_values, np.int64).reshape(shape) for field_name, field_values in values_by_field.items()
     }
     data_start, dictionary_start = matrix_by_field["data_page_offset"], matrix_by_field.pop("dictionary_page_offset")
     # Some writers store the dictionary offset 0 for a chunk without a dictionary.
@@ -244,7 +246,9 @@ def _check_counts_and_offsets(
     def reject(is_invalid: NDArray[np.bool_], claim_template: str) -> None:
         if is_invalid.any():
             group_index, leaf_index = (int(index) for index in np.argwhere(is_invalid)[0])
-            value_by_field = {name: int(matrix[group_index, leaf_index]) for name, matrix in matrix_by_field.items()}
+            value_by_field = {
+                field_name: int(matrix[group_index, leaf_index]) for field_name, matrix in matrix_by_field.items()
+            }
             value_by_field["end"] = value_by_field["start"] + value_by_field["total_compressed_size"]
             subject = f"row group {group_index}, column {shown(leaves[leaf_index].column_path)} claims "
             raise _InvalidFooterError(subject + claim_template.format(**value_by_field, data_end=data_end))

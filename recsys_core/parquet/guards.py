@@ -106,7 +106,7 @@ def _bit_width(data_type: pa.DataType) -> int:
 def _text_bytes_bound(source: Source, columns: Sequence[str], *, max_text_bytes: float, max_skipped_bytes: float) -> int:
     """Return an upper bound of the bytes of all strings in dictionaries. Stop counting above `max_text_bytes`.
 
-    Return 0 without reading a string if the footer proves that all strings have at most `max_skipped_bytes`.
+    Return 0 without reading a string if the footer proves that all strings together have at most `max_skipped_bytes`.
     """
     footer, text_bytes = source.footer, 0
     text_leaf_indices = [

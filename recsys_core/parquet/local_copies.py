@@ -72,11 +72,11 @@ def _copy_columns(source: Source, columns: Sequence[str], copy_path: Path) -> Pa
             page_checksum_verification=True,
             **fetch_options,
         ) as file:
-            schema = pa.schema([file.schema_arrow.field(column) for column in columns_in_file])
-            with pq.ParquetWriter(copy_path, schema) as writer:
+            copy_schema = pa.schema([file.schema_arrow.field(column) for column in columns_in_file])
+            with pq.ParquetWriter(copy_path, copy_schema) as copy_writer:
                 for group_index in range(file.num_row_groups):
                     for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group_index], columns=columns_in_file):
-                        writer.write_batch(batch.select(columns_in_file))
+                        copy_writer.write_batch(batch.select(columns_in_file))
 
     require_free_space(copy_path.parent, needed_bytes, subject=f"the copy of {source.name}")
     try:

@@ -102,7 +102,7 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     pyarrow_scheme = _PYARROW_SCHEME_BY_URI_SCHEME.get(uri_scheme.lower())
     if pyarrow_scheme is None:
         raise InputError(f"{setting}: {shown_uri}: {uri_scheme}:// is not supported; use a local path, file://, s3:// or gs://")
-    options = dict(parse_qsl(options_text or "", keep_blank_values=True))
+    option_by_name = dict(parse_qsl(options_text or "", keep_blank_values=True))
     if pyarrow_scheme == "file":
         if host_or_bucket not in ("", "localhost"):
             raise InputError(f"{setting}: {shown_uri}: names another machine; write a local file as file:///path/to/file")
@@ -110,7 +110,7 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     if not host_or_bucket:
         raise InputError(f"{setting}: {shown_uri}: names no bucket; write {uri_scheme}://bucket/path")
     # pyarrow rejects * and ? in a URI, so its URI names only the bucket and not the path, which may be a glob.
-    encoded_options = "&".join(f"{key}={quote(value)}" for key, value in options.items())
+    encoded_options = "&".join(f"{name}={quote(option)}" for name, option in option_by_name.items())
     bucket_uri = f"{pyarrow_scheme}://{authority}?{encoded_options}"
     try:
         filesystem, _ = retrying(lambda: pafs.FileSystem.from_uri(bucket_uri))

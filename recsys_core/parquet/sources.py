@@ -173,11 +173,11 @@ def reject_copies(sources: Sequence[Source], *, setting: str) -> None:
     for possible_copies in sources_by_footer.values():
         source_by_sha256: dict[str, Source] = {}
         for source in possible_copies if len(possible_copies) > 1 else ():
-            original = source_by_sha256.setdefault(_content_sha256(source), source)
-            if original is not source:
+            original_source = source_by_sha256.setdefault(_content_sha256(source), source)
+            if original_source is not source:
                 raise InputError(
-                    f"{setting}: {source.name} is a byte copy of {original.name}, so its {source.record.num_rows:,} rows would "
-                    "count twice; remove one of the two files"
+                    f"{setting}: {source.name} is a byte copy of {original_source.name}, so its {source.record.num_rows:,} "
+                    "rows would count twice; remove one of the two files"
                 )
 
 

@@ -62,8 +62,8 @@ def shown_names(names: Sequence[str], *, max_names: int = 50) -> str:
     >>> shown_names(["user_id", "item_id", "time"], max_names=2)
     "['user_id', 'item_id'] and 1 more"
     """
-    ending = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return f"[{', '.join(shown(name) for name in names[:max_names])}]{ending}"
+    omission_text = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return f"[{', '.join(shown(name) for name in names[:max_names])}]{omission_text}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -214,7 +214,7 @@ def _anonymous_bytes(statistics_path: Path) -> int:
 def _probe_gpus() -> tuple[str, list[str]]:
     """Import the training libraries in a separate process. Return the GPUs as text, and a problem if the imports fail."""
     try:
-        process = subprocess.run(
+        probe_process = subprocess.run(
             [sys.executable, "-c", _GPU_PROBE_SCRIPT], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
@@ -222,10 +222,10 @@ def _probe_gpus() -> tuple[str, list[str]]:
             f"the imports of torch, torchrec and faiss took more than {_PROBE_TIMEOUT_S:g} s; "
             "check for a very slow disk or a GPU that hangs"
         ]
-    if process.returncode != 0:
-        reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    if probe_process.returncode != 0:
+        reason = (probe_process.stderr.strip().splitlines() or [f"exit code {probe_process.returncode}"])[-1]
         return "", [f"torch, torchrec and faiss do not import together: {reason}; run make clean setup"]
-    gpus = json.loads(process.stdout.splitlines()[-1])
+    gpus = json.loads(probe_process.stdout.splitlines()[-1])
     return "; ".join(f"{name}, {format_gib(memory_bytes)}" for name, memory_bytes in gpus), []
 
 

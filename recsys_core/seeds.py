@@ -56,7 +56,7 @@ def table_chunk_seed(seed: int, *, table: str, chunk: int) -> int:
 
 
 def negatives_key(seed: int, *, epoch: int, rank: int, for_known: bool = False) -> NDArray[np.uint64]:
-    """Return the two numbers of the key for the Philox generator that draws the negatives of one epoch on one rank.
+    """Return the key (two numbers) of the Philox generator that draws the negatives of one epoch on one rank.
 
     for_known: whether the key is for the draws of known negatives in an unordered log.
     """

@@ -127,7 +127,7 @@ def dense_lookup(
     for feature_index, table_index in enumerate(table_indices):
         num_rows, dim = kernel.embedding_specs[table_index]
         weight_start = kernel.weights_physical_offsets[table_index]
-        weight = kernel.weights[weight_start : weight_start + num_rows * dim].view(num_rows, dim)
+        table_weight = kernel.weights[weight_start : weight_start + num_rows * dim].view(num_rows, dim)
         lookup_start, lookup_end = int(offsets[feature_index * num_bags]), int(offsets[(feature_index + 1) * num_bags])
-        rows_by_feature.append(embedding(indices[lookup_start:lookup_end], weight))
+        rows_by_feature.append(embedding(indices[lookup_start:lookup_end], table_weight))
     return torch.cat(rows_by_feature)

@@ -216,7 +216,9 @@ def _read_users(
         )
     for name in columns:
         require_same_type_in_files(sources, name, setting="users")
-    user_id_type = _common_type([source.schema.field("user_id").type for source in sources]) if "user_id" in columns else None
+    user_id_type = (
+        _output_user_id_type([source.schema.field("user_id").type for source in sources]) if "user_id" in columns else None
+    )
 
     def read_input_batches() -> Generator[_InputBatch]:
         with local_files(sources, columns=columns, scratch_folder=scratch_folder) as paths:
@@ -232,13 +234,13 @@ def _read_users(
     return columns, sum(source.record.num_rows for source in sources), read_input_batches()
 
 
-def _common_type(types: Sequence[pa.DataType]) -> pa.DataType | None:
-    """Return the type to which user ids of several `types` are cast; None if the ids are not cast."""
-    if len(set(types)) == 1:
+def _output_user_id_type(input_types: Sequence[pa.DataType]) -> pa.DataType | None:
+    """Return the type to which user ids of the `input_types` are cast; None if they are not cast."""
+    if len(set(input_types)) == 1:
         return None
-    if pa.types.is_integer(types[0]):
+    if pa.types.is_integer(input_types[0]):
         return pa.int64()  # the retriever rejects larger ids
-    return pa.float64() if pa.types.is_floating(types[0]) else None
+    return pa.float64() if pa.types.is_floating(input_types[0]) else None
 
 
 def _batch_rows(k: int) -> int:
@@ -301,8 +303,8 @@ class _PartWriter:
     def write(self, table: pa.Table) -> None:
         """Append rows to the current part. If the part is then full, close it."""
         if self._writer is None:
-            path = self._folder / f"part-{self._num_parts:05}.parquet"
-            self._writer = pq.ParquetWriter(path, table.schema, compression="zstd", write_page_checksum=True)
+            part_path = self._folder / f"part-{self._num_parts:05}.parquet"
+            self._writer = pq.ParquetWriter(part_path, table.schema, compression="zstd", write_page_checksum=True)
             self._num_parts, self._num_rows = self._num_parts + 1, 0
         self._writer.write_table(table.cast(self._writer.schema))
         self._num_rows += table.num_rows

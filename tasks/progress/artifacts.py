@@ -106,7 +106,7 @@ class TrainingProgress:
     def __init__(self, context: StageContext) -> None:
         self._context = context
         self._artifact_id: UUID | None = None  # None before the first update
-        self._next_update_s, self._has_failed = 0.0, False
+        self._next_update_s, self._has_last_update_failed = 0.0, False
         self._validation_metrics: Mapping[str, float] = {}
 
     def send(self, progress: Progress) -> None:
@@ -134,7 +134,9 @@ class TrainingProgress:
             update_progress_artifact(self._artifact_id, percent, description=description)
             return self._artifact_id
 
-        log_level = logging.DEBUG if self._has_failed else logging.WARNING
-        sent_id = _send(self._context, "training-progress", create_or_update, num_retries=num_retries, log_level=log_level)
-        self._artifact_id, self._has_failed = sent_id or self._artifact_id, sent_id is None
-        return sent_id is not None
+        log_level = logging.DEBUG if self._has_last_update_failed else logging.WARNING
+        sent_artifact_id = _send(
+            self._context, "training-progress", create_or_update, num_retries=num_retries, log_level=log_level
+        )
+        self._artifact_id, self._has_last_update_failed = sent_artifact_id or self._artifact_id, sent_artifact_id is None
+        return sent_artifact_id is not None

@@ -102,13 +102,13 @@ class Run:
 
 
 @contextmanager
-def exclusive_lock(lock_file: Path, *, problem: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock on `lock_file`; raise InputError with the message `problem` if another process holds it.
+def exclusive_lock(lock_path: Path, *, problem: str, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock on `lock_path`; raise InputError with the message `problem` if another process holds it.
 
     Args:
         wait_s: time to wait until the other process releases the lock.
     """
-    lock = FileLock(lock_file)
+    lock = FileLock(lock_path)
     try:
         lock.acquire(timeout=wait_s)
     except Timeout:

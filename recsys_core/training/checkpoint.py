@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 1.0
 MAX_SHOWN_DIFFERENCES = 5
 TRAINED_WEIGHTS = "trained"
-"""Checkpoint key of the trained weights, if the training averages its weights. The key `model` then has the average."""
+"""Checkpoint key of the trained weights. It exists only if the training averages its weights; `model` then has the average."""
 
 
 class BestValidation(Frozen):
@@ -84,7 +84,7 @@ class Checkpointer:
     Args:
         attempt_number: part of the temporary folder's name, so that two attempts never share a temporary folder.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
-        text_by_extra_file: files that are added to each checkpoint, text by file name.
+        text_by_extra_file: text of each file that is added to the checkpoints, by file name.
         heartbeat: heartbeats of the training. The checkpointer touches the heartbeat file while it hashes a checkpoint,
             because after the last step nothing else touches the file.
 
@@ -125,12 +125,12 @@ class Checkpointer:
         best: BestValidation | None,
         average: WeightAverage | None = None,
     ) -> None:
-        """Copy the state and return. A background thread of each rank writes and hashes its files, and rank 0 commits them.
+        """Copy the state and return. On each rank, a background thread writes and hashes the rank's files; rank 0 commits them.
 
         Args:
             average: average of the weights, which is saved as the model. The weights are saved too, for a resumed training.
 
-        Raises InputError if the disk is too small, and the error of the previous save if it failed.
+        Raises InputError if the disk is too small, or the error with which the previous save failed.
         """
         self.finish()
         state = _checkpoint_state(model, optimizer, average=average)
@@ -187,15 +187,15 @@ class Checkpointer:
         self._heartbeat.end("checkpoint", start_time=start_time)
         # A checkpoint of a later step is damaged or belongs to other settings too. It is not counted, so that it does not
         # displace this checkpoint.
-        folders = [folder for folder in _committed_folders(self._folder) if folder.name <= checkpoint_folder.name]
-        num_old_folders = max(0, len(folders) - self._keep_checkpoints)
-        # A training that resumes from a kept checkpoint needs the checkpoint that was the best until then. Either it is one of
-        # the kept checkpoints, or it was already the best when the oldest kept checkpoint was written.
-        oldest_manifest = read_unchecked_manifest(folders[num_old_folders], CheckpointManifest)
+        counted_folders = [folder for folder in _committed_folders(self._folder) if folder.name <= checkpoint_folder.name]
+        num_old_folders = max(0, len(counted_folders) - self._keep_checkpoints)
+        # A training that resumes from a kept checkpoint also needs the best checkpoint up to that step. The best checkpoint is
+        # a kept checkpoint, or was already the best when the oldest kept checkpoint was written.
+        oldest_manifest = read_unchecked_manifest(counted_folders[num_old_folders], CheckpointManifest)
         best_validations = (best, None if oldest_manifest is None else oldest_manifest.best)
-        best_names = {checkpoint_name(validation.step) for validation in best_validations if validation is not None}
-        for old_folder in folders[:num_old_folders]:
-            if old_folder.name not in best_names:
+        best_folder_names = {checkpoint_name(validation.step) for validation in best_validations if validation is not None}
+        for old_folder in counted_folders[:num_old_folders]:
+            if old_folder.name not in best_folder_names:
                 shutil.rmtree(old_folder)
 
     def _gather_records(self, staging_folder: Path) -> dict[str, FileRecord]:
@@ -241,7 +241,7 @@ def _committed_folders(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest | None:
-    """Return the newest checkpoint with this fingerprint that is undamaged and names an undamaged best checkpoint.
+    """Return the newest undamaged checkpoint with this fingerprint whose best checkpoint is undamaged too.
 
     Without the best checkpoint, a resumed training could not return its result. Log a warning for each damaged checkpoint.
 
@@ -250,11 +250,12 @@ def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest |
     require_no_link(folder)
 
     @cache
-    def verified_manifest(name: str) -> CheckpointManifest | None:
-        manifest = load_manifest(folder / name, CheckpointManifest)
+    def verified_manifest(folder_name: str) -> CheckpointManifest | None:
+        manifest = load_manifest(folder / folder_name, CheckpointManifest)
         if manifest is None:
             logger.warning(
-                "%s: a file is missing or differs from its checksum; falling back to the previous checkpoint", folder / name
+                "%s: a file is missing or differs from its checksum; falling back to the previous checkpoint",
+                folder / folder_name,
             )
         return manifest
 
@@ -286,9 +287,8 @@ def restore(
     each shard gets the accumulator of the whole row: the mean over the saved column shards, weighted by their widths.
 
     Args:
-        average: average of a resumed training that averages its weights. The saved average is loaded into it, and the trained
-            weights are loaded into the model. If it is None, the weights of the key `model` are loaded into the model; see
-            `TRAINED_WEIGHTS`.
+        average: receives the saved average if a resumed training averages its weights; the model then gets the trained weights.
+            With None, the model gets the weights of the key `model`; see `TRAINED_WEIGHTS`.
 
     Raises StageError if the checkpoint belongs to another model; the message names the entries and both shapes.
     """
@@ -316,8 +316,12 @@ def restore(
     load(dict(saved_accumulator_by_key), checkpoint_id=checkpoint)
     for key, saved_accumulator in saved_accumulator_by_key.items():
         weight_key = weight_key_by_accumulator[key]
-        accumulator_SR = saved_accumulator.view(-1, value_by_key[weight_key].size(0))
-        _fill_accumulators(value_by_key[key], accumulator_SR=accumulator_SR, saved_weight=saved_metadata_by_key[weight_key])
+        saved_accumulator_SR = saved_accumulator.view(-1, value_by_key[weight_key].size(0))
+        _fill_accumulators(
+            value_by_key[key],
+            saved_accumulator_SR=saved_accumulator_SR,
+            saved_weight_metadata=saved_metadata_by_key[weight_key],
+        )
     model.load_state_dict(state["model"] if average is None else state[TRAINED_WEIGHTS])
     optimizer.load_state_dict(state["optimizer"])
 
@@ -334,12 +338,14 @@ def _weight_key(accumulator_key: str, value_by_key: Mapping[str, Any]) -> str:
     )
 
 
-def _fill_accumulators(accumulator: ShardedTensor, *, accumulator_SR: Tensor, saved_weight: TensorStorageMetadata) -> None:
+def _fill_accumulators(
+    accumulator: ShardedTensor, *, saved_accumulator_SR: Tensor, saved_weight_metadata: TensorStorageMetadata
+) -> None:
     """Fill this rank's shards of `accumulator` with the mean of each row over the saved column shards; see `restore`."""
-    width_by_first_column = dict(sorted((int(chunk.offsets[1]), int(chunk.sizes[1])) for chunk in saved_weight.chunks))
-    width_S = torch.tensor(list(width_by_first_column.values()), dtype=accumulator_SR.dtype)
+    width_by_first_column = dict(sorted((int(chunk.offsets[1]), int(chunk.sizes[1])) for chunk in saved_weight_metadata.chunks))
+    width_S = torch.tensor(list(width_by_first_column.values()), dtype=saved_accumulator_SR.dtype)
     width_share_S = width_S / width_S.sum()
-    accumulator_R = width_share_S @ accumulator_SR
+    accumulator_R = width_share_S @ saved_accumulator_SR
     for shard in accumulator.local_shards():
         # TorchRec concatenates the row-wise state of all column shards, so the offset may be beyond the rows of the table.
         first_row = shard.metadata.shard_offsets[0] % len(accumulator_R)
@@ -349,9 +355,9 @@ def _fill_accumulators(accumulator: ShardedTensor, *, accumulator_SR: Tensor, sa
 def _require_same_entries(
     value_by_key: Mapping[str, Any], saved_metadata_by_key: Mapping[str, Any], *, resizable_keys: Set[str], checkpoint: Path
 ) -> None:
-    """Collective. Raise StageError unless model and checkpoint have the same entries, and weights of the same shapes.
+    """Collective. Raise StageError if model and checkpoint have different entries, or weights of different shapes.
 
-    resizable_keys: entries whose shapes may differ.
+    resizable_keys: keys of entries whose shapes may differ.
     """
     # The shapes come from all ranks, because a rank without a shard of a table has no optimizer state for the table.
     local_shape_by_key = {key: list(value.size()) if hasattr(value, "size") else [] for key, value in value_by_key.items()}
@@ -361,8 +367,8 @@ def _require_same_entries(
     differences = [f"no {key} in the checkpoint" for key in sorted(set(shape_by_key) - set(saved_metadata_by_key))]
     differences += [f"no {key} in the model" for key in sorted(set(saved_metadata_by_key) - set(shape_by_key))]
     for key in sorted(set(shape_by_key) & set(saved_metadata_by_key) - resizable_keys):
-        saved_entry = saved_metadata_by_key[key]
-        saved_shape = list(saved_entry.size) if isinstance(saved_entry, TensorStorageMetadata) else []
+        saved_metadata = saved_metadata_by_key[key]
+        saved_shape = list(saved_metadata.size) if isinstance(saved_metadata, TensorStorageMetadata) else []
         if saved_shape != shape_by_key[key] and not key.startswith("optimizer."):
             differences.append(f"{key} is {saved_shape} in the checkpoint, {shape_by_key[key]} in the model")
     if not differences:

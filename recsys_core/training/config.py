@@ -49,8 +49,8 @@ class WarmStartConfig(Settings):
         7,
         ge=1,
         le=10_000,
-        description="Every n-th training is from scratch, counted over the champions: a run trains from scratch if the "
-        "champion is the result of n - 1 warm starts in a row. With `1`, every run trains from scratch",
+        description="Every n-th training is from scratch: a run trains from scratch if the champion is the result of n - 1 "
+        "warm starts in a row. With `1`, every run trains from scratch",
     )
 
 
@@ -100,8 +100,8 @@ class TrainingConfig(Settings):
     )
     refit: Annotated[bool, OPERATIONAL] = Field(
         False,
-        description="After a promotion, train the same model again with the validation and test events as training events, for "
-        "as many epochs as the best epoch of the first training, and serve the result as another version. Its "
+        description="After a promotion, train the same model again, with the validation and test events as training events, "
+        "and stop after the epoch that was the best epoch of the first training. The result is served as another version. Its "
         "metrics are unknown, because no events are left to measure them",
     )
     seed: int = Field(7, ge=0, le=2**32 - 1, description="Seed of initialisation, shuffling, dropout and negative sampling")
@@ -140,16 +140,16 @@ class TrainingConfig(Settings):
         180.0,
         gt=0,
         le=WEEK_S,
-        description="Longest time in seconds from the start of all ranks to the first heartbeat, by which the training reports "
-        "that it makes progress",
+        description="Longest time in seconds from the start of all ranks to the first heartbeat. A heartbeat shows that the "
+        "training makes progress",
     )
     heartbeat_timeout_s: Annotated[float | None, OPERATIONAL] = Field(
         None,
         gt=0,
         le=WEEK_S,
         description="Longest time in seconds between two heartbeats of the training. Default: ten times the longest measured "
-        "duration of `log_every_steps` steps, a validation or a checkpoint, but at least 60; 600 before the first "
-        "measurement, with `profile`, and in the export",
+        "duration of `log_every_steps` steps, a validation or a checkpoint, but at least 60 (600 with `profile`); 600 in the "
+        "export and before the first measurement",
     )
 
     def num_saves(self, *, num_steps: int) -> int:
@@ -157,8 +157,8 @@ class TrainingConfig(Settings):
 
         The last step is always saved. Each validation before the last epoch may find the best checkpoint so far.
         """
-        num_best = 0 if self.validation is None else (self.epochs - 1) // self.validation.every_epochs
-        return math.ceil(num_steps / self.checkpoint_every_steps) + num_best
+        num_best_saves = 0 if self.validation is None else (self.epochs - 1) // self.validation.every_epochs
+        return math.ceil(num_steps / self.checkpoint_every_steps) + num_best_saves
 
     def max_num_checkpoints(self, *, num_steps: int) -> int:
         """Return the largest number of checkpoints that exist at the same time.

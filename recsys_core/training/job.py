@@ -27,7 +27,7 @@ class WarmStart(Frozen):
             rows_<table>.npy for each table that is carried over: int64, for each row of this run's table, the row with the same
                 id in the champion's table; -1 for a new id.
             vectors_<table>.npy for each table whose pretrained vectors are projected or come from the log: the vectors, rotated
-                to be as near as possible to the champion's table; only if they have the width of the table.
+                to be as near as possible to the champion's table. Vectors of another width than this table have no file.
     """
 
     run_id: str
@@ -44,7 +44,7 @@ class WarmStart(Frozen):
 
 
 class JobSpec(Frozen):
-    """The part of a job that training and export share."""
+    """The fields that the jobs of training and export have in common."""
 
     work_folder: Path
     spec: ModelSpec
@@ -116,7 +116,7 @@ class Progress(Frozen):
     learning_rate: float = Field(description="learning rate of training.table_optimizer")
     samples_per_s: float = Field(description="training examples per second, all ranks")
     ms_per_step: dict[str, float] = Field(
-        {}, description="step: duration of a step; data: the part of it that waits for the loader"
+        {}, description="step: duration of a step; data: part of this time that is spent waiting for the loader"
     )
     embedding_bytes_per_s: float = Field(0.0, description="bytes of embedding rows looked up per second, all ranks")
     memory_bytes: dict[str, int] = Field({}, description="rss and peak hbm, each the maximum over the ranks")

@@ -226,9 +226,9 @@ class Trainer:
         return self.step, self.heartbeat.begin("steps")
 
     def _end_steps(self, interval_start: tuple[int, float]) -> None:
-        """Record the duration of the interval, unless later intervals have more steps, for example after a resume.
+        """Record the duration of the interval, unless it is short, for example the first interval after a resume.
 
-        The timeout is a multiple of the recorded duration, so it would be too short for the later intervals.
+        The timeout is a multiple of the recorded duration, so a short interval would make it too short for later intervals.
         """
         start_step, start_time = interval_start
         config = self.config
@@ -238,7 +238,7 @@ class Trainer:
     def end_epoch(self) -> None:
         """Collective. Average the weights, validate if a validation is due, and write a log line.
 
-        Save a checkpoint if the epoch is the best so far or the last, or if a checkpoint is due.
+        Save a checkpoint if one is due, and always after the last epoch and after the best epoch so far.
         """
         epoch = self.step // self.steps_per_epoch
         if self.average is None:
@@ -248,8 +248,8 @@ class Trainer:
             with self.average.in_model():
                 metrics = self._validate(epoch)
         self._write_log_line(epoch, validation=metrics)
-        is_best = self.best_validation is not None and self.best_validation.step == self.step
-        if is_best or self.step == self.total_steps or self.step % self.config.checkpoint_every_steps == 0:
+        is_best_epoch = self.best_validation is not None and self.best_validation.step == self.step
+        if is_best_epoch or self.step == self.total_steps or self.step % self.config.checkpoint_every_steps == 0:
             self._save()
 
     def finish(self) -> None:
@@ -306,7 +306,7 @@ class Trainer:
 def load_state(
     job: TrainJob, *, model: DistributedModelParallel, optimizer: CombinedOptimizer, average: WeightAverage | None
 ) -> tuple[int, BestValidation | None]:
-    """Collective. Restore the checkpoint of `job`; without a checkpoint, load the champion if the job has one.
+    """Collective. Restore the checkpoint of `job`. Without a checkpoint, load the champion of `job`, if any.
 
     Returns:
         (number of completed steps, best validation so far).

@@ -41,17 +41,18 @@ class MetricsLog:
     On a CPU every step is timed. On a GPU only the first step of each line is timed, because timing waits for the device.
 
     Args:
-        num_completed_steps: lines of later steps are removed, because this attempt repeats these steps.
+        num_completed_steps: number of steps before this attempt. Lines of later steps are removed, because this attempt repeats
+            the steps.
     """
 
     def __init__(self, path: Path, *, spec: ModelSpec, process: Process, total_steps: int, num_completed_steps: int) -> None:
         self._path, self._process, self._total_steps = path, process, total_steps
         self._tables, self._os_process = list(spec.tables.values()), psutil.Process()
-        self._is_gpu, self._is_timing = process.device.type == "cuda", False
-        self._loss_sum_and_steps = torch.zeros(2, dtype=torch.float64, device=process.device)
-        self._num_samples = 0
-        self._start_time = time.perf_counter()
-        self._start_line(self._start_time)
+        self._is_gpu, self._is_step_timed = process.device.type == "cuda", False
+        self._loss_sum_and_num_steps = torch.zeros(2, dtype=torch.float64, device=process.device)
+        self._num_attempt_samples = 0
+        self._attempt_start_time = time.perf_counter()
+        self._start_line(self._attempt_start_time)
         self.last_loss = float("nan")
         if process.is_main:
             self._remove_lines_after(num_completed_steps)
@@ -60,7 +61,7 @@ class MetricsLog:
         """Reset the totals of a line. `_loader_wait_s` is the part of `_step_s` that was spent waiting for the loader."""
         self._line_start_time, self._num_line_samples, self._embedding_bytes = start_time, 0, 0
         self._num_timed_steps, self._step_s, self._loader_wait_s = 0, 0.0, 0.0
-        self._loss_sum_and_steps.zero_()
+        self._loss_sum_and_num_steps.zero_()
 
     def _remove_lines_after(self, step: int) -> None:
         lines = self._path.read_text().splitlines(keepends=True) if self._path.is_file() else []
@@ -75,41 +76,41 @@ class MetricsLog:
         while True:
             start_time = time.perf_counter()
             batch = next(batches, None)
-            self._loader_wait_s += (time.perf_counter() - start_time) if self._is_timing else 0.0
+            self._loader_wait_s += (time.perf_counter() - start_time) if self._is_step_timed else 0.0
             if batch is None:
                 return
             self._embedding_bytes += self._lookup_bytes(batch)
             yield batch
 
     def _lookup_bytes(self, batch: Batch) -> int:
-        num_values_by_key: dict[tuple[str, str], int] = {
+        num_values_by_feature: dict[tuple[str, str], int] = {
             (batch_key, feature): num_values
             for batch_key, lookups in batch.sparse.items()
             for feature, num_values in zip(lookups.keys(), lookups.length_per_key(), strict=True)
         }
-        num_floats = sum(num_values_by_key.get((table.batch_key, table.feature), 0) * table.dim for table in self._tables)
+        num_floats = sum(num_values_by_feature.get((table.batch_key, table.feature), 0) * table.dim for table in self._tables)
         return num_floats * FLOAT32_BYTES
 
     @contextmanager
     def time_step(self) -> Iterator[None]:
         """Time the block as one step. On a GPU only the first step of a line is timed."""
-        self._is_timing = not self._is_gpu or self._num_timed_steps == 0
+        self._is_step_timed = not self._is_gpu or self._num_timed_steps == 0
         start_time = self._now()
         yield
-        if self._is_timing:
+        if self._is_step_timed:
             self._num_timed_steps += 1
             self._step_s += self._now() - start_time
-        self._is_timing = False
+        self._is_step_timed = False
 
     def _now(self) -> float:
-        if self._is_gpu and self._is_timing:
+        if self._is_gpu and self._is_step_timed:
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def add_step(self, loss: Tensor, *, num_samples: int) -> None:
         """Add a step to the totals of the line. num_samples: number of examples on all ranks."""
-        self._loss_sum_and_steps[0] += loss
-        self._loss_sum_and_steps[1] += 1
+        self._loss_sum_and_num_steps[0] += loss
+        self._loss_sum_and_num_steps[1] += 1
         self._num_line_samples += num_samples
 
     def write_line(
@@ -121,7 +122,7 @@ class MetricsLog:
         trained_share_by_table: dict[str, float],
         validation: dict[str, float],
     ) -> None:
-        """Collective. Append a line, and start new averages.
+        """Collective. Append a line, and reset the totals.
 
         Args:
             trained_share_by_table: for each gradually unfrozen table, the share of its rows that the epoch trains.
@@ -130,7 +131,7 @@ class MetricsLog:
         ms_per_step = 1000 * self._step_s / max(self._num_timed_steps, 1)
         loader_wait_ms_per_step = 1000 * self._loader_wait_s / max(self._num_timed_steps, 1)
         times_and_bytes = torch.tensor([ms_per_step, loader_wait_ms_per_step, self._embedding_bytes], dtype=torch.float64)
-        totals = torch.cat([self._loss_sum_and_steps, times_and_bytes.to(self._process.device)])
+        totals = torch.cat([self._loss_sum_and_num_steps, times_and_bytes.to(self._process.device)])
         dist.all_reduce(totals)
         loss_sum, num_steps, total_step_ms, total_loader_wait_ms, total_embedding_bytes = totals.tolist()
         peak_hbm_bytes = torch.cuda.max_memory_allocated(self._process.device) if self._is_gpu else 0
@@ -158,13 +159,13 @@ class MetricsLog:
         if self._process.is_main:
             with self._path.open("a") as file:
                 file.write(progress.model_dump_json() + "\n")
-        self._num_samples += self._num_line_samples
+        self._num_attempt_samples += self._num_line_samples
         self._start_line(end_time)
 
     @property
     def samples_per_s(self) -> float:
         """Mean throughput of this attempt; the time includes checkpoints and validation."""
-        return self._num_samples / (time.perf_counter() - self._start_time)
+        return self._num_attempt_samples / (time.perf_counter() - self._attempt_start_time)
 
 
 class MetricsTail:
@@ -196,8 +197,9 @@ class MetricsTail:
 def make_profiler(config: ProfileConfig | None, *, num_steps: int, folder: Path, process: Process) -> profile | None:
     """Return a profiler that writes rank-<r>.json.gz (chrome://tracing, Perfetto) to `folder`; None if `config` is None.
 
-    The profiler is a context manager; call its step() after each training step. If `num_steps`, the largest number of steps of
-    this attempt, is too small for a recording, log a warning.
+    The profiler is a context manager; call its step() after each training step.
+
+    num_steps: largest number of steps of this attempt. If it is too small for a recording, a warning is logged.
     """
     if config is None:
         return None
@@ -221,7 +223,7 @@ def make_profiler(config: ProfileConfig | None, *, num_steps: int, folder: Path,
 def raise_if_not_finite(
     loss: Tensor, *, step: int, epoch: int, model: DistributedModelParallel, spec: ModelSpec, rank: int
 ) -> None:
-    """Raise StageError if the loss of a step is not finite. The message names the tables and layers with such values."""
+    """Raise StageError if the loss of a step is not finite. The message names the tables and layers that are not finite."""
     if math.isfinite(loss.item()):
         return
     tensor_by_name = model.state_dict()
@@ -244,14 +246,14 @@ def raise_if_not_finite(
     ]
     if layer_names:
         problems.append(f"layers {', '.join(layer_names)} are not finite")
-    details = "; ".join(problems) or "tables and layers are finite"
-    tables = non_finite_tables or [table_name for table_name, table in spec.tables.items() if not table.is_frozen]
-    table_settings = list(dict.fromkeys(spec.optimizer_setting(table_name) for table_name in tables))
-    rates = " or ".join([*table_settings, "training.dense_optimizer"])
-    clips = " or ".join(
+    problems_text = "; ".join(problems) or "tables and layers are finite"
+    suspected_tables = non_finite_tables or [table_name for table_name, table in spec.tables.items() if not table.is_frozen]
+    table_settings = list(dict.fromkeys(spec.optimizer_setting(table_name) for table_name in suspected_tables))
+    rate_settings = " or ".join([*table_settings, "training.dense_optimizer"])
+    clip_settings = " or ".join(
         [*(f"{setting}.gradient_clip_value" for setting in table_settings), "training.dense_optimizer.gradient_clip_norm"]
     )
     raise StageError(
-        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({details}); "
-        f"lower the learning_rate of {rates}, set {clips}, or raise model.temperature"
+        f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({problems_text}); "
+        f"lower the learning_rate of {rate_settings}, set {clip_settings}, or raise model.temperature"
     )

@@ -24,7 +24,7 @@ _NUM_STATE_VALUES_BY_OPTIMIZER: dict[TableOptimizerKind, tuple[int, int]] = {
     "adam": (0, 2),
     "partial_rowwise_adam": (1, 1),
 }
-"""float32 values that an optimizer stores: (per row, per value of a row)."""
+"""Number of float32 values that an optimizer stores: (number per row, number per weight)."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,20 @@ class TrainingSetup:
     launcher: Launcher = field(default_factory=LocalLauncher)
 
     def plan(self, dataset: Dataset, *, folder: Path) -> PlanManifest:
-        """Plan the sharding as the stage `plan_sharding`."""
+        """Run the stage `plan_sharding` in `folder`."""
         model, batch_size, lookup_stats = self.model, self.training.batch_size, self._lookup_stats(dataset)
         return plan_sharding(self.sharding, model=model, batch_size=batch_size, lookup_stats=lookup_stats, folder=folder)
 
     def make_plan(self, dataset: Dataset) -> PlanFile:
-        """Return the same plan without writing it."""
+        """Return the plan that `plan` would write, but write no files."""
         model, batch_size, lookup_stats = self.model, self.training.batch_size, self._lookup_stats(dataset)
         return make_plan(self.sharding, model=model, batch_size=batch_size, lookup_stats=lookup_stats)
 
     def checkpoint_bytes(self, *, work_folder: Path, steps_per_epoch: int) -> int:
-        """Return how many bytes the tables in the largest number of checkpoints need, minus the bytes in `work_folder`."""
+        """Return the disk space that the checkpoints of a training still need, without the layers of the towers.
+
+        This is the size of the largest number of checkpoints that exist at the same time, minus the bytes in `work_folder`.
+        """
         config = self.training
         num_copies = 2 if config.averaged_epochs > 1 else 1  # the weights and their average
         checkpoint_bytes = sum(num_copies * _weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
@@ -81,13 +84,13 @@ def export_bytes(spec: ModelSpec) -> int:
     their number depends on the split.
     """
     block = spec.config.spectral_block
-    dims = spec.config.history_dim, spec.config.output_dim, 0 if block is None else block.dim
-    bytes_by_array = [spec.num_items * dim * FLOAT_BYTES for dim in dims]
-    bytes_by_array += [_weight_bytes(table) for table in spec.tables.values()]
-    bytes_by_accumulator = [
+    vector_dims = spec.config.history_dim, spec.config.output_dim, 0 if block is None else block.dim
+    array_sizes_bytes = [spec.num_items * dim * FLOAT_BYTES for dim in vector_dims]
+    array_sizes_bytes += [_weight_bytes(table) for table in spec.tables.values()]
+    accumulator_sizes_bytes = [
         _state_bytes(table) for table in spec.tables.values() if table.optimizer.kind in ("rowwise_adagrad", "adagrad")
     ]
-    return sum(bytes_by_array) + sum(bytes_by_accumulator) + max(bytes_by_array)
+    return sum(array_sizes_bytes) + sum(accumulator_sizes_bytes) + max(array_sizes_bytes)
 
 
 def _weight_bytes(table: TableSpec) -> int:
@@ -97,5 +100,5 @@ def _weight_bytes(table: TableSpec) -> int:
 def _state_bytes(table: TableSpec) -> int:
     if table.is_frozen:
         return 0
-    num_per_row, num_per_value = _NUM_STATE_VALUES_BY_OPTIMIZER[table.optimizer.kind]
-    return table.num_rows * (num_per_row + num_per_value * table.dim) * FLOAT_BYTES
+    num_values_per_row, num_values_per_weight = _NUM_STATE_VALUES_BY_OPTIMIZER[table.optimizer.kind]
+    return table.num_rows * (num_values_per_row + num_values_per_weight * table.dim) * FLOAT_BYTES

@@ -50,7 +50,7 @@ class TemperatureTrials(Frozen):
         config = job.spec.config
         if config.temperature != "auto":
             return cls(temperature=config.temperature)
-        if champion is not None:  # the manifest of an earlier version has no temperature, but its settings have a number
+        if champion is not None:  # old manifests have no temperature; the settings then have a number
             return cls(temperature=champion.train.temperature or champion.spec.config.start_temperature)
         if job.training.validation is None or num_validation_events == 0:
             raise InputError(
@@ -58,9 +58,9 @@ class TemperatureTrials(Frozen):
                 + ("training.validation is null" if job.training.validation is None else "the split holds no event")
                 + "; set model.temperature to a number, such as 0.1, or hold out validation events"
             )
-        path = job.work_folder / TRIALS_FILE
+        trials_path = job.work_folder / TRIALS_FILE
         try:
-            trials = cls.model_validate_json(path.read_bytes())
+            trials = cls.model_validate_json(trials_path.read_bytes())
         except (FileNotFoundError, ValueError):  # a power failure may cut off a file
             trials = cls(temperature=config.start_temperature)
         for temperature in CANDIDATE_TEMPERATURES:
@@ -68,7 +68,7 @@ class TemperatureTrials(Frozen):
                 trials = trials.with_trial(
                     temperature, metric=_metric_after_one_epoch(job, temperature=temperature, train=train)
                 )
-                write_text(path, trials.model_dump_json())
+                write_text(trials_path, trials.model_dump_json())
         return trials
 
     def with_trial(self, temperature: float, *, metric: float) -> "TemperatureTrials":
@@ -82,18 +82,18 @@ def _metric_after_one_epoch(job: TrainJob, *, temperature: float, train: Callabl
     """Train one epoch in a separate folder; return the validation metric."""
     validation = job.training.validation
     assert validation is not None
-    folder = job.work_folder / TRIALS_FOLDER / f"{temperature:g}"
-    folder.mkdir(parents=True, exist_ok=True)
+    trial_folder = job.work_folder / TRIALS_FOLDER / f"{temperature:g}"
+    trial_folder.mkdir(parents=True, exist_ok=True)
     training = job.training.model_copy(update={"epochs": 1, "profile": None})
     spec = job.spec.with_choices(temperature=temperature)
-    train(job.model_copy(update={"work_folder": folder, "spec": spec, "training": training}))
+    train(job.model_copy(update={"work_folder": trial_folder, "spec": spec, "training": training}))
     metric_name = f"{validation.metric}@{validation.k}"
-    result = TrainResult.model_validate_json((folder / RESULT_FILE).read_bytes())
+    result = TrainResult.model_validate_json((trial_folder / RESULT_FILE).read_bytes())
     if metric_name not in result.validation:
         raise InputError(
             "model.temperature is auto, which compares temperatures on the validation split, but no user in the split has a "
             "target that is new to the user; set model.temperature to a number, such as 0.1"
         )
-    shutil.rmtree(folder)
+    shutil.rmtree(trial_folder)
     logger.info("temperature %g: validation %s %.4f after one epoch", temperature, metric_name, result.validation[metric_name])
     return result.validation[metric_name]

@@ -211,12 +211,12 @@ def _copy_result(job: TrainJob, *, output_folder: Path) -> TrainResult:
 
 
 def run_attempts(job: TrainJob, *, setup: TrainingSetup, poll: Callable[[], None]) -> TrainJob:
-    """Launch `job` until an attempt succeeds, at most job.training.max_attempts times; return the job of this attempt.
+    """Launch `job` until an attempt succeeds, at most job.training.max_attempts times; return the job of the last attempt.
 
-    Each attempt resumes from the newest checkpoint. After two failures in a row, or after one if this host now has too few
-    GPUs, the next attempt uses fewer ranks, if job.training.min_processes allows it.
+    Each attempt resumes from the newest checkpoint. The next attempt uses fewer ranks after two failures in a row, or after one
+    failure if this host now has too few GPUs. There are never fewer ranks than job.training.min_processes.
 
-    Raises LaunchError if the last attempt failed, and the InputError or StageError of any attempt.
+    Raises LaunchError if the last attempt failed. An InputError or StageError of any attempt is raised at once.
     """
     shutil.rmtree(job.work_folder / "logs", ignore_errors=True)  # a killed process leaves its logs
     num_failures = 0
@@ -261,7 +261,7 @@ def launch_job(
 
 
 def _max_ranks_per_host(plan: PlanFile, *, launcher: Launcher) -> int:
-    """Return the number of ranks per host in `plan`, or the number of GPUs if this host now has too few for the plan."""
+    """Return the number of ranks per host in `plan`, or the number of this host's GPUs if it is smaller."""
     if launcher.kind == "local" and plan.device == "cuda":
         return min(plan.processes_per_node, torch.cuda.device_count())
     return plan.processes_per_node

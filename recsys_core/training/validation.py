@@ -50,11 +50,11 @@ class Validator:
         self.config = config
         self._encoder, self._store, self._work_folder = encoder, encoder.store, work_folder
         self._writer = RankWriter(encoder.process, heartbeat_path=heartbeat_path)
-        self._cold_items = cold_rows(self._store, "validation") if config.candidates == "cold" else None
-        self._users = users_to_validate(config, store=self._store, cold_items=self._cold_items)
+        self._cold_rows = cold_rows(self._store, "validation") if config.candidates == "cold" else None
+        self._user_row_U = users_to_validate(config, store=self._store, cold_items=self._cold_rows)
         spec = encoder.spec
-        history_length = self._store.items_before(self._users, "validation").lengths
-        self._is_known_U = spec.is_known(history_length_B=history_length, user_row_B=self._users)
+        history_length_U = self._store.items_before(self._user_row_U, "validation").lengths
+        self._is_known_U = spec.is_known(history_length_B=history_length_U, user_row_B=self._user_row_U)
         self._popularity_order_I = np.arange(spec.num_items, dtype=np.int32)
         if not self._is_known_U.all():  # only unknown users get this order, and computing it reads all ids
             self._popularity_order_I = popularity_order_before("validation", store=self._store, interactions=interactions)
@@ -62,7 +62,7 @@ class Validator:
     @property
     def has_users(self) -> bool:
         """Whether any user has a validation event with an item that the user has not seen before."""
-        return len(self._users) > 0
+        return len(self._user_row_U) > 0
 
     @property
     def metric_name(self) -> str:
@@ -76,8 +76,8 @@ class Validator:
         task.eval()
         item_vector_ID = self._encode_items()
         totals = torch.zeros(1 + len(METRIC_BY_NAME), dtype=torch.float64)  # number of users, then the total of each metric
-        for user_index_B, is_in_range in self._writer.batches(len(self._users)):
-            query_BD = self._encoder.encode_queries(self._users[user_index_B], split="validation").cpu()
+        for user_index_B, is_in_range in self._writer.batches(len(self._user_row_U)):
+            query_BD = self._encoder.encode_queries(self._user_row_U[user_index_B], split="validation").cpu()
             if not is_in_range:
                 continue
             positions = self._target_positions(user_index_B, query_BD=query_BD, item_vector_ID=item_vector_ID)
@@ -110,11 +110,11 @@ class Validator:
         return torch.from_numpy(item_vector_ID)
 
     def _target_positions(self, user_index_B: Int64Array, *, query_BD: Tensor, item_vector_ID: Tensor) -> TargetPositions:
-        """Return the positions of the targets in the rankings for the users `self._users[user_index_B]`."""
-        users = self._users[user_index_B]
-        seen_items, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
+        """Return the positions of the targets in the rankings for the users `self._user_row_U[user_index_B]`."""
+        user_row_B = self._user_row_U[user_index_B]
+        seen_items, targets = self._store.items_before(user_row_B, "validation"), self._store.targets(user_row_B, "validation")
         queries = Queries(query_BD, is_known_B=self._is_known_U[user_index_B], seen=seen_items, targets=targets)
-        rank_items = rank_as_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
+        rank_items = rank_as_served if self._cold_rows is None else partial(rank_among, candidate_rows=self._cold_rows)
         ranking = rank_items(queries, item_vector_ID=item_vector_ID, order_I=self._popularity_order_I, k=0)
         return ranking.target_positions()
 
@@ -124,21 +124,21 @@ def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items
 
     Raises InputError if config.candidates is cold and there is no validation event of a cold item.
     """
-    users = store.users_with_targets("validation")
-    if cold_items is not None and len(users):
+    user_row_U = store.users_with_targets("validation")
+    if cold_items is not None and len(user_row_U):
         is_cold_I = np.zeros(store.num_items, np.bool_)
         is_cold_I[cold_items] = True
-        targets = store.targets(users, "validation")
-        users = users[targets.filter(is_cold_I[targets.values_L]).lengths > 0]
-        if not len(users):
+        targets = store.targets(user_row_U, "validation")
+        user_row_U = user_row_U[targets.filter(is_cold_I[targets.values_L]).lengths > 0]
+        if not len(user_row_U):
             raise InputError(
                 "training.validation.candidates is cold, but every validation event has an item with training events; "
                 "hold out items (interactions.split.validation_unit: item), or set training.validation.candidates to all"
             )
-    if len(users) > config.max_users:
-        users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))
+    if len(user_row_U) > config.max_users:
+        user_row_U = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(user_row_U, config.max_users, replace=False))
     # A target that the user has seen is not ranked, so a user without unseen targets has no metric.
-    unseen_targets = store.targets(users, "validation").difference(
-        store.items_before(users, "validation"), bound=store.num_items
+    unseen_targets = store.targets(user_row_U, "validation").difference(
+        store.items_before(user_row_U, "validation"), bound=store.num_items
     )
-    return users[unseen_targets.lengths > 0]
+    return user_row_U[unseen_targets.lengths > 0]

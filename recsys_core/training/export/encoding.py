@@ -58,8 +58,8 @@ class Encoder:
 
     def encode_queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
         """Collective. Return query vectors [B, D] of `users`, from their events before `split`."""
-        history_length = self.spec.history_length
-        batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=history_length)
+        max_history = self.spec.history_length
+        batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=max_history)
         return self.task.encode_queries(batch.to(self.process.device))
 
 
@@ -77,8 +77,8 @@ class Part:
         num_rows, num_columns = values_RC.shape
         rows_per_record = max(1, MAX_RECORD_VALUES // max(1, num_columns))
         for record_start in range(0, num_rows, rows_per_record):
-            values = values_RC[record_start : record_start + rows_per_record].detach().cpu()
-            record_RC = (values.float() if values.is_floating_point() else values).numpy()
+            tensor_RC = values_RC[record_start : record_start + rows_per_record].detach().cpu()
+            record_RC = (tensor_RC.float() if tensor_RC.is_floating_point() else tensor_RC).numpy()
             self._file.write(np.array([first_row + record_start, first_column, *record_RC.shape], np.int64).tobytes())
             self._file.write(np.ascontiguousarray(record_RC).data)
 
@@ -105,8 +105,8 @@ class RankWriter:
     def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
         """Yield (row numbers, whether the rows are in this rank's range) for each batch of this rank.
 
-        Encoding is collective, so every rank needs the same number of batches. A rank with too few rows for this number gets
-        the batch ([0], False): the caller encodes row 0 and discards the vector.
+        Encoding is collective, so every rank needs the same number of batches. A rank without rows gets the
+        batch ([0], False): the caller encodes row 0 and discards the vector.
         """
         if num_rows == 0:
             return
@@ -146,7 +146,7 @@ class RankWriter:
     def build(self, path: Path, *, shape: tuple[int, ...], dtype: DTypeLike = np.float32, accumulate: bool = False) -> None:
         """On rank 0, write the .npy file `path` from the parts of all ranks, and remove the parts.
 
-        dtype: type of the array. accumulate: add up overlapping records. By default, each value must be in exactly one record.
+        accumulate: add up overlapping records. By default, each value must be in exactly one record.
 
         Raises StageError if the parts do not make up an array of this shape, and InputError if the disk is full.
         """
@@ -163,21 +163,21 @@ class RankWriter:
             _part_path(path, rank).unlink()
 
     def fill(self, array: NDArray[Any], *, path: Path, accumulate: bool = False) -> None:
-        """Copy all parts of `path` into `array`, an array of zeros, in the order of the ranks. accumulate: see `build`."""
+        """Copy the parts of all ranks, in rank order, into `array`, which holds zeros. accumulate: see `build`."""
         array_RC, world_size = array if array.ndim == 2 else array[:, None], self._process.world_size
-        num_values = 0
+        num_written_values = 0
         for rank in range(world_size):
             for region, values_RC in _read_records(_part_path(path, rank), shape=array_RC.shape, dtype=array.dtype):
                 if accumulate:
                     array_RC[region] += values_RC
                 else:
                     array_RC[region] = values_RC
-                num_values += values_RC.size
+                num_written_values += values_RC.size
                 self.touch_heartbeat()
-        if not accumulate and num_values != array.size:
+        if not accumulate and num_written_values != array.size:
             raise StageError(
-                f"{path}: the {world_size} ranks wrote {num_values:,} values, but the array has {array.size:,}; mount the same "
-                "storage under this path on all hosts"
+                f"{path}: the {world_size} ranks wrote {num_written_values:,} values, but the array has {array.size:,}; mount "
+                "the same storage under this path on all hosts"
             )
 
     def remove_part(self, path: Path) -> None:

@@ -61,7 +61,7 @@ def export_vectors(
 
     Args:
         ranking: settings of the rankings that the ranks also write; None for no rankings. The ranks write no rankings if the
-            model has a spectral block or a validated popularity term: the weight of this term is chosen after the ranks have
+            model has a spectral block or a validated popularity term, whose weights are chosen after the ranks have
             finished. The settings are not part of the fingerprint. If they change, the export stays valid, and the stage
             `evaluate` computes the rankings, as for an export without rankings.
         train_log: stage with the training events from which a spectral block is computed; None means the events of `dataset`.
@@ -116,9 +116,9 @@ def export_vectors(
 def _choose_weights(
     setup: TrainingSetup, *, interactions: InteractionsManifest, train_log: InteractionsManifest | None, folder: Path
 ) -> tuple[float | None, float | None]:
-    """Append the spectral block to the vectors in `folder`, and choose the weight of the popularity term.
+    """Append the spectral block to the vectors in `folder`, and choose the weight of a validated popularity term.
 
-    Return the weights of both terms; None for a term that the model does not have or that is not validated.
+    Return (weight of the block, weight of the popularity term), each None if the model has no such term.
     """
     model, validation = setup.model, setup.training.validation
     block_weight = popularity_weight = None
@@ -139,7 +139,7 @@ def _choose_weights(
 
 
 def run_export(job: ExportJob, *, process: Process) -> None:
-    """Write the files that ExportManifest lists to `job.output_folder`. All ranks must call this function."""
+    """Collective. Write the files that ExportManifest lists to `job.output_folder`."""
     dataset = job.open_dataset()
     store = EventStore.open(dataset.interactions)
     feature_store = None if dataset.features is None else FeatureStore.open(dataset.features)
@@ -169,8 +169,8 @@ def run_export(job: ExportJob, *, process: Process) -> None:
                 ranking_writer.write_model_rankings(split, items=item_vectors, query_vectors=query_vectors)
         del item_vectors, query_vectors
         if ranking_writer is not None and dataset.item_embeddings is not None:
-            path = dataset.item_embeddings.vectors_path("item")
-            ranking_writer.write_zero_shot_rankings(np.load(path, mmap_mode="r"))
+            vectors_path = dataset.item_embeddings.vectors_path("item")
+            ranking_writer.write_zero_shot_rankings(np.load(vectors_path, mmap_mode="r"))
         _write_tables(sharded_model, optimizer, job=job, writer=writer, process=process)
     layer_by_name = {}
     for tensor_name, tensor in gather_tensors(task.head.state_dict()):
@@ -233,7 +233,7 @@ def _write_tables(
     for table_name, table in job.spec.tables.items():
         # Every rank has a copy of a replicated table, but only rank 0 writes it.
         is_writer = sharding_plan.tables[table_name].sharding_type != "data_parallel" or process.is_main
-        table_path, state_path = (job.output_folder / f"{kind}_{table_name}.npy" for kind in ("table", "state"))
+        table_path, state_path = (job.output_folder / f"{prefix}_{table_name}.npy" for prefix in ("table", "state"))
         with writer.part(table_path) as part:
             for shard in table_shards(tensor_by_name, table=table_name) if is_writer else ():
                 part.add(shard.first_row, shard.first_column, shard.weight_RD)

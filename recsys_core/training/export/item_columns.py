@@ -63,12 +63,12 @@ class TravellingColumns:
         self._num_columns, self._block_columns, self._process = len(item_row_C), block_columns, process
         num_blocks = -(-self._num_columns // block_columns)
         blocks_by_rank = np.array_split(np.arange(num_blocks), process.world_size)
-        self._owner_by_block = np.repeat(np.arange(process.world_size), [len(blocks) for blocks in blocks_by_rank])
-        first_block = int(np.searchsorted(self._owner_by_block, process.rank))
+        self._owner_rank_by_block = np.repeat(np.arange(process.world_size), [len(blocks) for blocks in blocks_by_rank])
+        first_block = int(np.searchsorted(self._owner_rank_by_block, process.rank))
         self._first_owned_column = first_block * block_columns
         num_owned_columns = min(self._num_columns - self._first_owned_column, len(blocks_by_rank[process.rank]) * block_columns)
         vector_RD = items.vector_RD
-        self._owned_CD = vector_RD.new_empty((max(0, num_owned_columns), vector_RD.shape[1]))
+        self._owned_vector_CD = vector_RD.new_empty((max(0, num_owned_columns), vector_RD.shape[1]))
 
         is_encoded_C = (item_row_C >= items.rows.start) & (item_row_C < items.rows.stop)
         encoded_column_R = np.flatnonzero(is_encoded_C)
@@ -77,39 +77,41 @@ class TravellingColumns:
         num_exchanges = int(gather_counts(len(encoded_row_R), process=process).max() + EXCHANGE_ROWS - 1) // EXCHANGE_ROWS
         for exchange_index in range(num_exchanges):
             exchange_range = slice(exchange_index * EXCHANGE_ROWS, (exchange_index + 1) * EXCHANGE_ROWS)
-            self._exchange(encoded_column_R[exchange_range], vector_RD[torch.from_numpy(encoded_row_R[exchange_range])])
+            self._send_to_owners(encoded_column_R[exchange_range], vector_RD[torch.from_numpy(encoded_row_R[exchange_range])])
 
-    def _exchange(self, column_R: NDArray[np.int64], vector_RD: Tensor) -> None:
+    def _send_to_owners(self, column_R: NDArray[np.int64], vector_RD: Tensor) -> None:
         """Collective. Send each vector to the owner of its column. The columns are ascending, and so are their owners."""
         device, world_size = self._process.device, self._process.world_size
-        owner_R = self._owner_by_block[column_R // self._block_columns]
-        num_sent_W = torch.from_numpy(np.bincount(owner_R, minlength=world_size)).to(device)
+        owner_rank_R = self._owner_rank_by_block[column_R // self._block_columns]
+        num_sent_W = torch.from_numpy(np.bincount(owner_rank_R, minlength=world_size)).to(device)
         num_received_W = torch.empty_like(num_sent_W)
         dist.all_to_all_single(num_received_W, num_sent_W)
         received_counts, sent_counts = num_received_W.tolist(), num_sent_W.tolist()
         sent_column_R = torch.from_numpy(column_R).to(device)
         received_column_R = sent_column_R.new_empty(sum(received_counts))
-        received_RD = vector_RD.new_empty((sum(received_counts), vector_RD.shape[1]))
-        for received, sent in ((received_column_R, sent_column_R), (received_RD, vector_RD)):
-            dist.all_to_all_single(received, sent, received_counts, sent_counts)
-        self._owned_CD[received_column_R - self._first_owned_column] = received_RD
+        received_vector_RD = vector_RD.new_empty((sum(received_counts), vector_RD.shape[1]))
+        for received_tensor, sent_tensor in ((received_column_R, sent_column_R), (received_vector_RD, vector_RD)):
+            dist.all_to_all_single(received_tensor, sent_tensor, received_counts, sent_counts)
+        self._owned_vector_CD[received_column_R - self._first_owned_column] = received_vector_RD
 
     @property
     def num_owned_columns(self) -> int:
         """Number of columns whose vectors are in the memory of this rank."""
-        return len(self._owned_CD)
+        return len(self._owned_vector_CD)
 
     def travel(self) -> Iterator[tuple[int, Tensor]]:
         """Collective. Yield (first column, vectors [C, D]) of each block. The next block may overwrite the vectors."""
-        buffer_CD = self._owned_CD.new_empty((min(self._block_columns, self._num_columns), self._owned_CD.shape[1]))
-        for block_index, owner in enumerate(self._owner_by_block.tolist()):
+        buffer_CD = self._owned_vector_CD.new_empty(
+            (min(self._block_columns, self._num_columns), self._owned_vector_CD.shape[1])
+        )
+        for block_index, owner_rank in enumerate(self._owner_rank_by_block.tolist()):
             first_column = block_index * self._block_columns
             num_columns = min(self._block_columns, self._num_columns - first_column)
             block_CD = buffer_CD[:num_columns]
-            if owner == self._process.rank:
+            if owner_rank == self._process.rank:
                 block_start = first_column - self._first_owned_column
-                block_CD = self._owned_CD[block_start : block_start + num_columns]
-            dist.broadcast(block_CD, src=owner)
+                block_CD = self._owned_vector_CD[block_start : block_start + num_columns]
+            dist.broadcast(block_CD, src=owner_rank)
             yield first_column, block_CD
 
 

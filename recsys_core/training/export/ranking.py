@@ -77,8 +77,9 @@ def rank_collectively(
         on_chunk_ranked: called after each chunk of queries in each block of items.
     """
     on_gpu = process.device.type == "cuda"
-    grid, row_C = Grid.of(len(candidate_rows), k=k, top_only=top_only), tie_order(len(candidate_rows))
-    columns = TravellingColumns(items, item_row_C=candidate_rows[row_C], block_columns=grid.block_columns, process=process)
+    grid, candidate_index_C = Grid.of(len(candidate_rows), k=k, top_only=top_only), tie_order(len(candidate_rows))
+    item_row_C = candidate_rows[candidate_index_C]
+    columns = TravellingColumns(items, item_row_C=item_row_C, block_columns=grid.block_columns, process=process)
     query_count_W = gather_counts(len(queries.targets), process=process)
     queries_per_chunk = grid.queries_per_chunk(on_gpu=on_gpu)
     padded_queries, query_range = _pad_to_whole_chunks(
@@ -102,7 +103,9 @@ def rank_collectively(
                         on_chunk_ranked()
             return [ranked_chunk.result() for ranked_chunk in ranked_chunks]
 
-        ranking = rank_in_chunks(padded_queries, rank_chunks, row_C=row_C, k=grid.k, queries_per_chunk=queries_per_chunk)
+        ranking = rank_in_chunks(
+            padded_queries, rank_chunks, row_C=candidate_index_C, k=grid.k, queries_per_chunk=queries_per_chunk
+        )
     target_count_W = gather_counts(len(ranking.position_T), process=process)
     return PartOfRanking(ranking.top_BK[query_range], ranking.position_T, query_count_W, target_count_W)
 
@@ -113,8 +116,8 @@ def _pad_to_whole_chunks(
     """Return the queries padded to whole chunks, and the range of this rank's queries among them.
 
     The queries of all ranks together are divided into chunks, so the first and the last chunk of this rank can also contain
-    queries of other ranks. Copies of this rank's first query replace these queries. Each query then has the same place in a
-    matrix product of the same shape for any number of ranks.
+    queries of other ranks. Copies of this rank's first query replace these queries. With any number of ranks, each query then
+    has the same place in a matrix product of the same shape.
     """
     num_queries, first_query = int(query_count_W[rank]), int(query_count_W[:rank].sum())
     if num_queries == 0:
@@ -126,14 +129,14 @@ def _pad_to_whole_chunks(
     padded_queries = Queries(
         query_BD=queries.query_BD[torch.from_numpy(query_index_B)],
         is_known_B=queries.is_known_B[query_index_B],
-        seen=_pad(queries.seen, num_padding_before, num_padding_after),
-        targets=_pad(queries.targets, num_padding_before, num_padding_after),
+        seen=_pad_with_empty_lists(queries.seen, num_padding_before, num_padding_after),
+        targets=_pad_with_empty_lists(queries.targets, num_padding_before, num_padding_after),
     )
     return padded_queries, slice(num_padding_before, num_padding_before + num_queries)
 
 
-def _pad(lists: JaggedArray, num_padding_before: int, num_padding_after: int) -> JaggedArray:
-    """Return the lists with the given numbers of empty lists before and after them."""
+def _pad_with_empty_lists(lists: JaggedArray, num_padding_before: int, num_padding_after: int) -> JaggedArray:
+    """Return the lists with empty lists added before and after them."""
     return JaggedArray(np.pad(lists.offset, (num_padding_before, num_padding_after), mode="edge"), lists.values_L)
 
 
@@ -150,38 +153,42 @@ class RankingWriter:
         self._encoder, self._writer = encoder, writer
 
     def write_model_rankings(self, split: EvaluationSplit, *, items: EncodedRows, query_vectors: EncodedRows) -> None:
-        """Collective. Write the rankings of a split by the model.
+        """Collective. Write the model's rankings for a split.
 
         items, query_vectors: vectors that this rank has encoded. All ranks together have a query vector for each user with
         targets in the split.
         """
         queries, _ = self._own_queries(split, vector_RD=query_vectors.vector_RD)
-        self._write(queries, split, items=items, ranker="model")
+        self._write_rankings(queries, split, items=items, ranker="model")
 
     def write_zero_shot_rankings(self, vectors_RD: NDArray[np.float32]) -> None:
-        """Collective. Write the rankings of the test split by pretrained vectors. Each rank reads its share of the vectors."""
+        """Collective. Write the zero-shot rankings for the test split. Each rank reads its share of the pretrained vectors."""
         store, process = self._encoder.store, self._encoder.process
-        model = ZeroShot.of(store, vectors_RD)
-        items = EncodedRows(store.num_items, dim=model.dim, process=process)
-        first_item = items.rows.start
-        for block in chunk_slices(items.rows.stop - first_item, length=ZERO_SHOT_BLOCK_ITEMS):
-            item_ND = model.item_vectors(slice(first_item + block.start, first_item + block.stop))
-            items.add(first_item + block.start, 0, item_ND)
+        zero_shot = ZeroShot.of(store, vectors_RD)
+        items = EncodedRows(store.num_items, dim=zero_shot.dim, process=process)
+        first_row = items.rows.start
+        for block in chunk_slices(items.rows.stop - first_row, length=ZERO_SHOT_BLOCK_ITEMS):
+            item_ND = zero_shot.item_vectors(slice(first_row + block.start, first_row + block.stop))
+            items.add(first_row + block.start, 0, item_ND)
             self._writer.touch_heartbeat()
         queries, history = self._own_queries("test", vector_RD=None)
-        queries = replace(queries.as_known(), query_BD=model.query_vectors(history).to(process.device))
-        self._write(queries, "test", items=items, ranker="zero_shot")
+        queries = replace(queries.as_known(), query_BD=zero_shot.query_vectors(history).to(process.device))
+        self._write_rankings(queries, "test", items=items, ranker="zero_shot")
 
     def _own_queries(self, split: EvaluationSplit, *, vector_RD: Tensor | None) -> tuple[Queries, JaggedArray]:
         """Return the evaluated queries of this rank's users, and their histories. vector_RD: query vectors of these users."""
         store = self._encoder.store
         user_row_U = store.users_with_targets(split)
-        rows = rows_of_rank(len(user_row_U), self._encoder.process)
-        index_U = sampled_users(len(user_row_U), max_users=self.settings.max_users)
-        index_B = index_U[(index_U >= rows.start) & (index_U < rows.stop)]
-        query_BD = torch.empty((len(index_B), 0)) if vector_RD is None else vector_RD[torch.from_numpy(index_B - rows.start)]
+        own_range = rows_of_rank(len(user_row_U), self._encoder.process)
+        sampled_index_U = sampled_users(len(user_row_U), max_users=self.settings.max_users)
+        own_index_B = sampled_index_U[(sampled_index_U >= own_range.start) & (sampled_index_U < own_range.stop)]
+        query_BD = (
+            torch.empty((len(own_index_B), 0))
+            if vector_RD is None
+            else vector_RD[torch.from_numpy(own_index_B - own_range.start)]
+        )
         return queries_of(
-            user_row_U[index_B],
+            user_row_U[own_index_B],
             query_BD,
             split=split,
             exclude_seen=self.settings.exclude_seen,
@@ -189,7 +196,7 @@ class RankingWriter:
             spec=self._encoder.spec,
         )
 
-    def _write(self, queries: Queries, split: EvaluationSplit, *, items: EncodedRows, ranker: Ranker) -> None:
+    def _write_rankings(self, queries: Queries, split: EvaluationSplit, *, items: EncodedRows, ranker: Ranker) -> None:
         """Collective. Rank all items and the cold items for this rank's queries, and write the files, see ExportManifest."""
         process, settings, num_items = self._encoder.process, self.settings, self._encoder.spec.num_items
         rank_candidates = partial(rank_collectively, items=items, process=process, on_chunk_ranked=self._writer.touch_heartbeat)

@@ -1,4 +1,4 @@
-"""The choice of the weight of a popularity term or spectral block after the training, by the metric on the validation users.
+"""The choice of a popularity weight or spectral-block weight after the training, by the metric on the validation users.
 
 Shapes: B queries, I items, U users with a target, D width of a vector.
 """
@@ -35,7 +35,7 @@ def best_weight(
     store: EventStore,
     validation: ValidationConfig | None,
 ) -> float:
-    """Return the weight with the best metric of `validation` on the validation users; the smallest of equally good weights.
+    """Return the weight with the best metric on the validation users. Of equally good weights, return the smallest.
 
     A single weight is returned without a ranking. All items are ranked, even with `candidates: cold`, because a weight does not
     change the order of the cold items, which have neither a block nor a popularity.
@@ -51,15 +51,15 @@ def best_weight(
     """
     if len(weights) == 1:
         return weights[0]
-    users = np.zeros(0, np.int64) if validation is None else users_to_validate(validation, store=store, cold_items=None)
-    if validation is None or not len(users):
+    user_row_U = np.zeros(0, np.int64) if validation is None else users_to_validate(validation, store=store, cold_items=None)
+    if validation is None or not len(user_row_U):
         raise InputError(
-            f"{setting} has {len(weights)} values, but there are no validation events for the choice of one value; give "
-            "one weight, or hold out validation events (interactions.split)"
+            f"{setting} has {len(weights)} values, but there are no validation events to choose one of them; give one "
+            "weight, or hold out validation events (interactions.split)"
         )
-    query_BD, metric_by_weight = vectors_of_users(users), {}
+    query_BD, metric_by_weight = vectors_of_users(user_row_U), {}
     unweighted_queries, _ = queries_of(
-        users, torch.from_numpy(query_BD), split="validation", exclude_seen=True, store=store, spec=spec
+        user_row_U, torch.from_numpy(query_BD), split="validation", exclude_seen=True, store=store, spec=spec
     )
     for weight in sorted(weights):
         known_queries = replace(unweighted_queries, query_BD=torch.from_numpy(apply_weight(query_BD, weight))).known()
@@ -77,12 +77,12 @@ def choose_popularity(spec: ModelSpec, *, store: EventStore, validation: Validat
     """
     popularity = spec.config.popularity
     assert isinstance(popularity, ValidatedPopularity)
-    user_B = np.load(folder / "query_users_validation.npy")
+    user_row_B = np.load(folder / "query_users_validation.npy")
     query_BD = memory_map(folder / "query_vectors_validation.npy")
     weight = best_weight(
         popularity.weights,
         _with_weight,
-        vectors_of_users=lambda users: query_BD[np.searchsorted(user_B, users)],
+        vectors_of_users=lambda user_row_U: query_BD[np.searchsorted(user_row_B, user_row_U)],
         item_vector_ID=np.load(folder / "item_vectors.npy"),
         setting="model.popularity.weights",
         spec=spec,

@@ -36,33 +36,33 @@ class WeightAverage:
     @torch.no_grad()
     def add_epoch(self, epoch: int) -> None:
         """Move the average towards the weights at the end of `epoch`, which counts from 1."""
-        share = max(1 / epoch, 2 / (self._num_epochs + 1))
-        for average, weight in self._pairs():
+        difference_share = max(1 / epoch, 2 / (self._num_epochs + 1))
+        for average, weight in self._averages_and_weights():
             if average.is_floating_point():
-                average.lerp_(weight, share)
+                average.lerp_(weight, difference_share)
             else:
                 average.copy_(weight)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
         """Replace the model's weights by their average in the block."""
-        self._exchange()
+        self._swap_average_and_weights()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap_average_and_weights()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        for average, weight in self._pairs():
+    def _swap_average_and_weights(self) -> None:
+        for average, weight in self._averages_and_weights():
             previous_weight = weight.clone()
             weight.copy_(average)
             average.copy_(previous_weight)
         for kernel in fused_kernels(self._model):
             kernel.reset_cache_states()  # the rows in the cache are the previous weights
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the average and the weight of each entry or shard. `state_dict` writes the rows in a cache to the weights."""
+    def _averages_and_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the average and the weight of each entry or shard. `state_dict()` first copies cached rows to the weights."""
         for key, weight in self._model.state_dict().items():
             yield from zip(_local_tensors(self.state[key]), _local_tensors(weight), strict=True)
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 REPLICA_BYTES_PER_PARAMETER = 16
 """float32 weight, gradient and Adam's two moments."""
 MAX_REPLICA_BYTES = 2**30
-"""Largest replica that stays replicated with training.dense_parallel `auto`: 67 million parameters, about two layers of
+"""Size above which training.dense_parallel `auto` shards the layers: 67 million parameters, about two layers of
 5,800 x 5,800. Sharding a smaller replica would save about 1 % of a GPU's memory and cost two all-gathers per layer and step.
 """
 
@@ -88,7 +88,7 @@ def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.devi
 
 
 def _shardable_modules(query_tower: AnyQueryTower, candidate_tower: AnyCandidateTower) -> list[nn.Module]:
-    """Return the modules with parameters to shard in both towers.
+    """Return the modules of both towers whose parameters can be sharded.
 
     FSDP gathers the parameters of a module in a hook that runs when the module is called. The towers must therefore call these
     modules, and must not use the parameters directly.

@@ -39,12 +39,12 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
     """Combine the fused optimizers of sharded tables with ordinary optimizers for replicated tables and for the layers."""
     optimizers: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
     dense_parameter_by_name: dict[str, Tensor] = {}
-    for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
-        table_name = table_name_of(name, spec)
+    for parameter_name, parameter in in_backward_optimizer_filter(model.named_parameters()):
+        table_name = table_name_of(parameter_name, spec)
         if table_name is None:
-            dense_parameter_by_name[name] = parameter
+            dense_parameter_by_name[parameter_name] = parameter
         elif not spec.tables[table_name].is_frozen:
-            replicated_optimizer = _replicated_table_optimizer(name, parameter, spec.tables[table_name].optimizer)
+            replicated_optimizer = _replicated_table_optimizer(parameter_name, parameter, spec.tables[table_name].optimizer)
             optimizers.append((f"replicated.{table_name}", replicated_optimizer))
     if dense_parameter_by_name:
         optimizers.append(("dense", _dense_optimizer(dense_parameter_by_name, config.dense_optimizer)))
@@ -63,7 +63,7 @@ def table_name_of(parameter_name: str, spec: ModelSpec) -> str | None:
     return next(table_name for table_name in spec.tables if module_name(table_name) == name_parts[collection_index + 1])
 
 
-def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: TableOptimizer) -> KeyedOptimizer:
+def _replicated_table_optimizer(parameter_name: str, parameter: Tensor, optimizer_config: TableOptimizer) -> KeyedOptimizer:
     eps_argument = {"eps": EPS} if optimizer_config.kind in ADAGRAD_KINDS else {}
 
     def build_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -72,7 +72,7 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: 
         )
         return optimizer
 
-    optimizer = KeyedOptimizerWrapper({name: parameter}, build_optimizer)
+    optimizer = KeyedOptimizerWrapper({parameter_name: parameter}, build_optimizer)
     if optimizer_config.gradient_clip_value is None:
         return optimizer
     return GradientClippingOptimizer(
@@ -128,7 +128,9 @@ class LearningRates:
         self._parameter_groups: list[tuple[dict[str, object], Schedule]] = []
         for leaf_optimizer in _leaf_optimizers(optimizer):
             table_names = [
-                table_name for name in leaf_optimizer.params if (table_name := table_name_of(name, spec)) is not None
+                table_name
+                for parameter_name in leaf_optimizer.params
+                if (table_name := table_name_of(parameter_name, spec)) is not None
             ]
             if not table_names:
                 schedule: Schedule = config.dense_optimizer
@@ -200,8 +202,8 @@ def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str
     """Return this rank's accumulators of `table`; empty if other ranks have the table. optimizer: result of make_optimizer."""
     shards = []
     state_by_parameter = optimizer.state
-    for name, parameter in optimizer.params.items():
-        if table_name_of(name, spec) != table:
+    for parameter_name, parameter in optimizer.params.items():
+        if table_name_of(parameter_name, spec) != table:
             continue
         accumulator = next(
             accumulator

@@ -150,12 +150,12 @@ def fused_kernels(model: nn.Module) -> Iterator[SplitTableBatchedEmbeddingBagsCo
 
 def weight_decay_by_table(spec: ModelSpec) -> dict[str, float]:
     """Return the strength of the L2 penalty by table, for the trained id and offset tables with a weight decay above zero."""
-    strength_by_table = {
+    decay_by_table = {
         table_name: table.optimizer.weight_decay
         for table_name, table in spec.tables.items()
         if table_name in (*ITEM_TABLES, "user") and not table.is_frozen
     }
-    return {table_name: strength for table_name, strength in strength_by_table.items() if strength}
+    return {table_name: decay for table_name, decay in decay_by_table.items() if decay}
 
 
 def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFile) -> None:
@@ -182,7 +182,7 @@ def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFi
 def fill_pretrained(
     model: DistributedModelParallel, *, spec: ModelSpec, pretrained_by_table: Mapping[str, PretrainedVectors]
 ) -> None:
-    """Copy the pretrained vectors of this rank's rows; fill the other rows according to `tables.<name>.missing_vector_init`.
+    """Copy the pretrained vectors of this rank's rows; fill rows without a vector according to `missing_vector_init`.
 
     The ranks of a host read the same memory-mapped file, so the host's page cache holds the vectors once.
     """
@@ -193,9 +193,9 @@ def fill_pretrained(
         if pretrained_vectors is None:
             vector_row = no_vectors(table.num_rows)
         else:
-            dim = pretrained_vectors.vectors.shape[1]
-            norm = random_norm(table_settings.init_std, dim) if table_settings.rescale else None
-            num_copies = table.dim // dim
+            vector_dim = pretrained_vectors.vectors.shape[1]
+            norm = random_norm(table_settings.init_std, vector_dim) if table_settings.rescale else None
+            num_copies = table.dim // vector_dim
             vector_row = pretrained_vectors.vector_row
             num_rows_without_vector = table.num_rows - sum(len(chunk) for chunk in present_vector_rows(vector_row))
             logger.info(
@@ -239,21 +239,21 @@ def pretrained_vectors_by_table(spec: ModelSpec, *, dataset: Dataset) -> dict[st
     for table_name, table in spec.tables.items():
         if not table.pretrained:
             continue
-        source_table = "item" if table_name == TEACHER_TABLE else table_name
-        if source_table == "item" and dataset.log_vectors is not None:
+        vectors_table = "item" if table_name == TEACHER_TABLE else table_name
+        if vectors_table == "item" and dataset.log_vectors is not None:
             pretrained_by_table[table_name] = PretrainedVectors(
                 memory_map(dataset.log_vectors.vectors_path), memory_map(dataset.log_vectors.vector_row_path)
             )
             continue
         assert dataset.embeddings is not None
-        if source_table in ("item", "user"):
-            vector_row = store.vector_rows(source_table)
+        if vectors_table in ("item", "user"):
+            vector_row = store.vector_rows(vectors_table)
         else:
             assert dataset.features is not None
-            vector_row = memory_map(dataset.features.path(f"{source_table}.vector_row.npy"))
+            vector_row = memory_map(dataset.features.path(f"{vectors_table}.vector_row.npy"))
         if vector_row is None:
             vector_row = no_vectors(table.num_rows)
         pretrained_by_table[table_name] = PretrainedVectors(
-            memory_map(dataset.embeddings.vectors_path(source_table)), vector_row
+            memory_map(dataset.embeddings.vectors_path(vectors_table)), vector_row
         )
     return pretrained_by_table

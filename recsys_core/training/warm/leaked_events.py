@@ -21,8 +21,8 @@ from recsys_core.training.warm.starting_model import match_rows_by_id, require_u
 def count_leaked_events(interactions: InteractionsManifest, *, champion: InteractionsManifest) -> int:
     """Count the validation and test events of this run that were training events of the champion.
 
-    Two events are the same if they have the same user and the same item, and the same time if both logs have times. Two kinds
-    of events are not counted:
+    Two events are the same if they have the same user and the same item. If both logs have times, the times must be equal too.
+    Two kinds of events are not counted:
     - events that also occur among the training events of this run;
     - validation events of users who had too few events for the split of the champion's run and have more events now. The
       champion was trained on all events that these users had. With `leave_last_out`, the validation event of a user who has
@@ -42,7 +42,9 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     oldest_held_out_time = min(store.first_time("validation"), store.first_time("test"))
     if has_times and champion_store.newest_training_time() < oldest_held_out_time:
         return 0
-    user_row, item_row = (match_rows_by_id(side, from_stage=champion, to_stage=interactions) for side in ("user", "item"))
+    user_row, item_row = (
+        match_rows_by_id(table_name, from_stage=champion, to_stage=interactions) for table_name in ("user", "item")
+    )
     has_new_events_U = _has_new_events(store, champion_store, user_row=user_row)
     held_out_events = HeldOutEvents.from_store(store, skip_validation_U=has_new_events_U, has_times=has_times)
     champion_codes = held_out_events.matching_codes(champion_store, user_row=user_row, item_row=item_row)
@@ -60,10 +62,10 @@ def _has_new_events(store: EventStore, champion_store: EventStore, *, user_row: 
     user_row: for each user of `champion_store`, the row in `store`; -1 for none.
     """
     has_new_events_U = np.zeros(store.num_users, np.bool_)
-    champion_count_U = champion_store.event_count_U
-    unsplit_champion_users = np.flatnonzero((champion_store.train_count_U == champion_count_U) & (user_row >= 0))
-    users = user_row[unsplit_champion_users]
-    has_new_events_U[users] = store.event_count_U[users] > champion_count_U[unsplit_champion_users]
+    champion_event_count_U = champion_store.event_count_U
+    unsplit_champion_users = np.flatnonzero((champion_store.train_count_U == champion_event_count_U) & (user_row >= 0))
+    unsplit_users = user_row[unsplit_champion_users]
+    has_new_events_U[unsplit_users] = store.event_count_U[unsplit_users] > champion_event_count_U[unsplit_champion_users]
     return has_new_events_U
 
 
@@ -91,10 +93,10 @@ class HeldOutEvents:
         user_E, event_E = store.held_out_events(skip_validation_U=skip_validation_U)
         pair_E = user_E * store.num_items + store.items_at(event_E)
         time_E = store.times_at(event_E) if has_times else np.zeros_like(event_E)
-        sorted_pairs, pair_index = np.unique(pair_E, return_inverse=True)
-        sorted_times, time_index = np.unique(time_E, return_inverse=True)
+        sorted_pairs, pair_index_E = np.unique(pair_E, return_inverse=True)
+        sorted_times, time_index_E = np.unique(time_E, return_inverse=True)
         return cls(
-            store.num_items, has_times, sorted_pairs, sorted_times, np.unique(pair_index * len(sorted_times) + time_index)
+            store.num_items, has_times, sorted_pairs, sorted_times, np.unique(pair_index_E * len(sorted_times) + time_index_E)
         )
 
     def matching_codes(self, store: EventStore, *, user_row: Int64Array, item_row: Int64Array) -> NDArray[np.int64]:
@@ -107,16 +109,18 @@ class HeldOutEvents:
         code_chunks = [np.zeros(0, np.int64)]
         for user_E, event_E in store.train_chunks():
             user_row_E, item_row_E = user_row[user_E], item_row[store.items_at(event_E)]
-            pair_index_E, has_pair_E = _search(user_row_E * self.num_items + item_row_E, self.sorted_pairs)
+            pair_index_E, has_pair_E = _find_in_sorted(user_row_E * self.num_items + item_row_E, self.sorted_pairs)
             time_E = store.times_at(event_E) if self.has_times else np.zeros_like(event_E)
-            time_index_E, has_time_E = _search(time_E, self.sorted_times)
+            time_index_E, has_time_E = _find_in_sorted(time_E, self.sorted_times)
             code_E = pair_index_E * len(self.sorted_times) + time_index_E
             is_candidate_E = (user_row_E >= 0) & (item_row_E >= 0) & has_pair_E & has_time_E
             code_chunks.append(np.intersect1d(code_E[is_candidate_E], self.code_H))
         return np.unique(np.concatenate(code_chunks))
 
 
-def _search(value_E: NDArray[np.int64], sorted_values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _find_in_sorted(
+    value_E: NDArray[np.int64], sorted_values: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the index of each value in `sorted_values`, and whether `sorted_values` has the value."""
     index_E = np.searchsorted(sorted_values, value_E).clip(max=len(sorted_values) - 1)
     return index_E, sorted_values[index_E] == value_E

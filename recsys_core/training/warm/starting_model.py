@@ -34,11 +34,11 @@ ID_FILE_BY_TABLE = {
     **dict.fromkeys(ITEM_TABLES, vocabulary_file("item")),
     "user": vocabulary_file("user"),
 }
-"""File of the interactions stage with the ids of the rows of a table. All other tables belong to features."""
-_TEMPERATURE_NAME = "objective.log_temperature"
+"""File of the interactions stage that has the id of each row, by table. All other tables belong to features."""
+_TEMPERATURE_PATH = "objective.log_temperature"
 _EMPTY_HISTORY_SUFFIX = ".pooling.start"
 """Parameter with the vector of an empty history; exports of early versions do not have it."""
-_POPULARITY_NAME = "query.popularity.weight"
+_POPULARITY_PATH = "query.popularity.weight"
 """Parameter with the weight of the popularity. If the champion does not have it, it starts from 0."""
 
 
@@ -68,7 +68,7 @@ class Champion:
     def open(
         cls, run_id: str, *, train_folder: Path, export_folder: Path, interactions_folder: Path, features_folder: Path
     ) -> Self | None:
-        """Open the stage folders of a run; return None if one is missing, damaged or not readable by this version.
+        """Open the stage folders of a run; return None if a stage is missing, damaged or not readable by this version.
 
         Only the export is verified here. The files of the other stages are verified when they are read (`require_unchanged`).
         """
@@ -161,10 +161,10 @@ def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset)
             "interactions.(user_column, item_column)", id_columns, champion.interactions.id_columns, champion
         )
     champion_settings = architecture_settings(champion.spec)
-    for setting, value in architecture_settings(spec).items():
-        if setting not in champion_settings or champion_settings[setting] != value:
-            raise _incompatible_error(setting, value, champion_settings.get(setting), champion)
-    carried_names = carried_table_names(spec, champion=champion)
+    for setting, new_value in architecture_settings(spec).items():
+        if setting not in champion_settings or champion_settings[setting] != new_value:
+            raise _incompatible_error(setting, new_value, champion_settings.get(setting), champion)
+    carried_tables = carried_table_names(spec, champion=champion)
     for table_name, table in spec.tables.items():
         if table_name not in champion.spec.tables:
             continue
@@ -172,7 +172,7 @@ def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset)
         if dim != champion_dim:
             raise _incompatible_error(f"the width of tables.{table_name}", dim, champion_dim, champion)
         _require_same_inputs(table_name, spec=spec, champion=champion)
-        if table_name not in carried_names:
+        if table_name not in carried_tables:
             continue
         _require_same_definition(table_name, features=dataset.features, champion=champion)
         if has_accumulators(table) and f"state_{table_name}.npy" not in champion.export.files:
@@ -191,9 +191,9 @@ def _require_same_inputs(table_name: str, *, spec: ModelSpec, champion: Champion
         ("rescale", is_frozen),
         ("init_std", is_frozen and table.settings.rescale),  # the norm of a random row, to which the vectors are scaled
     ):
-        value, champion_value = getattr(table.settings, setting), getattr(champion_table.settings, setting)
-        if is_compared and value != champion_value:
-            raise _incompatible_error(f"tables.{table_name}.{setting}", value, champion_value, champion)
+        new_value, champion_value = getattr(table.settings, setting), getattr(champion_table.settings, setting)
+        if is_compared and new_value != champion_value:
+            raise _incompatible_error(f"tables.{table_name}.{setting}", new_value, champion_value, champion)
 
 
 def carried_table_names(spec: ModelSpec, *, champion: Champion) -> list[str]:
@@ -247,19 +247,19 @@ def champion_parameters(spec: ModelSpec, *, champion: Champion, champion_tensors
 
     Raises InputError if a parameter has another shape.
     """
-    carried_tensors = {}
+    carried_tensor_by_name = {}
     for parameter_path, shape in _shape_by_parameter(spec).items():
-        champion_name = _name_in_champion(parameter_path, spec=spec, champion_spec=champion.spec)
-        is_optional = parameter_path.endswith((_EMPTY_HISTORY_SUFFIX, _POPULARITY_NAME))
-        if champion_name is None or (is_optional and parameter_path not in champion_tensors):
+        champion_path = _champion_parameter_path(parameter_path, spec=spec, champion_spec=champion.spec)
+        is_optional = parameter_path.endswith((_EMPTY_HISTORY_SUFFIX, _POPULARITY_PATH))
+        if champion_path is None or (is_optional and parameter_path not in champion_tensors):
             continue
-        champion_shape = tuple(champion_tensors[champion_name].shape) if champion_name in champion_tensors else None
+        champion_shape = tuple(champion_tensors[champion_path].shape) if champion_path in champion_tensors else None
         if champion_shape != shape:
             raise _incompatible_error(f"the shape of layer {parameter_path}", shape, champion_shape, champion)
-        carried_tensors[parameter_path] = champion_tensors[champion_name]
-    if spec.config.learn_temperature and _TEMPERATURE_NAME in champion_tensors:
-        carried_tensors[_TEMPERATURE_NAME] = champion_tensors[_TEMPERATURE_NAME]
-    return carried_tensors
+        carried_tensor_by_name[parameter_path] = champion_tensors[champion_path]
+    if spec.config.learn_temperature and _TEMPERATURE_PATH in champion_tensors:
+        carried_tensor_by_name[_TEMPERATURE_PATH] = champion_tensors[_TEMPERATURE_PATH]
+    return carried_tensor_by_name
 
 
 def _shape_by_parameter(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -268,8 +268,8 @@ def _shape_by_parameter(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in towers.named_parameters()}
 
 
-def _name_in_champion(parameter_path: str, *, spec: ModelSpec, champion_spec: ModelSpec) -> str | None:
-    """Return the name of a parameter in the champion; None for the projection of an input that the champion does not have.
+def _champion_parameter_path(parameter_path: str, *, spec: ModelSpec, champion_spec: ModelSpec) -> str | None:
+    """Return the path of a parameter in the champion; None for the projection of an input that the champion does not have.
 
     Projections are numbered by input, so their numbers change when a feature is added or removed.
     """

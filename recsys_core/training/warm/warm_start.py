@@ -46,9 +46,9 @@ DENSE_FILE = "dense.safetensors"
 ROTATION_CHUNK_ROWS = 1 << 18
 """Number of vectors that are rotated at once."""
 MAX_COMPARED_VECTORS = 10_000
-"""Number of frozen vectors that are compared with the champion's vectors."""
+"""Largest number of frozen vectors that are compared with the champion's vectors."""
 COMPARED_QUANTILE, MIN_COSINE = 0.9, 0.5
-"""Quantile of the cosines between old and new vectors of the same ids, and its smallest value for a warm start."""
+"""Quantile of the cosines between old and new vectors of the same ids, and smallest quantile for a warm start."""
 
 
 def choose_start(
@@ -90,33 +90,36 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
     """
     require_compatible(spec, champion=champion, dataset=dataset)
     layer_by_name = champion_parameters(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
-    pretrained_by_table, rows_to_rotate = pretrained_vectors_by_table(spec, dataset=dataset), _rows_to_rotate(dataset)
+    pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
+    row_ranges_by_table = _row_ranges_to_rotate(dataset)
     for table_name, pretrained_vectors in pretrained_by_table.items():
         champion_table = champion.spec.tables.get(table_name)
-        is_frozen = spec.tables[table_name].is_frozen and champion_table is not None and champion_table.is_frozen
-        if is_frozen and table_name not in (*rows_to_rotate, TEACHER_TABLE):
-            champion_row = champion_rows(table_name, dataset=dataset, champion=champion)
-            _require_similar_vectors(table_name, pretrained_vectors, champion=champion, champion_row_T=champion_row)
+        is_frozen_in_both = spec.tables[table_name].is_frozen and champion_table is not None and champion_table.is_frozen
+        if is_frozen_in_both and table_name not in (*row_ranges_by_table, TEACHER_TABLE):
+            champion_row_T = champion_rows(table_name, dataset=dataset, champion=champion)
+            _require_similar_vectors(table_name, pretrained_vectors, champion=champion, champion_row_T=champion_row_T)
     folder.mkdir(parents=True)
     save_file(layer_by_name, folder / DENSE_FILE)
-    for table_name, row_ranges in rows_to_rotate.items():
+    for table_name, row_ranges in row_ranges_by_table.items():
         if table_name in pretrained_by_table and table_name in champion.spec.tables:
-            champion_row = champion_rows(table_name, dataset=dataset, champion=champion)
+            champion_row_T = champion_rows(table_name, dataset=dataset, champion=champion)
             _write_rotated_vectors(
                 pretrained_by_table[table_name],
                 row_ranges=row_ranges,
                 champion=champion,
-                champion_row_T=champion_row,
+                champion_row_T=champion_row_T,
                 champion_RD=memory_map(champion.export.path(f"table_{table_name}.npy")),
                 path=folder / f"vectors_{table_name}.npy",
             )
-    carried_names = carried_table_names(spec, champion=champion)
+    carried_tables = carried_table_names(spec, champion=champion)
     for table_name, table in spec.tables.items():
-        if table_name in carried_names:
-            champion_row = champion_rows(table_name, dataset=dataset, champion=champion)
-            np.save(folder / f"rows_{table_name}.npy", champion_row)
-            vector_row = pretrained_by_table[table_name].vector_row if table_name in pretrained_by_table else None
-            description = _describe_rows(champion_row, vector_row=vector_row, initialisation=table.settings.missing_vector_init)
+        if table_name in carried_tables:
+            champion_row_T = champion_rows(table_name, dataset=dataset, champion=champion)
+            np.save(folder / f"rows_{table_name}.npy", champion_row_T)
+            vector_row_T = pretrained_by_table[table_name].vector_row if table_name in pretrained_by_table else None
+            description = _describe_rows(
+                champion_row_T, vector_row_T=vector_row_T, initialisation=table.settings.missing_vector_init
+            )
         else:
             reason = (
                 "frozen" if table.is_frozen else "new" if table_name not in champion.spec.tables else "frozen in the champion"
@@ -131,8 +134,8 @@ def _require_similar_vectors(
 ) -> None:
     """Raise InputError if almost no frozen vector is similar to the champion's vector of the same id.
 
-    The vectors then come from another encoder, and the champion's layers do not fit them. Most rows of the champion may differ
-    in any case, because ids without a vector have random rows.
+    The vectors then come from another encoder, and the champion's layers do not fit them. Many vectors may differ in any case,
+    because the champion has random rows for ids without a vector.
     """
     common_rows = np.flatnonzero((pretrained_vectors.vector_row >= 0) & (champion_row_T >= 0))
     common_rows = common_rows[:: -(-len(common_rows) // MAX_COMPARED_VECTORS) or 1]
@@ -141,18 +144,18 @@ def _require_similar_vectors(
     vector_ND = pretrained_vectors.vectors[pretrained_vectors.vector_row[common_rows]]
     champion_RD = memory_map(champion.export.path(f"table_{table_name}.npy"))
     champion_ND = champion_RD[champion_row_T[common_rows], : vector_ND.shape[1]]
-    high_cosine = float(np.quantile((_unit_rows(vector_ND) * _unit_rows(champion_ND)).sum(axis=1), COMPARED_QUANTILE))
-    if high_cosine < MIN_COSINE:
+    cosine_quantile = float(np.quantile((_unit_rows(vector_ND) * _unit_rows(champion_ND)).sum(axis=1), COMPARED_QUANTILE))
+    if cosine_quantile < MIN_COSINE:
         raise InputError(
             f"embeddings: {COMPARED_QUANTILE:.0%} of the frozen vectors of table {table_name!r} have at most a cosine of "
-            f"{high_cosine:.2f} with the vectors of the same ids in the champion (run {champion.run_id}), from which this "
-            "training would start, so its layers do not fit them; set training.warm_start to null for this run, or go back to "
-            "the old vectors"
+            f"{cosine_quantile:.2f} with the vectors of the same ids in the champion (run {champion.run_id}), but at least "
+            f"{MIN_COSINE:g} is needed, because the champion's layers do not fit other vectors; set training.warm_start to "
+            "null for this run, or go back to the old vectors"
         )
 
 
-def _rows_to_rotate(dataset: Dataset) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Return, by table, the ranges (first row, end) of the pretrained vectors that a decomposition has rotated arbitrarily."""
+def _row_ranges_to_rotate(dataset: Dataset) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return the row ranges (first row, end) of pretrained vectors whose decomposition has an arbitrary rotation, by table."""
     vector_tables = {} if dataset.embeddings is None else dataset.embeddings.tables
     row_ranges_by_table = {name: vector_table.projected_rows for name, vector_table in vector_tables.items()}
     if dataset.log_vectors is not None:
@@ -169,7 +172,7 @@ def _write_rotated_vectors(
     champion_RD: NDArray[np.float32],
     path: Path,
 ) -> None:
-    """Write the vectors with each range of rows rotated onto the champion's table. For another width, write nothing."""
+    """Write the vectors, each row range rotated onto the champion's table. If the table has another width, write nothing."""
     vector_VD, vector_row_T = pretrained_vectors.vectors, pretrained_vectors.vector_row
     dim, num_members = vector_VD.shape[1], champion.spec.config.num_members
     if num_members * dim != champion_RD.shape[1]:
@@ -192,17 +195,17 @@ def _write_rotated_vectors(
                 rotated_VD[rows, columns] = vector_VD[rows] @ rotation_DD + 0.0  # no negative zeros
 
 
-def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, initialisation: str) -> str:
+def _describe_rows(champion_row_T: NDArray[np.int64], *, vector_row_T: NDArray[np.int64] | None, initialisation: str) -> str:
     """Describe the origin of the initial values of a table's rows.
 
-    >>> _describe_rows(np.array([3, 0, -1, -1]), vector_row=np.array([0, -1, 1, -1]), initialisation="random")
+    >>> _describe_rows(np.array([3, 0, -1, -1]), vector_row_T=np.array([0, -1, 1, -1]), initialisation="random")
     '2 of 4 rows from the champion, 2 new (1 from their vector, 1 random)'
     """
-    is_new = champion_row < 0
-    counts_text = f"{(~is_new).sum():,} of {len(champion_row):,} rows from the champion, {is_new.sum():,} new"
+    is_new = champion_row_T < 0
+    counts_text = f"{(~is_new).sum():,} of {len(champion_row_T):,} rows from the champion, {is_new.sum():,} new"
     if not is_new.any():
         return counts_text
-    num_new_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
+    num_new_with_vector = 0 if vector_row_T is None else int((vector_row_T[is_new] >= 0).sum())
     return f"{counts_text} ({num_new_with_vector:,} from their vector, {is_new.sum() - num_new_with_vector:,} {initialisation})"
 
 
@@ -213,9 +216,9 @@ def load_champion_weights(model: DistributedModelParallel, *, warm_start: WarmSt
     parameter_by_name = dict(task.head.named_parameters())
     with no_grad():
         for table_name, path in warm_start.row_path_by_table().items():
-            champion_row, weights = memory_map(path), memory_map(warm_start.export_folder / f"table_{table_name}.npy")
+            champion_row_T, champion_RD = memory_map(path), memory_map(warm_start.export_folder / f"table_{table_name}.npy")
             for shard in table_shards(tensor_by_name, table=table_name):
-                copy_rows(shard, vectors=weights, vector_row=champion_row, norm=None)
+                copy_rows(shard, vectors=champion_RD, vector_row=champion_row_T, norm=None)
         for parameter_name, tensor in load_file(warm_start.prepared_folder / DENSE_FILE).items():
             copy_into(parameter_by_name[parameter_name], tensor)
 
@@ -229,7 +232,7 @@ def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, wa
     for table_name, path in warm_start.row_path_by_table().items():
         if not has_accumulators(spec.tables[table_name]):
             continue
-        champion_row, accumulators = memory_map(path), memory_map(warm_start.export_folder / f"state_{table_name}.npy")
+        champion_row_T, accumulators = memory_map(path), memory_map(warm_start.export_folder / f"state_{table_name}.npy")
         for shard in accumulator_shards(optimizer, spec=spec, table=table_name):
             is_rowwise = shard.values_RC.shape[1] == 1
             # The champion may have one accumulator per row (ndim 1) and this model one per value, or the reverse.
@@ -240,7 +243,7 @@ def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, wa
             else:
                 champion_values = accumulators
             accumulator_shard = LocalShard(shard.first_row, 0 if is_rowwise else shard.first_column, shard.values_RC)
-            copy_rows(accumulator_shard, vectors=champion_values, vector_row=champion_row, norm=None)
+            copy_rows(accumulator_shard, vectors=champion_values, vector_row=champion_row_T, norm=None)
 
 
 def rotation_onto_champion(
@@ -273,8 +276,8 @@ def rotation_onto_champion(
         unit_vector_ND = _unit_rows(vector_VD[vector_row_T[common_rows[chunk]]])
         unit_champion_ND = _unit_rows(champion_RD[champion_row_T[common_rows[chunk]]])
         product_DD += unit_vector_ND.T @ unit_champion_ND
-    left, _, right = np.linalg.svd(product_DD)
-    rotation_DD: NDArray[np.float32] = left @ right
+    left_DD, _, right_DD = np.linalg.svd(product_DD)
+    rotation_DD: NDArray[np.float32] = left_DD @ right_DD
     return rotation_DD
 
 

@@ -8,7 +8,7 @@ from recsys_core.models.tables.table_config import GPU_ONLY_OPTIMIZERS, check_ta
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType, TableConstraint
 
 CACHE_LOAD_FACTOR = 0.2
-"""TorchRec's default share of the rows that fused_uvm_caching caches in GPU memory."""
+"""Default share of the rows that fused_uvm_caching caches in GPU memory, the same as in TorchRec."""
 SSD_CACHE_MB = 1024
 """Maximum size, in MiB per table and rank, of the GPU cache of the kernel key_value."""
 MIN_COLUMN_SHARD_DIM = 128
@@ -91,7 +91,7 @@ def _kernel_rules(
 ) -> list[Rule]:
     """Return the rules for the compute kernels of a table."""
     kernels, sharding_types = constraint.compute_kernels or (), constraint.sharding_types or ()
-    setting_name, is_replicated = f"sharding.tables.{table_name}.compute_kernels", "data_parallel" in sharding_types
+    setting_name, may_be_replicated = f"sharding.tables.{table_name}.compute_kernels", "data_parallel" in sharding_types
     offloading_kernels = [kernel for kernel in kernels if kernel in OFFLOADING_KERNELS]
     return [
         (
@@ -115,12 +115,12 @@ def _kernel_rules(
             f"{table.optimizer_kind}; choose one of them, or another kernel",
         ),
         (
-            is_replicated and bool(kernels) and "dense" not in kernels,
+            may_be_replicated and bool(kernels) and "dense" not in kernels,
             f"{setting_name}: data_parallel supports only the kernel dense, but compute_kernels are {list(kernels)}; add "
             "dense, or remove data_parallel",
         ),
         (
-            "dense" in kernels and (not is_replicated or (kernels == ("dense",) and sharding_types != ("data_parallel",))),
+            "dense" in kernels and (not may_be_replicated or (kernels == ("dense",) and sharding_types != ("data_parallel",))),
             f"{setting_name}: dense is the kernel of data_parallel only, but sharding_types are {_format_types(constraint)}; "
             "choose fused for the other types, or set sharding_types to [data_parallel]",
         ),
@@ -146,7 +146,7 @@ def offered_sharding_types(
 
 
 def _is_default_type(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> bool:
-    """Return whether the table supports a sharding type, and simpler types do not have the same layouts on this cluster."""
+    """Return whether the table supports a sharding type, and the type has other layouts than simpler types on this cluster."""
     if table.is_unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
         return False
     if sharding_type == "table_wise":

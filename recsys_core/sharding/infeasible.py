@@ -24,9 +24,7 @@ Change = tuple[str, TorchrecPlanner]
 
 def infeasible_error(planner: TorchrecPlanner) -> InputError:
     """Return the error with the missing bytes and the changes that make a plan feasible."""
-    shown_size_by_table = {
-        table_name: f"{table.num_rows:,} x {table.dim}" for table_name, table in planner.model.tables.items()
-    }
+    size_text_by_table = {table_name: f"{table.num_rows:,} x {table.dim}" for table_name, table in planner.model.tables.items()}
     smallest_layout_by_table = {
         table_name: min(_without_offloading(layouts), key=_shard_and_total_bytes)
         for table_name, layouts in planner.layouts().items()
@@ -34,17 +32,17 @@ def infeasible_error(planner: TorchrecPlanner) -> InputError:
     total_bytes = sum(_shard_and_total_bytes(layout)[1] for layout in smallest_layout_by_table.values())
     feasible_settings = [
         next((setting for setting, changed_planner in alternatives if _has_plan(changed_planner)), None)
-        for alternatives in _changes(planner, total_bytes=total_bytes)
+        for alternatives in _config_changes(planner, total_bytes=total_bytes)
     ]
-    shown_settings = "; or with ".join(setting for setting in feasible_settings if setting is not None)
+    settings_text = "; or with ".join(setting for setting in feasible_settings if setting is not None)
     advice = (
-        f"a plan exists with {shown_settings}"
-        if shown_settings
+        f"a plan exists with {settings_text}"
+        if settings_text
         else f"no larger cluster has a plan either (tried up to {MAX_RANKS} ranks, {MAX_DDR_GB:,.0f} GB per host); use fewer "
         "or narrower rows"
     )
     return InputError(
-        f"sharding: no plan for tables {shown_size_by_table} on {planner.world_size} ranks with {planner.hbm_gb:g} GB HBM per "
+        f"sharding: no plan for tables {size_text_by_table} on {planner.world_size} ranks with {planner.hbm_gb:g} GB HBM per "
         f"GPU and {planner.ddr_gb:g} GB memory per host ({100 * RESERVED_SHARE:.0f} % of both are reserved for layers, "
         f"activations and input): {_describe_shortage(planner, smallest_layout_by_table)}; {advice}"
     )
@@ -80,40 +78,42 @@ def _describe_shortage(planner: TorchrecPlanner, layout_by_table: Mapping[str, S
     name_by_tier = {"hbm": "HBM", "ddr": "main memory"} if planner.device == "cuda" else {"ddr": "main memory"}
     no_layout_messages = []
     for tier, tier_name in name_by_tier.items():
-        usable_bytes: int = getattr(planner.usable_memory, tier)
+        usable_bytes_per_rank: int = getattr(planner.usable_memory, tier)
         shard_bytes_by_table = {
             name: [getattr(shard.storage, tier) for shard in layout.shards] for name, layout in layout_by_table.items()
         }
         max_shard_bytes, table_name = max((max(shard_bytes), name) for name, shard_bytes in shard_bytes_by_table.items())
-        if max_shard_bytes > usable_bytes:
+        if max_shard_bytes > usable_bytes_per_rank:
             return (
                 f"table {table_name} needs {max_shard_bytes:,} bytes of {tier_name} on one rank "
-                f"({layout_by_table[table_name].sharding_type}), but {usable_bytes:,} are usable: "
-                f"{max_shard_bytes - usable_bytes:,} bytes short per rank"
+                f"({layout_by_table[table_name].sharding_type}), but {usable_bytes_per_rank:,} are usable: "
+                f"{max_shard_bytes - usable_bytes_per_rank:,} bytes short per rank"
             )
         total_bytes = sum(map(sum, shard_bytes_by_table.values()))
         max_table_bytes, table_name = max((sum(shard_bytes), name) for name, shard_bytes in shard_bytes_by_table.items())
-        needed_memory = f"all tables need {total_bytes:,} bytes of {tier_name}"
-        largest_table = f"table {table_name} is the largest, with {max_table_bytes:,} bytes"
-        missing_bytes = total_bytes - usable_bytes * planner.world_size
+        needed_memory_text = f"all tables need {total_bytes:,} bytes of {tier_name}"
+        largest_table_text = f"table {table_name} is the largest, with {max_table_bytes:,} bytes"
+        missing_bytes = total_bytes - usable_bytes_per_rank * planner.world_size
         if missing_bytes > 0:
-            return f"{needed_memory}, {missing_bytes:,} more than {planner.world_size} ranks have; {largest_table}"
+            return f"{needed_memory_text}, {missing_bytes:,} more than {planner.world_size} ranks have; {largest_table_text}"
         no_layout_messages.append(
-            f"{needed_memory}, which the ranks have together, but no layout was found in which each rank needs at most "
-            f"{usable_bytes:,} bytes; {largest_table}"
+            f"{needed_memory_text}, which the ranks have together, but no layout was found in which each rank needs at most "
+            f"{usable_bytes_per_rank:,} bytes; {largest_table_text}"
         )
     return no_layout_messages[0]
 
 
-def _changes(planner: TorchrecPlanner, *, total_bytes: int) -> Iterator[list[Change]]:
+def _config_changes(planner: TorchrecPlanner, *, total_bytes: int) -> Iterator[list[Change]]:
     """Yield lists of alternative config changes that may make a plan feasible, the cheapest change first in each list."""
     for table_name, constraint in planner.config.tables.items():
         if constraint.sharding_types is not None:
-            free_types = planner.with_constraint(table_name, sharding_types=None)
-            alternatives = [(f"sharding.tables.{table_name}.sharding_types removed", free_types)]
+            planner_with_free_types = planner.with_constraint(table_name, sharding_types=None)
+            alternatives = [(f"sharding.tables.{table_name}.sharding_types removed", planner_with_free_types)]
             if constraint.compute_kernels is not None:
-                free_layout = free_types.with_constraint(table_name, compute_kernels=None)
-                alternatives.append((f"sharding.tables.{table_name}.sharding_types and compute_kernels removed", free_layout))
+                planner_with_free_layout = planner_with_free_types.with_constraint(table_name, compute_kernels=None)
+                alternatives.append(
+                    (f"sharding.tables.{table_name}.sharding_types and compute_kernels removed", planner_with_free_layout)
+                )
             yield alternatives
     for table_name, constraint in planner.config.tables.items():
         kernels = set(constraint.compute_kernels or CACHING_KERNELS)
@@ -127,10 +127,10 @@ def _changes(planner: TorchrecPlanner, *, total_bytes: int) -> Iterator[list[Cha
 def _memory_changes(planner: TorchrecPlanner, *, total_bytes: int) -> list[Change]:
     """Return increasing sizes of the main memory, in multiples of 16 GB. With GPUs, the main memory stores offloaded rows."""
     needed_gb = total_bytes / planner.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
-    note = "" if planner.device == "cpu" else " (the kernels fused_uvm_caching and fused_uvm store rows in main memory)"
+    kernel_note = "" if planner.device == "cpu" else " (the kernels fused_uvm_caching and fused_uvm store rows in main memory)"
     sizes_gb = [float(math.ceil(max(factor * needed_gb, planner.ddr_gb) / 16) * 16) for factor in (1, 1.25, 2, 4)]
     return [
-        (f"sharding.cluster.ddr_gb: {ddr_gb:g}{note}", planner.with_cluster(ddr_gb=ddr_gb))
+        (f"sharding.cluster.ddr_gb: {ddr_gb:g}{kernel_note}", planner.with_cluster(ddr_gb=ddr_gb))
         for ddr_gb in sizes_gb
         if planner.ddr_gb < ddr_gb <= MAX_DDR_GB
     ]
@@ -139,11 +139,11 @@ def _memory_changes(planner: TorchrecPlanner, *, total_bytes: int) -> list[Chang
 def _rank_changes(planner: TorchrecPlanner, *, total_bytes: int) -> list[Change]:
     """Return increasing numbers of GPUs for a single host, then increasing numbers of hosts.
 
-    The numbers start near the number of ranks whose total memory is large enough for all tables.
+    The numbers start near the smallest number of ranks whose memory together is large enough for all tables.
     """
     cluster, changes = planner.config.cluster, []
-    usable_bytes = planner.usable_memory.hbm if planner.device == "cuda" else planner.usable_memory.ddr
-    num_needed_ranks = math.ceil(total_bytes / max(1, usable_bytes))
+    usable_bytes_per_rank = planner.usable_memory.hbm if planner.device == "cuda" else planner.usable_memory.ddr
+    num_needed_ranks = math.ceil(total_bytes / max(1, usable_bytes_per_rank))
     if planner.device == "cuda" and cluster.num_nodes == 1:
         for num_gpus in (2, 4, MAX_GPUS_PER_NODE):
             if num_gpus > planner.processes_per_node and 2 * num_gpus >= num_needed_ranks:

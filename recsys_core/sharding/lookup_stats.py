@@ -22,9 +22,9 @@ CHUNK_ROWS = 1 << 22
 class LookupStats(Frozen):
     """Expected lookups of one rank in one batch.
 
-    values_per_query: by table, the number of values that a rank looks up, divided by the number of queries in its batch. A rank
-        looks up each distinct item of its batch once, whether it is a candidate, a negative or a history item. For a list
-        feature, the values of all its lists are counted.
+    values_per_query: by table, the number of values that a rank looks up, divided by the number of queries in its batch. Each
+        distinct item of a batch is looked up once, as a candidate, negative or history item. For a list feature, the values of
+        all its lists are counted.
     hot_row_curve: by table, the share of the lookups that go to the most frequent 1 %, 2 %, ... 100 % of the rows. A
         cache for that share of the rows cannot have a higher hit rate. Only tables with known row frequencies have a curve.
     """
@@ -64,8 +64,8 @@ def measure_lookups(
     for table_name, table in model.tables.items():
         offset = feature_by_key[table_name].offset if table_name in feature_by_key else None  # None if there are no lists
         if table.side == "item":
-            num_values = num_items_per_batch if offset is None else _weighted_total_length(offset, probability_I)
-            values_per_query[table_name] = num_values / batch_size
+            num_values_per_batch = num_items_per_batch if offset is None else _weighted_total_length(offset, probability_I)
+            values_per_query[table_name] = num_values_per_batch / batch_size
         elif offset is None:
             values_per_query[table_name] = 1.0
         elif table_name.startswith("user."):
@@ -79,7 +79,9 @@ def measure_lookups(
         curve_by_table["user"] = hot_row_curve(num_train_events_U.astype(np.float64))
     # The plan's fingerprint contains these numbers. They are rounded, because machines differ in the last digits.
     return LookupStats(
-        values_per_query={table_name: float(f"{num_per_query:.6g}") for table_name, num_per_query in values_per_query.items()},
+        values_per_query={
+            table_name: float(f"{num_values_per_query:.6g}") for table_name, num_values_per_query in values_per_query.items()
+        },
         hot_row_curve=curve_by_table,
     )
 
@@ -95,15 +97,15 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
     >>> mean_history_length(np.array([4]), model=model, is_ordered=False)
     2.0
     """
-    num_events_U, max_length = num_train_events_U.astype(np.float64), model.history_length
+    num_events_U, max_history = num_train_events_U.astype(np.float64), model.history_length
     if is_ordered:
-        # The first max_length events of a user have histories of 0, 1, 2, ... items. All later histories are full.
-        num_short_histories_U = np.minimum(num_events_U, max_length)
+        # The first max_history events of a user have histories of 0, 1, 2, ... items. All later histories are full.
+        num_short_histories_U = np.minimum(num_events_U, max_history)
         num_full_histories_U = num_events_U - num_short_histories_U
-        total_length_U = num_short_histories_U * (num_short_histories_U - 1) / 2 + num_full_histories_U * max_length
+        total_length_U = num_short_histories_U * (num_short_histories_U - 1) / 2 + num_full_histories_U * max_history
     else:
         num_other_events_U = num_events_U if model.config.history.include_target else np.maximum(num_events_U - 1, 0)
-        total_length_U = num_events_U * np.minimum(num_other_events_U, max_length)
+        total_length_U = num_events_U * np.minimum(num_other_events_U, max_history)
     return float(total_length_U.sum() / max(1.0, num_events_U.sum()))
 
 
@@ -161,16 +163,16 @@ def hot_row_curve(weight_R: Floats) -> tuple[float, ...]:
     total_weight = float(weight_R.sum())
     if total_weight == 0:
         return tuple((1 + point) / NUM_CURVE_POINTS for point in range(NUM_CURVE_POINTS))
-    cumulative_share = np.concatenate([[0.0], np.cumsum(np.sort(weight_R)[::-1])]) / total_weight
+    cumulative_shares = np.concatenate([[0.0], np.cumsum(np.sort(weight_R)[::-1])]) / total_weight
     num_hot_rows = np.arange(1, NUM_CURVE_POINTS + 1) * len(weight_R) / NUM_CURVE_POINTS
     num_full_rows = np.minimum(num_hot_rows.astype(np.int64), len(weight_R) - 1)
-    share_of_partial_row = cumulative_share[num_full_rows + 1] - cumulative_share[num_full_rows]
-    shares: Floats = cumulative_share[num_full_rows] + (num_hot_rows - num_full_rows) * share_of_partial_row
+    partial_row_shares = cumulative_shares[num_full_rows + 1] - cumulative_shares[num_full_rows]
+    shares: Floats = cumulative_shares[num_full_rows] + (num_hot_rows - num_full_rows) * partial_row_shares
     return tuple(round(min(1.0, share), 6) for share in shares.tolist())
 
 
 def _weighted_total_length(offset: NDArray[np.int64], weight: NDArray[np.int64] | Floats) -> float:
-    """Return the weighted total of the lengths of all lists."""
+    """Return the sum of all list lengths, each multiplied by the weight of its list."""
     return sum(
         float(np.dot(np.diff(offset[chunk.start : chunk.stop + 1]), weight[chunk]))
         for chunk in chunk_slices(len(weight), length=CHUNK_ROWS)
@@ -178,7 +180,7 @@ def _weighted_total_length(offset: NDArray[np.int64], weight: NDArray[np.int64] 
 
 
 def num_distinct_items(num_items: int, *, num_draws: float, num_negatives: int, exponent: float) -> float:
-    """Return the expected number of distinct items in a batch of a future log, whose popularity follows Zipf's law.
+    """Return the expected number of distinct items in a batch, for a future log with an item popularity by Zipf's law.
 
     The batch has `num_draws` draws from Zipf's law with `exponent`, and `num_negatives` uniform draws. The probabilities of the
     1,000 most popular items are added up one by one. The probabilities of the other items are integrated over 4,000 intervals
@@ -192,9 +194,9 @@ def num_distinct_items(num_items: int, *, num_draws: float, num_negatives: int, 
     head_popularity_ranks = np.arange(1, min(num_items, 1000) + 1, dtype=np.float64)
     interval_bounds = np.geomspace(1000.5, num_items + 0.5, 4001) if num_items > 1000 else np.empty(0)
     interval_middles = np.sqrt(interval_bounds[1:] * interval_bounds[:-1])
-    popularity_rank = np.concatenate([head_popularity_ranks, interval_middles])
+    popularity_ranks = np.concatenate([head_popularity_ranks, interval_middles])
     num_items_of_interval = np.concatenate([np.ones_like(head_popularity_ranks), np.diff(interval_bounds)])
-    draw_probability = popularity_rank**-exponent
+    draw_probability = popularity_ranks**-exponent
     draw_probability /= (draw_probability * num_items_of_interval).sum()
     with np.errstate(divide="ignore"):  # log1p(-1) is -inf for the only item
         log_miss_probability = num_draws * np.log1p(-draw_probability)

@@ -119,9 +119,9 @@ class PlanFile(Frozen):
         return "hbm_bytes" if self.device == "cuda" else "ddr_bytes"
 
     def imbalance(self, measure: RankMeasure) -> float:
-        """Return the maximum over the ranks divided by the mean over the ranks; 1 for equal values."""
-        measure_by_rank = [float(getattr(estimate, measure)) for estimate in self.ranks]
-        return max(measure_by_rank) * len(measure_by_rank) / sum(measure_by_rank) if sum(measure_by_rank) else 1.0
+        """Return the maximum of `measure` over the ranks divided by its mean; 1 for equal values."""
+        rank_measures = [float(getattr(estimate, measure)) for estimate in self.ranks]
+        return max(rank_measures) * len(rank_measures) / sum(rank_measures) if sum(rank_measures) else 1.0
 
     @classmethod
     def read(cls, path: Path) -> "PlanFile":
@@ -157,12 +157,12 @@ class PlanFile(Frozen):
 
     def to_torchrec(self, tables_path: str, *, spec: ModelSpec) -> ShardingPlan:
         """Convert to TorchRec's plan. tables_path: module path of the embedding tables in the model."""
-        parameters_by_module: dict[str, dict[str, ParameterSharding]] = {}
+        sharding_by_module: dict[str, dict[str, ParameterSharding]] = {}
         for table_name, table in self.tables.items():
-            collection_path = f"{tables_path}.{spec.tables[table_name].collection}"
-            parameters_by_module.setdefault(collection_path, {})[module_name(table_name)] = self._parameter_sharding(table)
+            module_path = f"{tables_path}.{spec.tables[table_name].collection}"
+            sharding_by_module.setdefault(module_path, {})[module_name(table_name)] = self._parameter_sharding(table)
         return ShardingPlan(
-            plan={tables_path: EmbeddingModuleShardingPlan(tables) for tables_path, tables in parameters_by_module.items()}
+            plan={module_path: EmbeddingModuleShardingPlan(shardings) for module_path, shardings in sharding_by_module.items()}
         )
 
     def _parameter_sharding(self, table: TablePlan) -> ParameterSharding:
@@ -212,7 +212,7 @@ class PlanFile(Frozen):
 
 
 def layout_fingerprint(plan_by_table: dict[str, TablePlan], *, device: str, world_size: int) -> str:
-    """Return the sha256 of the part of a plan that training executes: tables, optimizers, sharding types, kernels, shards."""
+    """Return the sha256 of the layout that training executes: tables, optimizers, sharding types, kernels and shards."""
     explanatory_fields = {"values_per_query", "constraint"}
     layout_by_table = {
         table_name: table.model_dump(mode="json", exclude=explanatory_fields)
@@ -227,15 +227,15 @@ def format_ranges(ranks: tuple[int, ...]) -> str:
     >>> format_ranges((0, 1, 2, 5)), format_ranges((3,)), format_ranges((0, 1))
     ('0-2, 5', '3', '0, 1')
     """
-    consecutive_ranks: list[list[int]] = []
+    rank_ranges: list[list[int]] = []
     for rank in sorted(set(ranks)):
-        if consecutive_ranks and rank == consecutive_ranks[-1][-1] + 1:
-            consecutive_ranks[-1].append(rank)
+        if rank_ranges and rank == rank_ranges[-1][-1] + 1:
+            rank_ranges[-1].append(rank)
         else:
-            consecutive_ranks.append([rank])
+            rank_ranges.append([rank])
     return ", ".join(
         f"{rank_range[0]}-{rank_range[-1]}" if len(rank_range) > 2 else ", ".join(map(str, rank_range))
-        for rank_range in consecutive_ranks
+        for rank_range in rank_ranges
     )
 
 
@@ -268,4 +268,4 @@ def _memory_parts(plan: PlanFile, estimate: RankEstimate, table_name: str) -> li
         ("cache", memory.cache, True),
         ("buffers", memory.buffers, True),
     ]
-    return [(name, num_bytes, is_fast) for name, num_bytes, is_fast in memory_parts if num_bytes]
+    return [(name, num_bytes, is_in_lookup_memory) for name, num_bytes, is_in_lookup_memory in memory_parts if num_bytes]

@@ -50,7 +50,7 @@ def plan_sharding(
     See `make_plan` for the arguments.
 
     Raises:
-        InputError: as in `make_plan`, or if a table is constrained to the kernel `key_value`, which training does not support.
+        InputError: as in `make_plan`; or a constraint allows the kernel `key_value`, which training does not support.
     """
     for table_name, constraint in config.tables.items():
         if "key_value" in (constraint.compute_kernels or ()):
@@ -96,22 +96,24 @@ def write_plan(plan: PlanFile, folder: Path) -> tuple[Path, Path]:
 
 
 def resolve_cluster(cluster: ClusterConfig) -> tuple[Literal["cpu", "cuda"], int]:
-    """Return (device, number of ranks per host). Settings that are auto or None get the values of this machine."""
+    """Return (device, number of ranks per host). The values of this machine replace settings that are auto or None."""
     num_gpus = torch.cuda.device_count()
     device: Literal["cpu", "cuda"] = ("cuda" if num_gpus else "cpu") if cluster.device == "auto" else cluster.device
     return device, cluster.processes_per_node or (max(num_gpus, 1) if device == "cuda" else 2)
 
 
 def with_default_memory(cluster: ClusterConfig) -> ClusterConfig:
-    """Return `cluster` with values in place of hbm_gb and ddr_gb if they are None.
+    """Return `cluster` with default values for hbm_gb and ddr_gb if they are None.
 
-    The values are the memory of this machine if the device is auto, otherwise DEFAULT_HBM_GB and DEFAULT_DDR_GB.
+    The defaults are the memory of this machine if the device is auto, otherwise DEFAULT_HBM_GB and DEFAULT_DDR_GB.
     """
     hbm_gb, ddr_gb = DEFAULT_HBM_GB, DEFAULT_DDR_GB
     if cluster.device == "auto":
         total_memory_bytes = psutil.virtual_memory().total
         ddr_gb = _whole_gb(min(cgroup_limits().memory_bytes or total_memory_bytes, total_memory_bytes))
-        bytes_by_gpu = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+        bytes_by_gpu = [
+            torch.cuda.get_device_properties(gpu_index).total_memory for gpu_index in range(torch.cuda.device_count())
+        ]
         hbm_gb = _whole_gb(min(bytes_by_gpu, default=DEFAULT_HBM_GB * GIB))
     return cluster.model_copy(update={"hbm_gb": cluster.hbm_gb or hbm_gb, "ddr_gb": cluster.ddr_gb or ddr_gb})
 
@@ -139,8 +141,9 @@ def make_plan(
             queries of a batch look up the same item.
 
     Raises:
-        InputError: a table, its optimizer or the device does not support a constraint, or no plan fits the cluster. If no plan
-            fits, the message names the table, the missing bytes, and changes that make a plan feasible.
+        InputError: a table, its optimizer or the device does not support a constraint.
+        InputError: no plan fits the cluster. The message names the table, the missing bytes, and changes that make a plan
+            feasible.
     """
     device, processes_per_node = resolve_cluster(config.cluster)
     config = config.model_copy(update={"cluster": with_default_memory(config.cluster)})
@@ -251,7 +254,7 @@ def _table_memory(planner: TorchrecPlanner, table_name: str, *, layout: Sharding
 
 
 def _format_constraint(constraint: TableConstraint) -> str | None:
-    """Format the settings of a constraint that are set; return None if none is set."""
+    """Format a constraint without its unset settings; return None if every setting is unset."""
     value_by_setting = constraint.model_dump(mode="json", exclude_none=True)
     formatted_settings = [
         f"{setting}: {value if not isinstance(value, list) else ', '.join(value)}"

@@ -89,8 +89,8 @@ class TorchrecPlanner:
     def usable_memory(self) -> Storage:
         """Memory of one rank for tables and their buffers, in bytes."""
         cluster = self.config.cluster
-        hbm = int(int(self.hbm_gb * GIB) * (1 - RESERVED_SHARE)) if self.device == "cuda" else 0
-        return Storage(hbm=hbm, ddr=self._usable_ddr_bytes, ssd=int(cluster.ssd_gb * GIB / self.processes_per_node))
+        hbm_bytes = int(int(self.hbm_gb * GIB) * (1 - RESERVED_SHARE)) if self.device == "cuda" else 0
+        return Storage(hbm=hbm_bytes, ddr=self._usable_ddr_bytes, ssd=int(cluster.ssd_gb * GIB / self.processes_per_node))
 
     @property
     def _usable_ddr_bytes(self) -> int:
@@ -106,12 +106,12 @@ class TorchrecPlanner:
     def with_constraint(self, table_name: str, **settings: object) -> "TorchrecPlanner":
         """Return the planner for changed settings of a table's constraint."""
         constraint = self.config.tables[table_name].model_copy(update=settings)
-        tables = {**self.config.tables, table_name: constraint}
-        return replace(self, config=self.config.model_copy(update={"tables": tables}))
+        constraint_by_table = {**self.config.tables, table_name: constraint}
+        return replace(self, config=self.config.model_copy(update={"tables": constraint_by_table}))
 
     def best_layouts(self) -> dict[str, ShardingOption]:
         """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits."""
-        best_plan_recorder, constraints = _BestPlanRecorder(), self._constraints
+        best_plan_recorder, constraints = _BestPlanRecorder(), self._constraint_by_module
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self.batch_size,
@@ -129,7 +129,7 @@ class TorchrecPlanner:
 
     def layouts(self) -> dict[str, list[ShardingOption]]:
         """Return all layouts of each table with their estimates, including layouts that do not fit."""
-        enumerator = EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=self._constraints)
+        enumerator = EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=self._constraint_by_module)
         with _silence_torchrec():
             layouts = enumerator.enumerate(self._meta_module, sharders(self.config.quantized_comms))
         return {
@@ -138,7 +138,10 @@ class TorchrecPlanner:
         }
 
     def values_per_query(self, table_name: str) -> float:
-        """Return how many values a query looks up in a table: pooling_factor, otherwise the measured number or the maximum."""
+        """Return how many values a query looks up in a table: `pooling_factor` if it is set, otherwise the measured number.
+
+        Without measured lookups, return the maximum.
+        """
         pooling_factor = self.config.tables.get(table_name, TableConstraint()).pooling_factor
         if pooling_factor is not None:
             return pooling_factor
@@ -147,7 +150,7 @@ class TorchrecPlanner:
         return 1.0 + self.model.history_length if self.model.tables[table_name].side == "item" else 1.0
 
     @property
-    def _constraints(self) -> dict[str, ParameterConstraints]:
+    def _constraint_by_module(self) -> dict[str, ParameterConstraints]:
         """TorchRec's constraints by module name."""
         constraint_by_module, cluster = {}, self.config.cluster
         for table_name, table in self.model.tables.items():
@@ -183,9 +186,9 @@ class TorchrecPlanner:
     @cached_property
     def _meta_module(self) -> nn.Module:
         embedding_tables = EmbeddingTables(self.model, device=torch.device("meta"))
-        parameters = dict(embedding_tables.named_parameters())
+        parameter_by_name = dict(embedding_tables.named_parameters())
         for table_name, table in self.model.tables.items():
-            parameter = parameters[parameter_name(self.model, table_name)]
+            parameter = parameter_by_name[parameter_name(self.model, table_name)]
             parameter._optimizer_classes = [OPTIMIZER_CLASS_BY_KIND[table.optimizer_kind]]  # type: ignore[attr-defined]
         return nn.ModuleDict({TABLES_PATH: embedding_tables})
 
@@ -238,14 +241,14 @@ def _silence_torchrec() -> Iterator[None]:
 
 def sharders(quantized_comms: QuantizedCommsConfig) -> list[ModuleSharder[nn.Module]]:
     """Return the sharders of pooled and unpooled tables, with quantized communication if it is configured."""
-    codecs = None
+    codec_registry = None
     if quantized_comms != QuantizedCommsConfig():
-        codecs = get_qcomm_codecs_registry(
+        codec_registry = get_qcomm_codecs_registry(
             QCommsConfig(
                 forward_precision=CommType(quantized_comms.forward), backward_precision=CommType(quantized_comms.backward)
             )
         )
     return [
-        BagSharder(qcomm_codecs_registry=codecs),
-        UnpooledSharder(fused_params=dict(ONE_TABLE_PER_KERNEL), qcomm_codecs_registry=codecs),
+        BagSharder(qcomm_codecs_registry=codec_registry),
+        UnpooledSharder(fused_params=dict(ONE_TABLE_PER_KERNEL), qcomm_codecs_registry=codec_registry),
     ]

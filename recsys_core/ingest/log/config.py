@@ -31,8 +31,8 @@ _BYTES_PER_UNIT = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_00
 
 
 def _check_memory_limit(limit: str) -> str:
-    amount, unit = limit.rstrip("KMGTiB "), next(char for char in limit if char in _BYTES_PER_UNIT)
-    if not 1_000_000 <= float(amount) * _BYTES_PER_UNIT[unit] <= 1e15:
+    amount_text, unit_prefix = limit.rstrip("KMGTiB "), next(char for char in limit if char in _BYTES_PER_UNIT)
+    if not 1_000_000 <= float(amount_text) * _BYTES_PER_UNIT[unit_prefix] <= 1e15:
         raise ValueError(f"is {limit}; set a value from 1MB to 1000TB")
     return limit
 
@@ -55,8 +55,8 @@ class LogFilter(Settings):
         None,
         gt=0,
         le=MAX_DAYS,
-        description="Length of the rolling window in days. The window ends at the newest event of the log, or at `until` if it "
-        "is earlier. Events older than the window are removed. Default: all events",
+        description="Length of the rolling window in days. The window ends at the newest event of the log or at `until`, "
+        "whichever is earlier. Events older than the window are removed. Default: all events",
     )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
@@ -119,8 +119,8 @@ class InteractionsConfig(Settings):
     )
     format: Literal["parquet", "delta", "iceberg", "orc"] = Field(
         "parquet",
-        description="Format of the log. The formats other than `parquet` need `engine: {kind: spark}`. The newest version of a "
-        "table is read, or the version at the end of its path, as in `lake.shop.events@v12`",
+        description="Format of the log. The formats other than `parquet` need `engine: {kind: spark}`. A table is read at the "
+        "version at the end of its path, such as 12 in `lake.shop.events@v12`, or at its newest version if the path has none",
     )
     user_column: ColumnName = Field("user_id", description="Column with the user id (integer or string)")
     item_column: ColumnName = Field("item_id", description="Column with the item id (integer or string)")
@@ -141,11 +141,11 @@ class InteractionsConfig(Settings):
     explicit_negatives: bool = Field(
         False,
         description="Keep the events with a label below `label_threshold` as known negatives of their users, for "
-        "`loss.explicit_negatives` and the metric `known_negatives@K`. They do not count as events in filters, "
-        "splits and vocabularies",
+        "`loss.explicit_negatives` and the metric `known_negatives@K`. Known negatives do not count as events in "
+        "filters, splits and vocabularies",
     )
     label_range: tuple[Label, Label] | None = Field(
-        None, description="Smallest and largest valid label. An event with another label is a bad row"
+        None, description="Smallest and largest valid label. An event with a label outside of this range is a bad row"
     )
     weight_column: ColumnName | None = Field(
         None, description="Column with the weights of the events in the loss. A weight is 0 or more"
@@ -190,17 +190,19 @@ class InteractionsConfig(Settings):
             raise ValueError(
                 f"format is {self.format}, but engine.kind is {self.engine.kind}, which only reads parquet; set it to spark"
             )
-        split_paths = (self.split.test_paths, self.split.validation_paths or ()) if isinstance(self.split, FileSplit) else ()
-        for path in chain(self.paths, *split_paths):
-            name, version = split_version(path)
+        split_path_lists = (
+            (self.split.test_paths, self.split.validation_paths or ()) if isinstance(self.split, FileSplit) else ()
+        )
+        for path in chain(self.paths, *split_path_lists):
+            table_name, version = split_version(path)
             if self.format == "orc" and version is not None:
                 raise ValueError(f"{path} names a version, but an ORC table has none; remove @v{version}")
-            if is_table_name(name) and TABLE_NAME_PATTERN.fullmatch(name) is None:
+            if is_table_name(table_name) and TABLE_NAME_PATTERN.fullmatch(table_name) is None:
                 raise ValueError(
                     f"{path!r} is not the name of a table in a catalog, such as lake.shop.events; the path of a folder has a "
                     "slash, such as ./events"
                 )
-            if self.format == "iceberg" and not is_table_name(name):
+            if self.format == "iceberg" and not is_table_name(table_name):
                 raise ValueError(
                     f"{path!r} is a path, but an Iceberg table has a name in a catalog, such as lake.shop.events; define the "
                     "catalog in engine.conf"
@@ -236,9 +238,9 @@ class InteractionsConfig(Settings):
             raise ValueError("split.kind is time, which needs timestamp_column; set it, or use leave_last_out or files")
         if self.split.kind == "leave_last_out" and not self.is_ordered:
             raise ValueError("split.kind is leave_last_out, which needs timestamp_column or order_column; set one of them")
-        for name in ("until", "window_days"):
-            if getattr(self.filter, name) is not None and self.timestamp_column is None:
-                raise ValueError(f"filter.{name} needs timestamp_column; set it, or remove {name}")
+        for setting in ("until", "window_days"):
+            if getattr(self.filter, setting) is not None and self.timestamp_column is None:
+                raise ValueError(f"filter.{setting} needs timestamp_column; set it, or remove {setting}")
         if not self.is_ordered and (self.filter.max_user_events is not None or self.filter.duplicates in ("first", "last")):
             raise ValueError(
                 "filter.max_user_events, and filter.duplicates first or last, need an order of the events; set "
@@ -269,7 +271,7 @@ class InteractionsConfig(Settings):
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns to read, without repeats."""
-        optional_columns = (
+        columns_or_none = (
             self.user_column,
             self.item_column,
             self.timestamp_column,
@@ -278,7 +280,7 @@ class InteractionsConfig(Settings):
             self.weight_column,
             *self.context_columns,
         )
-        return tuple(dict.fromkeys(column for column in optional_columns if column is not None))
+        return tuple(dict.fromkeys(column for column in columns_or_none if column is not None))
 
     @property
     def is_ordered(self) -> bool:

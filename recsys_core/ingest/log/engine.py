@@ -1,4 +1,4 @@
-"""LogEngine, the steps of the log ingest that a database executes: to read, check, count and sort the events.
+"""LogEngine: the steps of the log ingest that a database executes, from reading the files to sorting the events.
 
 The other steps are the same for all engines: opening the files, reusing parts, reporting errors, and writing the event store
 and the manifest. Each id of a user or item has a code, which identifies the id in the parts, and a row in the vocabulary.
@@ -23,11 +23,11 @@ from recsys_core.parquet.sources import Source
 
 @dataclass(frozen=True)
 class LogFiles:
-    """The files of the log, with checked footers and pages, or its tables. The sources are either all files or all tables."""
+    """The files of the log, whose footers and pages have been checked, or the tables of the log, but never both."""
 
     sources: Sequence[Source]
     paths: Sequence[Path]
-    """A local file for each source, with the columns of the config that are not hive keys; for a table, with its first rows."""
+    """A local file for each source, with the columns of the config except hive keys. For a table: its first rows."""
     type_by_column: Mapping[str, pa.DataType]
     """Type of each column of the config. The row checks of a column depend on its type."""
 
@@ -40,7 +40,7 @@ class FileStatistics:
     num_bad_rows: int = 0
     """Number of rows that fail at least one check."""
     num_bad_rows_by_check: Mapping[str, int] = field(default_factory=dict)
-    """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""
+    """Number of rows that fail each check, by the name of the check. Checks that no row fails are left out."""
     bounds_by_role: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Smallest and largest value of the good rows, by role of the column: position, label or weight."""
     num_events: int = 0
@@ -130,7 +130,7 @@ class LogEngine(Protocol):
     def assign_rows(self, side: str, *, vector_ids_path: Path | None) -> Vocabulary:
         """Assign rows: ids with a row in the previous run keep it, and new ids follow in the order of their codes.
 
-        An id without an event has no row, unless it had one in the previous run or is an item with a pretrained vector.
+        An id has a row if it has an event, had a row in the previous run, or is an item with a pretrained vector.
 
         Args:
             vector_ids_path: parquet file with the column `id`, one row per pretrained vector; None if there are no vectors.
@@ -143,8 +143,8 @@ class LogEngine(Protocol):
         """Return the number of known negatives, and their batches as `EventWriter.write_negatives` needs them.
 
         A known negative is a pair of a user with events and an item of the vocabulary. Its position and split come from the
-        pair's first row below the threshold. With `leave_last_out`, a row that is not earlier than the user's validation or
-        test event belongs to the split of this event. A pair is left out if the user has an event with the item in the same or
+        pair's first row below the threshold. With `leave_last_out`, a row at or after the user's validation or test
+        event belongs to the split of this event. A pair is left out if the user has an event with the item in the same or
         an earlier split. The method is called only with config.explicit_negatives.
         """
 

@@ -36,7 +36,7 @@ _SETTING_BY_SPARK_KEY = {"spark.master": "interactions.engine.master"}
 
 
 def split_version(path: str) -> tuple[str, str | None]:
-    """Split an entry of `paths` into a table, which is a path or a name, and a version. Without `@v`, the version is None.
+    """Split an entry of `paths` into the path or name of a table, and its version. Without `@v`, the version is None.
 
     >>> split_version("lake.shop.events@v12"), split_version("/lake/events")
     (('lake.shop.events', '12'), ('/lake/events', None))
@@ -95,7 +95,7 @@ class SparkSettings(Settings):
 
     @field_validator("conf")
     @classmethod
-    def _check_keys(cls, conf: dict[str, Any]) -> dict[str, Any]:
+    def _check_properties(cls, conf: dict[str, Any]) -> dict[str, Any]:
         for key, value in conf.items():
             if key in _SETTING_BY_SPARK_KEY:
                 raise ValueError(f"set {_SETTING_BY_SPARK_KEY[key]} instead of {key}")
@@ -128,7 +128,7 @@ class SparkSettings(Settings):
         columns: Sequence[str],
         allowed_data_root: Path | None,
     ) -> list[tuple[Source, ...]]:
-        """Open the tables of each setting; see open_tables of the Spark engine."""
+        """Open the tables of each config key in `paths_by_setting`; see `open_tables` of the Spark engine."""
         self.installation_text()
         return spark_engine.tables.open_tables(
             self, table_format, paths_by_setting, columns=columns, allowed_data_root=allowed_data_root

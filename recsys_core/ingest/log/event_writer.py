@@ -38,7 +38,7 @@ Counts = NDArray[np.int64]
 
 
 class GrowingArray:
-    """A .npy file to which values are appended. It grows if it needs more than the disk space of the expected length."""
+    """A .npy file to which values are appended. It grows if more than `expected_length` values are appended."""
 
     def __init__(self, path: Path, *, dtype: DTypeLike, expected_length: int) -> None:
         self.length = 0
@@ -59,7 +59,7 @@ class GrowingArray:
 
 
 class EventWriter:
-    """Writes the sorted log to the shards of their users. Counts the events of each user and item by split, and the nulls."""
+    """Writes each event of the sorted log to the shard of its user. Counts the events of each user and item, and the nulls."""
 
     def __init__(self, output_folder: Path, *, users: Vocabulary, items: Vocabulary, config: InteractionsConfig) -> None:
         self.user_count_U3: Counts = np.zeros((len(users), len(SPLITS)), np.int64)
@@ -76,7 +76,7 @@ class EventWriter:
         return tuple(
             EventShard(num_events=int(count_U3.sum()), num_known_negatives=int(negative_count_U3.sum()))
             for count_U3, negative_count_U3 in zip(
-                self._by_shard(self.user_count_U3), self._by_shard(self._negative_count_U3), strict=True
+                self._views_by_shard(self.user_count_U3), self._views_by_shard(self._negative_count_U3), strict=True
             )
         )
 
@@ -98,7 +98,7 @@ class EventWriter:
         with ExitStack() as stack:
             context_writers: list[pq.ParquetWriter] = []
             for batch in decode_ahead(_merge_batches(batches)):
-                self._count(batch)
+                self._count_events_and_nulls(batch)
                 if self._config.context_columns and not context_writers:
                     schema = _context_table(batch, self._config).schema
                     file_names = shard_files(CONTEXT_FILE, num_shards=self._config.shards)
@@ -125,7 +125,7 @@ class EventWriter:
         # Index, in the shard, of the first event of each user in each split.
         first_event_U3 = np.empty_like(self.user_count_U3)
         for shard_first_event_U3, count_U3 in zip(
-            self._by_shard(first_event_U3), self._by_shard(self.user_count_U3), strict=True
+            self._views_by_shard(first_event_U3), self._views_by_shard(self.user_count_U3), strict=True
         ):
             shard_first_event_U3[...] = (np.cumsum(count_U3) - count_U3.ravel()).reshape(count_U3.shape)
         item_arrays = self._create_arrays("negative_item", dtype=row_dtype(len(self._items)), num_values=num_negatives)
@@ -143,26 +143,30 @@ class EventWriter:
         num_written = _close(item_arrays)
         _close(event_arrays)
         assert num_written == num_negatives, f"{num_negatives} negatives were announced, but the batches have {num_written}"
-        for path, count_U3 in zip(self._paths("negative_offset"), self._by_shard(self._negative_count_U3), strict=True):
+        for path, count_U3 in zip(
+            self._shard_paths("negative_offset"), self._views_by_shard(self._negative_count_U3), strict=True
+        ):
             save_npy(path, np.cumsum(np.append(0, count_U3)))
 
     def write_offsets(self) -> None:
         """Write the arrays that have one entry per user, per item or per training event."""
-        train, validation = SPLITS.index("train"), SPLITS.index("validation")
-        paths_by_array = {name: self._paths(name) for name in ("user_offset", "train_end", "validation_end")}
-        for shard, count_U3 in enumerate(self._by_shard(self.user_count_U3)):
+        train_code, validation_code = SPLITS.index("train"), SPLITS.index("validation")
+        paths_by_array = {
+            array_name: self._shard_paths(array_name) for array_name in ("user_offset", "train_end", "validation_end")
+        }
+        for shard, count_U3 in enumerate(self._views_by_shard(self.user_count_U3)):
             user_offset = np.concatenate(([0], np.cumsum(count_U3.sum(axis=1))))
-            train_end_U = user_offset[:-1] + count_U3[:, train]
+            train_end_U = user_offset[:-1] + count_U3[:, train_code]
             save_npy(paths_by_array["user_offset"][shard], user_offset)
             save_npy(paths_by_array["train_end"][shard], train_end_U)
-            save_npy(paths_by_array["validation_end"][shard], train_end_U + count_U3[:, validation])
-        train_count_I = self.item_count_I3[:, train]
-        for name, array in {
+            save_npy(paths_by_array["validation_end"][shard], train_end_U + count_U3[:, validation_code])
+        train_count_I = self.item_count_I3[:, train_code]
+        for array_name, array in {
             "item_count": np.ascontiguousarray(train_count_I),
             "item_rank": popularity_ranks(train_count_I),
             "vector_row": self._items.vector_row_R,
         }.items():
-            save_npy(self._output_folder / array_file(name), array)
+            save_npy(self._output_folder / array_file(array_name), array)
         if (self._users.vector_row_R >= 0).any():
             save_npy(self._output_folder / array_file("user_vector_row"), self._users.vector_row_R)
         write_examples(self._output_folder, user_count_U3=self.user_count_U3, num_shards=self._config.shards)
@@ -174,12 +178,12 @@ class EventWriter:
             table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
             pq.write_table(table, self._output_folder / vocabulary_file(vocabulary.side), use_dictionary=False)
 
-    def _count(self, batch: pa.RecordBatch) -> None:
+    def _count_events_and_nulls(self, batch: pa.RecordBatch) -> None:
         """Count the events of each user and item, and the nulls in the context columns."""
         _add_sorted_keys(self.user_count_U3.reshape(-1), _user_split_keys(batch))
         item_E, split_E = (batch.column(name).to_numpy() for name in ("item_row", "split"))
         key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
-        _add_counts(self.item_count_I3.reshape(-1), key_E, keys=range(self.item_count_I3.size))
+        _add_counts(self.item_count_I3.reshape(-1), key_E, key_range=range(self.item_count_I3.size))
         for index, column in enumerate(self._config.context_columns):
             self.num_nulls_by_context_column[column] += batch.column(f"context_{index}").null_count
 
@@ -192,17 +196,17 @@ class EventWriter:
         for shard, positions in positions_by_shard(shard_E, num_shards=self._config.shards):
             yield shard, batch.take(pa.array(positions))
 
-    def _by_shard(self, count_U3: Counts) -> list[Counts]:
-        """Return a view of each shard's users."""
-        return [count_U3[shard :: self._config.shards] for shard in range(self._config.shards)]
+    def _views_by_shard(self, array_U3: Counts) -> list[Counts]:
+        """Return a view of `array_U3` for each shard: the rows of its users."""
+        return [array_U3[shard :: self._config.shards] for shard in range(self._config.shards)]
 
-    def _paths(self, array_name: str) -> list[Path]:
+    def _shard_paths(self, array_name: str) -> list[Path]:
         return [self._output_folder / name for name in array_files(array_name, num_shards=self._config.shards)]
 
     def _create_arrays(self, array_name: str, *, dtype: DTypeLike, num_values: int) -> list[GrowingArray]:
         """Create the file of each shard. The shards have about the same size, so most files grow at most once."""
         expected_length = -(-num_values // self._config.shards)
-        return [GrowingArray(path, dtype=dtype, expected_length=expected_length) for path in self._paths(array_name)]
+        return [GrowingArray(path, dtype=dtype, expected_length=expected_length) for path in self._shard_paths(array_name)]
 
 
 def _close(arrays: Sequence[GrowingArray]) -> int:
@@ -221,13 +225,13 @@ def _user_split_keys(batch: pa.RecordBatch) -> NDArray[np.int64]:
 
 def _add_sorted_keys(count_by_key: Counts, key_E: NDArray[np.int64]) -> None:
     """Add the number of occurrences of each key to its count. The keys are sorted."""
-    _add_counts(count_by_key, key_E, keys=range(int(key_E[0]), int(key_E[-1]) + 1))
+    _add_counts(count_by_key, key_E, key_range=range(int(key_E[0]), int(key_E[-1]) + 1))
 
 
-def _add_counts(count_by_key: Counts, key_E: NDArray[np.int64], *, keys: range) -> None:
-    """Add the number of occurrences of each key to its count; the range `keys` contains all keys."""
-    if len(keys) <= MAX_DENSE_COUNTS:
-        count_by_key[keys.start : keys.stop] += np.bincount(key_E - keys.start, minlength=len(keys))
+def _add_counts(count_by_key: Counts, key_E: NDArray[np.int64], *, key_range: range) -> None:
+    """Add the number of occurrences of each key to its count; all keys are in `key_range`."""
+    if len(key_range) <= MAX_DENSE_COUNTS:
+        count_by_key[key_range.start : key_range.stop] += np.bincount(key_E - key_range.start, minlength=len(key_range))
     else:
         distinct_keys, num_occurrences = np.unique(key_E, return_counts=True)
         count_by_key[distinct_keys] += num_occurrences
@@ -239,7 +243,7 @@ def _context_table(batch: pa.RecordBatch, config: InteractionsConfig) -> pa.Tabl
 
 
 def write_examples(folder: Path, *, user_count_U3: Counts, num_shards: int) -> None:
-    """Write train_user.npy, the user of each training event. With several shards, also write their event_offset.npy.
+    """Write train_user.npy, the user of each training event. With several shards, write event_offset.npy for each shard.
 
     user_count_U3: number of events of each user in each split.
     """
@@ -247,10 +251,10 @@ def write_examples(folder: Path, *, user_count_U3: Counts, num_shards: int) -> N
     _write_train_user(folder, train_count_U)
     if num_shards == 1:
         return
-    first_example_U = np.cumsum(train_count_U) - train_count_U
+    first_train_event_U = np.cumsum(train_count_U) - train_count_U
     for shard, file_name in enumerate(array_files("event_offset", num_shards=num_shards)):
         count_U = user_count_U3[shard::num_shards].sum(axis=1)
-        save_npy(folder / file_name, np.cumsum(count_U) - count_U - first_example_U[shard::num_shards])
+        save_npy(folder / file_name, np.cumsum(count_U) - count_U - first_train_event_U[shard::num_shards])
 
 
 def _write_train_user(folder: Path, train_count_U: Counts) -> None:

@@ -1,6 +1,6 @@
 """Incremental reading of the interaction log: a file is read and checked once, and later runs reuse its events.
 
-The events of the files that one run reads are stored in a part: a parquet file in which codes replace the user and item ids.
+A run stores the events of the files that it reads in a part: a parquet file in which codes replace the user and item ids.
 An id keeps its code until the vocabularies are rebuilt. Until then, later runs reuse the part and read only new files.
 """
 
@@ -120,35 +120,35 @@ def read_part(
         if source.is_local and has_checksums:  # pages of remote files are verified while they are copied
             verify_pages(source, config.columns)
     with local_files(sources, columns=config.columns, scratch_folder=part_path.with_suffix(".remote")) as paths:
-        statistics = engine.read_part(LogFiles(sources, paths, type_by_column), part_path=part_path)
+        statistics_per_file = engine.read_part(LogFiles(sources, paths, type_by_column), part_path=part_path)
     return tuple(
         _ingested_file(config, source, file_statistics, has_checksums=has_checksums)
-        for source, file_statistics, has_checksums in zip(sources, statistics, checksum_flags, strict=True)
+        for source, file_statistics, has_checksums in zip(sources, statistics_per_file, checksum_flags, strict=True)
     )
 
 
 def _ingested_file(
-    config: InteractionsConfig, source: Source, statistics: FileStatistics, *, has_checksums: bool
+    config: InteractionsConfig, source: Source, file_statistics: FileStatistics, *, has_checksums: bool
 ) -> IngestedFile:
-    column_by_role, num_good_rows = columns_by_role(config), statistics.num_rows - statistics.num_bad_rows
+    column_by_role, num_good_rows = columns_by_role(config), file_statistics.num_rows - file_statistics.num_bad_rows
     return IngestedFile(
         source=source.record,
-        num_bad_rows_by_reason=dict(statistics.num_bad_rows_by_check),
-        num_below_threshold=num_good_rows - statistics.num_events if config.label_column else 0,
-        spans={column_by_role[role]: bounds for role, bounds in statistics.bounds_by_role.items()},
+        num_bad_rows_by_reason=dict(file_statistics.num_bad_rows_by_check),
+        num_below_threshold=num_good_rows - file_statistics.num_events if config.label_column else 0,
+        spans={column_by_role[role]: bounds for role, bounds in file_statistics.bounds_by_role.items()},
         has_checksums=has_checksums,
     )
 
 
 def _type_for_checks(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return one type of a column that may have another type in each file.
+    """Return one type for a column whose type differs between files.
 
-    The SQL of the row checks and of the order of events is written for this type. It is also correct for the other types.
+    The SQL of the row checks and of the event order is written for this type, and is also correct for the other types.
 
     >>> _type_for_checks([pa.int64(), pa.float64(), pa.float32()])
     DataType(float)
     """
-    return next((data_type for has_type in _TYPE_TESTS for data_type in data_types if has_type(data_type)), data_types[0])
+    return next((data_type for is_type in _TYPE_TESTS for data_type in data_types if is_type(data_type)), data_types[0])
 
 
 _TYPE_TESTS: tuple[Callable[[pa.DataType], bool], ...] = (
@@ -159,4 +159,4 @@ _TYPE_TESTS: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_uint64,
     is_whole_decimal,
 )
-"""Tests for numeric types. The first test that the type of any file passes selects the type for the checks."""
+"""Tests for numeric types, by priority. `_type_for_checks` returns the type that passes the earliest test."""

@@ -111,7 +111,7 @@ def _write_store(
     for side in ("user", "item"):
         engine.write_codes(side, output_folder / codes_file(side))
     time_span = dict(zip(("first_time", "last_time"), map(iso_time, counts.time_span_us or ()), strict=False))
-    vocabularies = ((users, user_count_U), (items, item_count_I))
+    vocabularies_and_counts = ((users, user_count_U), (items, item_count_I))
     files = current_files(parts, input_files=log.split_code_by_file)
     return {
         **time_span,
@@ -131,7 +131,7 @@ def _write_store(
         "columns": column_statistics(
             config,
             files,
-            vocabularies=vocabularies,
+            vocabularies_and_counts=vocabularies_and_counts,
             num_nulls_by_context_column=writer.num_nulls_by_context_column,
             num_events=sum(counts.num_events_by_split),
         ),
@@ -178,13 +178,13 @@ def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous
         return f"the id types are {id_types}, but were {previous_id_types} in the previous run"
     if previous.run_number >= config.vocabulary.rebuild_after_runs:
         return f"number of runs with the same vocabularies: {previous.run_number} (interactions.vocabulary.rebuild_after_runs)"
-    for side, num_idle_ids, num_ids, absence in (
+    for ids_noun, num_idle_ids, num_ids, idle_text in (
         ("users", previous.num_idle_users, previous.num_users, "no event"),
         ("items", previous.num_idle_items, previous.num_items, "neither an event nor a vector"),
     ):
         if num_idle_ids > config.vocabulary.max_idle_share * num_ids:
             return (
-                f"{num_idle_ids:,} of {num_ids:,} {side} had {absence} in the previous run "
+                f"{num_idle_ids:,} of {num_ids:,} {ids_noun} had {idle_text} in the previous run "
                 "(interactions.vocabulary.max_idle_share)"
             )
     return None

@@ -83,13 +83,13 @@ def _open_sources(config: InteractionsConfig, *, allowed_data_root: Path | None)
             for split, paths in paths_by_split.items()
         }
     assert isinstance(config.engine, SparkSettings)  # see the validator of the config
-    sources_of_splits = config.engine.open_tables(
+    sources_per_split = config.engine.open_tables(
         config.format,
         {setting_by_split[split]: paths for split, paths in paths_by_split.items()},
         columns=config.columns,
         allowed_data_root=allowed_data_root,
     )
-    return dict(zip(paths_by_split, sources_of_splits, strict=True))
+    return dict(zip(paths_by_split, sources_per_split, strict=True))
 
 
 def _check_timestamps(sources: Sequence[Source], column: str) -> None:
@@ -102,7 +102,7 @@ def _check_timestamps(sources: Sequence[Source], column: str) -> None:
 
 
 def _time_family(data_type: pa.DataType) -> str:
-    """Return the kind of a time. Types of one kind can be mixed."""
+    """Return the family of a time type. Files may have different types of one family."""
     if pa.types.is_integer(data_type):
         return "integer"
     return "with time zone" if pa.types.is_timestamp(data_type) and data_type.tz is not None else "without time zone"
@@ -121,10 +121,10 @@ def _require_one_place(sources: Sequence[Source], column: str) -> None:
     The files of one `paths` setting have the same hive keys, but test files may have other keys than training files.
     """
     key_source = next((source for source in sources if column not in source.schema.names), None)
-    other_source = next((source for source in sources if column not in source.partition_values), None)
-    if key_source is not None and other_source is not None:
+    column_source = next((source for source in sources if column not in source.partition_values), None)
+    if key_source is not None and column_source is not None:
         raise InputError(
-            f"{other_source.name}: {column!r} is a column of the file, but in {key_source.name} it is a key in a folder name; "
+            f"{column_source.name}: {column!r} is a column of the file, but in {key_source.name} it is a key in a folder name; "
             "write it as a column to all files, or move all files to such folders"
         )
 
@@ -139,7 +139,7 @@ def _check_number_columns(source: Source, config: InteractionsConfig) -> None:
 
 
 def _check_order_types(sources: Sequence[Source], column: str) -> None:
-    """Raise InputError if files have float32 and exact numbers, all of which DuckDB would round to float32."""
+    """Raise InputError if some files have float32 and other files exact numbers, which DuckDB would round to float32."""
     type_by_source = {source: require_column(source, column, setting="interactions.order_column") for source in sources}
     narrow_source = next((source for source, data_type in type_by_source.items() if _is_narrow_float(data_type)), None)
     exact_source = next((source for source, data_type in type_by_source.items() if not pa.types.is_floating(data_type)), None)

@@ -115,14 +115,14 @@ def column_statistics(
     config: InteractionsConfig,
     files: Sequence[IngestedFile],
     *,
-    vocabularies: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
+    vocabularies_and_counts: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
     num_nulls_by_context_column: Mapping[str, int],
     num_events: int,
 ) -> dict[str, ColumnStatistics]:
     """Return the statistics of each column in `files`.
 
     Args:
-        vocabularies: each vocabulary with the number of events of each id, int64 [R].
+        vocabularies_and_counts: each vocabulary with the number of events of each id, int64 [R].
         num_nulls_by_context_column: number of events with a null. Such an event is not a bad row.
         num_events: number of events after the filters.
     """
@@ -142,16 +142,16 @@ def column_statistics(
         statistics[column] = ColumnStatistics(
             num_nulls=num_nulls, num_out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
         )
-    # A null in one of the other columns makes a row bad, so these nulls are counted with the bad rows.
+    # A null in a checked column makes a row bad, so it is already counted with the bad rows.
     checked_columns = {config.user_column, config.item_column, *columns_by_role(config).values()}
     for column, num_nulls in num_nulls_by_context_column.items():
         if column not in checked_columns:
             statistics[column] = ColumnStatistics(num_nulls=num_nulls, num_checked_values=num_events)
-    for vocabulary, event_count_R in vocabularies:
+    for vocabulary, event_count_R in vocabularies_and_counts:
         column = config.user_column if vocabulary.side == "user" else config.item_column
-        ids = vocabulary.ids.filter(pa.array(event_count_R > 0))
-        update = {"num_distinct": len(ids), "num_unusual_ids": _num_unusual_ids(ids)}
-        statistics[column] = statistics[column].model_copy(update=update)
+        ids_with_event = vocabulary.ids.filter(pa.array(event_count_R > 0))
+        id_counts = {"num_distinct": len(ids_with_event), "num_unusual_ids": _num_unusual_ids(ids_with_event)}
+        statistics[column] = statistics[column].model_copy(update=id_counts)
     return statistics
 
 

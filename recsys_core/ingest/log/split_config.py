@@ -15,10 +15,10 @@ class TimeSplit(Settings):
     )
     test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
         "auto",
-        description="Length of the test period in days. The period ends at the newest event of the log, or at "
-        "`interactions.filter.until` if it is earlier. With `auto`, the length is the smallest number of whole days in which "
-        "`test_users` users (or all users, if there are fewer) have events. It is at most a fifth of the log's time span, "
-        "but always at least one day",
+        description="Length of the test period in days. The period ends at the newest event of the log or at "
+        "`interactions.filter.until`, whichever is earlier. With `auto`, the length is the smallest number of whole days in "
+        "which `test_users` users (or all users, if there are fewer) have events. It is at most a fifth of the log's time "
+        "span, but always at least one day",
     )
     test_users: int = Field(
         5_000,
@@ -104,7 +104,7 @@ class FileSplit(Settings):
         return self.validation_paths is not None or self.validation_share > 0
 
     @model_validator(mode="after")
-    def _check_validation(self) -> Self:
+    def _validation_settings_fit_together(self) -> Self:
         if self.validation_paths is not None and self.validation_share > 0:
             raise ValueError("set validation_paths or validation_share, not both")
         if self.validation_unit == "item" and self.validation_share == 0:

@@ -123,9 +123,9 @@ class DuckdbEngine(SqlEngine):
         try:
             return super()._write_part(part_path, is_part_row_sql=is_part_row_sql)
         except duckdb.ConstraintException:
-            # An id is null, but the statistics of its file claim that none is. With 0 rows, the caller rejects the files.
+            # An id is null, but the statistics of its file claim that no id is. The caller rejects the files if 0 is returned.
             return 0
 
     def _ignore_file_statistics(self) -> None:
-        # This optimizer trusts the statistics. It is disabled only here, because the checks take twice as long without it.
+        # The optimizer trusts the statistics. The checks take twice as long without it, so it is disabled only here.
         self._session.execute("SET disabled_optimizers = 'statistics_propagation'")

@@ -39,7 +39,7 @@ def raw_log_sql(config: InteractionsConfig, files: LogFiles) -> str:
 def _position_sql(config: InteractionsConfig, type_by_column: Mapping[str, pa.DataType]) -> str:
     """Return SQL for the sort key of a user's events: the time in microseconds, or the order column.
 
-    In a log without timestamps or an order column, the sort key is a hash of the user and the item.
+    In a log with neither of them, the sort key is a hash of the user and the item.
     """
     if config.order_column is not None:
         return order_position_sql(type_by_column[config.order_column])

@@ -53,10 +53,10 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
             except duckdb.ConversionException:  # an out-of-range time, which _reject_out_of_range_time reports
                 continue
             except duckdb.Error as error:
-                message = first_line(error).replace(str(path), source.name)
+                duckdb_message = first_line(error).replace(str(path), source.name)
                 raise InputError(
-                    f"{source.name}: column {column!r}: damaged, or not of the declared type ({message}); copy or write the "
-                    "file again"
+                    f"{source.name}: column {column!r}: damaged, or not of the declared type ({duckdb_message}); copy or "
+                    "write the file again"
                 ) from error
 
 
@@ -67,15 +67,15 @@ def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> Non
         return
     data_type = source.schema.field(column).type
     if pa.types.is_timestamp(data_type):
-        storage_type, latest_ticks = pa.int64(), latest_valid_us * TICKS_PER_S[data_type.unit] // 1_000_000
+        storage_type, latest_valid_ticks = pa.int64(), latest_valid_us * TICKS_PER_S[data_type.unit] // 1_000_000
     elif pa.types.is_date32(data_type):
-        storage_type, latest_ticks = pa.int32(), latest_valid_us // DAY_US
+        storage_type, latest_valid_ticks = pa.int32(), latest_valid_us // DAY_US
     else:
         return
     with source.open() as file:
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
             ticks = batch.column(0).view(storage_type)
-            is_out_of_range = pc.or_(pc.less(ticks, 0), pc.greater(ticks, latest_ticks))
+            is_out_of_range = pc.or_(pc.less(ticks, 0), pc.greater(ticks, latest_valid_ticks))
             index_in_batch = pc.index(is_out_of_range, True).as_py()
             if index_in_batch >= 0:
                 row = batch_start + index_in_batch

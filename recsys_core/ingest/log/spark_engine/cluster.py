@@ -23,7 +23,7 @@ from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.ingest.log.spark_engine.installation import require_master
 
 SPARK_ERRORS = (Py4JError, PySparkException)
-_POLL_S, _JVM_TIMEOUT_S = 0.5, 30.0
+_POLL_INTERVAL_S, _JVM_TIMEOUT_S = 0.5, 30.0
 _DEFAULT_CONF = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
 _LOG4J_CONFIG = """rootLogger.level = error
 rootLogger.appenderRef.stderr.ref = stderr
@@ -109,16 +109,16 @@ def start_session(settings: SparkSettings, *, scratch_folder: Path) -> SparkSess
 
 @contextmanager
 def _logging_errors_only(folder: Path) -> Iterator[None]:
-    """Make a JVM that starts inside the block log only errors, unless an environment variable of Spark configures its log.
+    """Limit the log of a JVM that starts inside the block to errors, unless an environment variable of Spark configures it.
 
-    Otherwise, the JVM would write warnings about its start between the log lines of the stages.
+    Without the limit, the JVM would write warnings about its start between the log lines of the stages.
     """
     if _LOG_CONFIG_VARIABLES & os.environ.keys():
         yield
         return
-    path = folder / "log4j2.properties"
-    path.write_text(_LOG4J_CONFIG)
-    os.environ["SPARK_SUBMIT_OPTS"] = f"-Dlog4j2.configurationFile={path.absolute().as_uri()}"
+    config_path = folder / "log4j2.properties"
+    config_path.write_text(_LOG4J_CONFIG)
+    os.environ["SPARK_SUBMIT_OPTS"] = f"-Dlog4j2.configurationFile={config_path.absolute().as_uri()}"
     try:
         yield
     finally:
@@ -155,7 +155,7 @@ class _ExecutorWatch:
         self._context, self._settings = context, settings
         self._is_local = str(context.master).startswith("local")
         self._stop_event = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._cancel_jobs_without_executor, daemon=True)
         self.has_lost_all_executors = False
 
     def __enter__(self) -> None:
@@ -179,14 +179,14 @@ class _ExecutorWatch:
                     "that workers are alive, that they have enough free cores and memory for spark.executor.cores and "
                     "spark.executor.memory, and that they reach this host (spark.driver.host)"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def _num_executors(self) -> int:
         return int(self._context._jsc.sc().getExecutorMemoryStatus().size()) - 1  # the status also lists the driver
 
-    def _run(self) -> None:
+    def _cancel_jobs_without_executor(self) -> None:
         executor_seen_s = time.monotonic()
-        while not self._stop_event.wait(_POLL_S):
+        while not self._stop_event.wait(_POLL_INTERVAL_S):
             with suppress(*SPARK_ERRORS, OSError):  # if the JVM has ended, the thread of the stage reports it
                 if self._num_executors() > 0:
                     executor_seen_s = time.monotonic()
@@ -218,20 +218,20 @@ def _explain_errors(settings: SparkSettings, watch: _ExecutorWatch) -> Iterator[
 def _require_same_version(spark: SparkSession, settings: SparkSettings) -> None:
     """Raise InputError if an executor has another version of Spark than this process."""
     num_tasks = 2 * spark.sparkContext.defaultParallelism
-    # `reflect` is evaluated by the executors; version() would be evaluated here.
+    # The executors evaluate `reflect`. The driver would evaluate version().
     version_sql = "reflect('org.apache.spark.package', 'SPARK_VERSION')"
     try:
         task_rows = spark.range(0, num_tasks, 1, num_tasks)
         version_table = task_rows.selectExpr(f"{version_sql} AS version").distinct().toArrow()
-        versions = set(version_table.column("version").to_pylist())
+        executor_versions = set(version_table.column("version").to_pylist())
     except SPARK_ERRORS as error:
         if not any(marker in str(error) for marker in _VERSION_MISMATCH_MARKERS):
             raise
-        versions = {f"another version ({spark_message(error)})"}
-    if versions != {pyspark.__version__}:
+        executor_versions = {f"another version ({spark_message(error)})"}
+    if executor_versions != {pyspark.__version__}:
         raise InputError(
             f"interactions.engine: pyspark on this host is {pyspark.__version__}, but executors of {settings.master} have "
-            f"{', '.join(sorted(versions))}; install the same version of pyspark here, or of Spark there"
+            f"{', '.join(sorted(executor_versions))}; install the same version of pyspark here, or of Spark there"
         )
 
 
@@ -275,7 +275,7 @@ def reject_unreadable_file(error: BaseException) -> None:
 
 
 def spark_message(error: BaseException) -> str:
-    """Return the line with the cause from the text of a Spark error, without the stack trace of the JVM."""
+    """Return the line of a Spark error that names its cause, without the stack trace of the JVM."""
     try:
         text = str(error)
     except (*SPARK_ERRORS, OSError):  # the JVM, which has the text of the error, has ended

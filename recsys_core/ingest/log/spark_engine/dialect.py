@@ -68,12 +68,12 @@ def column_types(source: Source, columns: Sequence[str]) -> tuple[t.DataType, ..
 
 def spark_schema(schema: pa.Schema) -> t.StructType:
     """Return Spark's schema of a parquet file that nightjar wrote."""
-    fields = []
+    spark_fields = []
     for field in schema:
         data_type = spark_type(field.type)
         assert data_type is not None, field
-        fields.append(t.StructField(field.name, data_type))
-    return t.StructType(fields)
+        spark_fields.append(t.StructField(field.name, data_type))
+    return t.StructType(spark_fields)
 
 
 def hash_sql(*texts_sql: str) -> str:
@@ -104,10 +104,10 @@ def _text_hash_sql(text_sql: str) -> str:
         f"(_, x) -> ((x & {_LOW_NIBBLES}L) << 4) | (shiftrightunsigned(x, 4) & {_LOW_NIBBLES}L))"
     )
     blocks_sql = f"transform(sequence(0, octet_length({text_sql}) DIV 8), i -> {block_sql})"
-    start_sql = f"({_SEED}L ^ (octet_length({text_sql}) * ({_LENGTH_MULTIPLIER}L)))"
+    seed_sql = f"({_SEED}L ^ (octet_length({text_sql}) * ({_LENGTH_MULTIPLIER}L)))"
     num_blocks_sql = f"(octet_length({text_sql}) + 7) DIV 8"
     mixed_blocks_sql = (
-        f"aggregate(slice({blocks_sql}, 1, CAST({num_blocks_sql} AS INT)), {start_sql}, (h, x) -> (h ^ x) * ({_MULTIPLIER}L))"
+        f"aggregate(slice({blocks_sql}, 1, CAST({num_blocks_sql} AS INT)), {seed_sql}, (h, x) -> (h ^ x) * ({_MULTIPLIER}L))"
     )
     # At the end, the hash is mixed twice.
     return (

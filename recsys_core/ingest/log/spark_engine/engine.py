@@ -50,7 +50,7 @@ class SparkEngine(SqlEngine):
             yield cls(session, config, id_types=id_types, continued_manifest=continued_manifest)
 
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
-        """Read the files, and store the types of the context columns, because Spark has fewer types; see LogEngine."""
+        """Read the files, and store the types of the context columns, because Spark has fewer; see LogEngine."""
         statistics = super().read_part(files, part_path=part_path)
         (part_path / _CONTEXT_TYPES_FILE).write_bytes(self._context_schema.serialize())
         return statistics
@@ -84,9 +84,12 @@ class SparkEngine(SqlEngine):
             if files.sources[0].table is not None:
                 reject_unreadable_file(error)
             elif "FileNotFoundException" in message or "FAILED_READ_FILE" in message:
-                indices = [index for index, path in enumerate(files.paths) if path.name in message]
-                indices = indices or list(range(len(files.paths)))
-                sources, paths = [files.sources[index] for index in indices], [files.paths[index] for index in indices]
+                file_indices = [index for index, path in enumerate(files.paths) if path.name in message]
+                file_indices = file_indices or list(range(len(files.paths)))
+                sources, paths = (
+                    [files.sources[index] for index in file_indices],
+                    [files.paths[index] for index in file_indices],
+                )
                 if "FileNotFoundException" in message and all(path.exists() for path in paths):
                     raise InputError(
                         f"{sources[0].name}: the executors do not see this file, but this host does; put the log on storage "
@@ -134,7 +137,7 @@ def _common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def _cast_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Cast the columns that `schema` has to its types."""
+    """Cast each column of `batch` that is also in `schema` to its type in `schema`."""
     columns = [
         column.cast(schema.field(name).type) if name in schema.names else column
         for name, column in zip(batch.schema.names, batch.columns, strict=True)

@@ -14,7 +14,7 @@ from recsys_core.errors import InputError, StageError, first_line
 
 LIBRARIES = ("pyspark", "py4j", "sqlglot")
 MIN_JAVA_VERSION = 17
-_JAVA_TIMEOUT_S, _CONNECT_TIMEOUT_S, _RETRY_S = 30.0, 3.0, 0.5
+_JAVA_TIMEOUT_S, _CONNECT_TIMEOUT_S, _RETRY_PAUSE_S = 30.0, 3.0, 0.5
 
 
 def check_installation() -> str:
@@ -24,12 +24,12 @@ def check_installation() -> str:
             f"interactions.engine: kind spark needs {', '.join(missing_libraries)}, which is not installed; install nightjar "
             'with the extra spark, e.g. pip install ".[spark]", or set kind to duckdb'
         )
-    version = metadata.version("pyspark")
-    if int(version.split(".")[0]) != 4:
+    spark_version = metadata.version("pyspark")
+    if int(spark_version.split(".")[0]) != 4:
         raise InputError(
-            f"interactions.engine: pyspark {version} is installed, but nightjar needs version 4; install pyspark 4"
+            f"interactions.engine: pyspark {spark_version} is installed, but nightjar needs version 4; install pyspark 4"
         )
-    return f"Spark {version}, Java {_java_version()}"
+    return f"Spark {spark_version}, Java {_java_version()}"
 
 
 def _java_version() -> str:
@@ -56,9 +56,9 @@ def _java_version() -> str:
 
 
 def require_master(master: str, *, timeout_s: float) -> None:
-    """Raise StageError if no standalone master of `master` accepts a connection within `timeout_s`.
+    """Raise StageError if no master in `master`, for example spark://a:7077,b:7077, accepts a connection within `timeout_s`.
 
-    Other kinds of masters are not checked.
+    Only standalone masters are checked.
     """
     if not master.startswith("spark://"):
         return
@@ -77,4 +77,4 @@ def require_master(master: str, *, timeout_s: float) -> None:
                 f"interactions.engine: no Spark master answers at {master} within {timeout_s:g} s ({problem}); start it, or "
                 "correct interactions.engine.master"
             )
-        time.sleep(min(_RETRY_S, timeout_s))
+        time.sleep(min(_RETRY_PAUSE_S, timeout_s))

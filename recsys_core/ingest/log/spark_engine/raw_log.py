@@ -46,19 +46,19 @@ def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogF
     groups, groups_sql = _file_groups(config, files, hive_keys=hive_keys), []
     context_schema = _context_schema(config, files, groups)
     for group_index, group in enumerate(groups):
-        files_view = f"files_{group_index}"
+        files_view_name = f"files_{group_index}"
         if files.sources[0].table is not None:
             frame_by_index = {index: table_frame(session.spark, files.sources[index]) for index in group.indices}
-            session.create_tables_view(files_view, frame_by_index, columns=group.schema.names)
+            session.create_tables_view(files_view_name, frame_by_index, columns=group.schema.names)
         else:
             path_by_index = {index: files.paths[index] for index in group.indices}
-            session.create_files_view(files_view, path_by_index, schema=group.schema)
+            session.create_files_view(files_view_name, path_by_index, schema=group.schema)
         keys_sql = ""
         if hive_keys:
             sources = [files.sources[index] for index in group.indices]
             session.create_view(f"keys_{group_index}", hive_keys_sql(sources, hive_keys, indices=group.indices))
             keys_sql = f" JOIN keys_{group_index} AS keys ON file.file_index = keys.file_index"
-        files_sql = f"{files_view} AS file{keys_sql}"
+        files_sql = f"{files_view_name} AS file{keys_sql}"
         groups_sql.append(_group_sql(config, group, files_sql=files_sql, hive_keys=hive_keys, context_schema=context_schema))
     session.create_spark_view("raw", " UNION ALL ".join(groups_sql))
     return context_schema
@@ -70,8 +70,8 @@ def _context_schema(config: InteractionsConfig, files: LogFiles, groups: Sequenc
         return pa.schema([])
     first_indices = [group.indices[0] for group in groups]
     sources, paths = [files.sources[index] for index in first_indices], [files.paths[index] for index in first_indices]
-    names = ", ".join(f"context_{index}" for index in range(len(config.context_columns)))
-    query = f"SELECT {names} FROM ({raw_log_sql(config, replace(files, sources=sources, paths=paths))}) LIMIT 0"
+    context_columns_sql = ", ".join(f"context_{index}" for index in range(len(config.context_columns)))
+    query = f"SELECT {context_columns_sql} FROM ({raw_log_sql(config, replace(files, sources=sources, paths=paths))}) LIMIT 0"
     with duckdb.connect() as connection:
         return connection.sql(query).to_arrow_table().schema
 
@@ -115,16 +115,16 @@ def _group_sql(
         f"{_context_sql(field, type_by_column.get(name_by_alias[field.name]))} AS {field.name}" for field in context_schema
     ]
     replaced_aliases = {"time", *(sql.rpartition(" ")[2] for sql in replacements_sql)}
-    other_columns = [f"`{alias}`" for alias in name_by_alias if alias not in replaced_aliases]
-    computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
+    unchanged_columns_sql = [f"`{alias}`" for alias in name_by_alias if alias not in replaced_aliases]
+    computed_columns_sql = [f"{_position_sql(config, group, type_by_column)} AS position"]
     if config.timestamp_column is not None:
         # UNION ALL needs equal types, but the times of two groups may have different types. The checks read only whether a
         # time is null, so the column `time` is true or null.
         is_integer = pa.types.is_integer(group.time_type)  # for an integer above 2^63, _ticks_sql would be null
         ticks_sql = "time" if is_integer else _ticks_sql(group, type_by_column.get(config.timestamp_column))
-        computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{ticks_sql} < 0 AS before_1970"]
+        computed_columns_sql += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{ticks_sql} < 0 AS before_1970"]
     return (
-        f"SELECT {', '.join([*other_columns, *replacements_sql, 'source', '`row`', *computed_columns])} "
+        f"SELECT {', '.join([*unchanged_columns_sql, *replacements_sql, 'source', '`row`', *computed_columns_sql])} "
         f"FROM (SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS `row` FROM {files_sql})"
     )
 
@@ -139,9 +139,9 @@ def _context_sql(field: pa.Field, column_type: t.DataType | None) -> str:
         return f"(unix_micros(CAST({field.name} AS TIMESTAMP)) * 1000)"
     if is_time and field.type.unit != "ns" and isinstance(column_type, t.LongType):
         return f"timestamp_micros({_ns_to_us_sql(field.name)})"
-    data_type = spark_type(field.type)
-    assert data_type is not None, field
-    return f"CAST({field.name} AS {data_type.simpleString()})"
+    stored_type = spark_type(field.type)
+    assert stored_type is not None, field
+    return f"CAST({field.name} AS {stored_type.simpleString()})"
 
 
 def _ns_to_us_sql(ns_sql: str) -> str:

@@ -1,7 +1,7 @@
 """The SqlSession of Spark. Tables and results are parquet files in a folder that the executors and this process share.
 
-A table is written once, so a lost executor does not repeat the steps before it. Results are read from the files as Arrow record
-batches, so neither the driver nor this process holds a whole result.
+A table is written once, so the steps before it are not repeated if an executor is lost. Results are read from the files as
+Arrow record batches, so neither the driver nor this process holds a whole result.
 """
 
 import re
@@ -149,8 +149,8 @@ class SparkLogSession:
         if len(encoded_paths) < len(paths):
             skipped_paths = sorted(index_by_path.keys() - set(map(unquote, encoded_paths)))
             raise InputError(f"{skipped_paths[0]}: Spark skips files whose names start with _ or a point; rename it")
-        indices = pa.array([index_by_path[unquote(path)] for path in encoded_paths], pa.int32())
-        index_table = self.spark.createDataFrame(pa.table({_FILE_COLUMN: encoded_paths, "file_index": indices}))
+        file_indices = pa.array([index_by_path[unquote(path)] for path in encoded_paths], pa.int32())
+        index_table = self.spark.createDataFrame(pa.table({_FILE_COLUMN: encoded_paths, "file_index": file_indices}))
         rows.join(F.broadcast(index_table), _FILE_COLUMN).drop(_FILE_COLUMN).createOrReplaceTempView(name)
 
     def create_tables_view(self, name: str, frame_by_index: Mapping[int, DataFrame], *, columns: Sequence[str]) -> None:
@@ -204,7 +204,7 @@ class SparkLogSession:
 
 
 def _files_in_order(folder: Path) -> list[Path]:
-    """Return the files of a sorted result. Spark numbers them by partition, and the files of a partition by c<number>."""
+    """Return the files of a sorted result by partition and file number: 3 and 0 in part-00003-<id>-c000.parquet."""
 
     def partition_and_file_number(path: Path) -> tuple[int, ...]:
         match = re.fullmatch(r"part-(\d+)-.*-c(\d+)\..*", path.name)

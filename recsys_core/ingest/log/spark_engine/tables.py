@@ -62,20 +62,20 @@ def open_tables(
         allowed_data_root: folder that has to contain every table.
 
     Raises:
-        InputError: Spark has no connector for the format; a table does not exist, has no version or no files, is listed twice,
-            or is outside of allowed_data_root; or all tables of a setting are empty.
+        InputError: Spark has no connector for the format. A table does not exist, has no version or no files, is listed twice,
+            or is outside of allowed_data_root. All tables of a setting are empty.
     """
     setting_by_table: dict[str, str] = {}
     for setting, paths in paths_by_setting.items():
         for name, _ in map(split_version, paths):
             _require_below_root(name, setting=setting, allowed_data_root=allowed_data_root)
-            table = name.rstrip("/")
-            if table in setting_by_table:
+            name_without_slash = name.rstrip("/")
+            if name_without_slash in setting_by_table:
                 raise InputError(
-                    f"{setting}: {printable(name)} is also in {setting_by_table[table]}, and its rows would count twice; list "
-                    "it once"
+                    f"{setting}: {printable(name)} is also in {setting_by_table[name_without_slash]}, and its rows would count "
+                    "twice; list it once"
                 )
-            setting_by_table[table] = setting
+            setting_by_table[name_without_slash] = setting
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-tables-") as folder,
         open_spark(settings, scratch_folder=Path(folder), must_be_shared=False) as spark,
@@ -150,11 +150,11 @@ def _newest_version(spark: SparkSession, table_format: str, name: str) -> str | 
         return _hash_of_files(spark, _frame_at_version(spark, "orc", name, ""))
     identifier = _identifier(table_format, name)
     if table_format == "delta":
-        versions = spark.sql(f"DESCRIBE HISTORY {identifier} LIMIT 1").select("version")
+        version_frame = spark.sql(f"DESCRIBE HISTORY {identifier} LIMIT 1").select("version")
     else:
-        versions = spark.sql(f"SELECT snapshot_id FROM {identifier}.refs WHERE name = 'main'")
-    version_values = versions.toArrow().column(0).to_pylist()
-    return str(version_values[0]) if version_values else None
+        version_frame = spark.sql(f"SELECT snapshot_id FROM {identifier}.refs WHERE name = 'main'")
+    versions = version_frame.toArrow().column(0).to_pylist()
+    return str(versions[0]) if versions else None
 
 
 def _hash_of_files(spark: SparkSession, frame: DataFrame) -> str | None:

@@ -32,10 +32,10 @@ INFINITY_SQL = "'Infinity'::DOUBLE"
 
 def column_by_alias(config: InteractionsConfig) -> dict[str, str]:
     """Return the column of the log for each column of `raw`. Later queries use the fixed names of `raw`."""
-    columns = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
-    columns |= {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
-    columns |= {f"context_{index}": column for index, column in enumerate(config.context_columns)}
-    return {alias: column for alias, column in columns.items() if column is not None}
+    column_or_none_by_alias = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
+    column_or_none_by_alias |= {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
+    column_or_none_by_alias |= {f"context_{index}": column for index, column in enumerate(config.context_columns)}
+    return {alias: column for alias, column in column_or_none_by_alias.items() if column is not None}
 
 
 def hive_columns(config: InteractionsConfig, sources: Sequence[Source]) -> set[str]:
@@ -67,7 +67,7 @@ def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.Da
     checks = _id_checks("user", config.user_column, type_by_column[config.user_column])
     checks += _id_checks("item", config.item_column, type_by_column[config.item_column])
     if config.timestamp_column is not None:
-        checks += _time_checks(config.timestamp_column, latest_us=latest_valid_time_us(config))
+        checks += _time_checks(config.timestamp_column, latest_valid_us=latest_valid_time_us(config))
     if config.order_column is not None:
         checks += _order_checks(config.order_column, type_by_column[config.order_column])
     if config.label_column is not None:
@@ -88,19 +88,19 @@ def scan_files(
     """Return the statistics of each file of `raw`, in one scan.
 
     Args:
-        roles: columns of `raw` whose smallest and largest values are returned: some of position, label and weight.
+        roles: columns of `raw` (position, label or weight) whose smallest and largest values are returned.
         positive_row_sql: SQL that is true for the rows that reach the label threshold; None if there is no threshold. Only rows
             that pass the checks and reach the threshold become events. The range of `position` covers only these rows.
     """
     # DuckDB evaluates count_if and CASE in less than half the time of aggregates with FILTER.
     is_bad_sql = " OR ".join(f"({check.failure_sql})" for check in checks)
-    case_sql = f"CASE WHEN {is_bad_sql} THEN NULL WHEN "
-    event_case_sql, good_case_sql = f"{case_sql}{positive_row_sql or 'true'} THEN ", f"{case_sql}true THEN "
+    case_prefix_sql = f"CASE WHEN {is_bad_sql} THEN NULL WHEN "
+    event_case_sql, good_case_sql = f"{case_prefix_sql}{positive_row_sql or 'true'} THEN ", f"{case_prefix_sql}true THEN "
     select_list = ["source", "count(*)", f"count_if({is_bad_sql})", f"count({event_case_sql}1 END)"]
     select_list += [f"count_if({check.failure_sql})" for check in checks]
     for role in roles:
         value_sql = f"{event_case_sql if role == 'position' else good_case_sql}{role}::DOUBLE END"
-        select_list += [f"{bound}({value_sql})" for bound in ("min", "max")]
+        select_list += [f"{aggregate}({value_sql})" for aggregate in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
     for file_index, num_rows, num_bad_rows, num_events, *check_counts_and_bounds in session.fetch_rows(query):
@@ -129,9 +129,9 @@ def first_bad_row_of_table(
         f'SELECT "user", item, {", ".join(values_sql + flags_sql)} FROM {rows_sql} WHERE NOT ({pass_sql(checks)}) '
         'ORDER BY "user", item, position LIMIT 1'
     )
-    values, flags = values_and_flags[: len(checks)], values_and_flags[len(checks) :]
-    index = flags.index(True)
-    check, value = checks[index], values[index]
+    values, failure_flags = values_and_flags[: len(checks)], values_and_flags[len(checks) :]
+    check_index = failure_flags.index(True)
+    check, value = checks[check_index], values[check_index]
     if check.column == config.timestamp_column and value is not None:
         with suppress(ValueError, OverflowError):  # outside the range of Python's datetime
             value = datetime.fromtimestamp(value / 1e6, UTC)
@@ -151,13 +151,13 @@ def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck
     return checks
 
 
-def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
+def _time_checks(column: str, *, latest_valid_us: int) -> list[RowCheck]:
     # `position` is the time in microseconds; it is null if this number does not fit into 64 bits. For such a time, the column
     # `before_1970` of `raw` is still correct.
     overflow_sql = "position IS NULL AND time IS NOT NULL"
     return [
         RowCheck(column, "null", "time IS NULL", FIX_ROWS),
-        RowCheck(column, IN_FUTURE, f"position > {latest_us} OR ({overflow_sql} AND NOT before_1970)", FIX_FUTURE_TIMES),
+        RowCheck(column, IN_FUTURE, f"position > {latest_valid_us} OR ({overflow_sql} AND NOT before_1970)", FIX_FUTURE_TIMES),
         RowCheck(column, "before 1970", f"position < 0 OR ({overflow_sql} AND before_1970)", FIX_TIMES),
     ]
 
@@ -176,7 +176,7 @@ def _order_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
 
 
 def label_lower_bound(label: float, data_type: pa.DataType) -> float:
-    """Return the number with which the labels of a column of this type are compared, to find the labels below `label`.
+    """Return `label`, or its rounded value in this type if that is smaller. Labels of this type are compared with the result.
 
     float32 stores the label 0.7 as 0.699999988. A comparison with 0.7 would therefore report a stored 0.7 as too small. If the
     type cannot store `label`, the result is `label`.
@@ -196,8 +196,8 @@ def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[flo
     if label_range is not None:
         min_label, max_label = label_range
         # DuckDB and Spark order NaN above all numbers, and NaN has a check of its own.
-        low_label, high_label = label_lower_bound(min_label, data_type), -label_lower_bound(-max_label, data_type)
-        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {low_label!r} OR label::DOUBLE > {high_label!r})"
+        lower_bound, upper_bound = label_lower_bound(min_label, data_type), -label_lower_bound(-max_label, data_type)
+        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {lower_bound!r} OR label::DOUBLE > {upper_bound!r})"
         checks.append(
             RowCheck(
                 column,

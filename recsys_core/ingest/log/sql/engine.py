@@ -46,7 +46,7 @@ class SqlEngine:
             create_id_table(session, side, id_type=id_type, continued_manifest=continued_manifest)
             for side, id_type in id_types.items()
         ]
-        # An idle id has no event. If there can be none, `assign_rows` does not have to look for idle ids.
+        # An idle id has no event. If no id can be idle, `assign_rows` does not look for idle ids.
         self._may_have_idle_ids = any(num_ids_without_row) or config.filter != LogFilter() or config.explicit_negatives
         self._positive_row_sql: str | None = None
         self._sides_with_codes_unlike_rows: set[str] = set()
@@ -187,7 +187,7 @@ class SqlEngine:
         return fetch_count(session, f"SELECT count(*) FILTER ({is_complete_sql}) FROM {session.scan_sql(part_path)}")
 
     def _reject_false_statistics(self, files: LogFiles) -> None:
-        """Raise InputError for a null that the checks miss because the statistics of its file claim that there is none."""
+        """Raise InputError for a null that the checks missed because the file's statistics claim that it has no nulls."""
         self._ignore_file_statistics()
         self._check_rows(files)
         raise InputError(

@@ -43,7 +43,7 @@ def load_log(
     files = current_files(parts, input_files=split_code_by_file)
     newest_us = _newest_time_us(files, config.timestamp_column) if config.timestamp_column else 0
     end_us, is_in_window_sql = _time_window(config.filter, newest_us=newest_us)
-    events_sql, num_filtered_by_reason = _filter_events(
+    events_sql, num_removed_by_filter = _filter_events(
         session, config.filter, num_events=num_events, is_in_window_sql=is_in_window_sql
     )
     test_days = _test_days(session, config.split, events_sql, end_us=end_us) if isinstance(config.split, TimeSplit) else None
@@ -55,7 +55,7 @@ def load_log(
     create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
     if config.explicit_negatives:
         create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql or "true")
-    num_removed_by_reason = {"below_threshold": sum(file.num_below_threshold for file in files)} | num_filtered_by_reason
+    num_removed_by_reason = {"below_threshold": sum(file.num_below_threshold for file in files)} | num_removed_by_filter
     return replace(
         count_log(session, config, num_read_events=num_events),
         num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count},
@@ -91,7 +91,7 @@ def _create_events_view(
 
 
 def _time_window(log_filter: LogFilter, *, newest_us: int) -> tuple[int, str | None]:
-    """Return the end of the filter's time window, and the SQL condition of the window, or None if there is no window.
+    """Return the end of the filter's time window, and its SQL condition. The condition is None if there is no window.
 
     newest_us: time of the newest event of the log.
     """
@@ -133,13 +133,13 @@ def count_log(session: SqlSession, config: InteractionsConfig, *, num_read_event
     rows = session.fetch_rows(f"SELECT split, count(*){time_sql} FROM log GROUP BY split")
     if not rows:
         return LogCounts(num_read_events, num_events_by_split=(0,) * len(SPLITS))
-    split_codes, event_counts, *times = zip(*rows, strict=True)
+    split_codes, event_counts, *time_bounds = zip(*rows, strict=True)
     num_events_by_code = dict(zip(split_codes, event_counts, strict=True))
     return LogCounts(
         num_read_events,
         num_events_by_split=tuple(num_events_by_code.get(code, 0) for code in range(len(SPLITS))),
         sides_with_one_id=frozenset(side for side in ("user", "item") if not _has_several_ids(session, side)),
-        time_span_us=(min(times[0]), max(times[1])) if times else None,
+        time_span_us=(min(time_bounds[0]), max(time_bounds[1])) if time_bounds else None,
     )
 
 
@@ -237,7 +237,7 @@ def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, end_us
     """Return the length of the test period. For `auto`, it is the smallest number of days with enough users; see TimeSplit."""
     if split.test_days != "auto":
         return split.test_days
-    ((oldest_us, needed_start_us),) = session.fetch_rows(
+    ((oldest_us, latest_start_us),) = session.fetch_rows(
         f"""
         WITH users AS (SELECT min(position) AS oldest, max(position) AS newest FROM {events_sql} GROUP BY "user")
         SELECT (SELECT min(oldest) FROM users), min(newest)
@@ -246,8 +246,8 @@ def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, end_us
     )
     if oldest_us is None:  # the filters have removed all events
         return 1.0
-    num_needed_days = (end_us - needed_start_us) // DAY_US + 1
-    return float(max(1, min(num_needed_days, (end_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
+    min_days = (end_us - latest_start_us) // DAY_US + 1
+    return float(max(1, min(min_days, (end_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
 
 
 _FOLD_HASH_SQL = (

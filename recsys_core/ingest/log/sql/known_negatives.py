@@ -26,16 +26,18 @@ def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, s
         'SELECT "user", min(position) FILTER (split = 1) AS validation_position, '
         'min(position) FILTER (split = 2) AS test_position FROM log GROUP BY "user"'
     )
-    rows_sql = (
+    negative_rows_sql = (
         f'SELECT "user", item, position, ({split_sql})::TINYINT AS split FROM coded_events '
         f'JOIN ({held_out_positions_sql}) USING ("user") '
         f"WHERE is_negative AND {is_in_window_sql}"
     )
-    negative_rows_sql = first_rows_sql(f"({rows_sql})", window_sql='PARTITION BY "user", item ORDER BY split, position')
+    first_negative_rows_sql = first_rows_sql(
+        f"({negative_rows_sql})", window_sql='PARTITION BY "user", item ORDER BY split, position'
+    )
     event_pairs_sql = 'SELECT "user", item, min(split) AS event_split FROM log GROUP BY "user", item'
     session.create_table(
         "known_negatives",
-        f"SELECT * EXCLUDE (event_split) FROM ({negative_rows_sql}) "
+        f"SELECT * EXCLUDE (event_split) FROM ({first_negative_rows_sql}) "
         f'LEFT JOIN ({event_pairs_sql}) USING ("user", item) WHERE event_split IS NULL OR event_split > split',
     )
 
@@ -56,7 +58,7 @@ def count_and_select_negatives(session: SqlSession, *, is_ordered: bool) -> tupl
     )
     negatives_sql = "SELECT *, 0 AS num_earlier_events FROM known_negatives"
     if is_ordered:
-        events_sql = (
+        events_and_negatives_sql = (
             'SELECT "user", item, position, split, false AS is_negative FROM log SEMI JOIN known_negatives USING ("user") '
             "UNION ALL SELECT *, true FROM known_negatives"
         )
@@ -64,7 +66,7 @@ def count_and_select_negatives(session: SqlSession, *, is_ordered: bool) -> tupl
         window_sql = 'PARTITION BY "user", split ORDER BY position, is_negative DESC ROWS UNBOUNDED PRECEDING'
         negatives_sql = (
             f"SELECT * FROM (SELECT *, count(CASE WHEN NOT is_negative THEN 1 END) OVER ({window_sql}) AS num_earlier_events "
-            f"FROM ({events_sql})) WHERE is_negative"
+            f"FROM ({events_and_negatives_sql})) WHERE is_negative"
         )
     negatives_sql = (
         'SELECT users."row" AS user_row, items."row" AS item_row, split, position, num_earlier_events, '

@@ -26,10 +26,10 @@ class SqlSession(Protocol):
         """Create the empty table `name` with the columns id, code and previous_row. id_type: SQL type of the ids."""
 
     def append(self, name: str, query: str) -> None:
-        """Append the rows of `query`, whose columns have the order of the table, to the table `name`."""
+        """Append the rows of `query` to the table `name`. Both have the same column order."""
 
     def numbered(self, query: str, *, order_sql: str) -> str:
-        """Return SQL for the rows of `query` with the column `number`: the position of the row, from 0, in the given order."""
+        """Return SQL for the rows of `query` with the column `number`: the index of the row in the order of `order_sql`."""
 
     def column_names(self, name: str) -> list[str]:
         """Return the columns of a table or view."""
@@ -37,7 +37,7 @@ class SqlSession(Protocol):
     def scan_sql(self, path: Path, *, with_row_number: bool = False) -> str:
         """Return SQL for the rows of a parquet file or part that nightjar wrote.
 
-        with_row_number: whether to add the column `file_row_number`, the index of the row in the file; not for a folder.
+        with_row_number: whether to add the column `file_row_number`, the index of the row in the file. A folder has none.
         """
 
     def stream(self, query: str) -> Iterator[pa.RecordBatch]:

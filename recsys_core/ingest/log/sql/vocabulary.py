@@ -2,7 +2,7 @@
 
 Codes and rows stay the same until the vocabularies are rebuilt. Each side (user, item) has two tables:
 
-- <side>_ids (id, code, previous_row): every id that was ever read; previous_row is null if the id had no row before.
+- <side>_ids (id, code, previous_row): every id that was ever read; `previous_row` is its row in the previous run, or null.
 - <side>s (id, code, row, vector_row): the ids that have a row in this run.
 
 Shapes: R rows of a vocabulary.

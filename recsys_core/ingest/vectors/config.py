@@ -76,7 +76,7 @@ def _as_tuple(embeddings: Any) -> Any:
 
 
 def _with_class_settings(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return `entry` with the settings that select its class. Defaults: source `parquet`, method `spectral`."""
+    """Return `entry` with `source` and, for vectors from the log, `method`. Defaults: `parquet` and `spectral`."""
     defaults = {"source": "log", "method": "spectral"} if entry.get("source") == "log" else {"source": "parquet"}
     return defaults | entry
 

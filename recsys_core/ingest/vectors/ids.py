@@ -1,4 +1,4 @@
-"""Ids of pretrained vectors in DuckDB. They determine the usable rows of the files, and their order in the matrix.
+"""Ids of pretrained vectors in DuckDB, which select the usable rows of the files and sort them for the matrix.
 
 An entry is one element of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
 
@@ -150,12 +150,12 @@ class TableIds:
             "HAVING count(*) > 1 ORDER BY 2 LIMIT 1"
         ).fetchall()
         for repeated_id, (first_row, second_row), num_repeated_ids in repeated_ids:
-            (source, row), (other_source, other_row) = (
+            (source, row), (earlier_source, earlier_row) = (
                 locate_row(entry.id_map_sources, map_row) for map_row in (second_row, first_row)
             )
             raise InputError(
-                f"{source.name}: column {column!r}, row {row}: id {shown(repeated_id)} is already in {other_source.name}, "
-                f"row {other_row} ({num_repeated_ids:,} such ids); an id map has to be one to one"
+                f"{source.name}: column {column!r}, row {row}: id {shown(repeated_id)} is already in {earlier_source.name}, "
+                f"row {earlier_row} ({num_repeated_ids:,} such ids); an id map has to be one to one"
             )
 
     def _insert(self, table_name: str, batch: pa.RecordBatch) -> None:
@@ -197,11 +197,11 @@ def _read_id_map(entry: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.Recor
                     map_source, row = locate_row(entry.id_map_sources, int(row_N[faulty_index]))
                     problem = id_problem(fault, ids[faulty_index].as_py())
                     raise InputError(f"{map_source.name}: column {column!r}, row {row}: {problem}; drop the row")
-            id_pairs = [
+            id_columns = [
                 batch.column(config.from_column).cast(ARROW_TYPE[entry.source_id_type]),
                 batch.column(config.to_column).cast(ARROW_TYPE[entry.id_type]),
             ]
-            yield pa.record_batch([_to_int64_arrow(row_N), *id_pairs], names=["row", "source", "target"])
+            yield pa.record_batch([_to_int64_arrow(row_N), *id_columns], names=["row", "source", "target"])
 
 
 def _require_utf8(source: Source, column: str, ids: pa.Array) -> pa.Array:

@@ -56,9 +56,9 @@ def ingest_embeddings(
 
 @dataclass(frozen=True)
 class _ReadEntry:
-    """One entry that has been read. Its matrix has all rows of its files, also the faulty rows."""
+    """One entry that has been read. Its matrix has all rows of its files, including the faulty rows."""
 
-    index: int
+    entry_index: int
     entry: VectorFiles
     matrix_path: Path
     num_dropped_by_fault: Counter[str]
@@ -159,7 +159,7 @@ def _write_matrix(
 ) -> tuple[int, float | None, tuple[tuple[int, int], ...]]:
     """Write the usable vectors of all entries.
 
-    Return their width, the smallest explained variance of a projection, and the first row and the end of each projected entry.
+    Return their width, the smallest explained variance of a projection, and the rows (start, stop) of each projected entry.
     """
     if len(read_entries) == 1 and read_entries[0].is_final:
         dim = read_entries[0].source_dim
@@ -170,21 +170,21 @@ def _write_matrix(
     for read_entry, dim in zip(read_entries, dims, strict=True):
         require_one_dim(read_entry.entry, dim, other_entry=read_entries[0].entry, other_dim=dims[0])
     final_matrix_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
-    start_row, projected_rows = 0, []
+    next_row, projected_rows = 0, []
     for read_entry, projection in zip(read_entries, projections, strict=True):
-        first_row = start_row
+        start_row = next_row
         for block_ND in _usable_vectors(read_entry, table_ids=table_ids):
             output_ND = block_ND
             if projection is not None:
                 output_ND = projection.apply(block_ND)
                 if read_entry.entry.config.normalise:
                     output_ND = with_unit_norm(output_ND)
-            final_matrix_RD[start_row : start_row + len(output_ND)] = output_ND
-            start_row += len(output_ND)
+            final_matrix_RD[next_row : next_row + len(output_ND)] = output_ND
+            next_row += len(output_ND)
         if projection is not None:
-            projected_rows.append((first_row, start_row))
+            projected_rows.append((start_row, next_row))
         os.unlink(read_entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
-    assert start_row == table_ids.count_ids()
+    assert next_row == table_ids.count_ids()
     explained_variances = [projection.explained_variance for projection in projections if projection is not None]
     return dims[0], min(explained_variances, default=None), tuple(projected_rows)
 
@@ -194,7 +194,7 @@ def _usable_vectors(read_entry: _ReadEntry, *, table_ids: TableIds, sample_step:
     matrix_RD = np.load(read_entry.matrix_path, mmap_mode="r")
     first_index = 0  # index of the first sampled row in the next batch
     batch_rows = max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * matrix_RD.shape[1]))
-    for row_N in table_ids.row_batches(entry_index=read_entry.index, batch_rows=batch_rows):
+    for row_N in table_ids.row_batches(entry_index=read_entry.entry_index, batch_rows=batch_rows):
         sampled_row_N = row_N[first_index::sample_step]
         first_index = (first_index - len(row_N)) % sample_step
         if len(sampled_row_N):
@@ -207,7 +207,7 @@ def _fit_projection(read_entry: _ReadEntry, *, table_ids: TableIds) -> Projectio
     if dim is None:
         return None
     check_pca_dim(read_entry.entry, read_entry.source_dim)
-    num_vectors = sum(len(row_N) for row_N in table_ids.row_batches(entry_index=read_entry.index, batch_rows=65_536))
+    num_vectors = sum(len(row_N) for row_N in table_ids.row_batches(entry_index=read_entry.entry_index, batch_rows=65_536))
     if num_vectors <= dim:
         raise InputError(
             f"{read_entry.entry.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; "

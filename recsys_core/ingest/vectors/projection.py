@@ -16,8 +16,8 @@ MAX_SAMPLE_ROWS = 131_072
 
 With more vectors, only the third digit of the explained variance changes.
 """
-_MIN_VARIANCE = 1e-12
-"""Smallest variance of vectors that differ, as a share of their mean squared norm. Rounding causes a smaller variance."""
+_MAX_ROUNDING_VARIANCE = 1e-12
+"""Largest variance that rounding can cause among equal vectors, as a share of their mean squared norm."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Projection:
         # The sign of a component is arbitrary. For reproducible results, the number of largest magnitude is made positive.
         component_DP = component_DP * np.sign(component_DP[np.abs(component_DP).argmax(axis=0), np.arange(dim)])
         total_variance = eigenvalue_D.clip(min=0).sum()
-        is_constant = total_variance <= _MIN_VARIANCE * np.trace(moment_DD) / num_rows
-        explained_variance = eigenvalue_D[::-1][:dim].clip(min=0).sum()
-        explained_share = math.nan if is_constant else min(round(float(explained_variance / total_variance), 12), 1.0)
+        all_rows_are_equal = total_variance <= _MAX_ROUNDING_VARIANCE * np.trace(moment_DD) / num_rows
+        component_variance = eigenvalue_D[::-1][:dim].clip(min=0).sum()
+        explained_share = math.nan if all_rows_are_equal else min(round(float(component_variance / total_variance), 12), 1.0)
         return cls(mean_D, np.ascontiguousarray(component_DP, np.float32), explained_share)
 
     def apply(self, block_ND: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -119,10 +119,10 @@ def _file_slices(entry: VectorFiles, paths: Sequence[Path], *, num_columns_at_a_
             start_group, first_row = stop_group, first_row + num_rows
 
 
-def _run_in_threads(num_threads: int, work: Callable[[WorkItem], None], work_items: Iterable[WorkItem]) -> None:
-    """Call `work` for each work item. After the first error, no further item is started."""
+def _run_in_threads(num_threads: int, process_item: Callable[[WorkItem], None], work_items: Iterable[WorkItem]) -> None:
+    """Call `process_item` for each work item. After the first error, no further item is started."""
     with ThreadPoolExecutor(num_threads, thread_name_prefix="vectors") as pool:
-        for _ in pool.map(work, work_items):
+        for _ in pool.map(process_item, work_items):
             pass
 
 

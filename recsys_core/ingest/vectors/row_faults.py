@@ -71,8 +71,8 @@ def reject_faults(
             column = entry.config.id_column
             (id_value,) = values_at(source, [column], row)
             if fault == Fault.DUPLICATE_ID:
-                other_source, other_row = locate_row(entry.sources, first_row_with_id(id_value))
-                problem = f"id {shown(id_value)} is already in {other_source.name}, row {other_row}"
+                earlier_source, earlier_row = locate_row(entry.sources, first_row_with_id(id_value))
+                problem = f"id {shown(id_value)} is already in {earlier_source.name}, row {earlier_row}"
             else:
                 problem = id_problem(fault, id_value)
         else:
@@ -90,7 +90,7 @@ def reject_faults(
 
 
 def id_problem(fault: Fault, id_value: Any) -> str:
-    """Describe a fault of an id other than a duplicate, for a message."""
+    """Describe a fault of an id for a message, except DUPLICATE_ID."""
     return {
         Fault.NULL_ID: "the id is null",
         Fault.EMPTY_ID: "the id is an empty string",

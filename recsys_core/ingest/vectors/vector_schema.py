@@ -98,10 +98,10 @@ def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Pa
     source_id_type = _id_type(sources, config.id_column, setting=f"{setting}.id_column")
     columns = _vector_columns(sources[0], config, setting=setting)
     for source in sources[1:]:
-        other_columns = _vector_columns(source, config, setting=setting)
-        if other_columns != columns:
+        source_columns = _vector_columns(source, config, setting=setting)
+        if source_columns != columns:
             raise InputError(
-                f"{source.name}: the vectors have {len(other_columns)} columns ({other_columns[0]} to {other_columns[-1]}), "
+                f"{source.name}: the vectors have {len(source_columns)} columns ({source_columns[0]} to {source_columns[-1]}), "
                 f"but the vectors of {sources[0].name} have {len(columns)} ({columns[0]} to {columns[-1]}); write the same "
                 "columns to every file"
             )
@@ -183,7 +183,7 @@ def _vector_columns(source: Source, config: EmbeddingsConfig, *, setting: str) -
 
 
 def _numbered_columns(source: Source, prefix: str, *, setting: str) -> tuple[str, ...]:
-    """Return the columns whose names are `prefix` and a number, by number. The numbers have to be consecutive."""
+    """Return the columns named `prefix` and a number, such as dim_0, sorted by number. The numbers have to be consecutive."""
     name_by_number: dict[int, str] = {}
     for name in source.schema.names:
         match = re.fullmatch(re.escape(prefix) + r"([0-9]{1,9})", name)

@@ -149,7 +149,7 @@ class FeatureConfig(Settings):
         return self
 
     def _reject_for_other_kinds(self, setting: str, *, kinds: tuple[FeatureKind, ...]) -> None:
-        """Raise ValueError if `setting` is set, but only applies to other kinds than the kind of this feature."""
+        """Raise ValueError if `setting` is set, but the kind of this feature is not in `kinds`."""
         value = getattr(self, setting)
         if value is not None and value is not False and self.kind not in kinds:
             raise ValueError(

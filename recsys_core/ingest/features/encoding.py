@@ -43,7 +43,7 @@ def _single_values_sql(feature_column: FeatureColumn) -> str:
 
 def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
     num_new_values, num_evicted_values = create_vocabulary(feature_column)
-    counts = _write_rows(
+    count_by_field = _write_rows(
         feature_column, table_row_sql="vocabulary.row", source_sql="single_values LEFT JOIN vocabulary USING (value)"
     )
     write_vocabulary(feature_column)
@@ -55,15 +55,15 @@ def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
         num_new_values=num_new_values,
         num_evicted_values=num_evicted_values,
         num_with_vector=num_with_vector,
-        **counts,
+        **count_by_field,
     )
 
 
 def _encode_by_hash(feature_column: FeatureColumn) -> IngestedFeature:
     # md5, because DuckDB's own hash may differ between versions of DuckDB.
     table_row_sql = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {feature_column.feature.hash_rows}"
-    counts = _write_rows(feature_column, table_row_sql=table_row_sql, source_sql="single_values")
-    return feature_column.manifest_entry(num_rows=1 + (feature_column.feature.hash_rows or 0), **counts)
+    count_by_field = _write_rows(feature_column, table_row_sql=table_row_sql, source_sql="single_values")
+    return feature_column.manifest_entry(num_rows=1 + (feature_column.feature.hash_rows or 0), **count_by_field)
 
 
 def _write_rows(feature_column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
@@ -171,8 +171,8 @@ def create_vocabulary(feature_column: FeatureColumn) -> tuple[int, int]:
         "FROM (SELECT *, row_number() OVER (ORDER BY count DESC, value) AS place FROM new_values) "
         "LEFT JOIN free_rows USING (place)"
     )
-    for table in ("value_counts", "new_values", "free_rows"):
-        connection.execute(f"DROP TABLE {table}")
+    for table_name in ("value_counts", "new_values", "free_rows"):
+        connection.execute(f"DROP TABLE {table_name}")
     num_values = feature_column.fetch_count("SELECT count(*) FROM vocabulary")
     return num_values - (num_previous_values - num_evicted_values), num_evicted_values
 
@@ -185,8 +185,8 @@ def _evict_rare_values(feature_column: FeatureColumn, *, max_rows: int) -> int:
         f"UNION ALL SELECT value, count, true FROM new_values) ORDER BY count DESC, is_new, value LIMIT {max_rows}"
     )
     num_evicted_values = feature_column.fetch_count("SELECT count(*) FROM vocabulary ANTI JOIN kept_values USING (value)")
-    for table in ("vocabulary", "new_values"):
-        connection.execute(f"DELETE FROM {table} WHERE value NOT IN (SELECT value FROM kept_values)")
+    for table_name in ("vocabulary", "new_values"):
+        connection.execute(f"DELETE FROM {table_name} WHERE value NOT IN (SELECT value FROM kept_values)")
     connection.execute("DROP TABLE kept_values")
     return num_evicted_values
 

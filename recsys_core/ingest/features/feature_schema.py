@@ -61,7 +61,7 @@ def open_feature_tables(
     context_sources: Sequence[Source],
     allowed_data_root: Path | None = None,
 ) -> tuple[FeatureTable, ...]:
-    """Open the feature tables of the config. Raise InputError for a missing or invalid file or a missing or unsuitable column.
+    """Open the feature tables of the config. Raise InputError for an unusable file or column.
 
     Args:
         context_sources: files with the columns of the context features.
@@ -115,7 +115,7 @@ def _title_column(config: FeatureTableConfig, sources: Sequence[Source], *, sett
 
 
 def _filter_sql_types(config: FeatureTableConfig, sources: Sequence[Source], *, setting: str) -> dict[str, str]:
-    """Return the SQL type of each filter column; raise InputError if a file does not have it, or has an unsuitable type."""
+    """Return the SQL type of each filter column; raise InputError if it is missing or unsuitable in a file."""
     sql_type_by_column = {}
     for column in config.filter_columns if isinstance(config, ItemTableConfig) else ():
         column_setting = f"{setting}.filter_columns"
@@ -138,7 +138,7 @@ _FILTER_SQL_TYPES: tuple[tuple[Callable[[pa.DataType], bool], str], ...] = (
     (lambda data_type: pa.types.is_timestamp(data_type) and data_type.tz is not None, "TIMESTAMPTZ"),
     (lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type), "TIMESTAMP"),
 )
-"""(test of a column's type, SQL type in which a filter column of this type is stored); the first match is used."""
+"""Pairs of a type test, and the SQL type for filter columns that pass the test. The first such pair is used."""
 
 
 def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: Mapping[str, IdType]) -> None:

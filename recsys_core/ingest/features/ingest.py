@@ -93,7 +93,7 @@ def _feature_columns(
     previous: FeaturesManifest | None,
     output_folder: Path,
 ) -> Iterator[FeatureColumn]:
-    """Yield each feature of a source, whose values have been loaded, for `encode`."""
+    """Yield each feature of a loaded source, for `encode`."""
     for feature_index, feature in enumerate(source.table.features):
         key, value_type = f"{source.table.owner_kind}.{feature.name}", source.table.value_type_by_feature.get(feature.name)
         has_vectors = dataset.embeddings is not None and key in dataset.embeddings.tables
@@ -114,15 +114,15 @@ def _feature_columns(
 def _previous_feature(
     previous: FeaturesManifest | None, key: str, feature: FeatureConfig, value_type: IdType | None
 ) -> PreviousFeature | None:
-    """Return the feature of the previous run; None if its definition differs, or its vocabulary file is missing or changed."""
+    """Return the feature of the previous run; None if it is new, has another definition, or has a damaged vocabulary file."""
     if previous is None or key not in previous.features:
         return None
-    previous_feature = previous.features[key]
-    if previous_feature.definition != feature_definition(feature, value_type):
+    ingested_feature = previous.features[key]
+    if ingested_feature.definition != feature_definition(feature, value_type):
         return None
-    vocabulary_name = f"{key}.vocabulary.parquet"
-    if vocabulary_name not in previous.files:
-        return PreviousFeature(previous_feature, None)
-    vocabulary_path = previous.path(vocabulary_name)
-    is_intact = vocabulary_path.is_file() and record_file(vocabulary_path) == previous.files[vocabulary_name]
-    return PreviousFeature(previous_feature, vocabulary_path) if is_intact else None
+    vocabulary_file_name = f"{key}.vocabulary.parquet"
+    if vocabulary_file_name not in previous.files:
+        return PreviousFeature(ingested_feature, None)
+    vocabulary_path = previous.path(vocabulary_file_name)
+    is_intact = vocabulary_path.is_file() and record_file(vocabulary_path) == previous.files[vocabulary_file_name]
+    return PreviousFeature(ingested_feature, vocabulary_path) if is_intact else None

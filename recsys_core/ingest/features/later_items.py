@@ -1,4 +1,4 @@
-"""The feature table of items, read after a training: features as that training encoded them, titles and filter columns."""
+"""The feature table of items, read after a training. Its features are encoded as in that training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,7 +141,7 @@ def _earlier_feature(key: str, encoding: IngestedFeature, vocabulary_folder: Pat
 
 
 def _require_same_definition(key: str, encoding: IngestedFeature, table: FeatureTable) -> None:
-    """Raise InputError if the config does not declare a feature, or encodes it in another way or with another list length."""
+    """Raise InputError if the config does not declare the feature `key`, or has other settings for it than `encoding`."""
     feature = _feature_named(key, table.features)
     if feature is None:
         raise InputError(
@@ -149,15 +149,15 @@ def _require_same_definition(key: str, encoding: IngestedFeature, table: Feature
             "or train a new model with `nightjar run`"
         )
     definition = feature_definition(feature, table.value_type_by_feature.get(feature.name))
-    for setting, value, trained_value in (
+    for setting, config_value, trained_value in (
         ("definition", definition, encoding.definition),
         ("weight_column", feature.weight_column, encoding.weight_column),
         ("max_values", feature.max_values, encoding.max_values),
     ):
-        if value != trained_value:
+        if config_value != trained_value:
             raise InputError(
-                f"features.items: feature {feature.name!r} has the {setting} {value}, but the served model was trained with "
-                f"{trained_value}; go back to it, or train a new model with `nightjar run`"
+                f"features.items: feature {feature.name!r} has the {setting} {config_value}, but the served model was trained "
+                f"with {trained_value}; go back to it, or train a new model with `nightjar run`"
             )
 
 

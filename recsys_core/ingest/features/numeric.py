@@ -73,7 +73,7 @@ def _mean_and_std(feature_column: FeatureColumn) -> tuple[float | None, float | 
 
 
 def quantile_boundaries(connection: duckdb.DuckDBPyConnection, column_name: str, *, num_buckets: int) -> Numbers:
-    """Return the inner boundaries of equally full buckets, at most num_buckets - 1; fewer if a value fills several buckets."""
+    """Return the inner boundaries of equally full buckets: num_buckets - 1, or fewer if one value fills several buckets."""
     # DuckDB sorts the values and spills them to disk; its quantile functions would hold all values in memory.
     ((num_values,),) = connection.sql(f"SELECT count(*) {_finite_training_values_sql(column_name)}").fetchall()
     boundary_index = np.arange(num_buckets) * num_values // num_buckets

@@ -60,24 +60,24 @@ class TableSource:
                 "ON catalogue.id = feature_table.feature_table_id"
             )
         ((num_matched_rows,),) = connection.sql("SELECT count(*) FROM joined").fetchall()
-        num_rows = sum(source.record.num_rows for source in table.sources)
+        num_table_rows = sum(source.record.num_rows for source in table.sources)
         if num_matched_rows == 0:
             raise InputError(
-                f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is an id of the "
+                f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_table_rows:,} ids is an id of the "
                 f"{table.owner_kind}s of the log; check that both use the same ids"
             )
         if table.title_column is not None:
             titles = connection.sql("SELECT row, title FROM joined WHERE title IS NOT NULL ORDER BY row").to_arrow_table()
             pq.write_table(titles, output_folder / ITEM_TITLES_FILE)
         if table.owner_kind == "item":
-            columns_sql = "".join(
+            filter_columns_sql = "".join(
                 f", f{column_index} AS {quoted(column)}" for column_index, column in enumerate(table.filter_sql_type_by_column)
             )
-            filter_values = connection.sql(f"SELECT row{columns_sql} FROM joined ORDER BY row").to_arrow_table()
+            filter_values = connection.sql(f"SELECT row{filter_columns_sql} FROM joined ORDER BY row").to_arrow_table()
             pq.write_table(filter_values, output_folder / ITEM_COLUMNS_FILE)
         return FeatureTableStatistics(
-            num_rows=num_rows,
-            num_not_in_catalogue=num_rows - num_matched_rows,
+            num_rows=num_table_rows,
+            num_not_in_catalogue=num_table_rows - num_matched_rows,
             num_without_row=self.num_rows - num_matched_rows,
         )
 
@@ -128,7 +128,7 @@ def _value_columns_sql(table: FeatureTable) -> str:
     for feature_index, feature in enumerate(table.features):
         value_type = table.value_type_by_feature.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")
-        # Only the bucket of a number depends on its last bits.
+        # The last bits of a number matter only for its bucket.
         is_bucketed = feature.kind == "numeric" and not feature.standardise
         value_sql = _number_sql(table, feature.source_column) if is_bucketed else quoted(feature.source_column)
         columns_sql.append(f"CAST({value_sql} AS {sql_type}) AS v{feature_index}")
@@ -138,7 +138,7 @@ def _value_columns_sql(table: FeatureTable) -> str:
 
 
 def _number_sql(table: FeatureTable, column: str) -> str:
-    """Return SQL for a column; if it is in single precision in a file, SQL for its numbers as text.
+    """Return SQL for a column. If a file has it in single precision, the SQL returns its numbers as text.
 
     The text of a number in single precision is the number that a request has: 39.99, and not 39.9900016784668. If other files
     have double precision, DuckDB reads all numbers as DOUBLE, and a number that equals a FLOAT gets the text of this FLOAT.
@@ -164,8 +164,8 @@ def _read_events(paths: Sequence[Path], *, columns: Sequence[str], event_store: 
             stop_event = start_event + batch.num_rows
             event_index = pa.array(np.arange(start_event, stop_event))
             is_training = pa.array(event_store.is_training(slice(start_event, stop_event)))
-            arrays = [*(batch.column(name) for name in columns), event_index, is_training]
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+            batch_columns = [*(batch.column(name) for name in columns), event_index, is_training]
+            yield pa.RecordBatch.from_arrays(batch_columns, schema=schema)
             start_event = stop_event
 
     return pa.RecordBatchReader.from_batches(schema, event_batches())

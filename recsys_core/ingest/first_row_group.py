@@ -50,9 +50,9 @@ def _first_non_empty_source(sources: Sequence[Source]) -> Source:
 
 
 def stored_vector_dim(entry: VectorFiles) -> int | None:
-    """Return the width of the vectors after the projection (pca_dim), from the config, the schema or the first rows.
+    """Return the width of the vectors after the projection: pca_dim, or their width in the schema or in the first rows.
 
-    Return None if the vectors of the first rows differ in width.
+    Return None if pca_dim is not set and the vectors of the first rows have no common width.
 
     Raises:
         InputError: pca_dim is larger than the width of the input vectors.
@@ -83,13 +83,13 @@ def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> No
     max_time_s = tick_range["max"] // TICKS_PER_S[unit]
     if max_time_s >= _YEAR_1971_S and tick_range["min"] // TICKS_PER_S[unit] <= latest_valid_s:
         return
-    other_unit = plausible_time_unit(tick_range["max"], latest_s=latest_valid_s)
-    if other_unit is not None:
+    plausible_unit = plausible_time_unit(tick_range["max"], latest_s=latest_valid_s)
+    if plausible_unit is not None:
         is_unit_from_config = not pa.types.is_timestamp(times.type)
-        fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
+        fix = f"set interactions.timestamp_unit to {plausible_unit}" if is_unit_from_config else "write the column again"
         raise InputError(
             f"{_first_non_empty_source(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
-            f"{unit}, and {_date_text(tick_range['max'] // TICKS_PER_S[other_unit])} in {other_unit}; {fix}"
+            f"{unit}, and {_date_text(tick_range['max'] // TICKS_PER_S[plausible_unit])} in {plausible_unit}; {fix}"
         )
 
 

@@ -163,7 +163,7 @@ def values_at(source: Source, columns: Sequence[str], row: int) -> list[Any]:
 
 
 def _as_python(scalar: pa.Scalar) -> Any:
-    """Return the Python value; for a time outside the range of datetime, return its number."""
+    """Return the Python value; for a time outside the range of datetime, return its integer."""
     if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python's datetime has no nanoseconds
         scalar = scalar.cast(pa.timestamp("us", scalar.type.tz), safe=False)
     try:

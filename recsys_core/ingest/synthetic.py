@@ -78,12 +78,12 @@ def _items_of_events(
     """Draw an item for each event: an item of the event's topic that is available on that day."""
     item_E = np.empty(len(topic_E), np.int64)
     for cold_items_exist in (False, True):  # the period before the first day of the cold items, and the period from then on
-        events_of_period = np.flatnonzero((day_E >= first_day_I.max()) == cold_items_exist)
+        period_event_indices = np.flatnonzero((day_E >= first_day_I.max()) == cold_items_exist)
         is_available_I = (first_day_I == 0) | cold_items_exist
         for topic in range(NUM_TOPICS):
-            events_of_topic = events_of_period[topic_E[events_of_period] == topic]
+            topic_event_indices = period_event_indices[topic_E[period_event_indices] == topic]
             weight_I = topic_weight_IT[:, topic] * popularity_I * is_available_I
-            item_E[events_of_topic] = rng.choice(len(weight_I), len(events_of_topic), p=weight_I / weight_I.sum())
+            item_E[topic_event_indices] = rng.choice(len(weight_I), len(topic_event_indices), p=weight_I / weight_I.sum())
     return item_E
 
 
@@ -97,8 +97,8 @@ def _write_log(
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.table({"user_id": np.char.add("u", user_E.astype(str)), "item_id": FIRST_ITEM_ID + item_E, "timestamp": time_E})
     first_event_of_day = np.searchsorted(day_E, np.arange(day_E.max() + 2))
-    for day, (start, stop) in enumerate(pairwise(first_event_of_day)):
-        pq.write_table(table.slice(start, stop - start), folder / f"day-{day:02d}.parquet")
+    for day, (start_event, stop_event) in enumerate(pairwise(first_event_of_day)):
+        pq.write_table(table.slice(start_event, stop_event - start_event), folder / f"day-{day:02d}.parquet")
 
 
 def _write_vectors(rng: np.random.Generator, path: Path, topic_weight_IT: NDArray[np.float64], *, dim: int) -> None:

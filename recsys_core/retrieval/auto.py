@@ -35,7 +35,9 @@ class Auto(Settings):
     )
 
     def candidates(self, *, num_items: int, dim: int) -> tuple[AnyIndexKind, ...]:
-        """Return the kinds that may fit into max_bytes. opq_pq, the most compressed kind, is a candidate only with a limit.
+        """Return the kinds that may fit into max_bytes.
+
+        opq_pq, the most compressed kind, is a candidate only if max_bytes is set.
 
         >>> [kind.kind for kind in Auto().candidates(num_items=2_000, dim=64)]
         ['flat', 'hnsw']
@@ -60,13 +62,13 @@ class Auto(Settings):
         return fitting_kinds
 
     def too_large_kinds(self, *, num_items: int, dim: int) -> tuple[str, ...]:
-        """Return the kinds that are no candidates only because of max_bytes.
+        """Return the kinds that suit the number of items, but do not fit into max_bytes.
 
         >>> Auto(max_bytes=200_000_000).too_large_kinds(num_items=1_000_000, dim=64)
         ('flat', 'hnsw', 'ivf_flat')
         """
-        candidates = {kind.kind for kind in self.candidates(num_items=num_items, dim=dim)}
-        return tuple(kind.kind for kind in _kinds_for(num_items) if kind.kind not in candidates)
+        candidate_kinds = {kind.kind for kind in self.candidates(num_items=num_items, dim=dim)}
+        return tuple(kind.kind for kind in _kinds_for(num_items) if kind.kind not in candidate_kinds)
 
 
 def _kinds_for(num_items: int) -> tuple[AnyIndexKind, ...]:

@@ -60,7 +60,7 @@ class CompressedIvf(Ivf):
         """Return the number of bytes of a compressed vector. The settings must be the result of `fitted`."""
 
     def max_value(self) -> float | None:
-        """Return the largest value in half precision; None if `rescore` is 0. FAISS replaces a larger value by infinity."""
+        """Return the largest half-precision value; None if `rescore` is 0. FAISS replaces a larger value by infinity."""
         return None if self.rescore == 0 else MAX_HALF_PRECISION_VALUE
 
     def compressed_search_parameters(self, depth: int, selector: Any = None) -> Any:
@@ -68,7 +68,7 @@ class CompressedIvf(Ivf):
         return super().search_parameters(depth, selector)
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:
-        """Return the bytes of the codes, of the half-precision vectors if there are any, and of two row numbers per vector."""
+        """Return the bytes of the codes, of two row numbers per vector, and of any half-precision vectors."""
         vector_bytes = RESCORE_VALUE_BYTES * dim if self.rescore != 0 else 0
         return num_items * (self.fitted(num_items, dim).code_bytes(dim) + vector_bytes + 2 * ROW_NUMBER_BYTES)
 
@@ -82,7 +82,7 @@ class CompressedIvf(Ivf):
         return faiss.IndexRefine(index, refine_index)
 
     def search_variants(self, depth: int) -> Iterator[list[Self]]:
-        """Yield a series of values of nprobe for each tested value of `rescore`, or for the value that is set.
+        """Yield a series of nprobe values for each tested value of `rescore`. If `rescore` is set, only this value is tested.
 
         >>> [[(variant.nprobe, variant.rescore) for variant in series] for series in PqFastScan(nlist=2).search_variants(10)]
         [[(1, 2), (2, 2)], [(1, 4), (2, 4)], [(1, 8), (2, 8)], [(1, 16), (2, 16)]]
@@ -154,7 +154,7 @@ class ProductQuantized(CompressedIvf):
         >>> [PqFastScan().fitted(1_000, dim).pq_m for dim in (64, 50, 7)]
         [32, 25, 1]
         """
-        divisors = [size for size in range(1, max(1, dim // 2) + 1) if dim % size == 0]
+        divisors = [divisor for divisor in range(1, max(1, dim // 2) + 1) if dim % divisor == 0]
         pq_m = self.pq_m if self.pq_m is not None else divisors[-1]
         return super().fitted(num_items, dim).model_copy(update={"pq_m": pq_m})
 
@@ -169,7 +169,7 @@ class ProductQuantized(CompressedIvf):
         return 1
 
     def train(self, index: Any, training_vector_RD: "NDArray[np.float32]") -> None:
-        """Train an empty index. The vectors of a tiny catalogue are repeated until there are enough."""
+        """Train an empty index. If there are fewer vectors than FAISS needs, they are repeated."""
         import numpy as np
 
         num_vectors, dim = training_vector_RD.shape
@@ -222,7 +222,7 @@ class IvfPq(ProductQuantized):
         return index
 
     def num_training_vectors(self) -> int:
-        """Return the size of the larger sample: for the k-means of the cells, or for the k-means of the sub-vectors."""
+        """Return the larger of two sample sizes: for the k-means of the cells, and for the k-means of the sub-vectors."""
         return max(super().num_training_vectors(), MAX_VECTORS_PER_CENTROID << self.pq_nbits)
 
     def builds_on_gpu(self) -> bool:

@@ -11,11 +11,11 @@ from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
 from recsys_core.units import GIB
 
 _CLASS_BY_KIND = {kind_class.model_fields["kind"].default: kind_class for kind_class in get_args(get_args(AnyIndexKind)[0])}
-_EARLIER_NAMES = {"served_kind": "served", "compared_kinds": "compared"}
+_NAME_BY_EARLIER_NAME = {"served_kind": "served", "compared_kinds": "compared"}
 _EARLIER_SETTINGS = ("nlist", "nprobe", "pq_m", "pq_nbits", "hnsw_m", "ef_construction", "ef_search")
 """Settings that applied to all indexes in earlier versions. Now each index has the settings of its kind."""
 MAX_SHARD_BYTES = 4 * GIB
-"""Size of a shard with `shards: auto`, which a shard may exceed a little."""
+"""Approximate largest size of a shard with `shards: auto`."""
 
 
 class IndexConfig(Settings):
@@ -56,8 +56,8 @@ class IndexConfig(Settings):
         >>> [index.kind for index in IndexConfig(served="hnsw", compared=("ivf_pq", "hnsw")).configured_indexes]
         ['flat', 'hnsw', 'ivf_pq']
         """
-        served = () if isinstance(self.served, Auto) else (self.served,)
-        return tuple(dict.fromkeys((Flat(), *served, *self.compared)))
+        served_indexes = () if isinstance(self.served, Auto) else (self.served,)
+        return tuple(dict.fromkeys((Flat(), *served_indexes, *self.compared)))
 
     def indexes_to_build(self, *, num_items: int, dim: int) -> tuple[AnyIndexKind, ...]:
         """Return the indexes to build for a catalogue: `configured_indexes`, and the other candidates of `auto`.
@@ -95,7 +95,7 @@ class IndexConfig(Settings):
         return settings
 
     def problem(self, dim: int) -> str | None:
-        """Return the error message of the first index that vectors of width `dim` do not fit; None if they fit all indexes."""
+        """Return the error message of the first index that does not suit vectors of width `dim`; None if all suit them."""
         return next((problem for index in self.configured_indexes if (problem := index.problem(dim)) is not None), None)
 
     @model_validator(mode="after")
@@ -116,25 +116,25 @@ class IndexConfig(Settings):
         if not isinstance(settings, dict):
             return settings
         settings = dict(settings)
-        for earlier_name, name in _EARLIER_NAMES.items():
+        for earlier_name, name in _NAME_BY_EARLIER_NAME.items():
             if earlier_name in settings and name in settings:
                 raise ValueError(f"{earlier_name} is the earlier name of {name}, and both are set; remove {earlier_name}")
             if earlier_name in settings:
                 settings[name] = settings.pop(earlier_name)
-        shared_settings = {name: settings.pop(name) for name in _EARLIER_SETTINGS if name in settings}
-        settings["served"] = _as_group(settings.get("served", {}), shared_settings, default_kind="hnsw")
+        earlier_settings = {name: settings.pop(name) for name in _EARLIER_SETTINGS if name in settings}
+        settings["served"] = _index_settings(settings.get("served", {}), earlier_settings, default_kind="hnsw")
         if isinstance(compared := settings.get("compared"), list | tuple):
-            settings["compared"] = tuple(_as_group(index, shared_settings) for index in compared)
+            settings["compared"] = tuple(_index_settings(index, earlier_settings) for index in compared)
         return settings
 
 
-def _as_group(index: Any, shared_settings: dict[str, Any], *, default_kind: str | None = None) -> Any:
-    """Return the settings of an index and the shared settings that its kind has. Only text and dicts are converted."""
-    group = {"kind": index} if isinstance(index, str) else index
-    if not isinstance(group, dict):
-        return group
+def _index_settings(index: Any, earlier_settings: dict[str, Any], *, default_kind: str | None = None) -> Any:
+    """Return the settings of an index with the earlier settings that its kind has. Only text and dicts are converted."""
+    index_settings = {"kind": index} if isinstance(index, str) else index
+    if not isinstance(index_settings, dict):
+        return index_settings
     if default_kind is not None:
-        group = {"kind": default_kind} | group
-    kind_class = _CLASS_BY_KIND.get(str(group.get("kind")))
+        index_settings = {"kind": default_kind} | index_settings
+    kind_class = _CLASS_BY_KIND.get(str(index_settings.get("kind")))
     known_settings = kind_class.model_fields if kind_class is not None else {}
-    return {name: value for name, value in shared_settings.items() if name in known_settings} | group
+    return {name: value for name, value in earlier_settings.items() if name in known_settings} | index_settings

@@ -51,47 +51,49 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         measured_indexes = _MeasuredIndexes(config, export, output_folder)
         for kind in kinds:
             measured_indexes.add(kind)
-        served_kind, choice, warning = measured_indexes.choose_served()
+        served_kind, choice_reason, warning = measured_indexes.choose_served()
         if isinstance(config.served, Auto):
-            for other_kind in (
+            for unserved_kind in (
                 {*measured_indexes.report_by_kind} - {index.kind for index in config.configured_indexes} - {served_kind}
             ):
                 for path in index_paths(
-                    output_folder, other_kind, num_shards=measured_indexes.report_by_kind[other_kind].shards
+                    output_folder, unserved_kind, num_shards=measured_indexes.report_by_kind[unserved_kind].shards
                 ):
                     path.unlink()
         user_rows = np.load(export.path("query_users_test.npy"))[measured_indexes.test_rows]
-        table = pa.table({"user": pa.array(user_rows, pa.int64()), "recall": measured_indexes.recall_by_kind[served_kind]})
-        pq.write_table(table, output_folder / RECALL_FILE_NAME)
+        recall_table = pa.table(
+            {"user": pa.array(user_rows, pa.int64()), "recall": measured_indexes.recall_by_kind[served_kind]}
+        )
+        pq.write_table(recall_table, output_folder / RECALL_FILE_NAME)
         return stage.commit(
             served_index=served_kind,
             similarity=export.similarity,
             dim=dim,
             num_items=num_items,
             recall_target=config.recall_target,
-            choice=choice,
+            choice=choice_reason,
             warning=warning,
             reports=measured_indexes.report_by_kind,
         )
 
 
 def served_recall_by_user(index: IndexManifest) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the measured users as rows [B], and the recall of the served index for each of them [B].
+    """Return the row of each measured user [B], and the recall of the served index for this user [B].
 
     The recall compares the first index.recall_k items with the result of an exact search. If the test split has more than
     MAX_MEASURED_QUERIES users, a random sample of that size is measured.
     """
-    table = pq.read_table(index.path(RECALL_FILE_NAME))
-    return table["user"].to_numpy(), table["recall"].to_numpy()
+    recall_table = pq.read_table(index.path(RECALL_FILE_NAME))
+    return recall_table["user"].to_numpy(), recall_table["recall"].to_numpy()
 
 
 class _MeasuredIndexes:
     """The indexes of a stage, which are built, written and measured one after the other; the first is the flat index.
 
     Attributes:
-        test_rows: rows in query_vectors_test.npy of the queries that measure the indexes.
+        test_rows: rows of query_vectors_test.npy with the queries on which the indexes are measured.
         report_by_kind: the report of each index.
-        recall_by_kind: the recall of each test query, [B].
+        recall_by_kind: the recall of each index on each test query, [B].
     """
 
     def __init__(self, config: IndexConfig, export: ExportManifest, output_folder: Path) -> None:
@@ -130,26 +132,29 @@ class _MeasuredIndexes:
         )
 
     def choose_served(self) -> tuple[str, str | None, str | None]:
-        """Return the served kind, why `auto` chose it, and a warning if it does not reach the recall target."""
-        served, target = self._config.served, self._config.recall_target
-        if isinstance(served, Auto):
-            too_large_kinds = served.too_large_kinds(num_items=self._export.num_items, dim=self._export.dim)
+        """Return the served kind, the reason if `auto` chose the kind, and a warning if the kind misses the recall target."""
+        served_config, recall_target = self._config.served, self._config.recall_target
+        if isinstance(served_config, Auto):
+            too_large_kinds = served_config.too_large_kinds(num_items=self._export.num_items, dim=self._export.dim)
             too_large_kinds = tuple(kind for kind in too_large_kinds if kind not in self.report_by_kind)
             choice = choose_kind(
-                self._candidates, recall_target=target, max_bytes=served.max_bytes, too_large_kinds=too_large_kinds
+                self._candidates,
+                recall_target=recall_target,
+                max_bytes=served_config.max_bytes,
+                too_large_kinds=too_large_kinds,
             )
             return choice.kind, choice.reason, None if choice.reaches_target else choice.reason
-        report = self.report_by_kind[served.kind]
+        report = self.report_by_kind[served_config.kind]
         best_recall = max((point.recall for point in report.tried), default=report.recall)
-        if best_recall >= target:
-            return served.kind, None, None
+        if best_recall >= recall_target:
+            return served_config.kind, None, None
         is_tuned_on_validation = bool(report.tried) and self._tuning_queries is not self._test_queries
         queries_text = "validation queries" if is_tuned_on_validation else "test queries"
         warning = (
-            f"the {served.kind} index reaches a recall@{report.k} of {best_recall:.4f} on {queries_text}, below "
-            f"index.recall_target {target:g}; change its settings, or set index.served to auto"
+            f"the {served_config.kind} index reaches a recall@{report.k} of {best_recall:.4f} on {queries_text}, below "
+            f"index.recall_target {recall_target:g}; change its settings, or set index.served to auto"
         )
-        return served.kind, None, warning
+        return served_config.kind, None, warning
 
     def _set_queries(self, flat_index: Any) -> None:
         """Set the test and tuning queries, with the exact results that `flat_index` returns."""
@@ -179,7 +184,7 @@ def write_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], paths: 
     """Build an index shard by shard (see `build_shards`), and write each shard to its file."""
     for path, shard in zip(paths, build_shards(kind, item_vector_ID, num_shards=len(paths)), strict=True):
         faiss.write_index(shard, str(path))
-        del shard  # before the next shard is built
+        del shard  # frees its memory before the next shard is built
 
 
 def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
@@ -189,7 +194,7 @@ def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
 
 
 def build_shards(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], *, num_shards: int) -> Iterator[Any]:
-    """Yield an IndexIDMap with the vectors of each shard. It loses its vectors when the next shard is built.
+    """Yield an IndexIDMap with the vectors of each shard. The IndexIDMap loses its vectors when the next shard is built.
 
     The index is trained once, so that all shards have the same cells and codes.
 
@@ -203,7 +208,7 @@ def build_shards(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], *, num
         InputError: a value of a vector is larger than the index can hold.
     """
     num_items, dim = item_vector_ID.shape
-    _check_values(kind, item_vector_ID)
+    _check_max_value(kind, item_vector_ID)
     index = kind.empty_index(dim)
     is_on_gpu = kind.builds_on_gpu() and num_gpus() > 0
     if is_on_gpu:
@@ -218,14 +223,14 @@ def build_shards(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], *, num
         index_with_row_numbers = faiss.IndexIDMap(index)
         with faiss_threads(1 if kind.uses_one_thread(len(item_row_R)) else faiss.omp_get_max_threads()):
             for batch_start in range(0, len(item_row_R), ADD_BATCH_ROWS):
-                item_rows = item_row_R[batch_start : batch_start + ADD_BATCH_ROWS]
-                index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_vector_ID[item_rows]), item_rows)
+                batch_rows = item_row_R[batch_start : batch_start + ADD_BATCH_ROWS]
+                index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_vector_ID[batch_rows]), batch_rows)
         if is_on_gpu:
             _replace_index(index_with_row_numbers, faiss.index_gpu_to_cpu(index))
         yield index_with_row_numbers
 
 
-def _check_values(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> None:
+def _check_max_value(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> None:
     """Raise InputError for the first row with a value above the limit of the kind."""
     max_value = kind.max_value()
     if max_value is None:

@@ -20,7 +20,7 @@ ROW_NUMBER_BYTES = 8
 class IndexKind(Settings):
     """Settings and methods of a kind. The methods here suit an index that has no training and no search parameters.
 
-    The settings of a kind except `kind` are integers. They are the parameters of an IndexReport and of package.json.
+    All settings except `kind` are integers, which IndexReport and package.json record as parameters.
     """
 
     has_readable_vectors: ClassVar[bool] = False
@@ -33,11 +33,14 @@ class IndexKind(Settings):
         return None
 
     def fitted(self, num_items: int, dim: int) -> Self:
-        """Return the settings with all build parameters for a catalogue. Search parameters that will be tuned may be None."""
+        """Return the settings with all build parameters for a catalogue.
+
+        Search parameters may be None, because they are tuned later.
+        """
         return self
 
     def search_variants(self, depth: int) -> Iterator[list[Self]]:
-        """Yield series of variants of these settings, with increasing recall and latency of a search for `depth` items.
+        """Yield series of variants of these settings. In a series, recall and latency of a search for `depth` items increase.
 
         A parameter that the user has set does not vary. An index with one search parameter has one series, and
         an index with two parameters has a series for each value of the second parameter.
@@ -50,7 +53,7 @@ class IndexKind(Settings):
 
     @abstractmethod
     def empty_index(self, dim: int) -> Any:
-        """Return a FAISS index for inner products, without vectors and untrained. The settings are fitted."""
+        """Return an untrained FAISS index for inner products. The settings must be the result of `fitted`."""
 
     def max_value(self) -> float | None:
         """Return the largest absolute value that a vector in the index may have; None if there is no limit."""
@@ -69,7 +72,7 @@ class IndexKind(Settings):
         return False
 
     def uses_one_thread(self, num_items: int) -> bool:
-        """Return whether one thread adds the vectors. With several threads, the index depends on their timing."""
+        """Return whether one thread adds the vectors. With several threads, the index would depend on timing."""
         return False
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:
@@ -92,7 +95,10 @@ class IndexKind(Settings):
 def search_vectors(
     inner_index: Any, index: Any, query_BD: "NDArray[np.float32]", depth: int, parameters: Any
 ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
-    """Search an index with the vectors of the IndexIDMap `index` in the same order. Return scores and item rows [B, N]."""
+    """Search `inner_index`, which has the vectors of the IndexIDMap `index` in the same order.
+
+    Return scores and item rows [B, N].
+    """
     score_BN, position_BN = inner_index.search(query_BD, depth, params=parameters)
     row_BN = item_row_by_position(index)[position_BN]
     row_BN[position_BN < 0] = -1  # FAISS found fewer than N vectors

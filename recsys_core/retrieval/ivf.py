@@ -68,12 +68,13 @@ class Ivf(IndexKind):
         >>> [[variant.nprobe for variant in series] for series in IvfFlat(nlist=30).search_variants(10)]
         [[1, 2, 3, 4, 6, 8, 12, 16, 24, 30]]
         """
-        sizes = [1, *(size for exponent in range(1, 20) for size in (1 << exponent, 3 << (exponent - 1)))]
-        nprobes = [*(size for size in sizes if size < self.num_cells), self.num_cells] if self.nprobe is None else [self.nprobe]
+        nprobe_steps = [1, *(nprobe for exponent in range(1, 20) for nprobe in (1 << exponent, 3 << (exponent - 1)))]
+        tested_nprobes = [*(nprobe for nprobe in nprobe_steps if nprobe < self.num_cells), self.num_cells]
+        nprobes = tested_nprobes if self.nprobe is None else [self.nprobe]
         yield [self.model_copy(update={"nprobe": nprobe}) for nprobe in nprobes]
 
     def num_training_vectors(self) -> int:
-        """Return the size of the k-means sample. With many cells, it is FAISS's minimum, because k-means takes long."""
+        """Return the size of the k-means sample. With many cells, the size is FAISS's minimum, because k-means takes long."""
         return max(MAX_VECTORS_PER_CENTROID * MIN_SAMPLED_CENTROIDS, MIN_ITEMS_PER_CENTROID * self.num_cells)
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_SINGLE_THREAD_ITEMS = 100_000
 """Up to this number of items, one thread builds HNSW. Its links then do not depend on timing, so a rerun is identical."""
 MIN_EF_SEARCH = 8
-"""Smallest size of the candidate list. If ef_search is None, a search uses this size, or `depth` if it is larger."""
+"""Smallest size of the candidate list. If ef_search is None, a search uses the larger of this size and `depth`."""
 MAX_EF_SEARCH = 100_000
 EF_SEARCH_PER_DEPTH = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Tested sizes of the candidate list, divided by the number of requested items (`depth`)."""
@@ -93,7 +93,7 @@ class Hnsw(IndexKind):
         return num_items <= MAX_SINGLE_THREAD_ITEMS
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:
-        """Return ef_search, raised to `depth` if it is smaller, and the selector."""
+        """Return the FAISS parameters with the larger of ef_search and `depth`, and the selector."""
         return faiss_module().SearchParametersHNSW(efSearch=max(self.ef_search or MIN_EF_SEARCH, depth), sel=selector)
 
     def search_exhaustively(

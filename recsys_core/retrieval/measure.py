@@ -21,7 +21,7 @@ from recsys_core.retrieval.kinds import AnyIndexKind, Flat
 from recsys_core.retrieval.search import search
 
 MAX_GATHERED_VALUES = 1 << 23
-"""Number of values of item vectors that are in memory at once while scores are computed."""
+"""Largest number of vector values in memory while scores are computed."""
 MIN_MEASURED_S, MAX_REPEATS = 0.2, 3
 """A search is repeated until its repetitions take MIN_MEASURED_S, at most MAX_REPEATS times. The fastest repetition counts,
 because other processes disturb short measurements most."""
@@ -108,7 +108,7 @@ def recall_per_query(
     query_BD: NDArray[np.float32],
     item_vector_ID: NDArray[np.float32],
 ) -> NDArray[np.float64]:
-    """Return the share of the exact top K that an index returns for each query [B]. Row -1 marks a missing item.
+    """Return the share of the exact top K items that an index returns for each query, [B]. Row -1 marks a missing item.
 
     An item with the same score as the last exact item counts as correct, because the order of equal scores is arbitrary.
 
@@ -121,15 +121,16 @@ def recall_per_query(
     """
     num_queries, depth = exact_row_BK.shape
     num_correct_B = np.zeros(num_queries, np.int64)
-    chunk_queries = max(1, MAX_GATHERED_VALUES // (query_BD.shape[1] * (depth + row_BN.shape[1])))
-    for start in range(0, num_queries, chunk_queries):
-        chunk = slice(start, start + chunk_queries)
+    queries_per_chunk = max(1, MAX_GATHERED_VALUES // (query_BD.shape[1] * (depth + row_BN.shape[1])))
+    for start in range(0, num_queries, queries_per_chunk):
+        query_slice = slice(start, start + queries_per_chunk)
         # The same expression computes the scores on both sides, so that equal vectors have exactly equal scores.
         exact_score_BK, score_BN = (
-            (item_vector_ID[rows] * query_BD[chunk, None]).sum(axis=2) for rows in (exact_row_BK[chunk], row_BN[chunk])
+            (item_vector_ID[rows] * query_BD[query_slice, None]).sum(axis=2)
+            for rows in (exact_row_BK[query_slice], row_BN[query_slice])
         )
-        is_correct_BN = (row_BN[chunk] >= 0) & (score_BN >= exact_score_BK.min(axis=1, keepdims=True))
-        num_correct_B[chunk] = np.minimum(depth, is_correct_BN.sum(axis=1))
+        is_correct_BN = (row_BN[query_slice] >= 0) & (score_BN >= exact_score_BK.min(axis=1, keepdims=True))
+        num_correct_B[query_slice] = np.minimum(depth, is_correct_BN.sum(axis=1))
     recall_B: NDArray[np.float64] = num_correct_B / depth
     return recall_B
 

@@ -21,14 +21,14 @@ def plot_indexes(manifest: IndexManifest, path: Path) -> Path:
 
 
 def draw_indexes(manifest: IndexManifest) -> "Figure":
-    """Draw each index as a point at its recall and latency, filled for the served index, and its tried settings as a curve."""
+    """Draw each index as a point, which is filled for the served index, and its tried settings as a curve."""
     report_by_kind, served_kind = manifest.reports, manifest.served_index
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes", size=(6.4, 4.4))
     for index_number, (kind, report) in enumerate(report_by_kind.items()):
         colour, marker = _COLOURS[index_number % len(_COLOURS)], _MARKERS[index_number % len(_MARKERS)]
-        for points in _curves(report):
-            axes.plot(*zip(*points, strict=True), color=colour, alpha=0.5, linewidth=1, marker=".", markersize=3, zorder=2)
+        for curve in _curves(report):
+            axes.plot(*zip(*curve, strict=True), color=colour, alpha=0.5, linewidth=1, marker=".", markersize=3, zorder=2)
         axes.scatter(
             report.ms_per_query,
             report.recall,
@@ -63,7 +63,7 @@ def _curves(report: IndexReport) -> list[list[tuple[float, float]]]:
 
 
 def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, notes: Sequence[str] = ()) -> str:
-    """Return the comparison as a table in GitHub's Markdown, the notes, and a table of all settings that were tried.
+    """Return a Markdown text: a table of the indexes, the notes, and a table of all settings that were tried.
 
     >>> report = IndexReport(recall=0.99, k=20, ms_per_query=0.5, size_bytes=3 * MIB, parameters={"nlist": 8})
     >>> print(index_table({"ivf_flat": report}, served_kind="ivf_flat"))
@@ -77,10 +77,10 @@ def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, 
         "|:---|---:|---:|---:|:---|",
     ]
     for kind, report in report_by_kind.items():
-        shown_kind = f"**{kind}** (served)" if kind == served_kind else kind
-        shown_kind += "" if report.shards == 1 else f", {report.shards} shards"
+        kind_text = f"**{kind}** (served)" if kind == served_kind else kind
+        kind_text += "" if report.shards == 1 else f", {report.shards} shards"
         lines.append(
-            f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.size_bytes / MIB:.1f} "
+            f"| {kind_text} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.size_bytes / MIB:.1f} "
             f"| {_parameters_text(report.parameters)} |"
         )
     for note in notes:

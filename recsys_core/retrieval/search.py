@@ -18,7 +18,7 @@ from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.retrieval.shards import ShardedIndex, ShardVectors, merge, shards_of
 
 MAX_EXACT_ITEMS = 20_000
-"""At most this many selected items are all compared with the queries, which is exact and about as fast as a search."""
+"""Up to this number of selected items, queries are compared with all of them, which is exact and about as fast as a search."""
 
 
 def load_index(record_by_path: Mapping[Path, FileRecord]) -> Any:
@@ -96,7 +96,7 @@ def search(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return inner products [B, N] and item rows [B, N], best first.
 
-    If fewer than `depth` items are found for a query, its remaining rows are -1. With a selection, only its items are returned.
+    If fewer than `depth` items are found for a query, its remaining rows are -1. A selection limits the returned items.
     """
     query_BD = np.ascontiguousarray(query_BD, dtype=np.float32)
     return merge(
@@ -138,13 +138,13 @@ def _search_shard(
 
 
 def _shard_selections(index: Any, selection: Selection | None) -> Iterator[tuple[Any, ShardSelection | None]]:
-    """Yield each shard of an index and its part of the selection; None if all items are selected."""
+    """Yield each shard of an index with the selected items of the shard; None if all items are selected."""
     shards = shards_of(index)
     yield from zip(shards, [None] * len(shards) if selection is None else selection.shards, strict=True)
 
 
 def stored_vectors(index: Any) -> ShardVectors | None:
-    """Return the vectors of an index that stores the uncompressed vectors of a shard in one array; None for other indexes."""
+    """Return the vectors of an index whose shards store uncompressed vectors in one array each; None for other indexes."""
     arrays = [vector_RD for shard in shards_of(index) if (vector_RD := _stored_array(shard)) is not None]
     return ShardVectors(index, [vector_RD.__getitem__ for vector_RD in arrays]) if arrays else None
 

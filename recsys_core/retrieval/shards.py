@@ -1,7 +1,7 @@
 """An index in several shards. Each shard is an index of a part of the items, in a file of its own.
 
 FAISS's IndexShards is not used, because it has no file format and would search all shards with the same item selector. The
-shards are not merged into one file, because FAISS cannot merge graphs, and a merge takes the memory of the whole index.
+shards are not merged into one file, because FAISS cannot merge graphs, and a merge would take the memory of the whole index.
 
 Shapes: S shards, B queries, N rows returned by a search, I items, R items of a shard, L looked-up items, D width.
 """
@@ -65,17 +65,17 @@ def rows_by_shard(num_items: int, *, num_shards: int) -> list[Rows]:
     return np.array_split(order_I, num_shards)
 
 
-def merge(results: Sequence[tuple[Floats32, Rows]]) -> tuple[Floats32, Rows]:
+def merge(shard_results: Sequence[tuple[Floats32, Rows]]) -> tuple[Floats32, Rows]:
     """Merge scores [B, N] and item rows [B, N] of each shard, best first. Among equal scores, earlier shards come first.
 
     >>> first, second = (np.array([[3, 1]]), np.array([[7, 8]])), (np.array([[2, 1]]), np.array([[4, 5]]))
     >>> [array.tolist() for array in merge([first, second])]
     [[[3, 2]], [[7, 4]]]
     """
-    if len(results) == 1:
-        return results[0]
-    score_BN, row_BN = (np.concatenate(arrays, axis=1) for arrays in zip(*results, strict=True))
-    order_BN = np.argsort(-score_BN, axis=1, kind="stable")[:, : results[0][0].shape[1]]
+    if len(shard_results) == 1:
+        return shard_results[0]
+    score_BN, row_BN = (np.concatenate(arrays, axis=1) for arrays in zip(*shard_results, strict=True))
+    order_BN = np.argsort(-score_BN, axis=1, kind="stable")[:, : shard_results[0][0].shape[1]]
     return np.take_along_axis(score_BN, order_BN, axis=1), np.take_along_axis(row_BN, order_BN, axis=1)
 
 
@@ -89,14 +89,14 @@ class ShardVectors:
     def __init__(self, index: Any, read_vectors_S: Sequence[Callable[[Rows], Floats32]]) -> None:
         self._index, self._read_vectors_S = index, read_vectors_S
         row_S = [item_row_by_position(shard) for shard in shards_of(index)]
-        self._end_S = np.cumsum([len(row_R) for row_R in row_S])
+        self._end_position_S = np.cumsum([len(row_R) for row_R in row_S])
         self._position_I = np.argsort(np.concatenate(row_S))
 
     def take(self, item_row_L: Rows) -> Floats32:
         """Return the vectors of items, [L, D]."""
         position_L, vector_LD = self._position_I[item_row_L], np.empty((len(item_row_L), self._index.d), np.float32)
-        shard_L = np.searchsorted(self._end_S, position_L, side="right")
-        for shard, indices in positions_by_shard(shard_L, num_shards=len(self._end_S)):
-            start = self._end_S[shard - 1] if shard else 0
-            vector_LD[indices] = self._read_vectors_S[shard](position_L[indices] - start)
+        shard_L = np.searchsorted(self._end_position_S, position_L, side="right")
+        for shard, indices in positions_by_shard(shard_L, num_shards=len(self._end_position_S)):
+            shard_start = self._end_position_S[shard - 1] if shard else 0
+            vector_LD[indices] = self._read_vectors_S[shard](position_L[indices] - shard_start)
         return vector_LD

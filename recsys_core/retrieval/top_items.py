@@ -24,7 +24,7 @@ class Candidates:
 
     Attributes:
         num_items: number of allowed items.
-        is_allowed_I, selection: the allowed items in two forms; None if all items are allowed.
+        is_allowed_I, selection: the allowed items as a mask and as a FAISS selection; both are None if all items are allowed.
         excluded_rows: distinct rows of allowed items that the request excludes for all queries.
     """
 
@@ -38,8 +38,8 @@ class Candidates:
         if len(self.excluded_rows):
             num_queries = len(excluded_items)
             length_B = np.full(num_queries, len(self.excluded_rows))
-            excluded_everywhere = JaggedArray.from_lengths(length_B, np.tile(self.excluded_rows, num_queries))
-            excluded_items = excluded_items.union(excluded_everywhere, bound=bound)
+            request_excluded_items = JaggedArray.from_lengths(length_B, np.tile(self.excluded_rows, num_queries))
+            excluded_items = excluded_items.union(request_excluded_items, bound=bound)
         if self.is_allowed_I is None:
             return excluded_items
         return excluded_items.filter(self.is_allowed_I[excluded_items.values_L])
@@ -93,7 +93,7 @@ class TopItems:
         is_allowed_I: NDArray[np.bool_] | None,
         score_items: Callable[[int, NDArray[np.int64]], NDArray[np.float32]],
     ) -> None:
-        """Add the best other items to queries that have fewer items than requested after an exhaustive search.
+        """Add the best further items to queries that have fewer items than requested after an exhaustive search.
 
         This is necessary for the kind pq_fastscan without rescore: its search never returns an item whose codes have the lowest
         possible score.
@@ -103,24 +103,24 @@ class TopItems:
             score_items: returns the scores of a query with items, given the index of the query and the item rows.
         """
         for query in query_indices[self.is_short(query_indices)].tolist():
-            places = slice(int(self.num_items_B[query]), int(self.num_requested_B[query]))
-            is_other_I = np.ones(self._bound, np.bool_) if is_allowed_I is None else is_allowed_I.copy()
-            is_other_I[self._excluded_items.slice(query, query + 1).values_L] = False
-            is_other_I[self.row_BK[query, : places.start]] = False
-            other_rows = np.flatnonzero(is_other_I)
-            score_N = score_items(query, other_rows)
-            best_indices = np.argsort(-score_N, kind="stable")[: places.stop - places.start]
+            free_places = slice(int(self.num_items_B[query]), int(self.num_requested_B[query]))
+            is_available_I = np.ones(self._bound, np.bool_) if is_allowed_I is None else is_allowed_I.copy()
+            is_available_I[self._excluded_items.slice(query, query + 1).values_L] = False
+            is_available_I[self.row_BK[query, : free_places.start]] = False
+            available_rows = np.flatnonzero(is_available_I)
+            score_N = score_items(query, available_rows)
+            best_indices = np.argsort(-score_N, kind="stable")[: free_places.stop - free_places.start]
             # An exact score may be above the approximate scores of the items before it.
-            max_score = self.score_BK[query, : places.start].min(initial=np.inf)
-            self.row_BK[query, places] = other_rows[best_indices]
-            self.score_BK[query, places] = np.minimum(score_N[best_indices], max_score)
-            self.num_items_B[query] = places.stop
+            max_score = self.score_BK[query, : free_places.start].min(initial=np.inf)
+            self.row_BK[query, free_places] = available_rows[best_indices]
+            self.score_BK[query, free_places] = np.minimum(score_N[best_indices], max_score)
+            self.num_items_B[query] = free_places.stop
 
     def drop_below(self, min_score: float, query_indices: NDArray[np.int64]) -> None:
         """Drop the items whose score is below `min_score`: the last items of each query."""
         # Places without an item have a score of 0, which may be above `min_score`.
-        is_above_BK = self.is_item_BK[query_indices] & (self.score_BK[query_indices] >= min_score)
-        self.num_items_B[query_indices] = is_above_BK.sum(axis=1)
+        is_above_min_BK = self.is_item_BK[query_indices] & (self.score_BK[query_indices] >= min_score)
+        self.num_items_B[query_indices] = is_above_min_BK.sum(axis=1)
 
     @property
     def is_item_BK(self) -> NDArray[np.bool_]:
@@ -152,8 +152,8 @@ class IndexSearch:
         for log_depth in np.unique(log_depth_B):
             indices = np.flatnonzero(log_depth_B == log_depth)
             depth = int(depth_B[indices].max())
-            is_deep = depth > self.candidates.num_items * MAX_SEARCHED_SHARE
-            self._fill_group(top_items, query_indices[indices], query_BD[indices], depth=depth, is_exhaustive=is_deep)
+            is_exhaustive = depth > self.candidates.num_items * MAX_SEARCHED_SHARE
+            self._fill_group(top_items, query_indices[indices], query_BD[indices], depth=depth, is_exhaustive=is_exhaustive)
             short_indices = indices[top_items.is_short(query_indices[indices])]
             if len(short_indices):
                 self._fill_group(

@@ -14,7 +14,7 @@ MIN_TOKEN_CHARACTERS = 16
 
 
 class RequestError(Exception):
-    """The HTTP status and the reason, in one sentence, of a request that gets no answer."""
+    """The HTTP status of a request that gets no answer, and the reason in one sentence."""
 
     def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class RequestError(Exception):
 
 
 def token_from_environment() -> str | None:
-    """Return the token that requests must contain; None if the variable is not set.
+    """Return the token that requests must contain; None if NIGHTJAR_SERVE_TOKEN is not set.
 
     Raises:
         InputError: the token is too short, or has characters that a header cannot contain.
@@ -59,7 +59,7 @@ async def read_body(request: Request, limits: ServeConfig) -> bytes:
         raise RequestError(415, f"the content type is {content_type[:80]!r}; send application/json")
     declared_bytes = request.headers.get("content-length", "")
     if declared_bytes.isdecimal() and int(declared_bytes) > limits.max_body_bytes:
-        raise _too_large(limits)
+        raise _too_large_error(limits)
     chunks: list[bytes] = []
     num_bytes = 0
     try:
@@ -67,7 +67,7 @@ async def read_body(request: Request, limits: ServeConfig) -> bytes:
             async for chunk in request.stream():
                 num_bytes += len(chunk)
                 if num_bytes > limits.max_body_bytes:
-                    raise _too_large(limits)
+                    raise _too_large_error(limits)
                 chunks.append(chunk)
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {limits.timeout_s:g} s; send it faster") from None
@@ -76,6 +76,6 @@ async def read_body(request: Request, limits: ServeConfig) -> bytes:
     return b"".join(chunks)
 
 
-def _too_large(limits: ServeConfig) -> RequestError:
+def _too_large_error(limits: ServeConfig) -> RequestError:
     message = f"the body is larger than {limits.max_body_bytes:,} bytes; send fewer rows per request"
     return RequestError(413, message, headers={"Connection": "close"})

@@ -11,8 +11,8 @@ from recsys_core.http_server.config import ServeConfig
 from recsys_core.serving.requests import DEFAULT_K
 
 MAX_ID_CHARACTERS = 1_000
-_INT64 = Field(ge=-(2**63), lt=2**63)
-Id = Annotated[StrictInt, _INT64] | Annotated[StrictStr, Field(max_length=MAX_ID_CHARACTERS)]
+_INT64_LIMITS = Field(ge=-(2**63), lt=2**63)
+Id = Annotated[StrictInt, _INT64_LIMITS] | Annotated[StrictStr, Field(max_length=MAX_ID_CHARACTERS)]
 RECOMMEND_EXAMPLE = {"rows": [{"user_id": 42}, {"history": [7, 9]}], "params": {"k": 2}}
 SIMILAR_EXAMPLE = {"rows": [{"item_id": 7}], "params": {"k": 2}}
 
@@ -26,7 +26,7 @@ class _Row(BaseModel):
 
 
 class Bodies(NamedTuple):
-    """Models of the bodies of requests to `/recommend` and `/similar`."""
+    """Body models of requests to `/recommend` and `/similar`."""
 
     recommend: type[BaseModel]
     similar: type[BaseModel]
@@ -86,33 +86,33 @@ class Readiness(_Body):
 
 def request_bodies(limits: ServeConfig) -> Bodies:
     """Return the models of request bodies with these limits."""
-    params = _model("Params", _Body, "Options of a request, which apply to all rows.", _param_fields(limits))
-    history = Annotated[
+    params_model = _model("Params", _Body, "Options of a request, which apply to all rows.", _param_fields(limits))
+    history_type = Annotated[
         list[Id] | None,
         Field(description="item ids in time order, which replace the user's history in the log", max_length=limits.max_history),
     ]
-    user_id = Annotated[Id | None, Field(description="id of the user, as in the log")]
-    row = _model(
+    user_id_type = Annotated[Id | None, Field(description="id of the user, as in the log")]
+    recommend_row = _model(
         "RecommendRow",
         _Row,
         "One query. Any other field is a feature of the user or of the context, named like its column.",
         {
-            "user_id": (user_id, None),
-            "history": (history, None),
+            "user_id": (user_id_type, None),
+            "history": (history_type, None),
         },
     )
     similar_row = _model("SimilarRow", _Body, "One item.", {"item_id": (Id, Field(description="id of the item"))})
     return Bodies(
-        _request_model("RecommendRequest", row, params, limits=limits, example=RECOMMEND_EXAMPLE),
-        _request_model("SimilarRequest", similar_row, params, limits=limits, example=SIMILAR_EXAMPLE),
+        _request_model("RecommendRequest", recommend_row, params_model, limits=limits, example=RECOMMEND_EXAMPLE),
+        _request_model("SimilarRequest", similar_row, params_model, limits=limits, example=SIMILAR_EXAMPLE),
     )
 
 
 def _param_fields(limits: ServeConfig) -> dict[str, Any]:
     """Return the type and the default of each param."""
-    excluded = Annotated[list[Id] | None, Field(description="ids of items to leave out", max_length=limits.max_excluded)]
-    min_score = Annotated[StrictFloat | StrictInt | None, Field(description="leave out items with a lower score")]
-    popularity_weight = Annotated[
+    exclude_type = Annotated[list[Id] | None, Field(description="ids of items to leave out", max_length=limits.max_excluded)]
+    min_score_type = Annotated[StrictFloat | StrictInt | None, Field(description="leave out items with a lower score")]
+    popularity_weight_type = Annotated[
         StrictFloat | StrictInt | None,
         Field(description="weight of the popularity of an item in its score, for a model with `model.popularity`"),
     ]
@@ -132,9 +132,9 @@ def _param_fields(limits: ServeConfig) -> dict[str, Any]:
             ],
             True,
         ),
-        "exclude": (excluded, None),
-        "min_score": (min_score, None),
-        "popularity_weight": (popularity_weight, None),
+        "exclude": (exclude_type, None),
+        "min_score": (min_score_type, None),
+        "popularity_weight": (popularity_weight_type, None),
         "filter": (filter_type, None),
         "with_vectors": (Annotated[StrictBool, Field(description="also return query and item vectors")], False),
     }
@@ -146,15 +146,15 @@ def _model(name: str, base: type[BaseModel], description: str, fields: dict[str,
 
 
 def _request_model(
-    name: str, row: type[BaseModel], params: type[BaseModel], *, limits: ServeConfig, example: dict[str, Any]
+    name: str, row_model: type[BaseModel], params_model: type[BaseModel], *, limits: ServeConfig, example: dict[str, Any]
 ) -> type[BaseModel]:
     rows_field = Field(min_length=1, max_length=limits.max_rows, description="one object per query")
     params_field = Field(None, description=f"options; without them, each row gets {_default_k(limits)} items")
     list_type: Any = list
-    fields = {"rows": (list_type[row], rows_field), "params": (params | None, params_field)}
-    body = _model(name, _Body, "Rows, and options for all of them.", fields)
-    body.model_config["json_schema_extra"] = {"examples": [example]}
-    return body
+    fields = {"rows": (list_type[row_model], rows_field), "params": (params_model | None, params_field)}
+    body_model = _model(name, _Body, "Rows, and options for all of them.", fields)
+    body_model.model_config["json_schema_extra"] = {"examples": [example]}
+    return body_model
 
 
 def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _first_problem(error: ValidationError) -> str:
     """Return a sentence about the first problem of a body."""
     problem = error.errors(include_url=False, include_context=False)[0]
     # The names of union members, such as `int` in history.0.int, are not part of the body.
-    place = ".".join(str(part) for part in problem["loc"] if part not in _UNION_MEMBERS)
+    place = ".".join(str(key) for key in problem["loc"] if key not in _UNION_MEMBERS)
     json_type = _JSON_TYPE_BY_PROBLEM.get(problem["type"])
     message = f"it must be {json_type}" if json_type else problem["msg"].replace("Input should be", "it must be")
     if problem["type"] == "missing":

@@ -37,7 +37,7 @@ from recsys_core.serving.requests import parse, parse_similar
 
 LOG = logging.getLogger("nightjar.serve")
 JSON = "application/json"
-_REFERENCE = "#/components/schemas/{model}"
+_REFERENCE_TEMPLATE = "#/components/schemas/{model}"
 _REASON_BY_STATUS = {
     400: "The body is not JSON.",
     401: "The token is missing or wrong.",
@@ -49,7 +49,7 @@ _REASON_BY_STATUS = {
     503: "Too many requests wait.",
     504: "There was no answer in time.",
 }
-_DESCRIPTION = (
+_API_DESCRIPTION = (
     "Recommendations of the champion of a nightjar registry. A request has one row per user or item. "
     "An invalid row gets a prediction with an `error`. If all rows are invalid, the status is 422."
 )
@@ -103,13 +103,13 @@ def create_app(follower: ReleaseFollower, *, limits: ServeConfig, token: str | N
 
     @app.post("/recommend", **_route_documentation(bodies.recommend, "Recommend items to users, or for histories."))
     async def recommend(request: Request) -> Response:
-        answer = predictor.answer(request, body_model=bodies.recommend, is_similar=False)
-        return await _measured_answer(answer, path="/recommend")
+        pending_response = predictor.answer(request, body_model=bodies.recommend, is_similar=False)
+        return await _measured_response(pending_response, path="/recommend")
 
     @app.post("/similar", **_route_documentation(bodies.similar, "Return the items that are most similar to an item."))
     async def similar(request: Request) -> Response:
-        answer = predictor.answer(request, body_model=bodies.similar, is_similar=True)
-        return await _measured_answer(answer, path="/similar")
+        pending_response = predictor.answer(request, body_model=bodies.similar, is_similar=True)
+        return await _measured_response(pending_response, path="/similar")
 
     @app.get("/healthz", **_route_documentation(None, "Return whether the process answers."))
     async def healthz() -> Response:
@@ -124,7 +124,7 @@ def create_app(follower: ReleaseFollower, *, limits: ServeConfig, token: str | N
         "/metrics", **_route_documentation(None, "Return the metrics in Prometheus' text format.", content_type="text/plain")
     )
     async def prometheus_metrics(request: Request) -> Response:
-        return await _measured_answer(predictor.metrics_text(request), path="/metrics")
+        return await _measured_response(predictor.metrics_text(request), path="/metrics")
 
     @app.exception_handler(HTTPException)
     async def answer_http_exception(_: Request, error: HTTPException) -> Response:
@@ -136,18 +136,18 @@ def create_app(follower: ReleaseFollower, *, limits: ServeConfig, token: str | N
     return app
 
 
-async def _measured_answer(answer: Awaitable[Response], *, path: str) -> Response:
-    """Await an answer and record its metrics. Any exception becomes a response with a status and a sentence."""
+async def _measured_response(pending_response: Awaitable[Response], *, path: str) -> Response:
+    """Await a response and record its metrics. Any exception becomes a response with a status and a sentence."""
     start_s = time.perf_counter()
-    response = await _answer_or_problem(answer, path=path)
+    response = await _response_or_problem(pending_response, path=path)
     metrics.REQUESTS.labels(path, str(response.status_code)).inc()
     metrics.REQUEST_SECONDS.labels(path).observe(time.perf_counter() - start_s)
     return response
 
 
-async def _answer_or_problem(answer: Awaitable[Response], *, path: str) -> Response:
+async def _response_or_problem(pending_response: Awaitable[Response], *, path: str) -> Response:
     try:
-        return await answer
+        return await pending_response
     except RequestError as error:
         return _problem_response(error.status, str(error), error.headers)
     except InputError as error:
@@ -177,33 +177,33 @@ def readiness(state: WorkerState, champion: Champion) -> Readiness:
     return Readiness(status="ready", version=state.version, problem=problem, registry=registry)
 
 
-def _time_text(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
+def _time_text(timestamp_s: float) -> str:
+    return f"{datetime.fromtimestamp(timestamp_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _route_documentation(body: type[BaseModel] | None, summary: str, *, content_type: str = JSON) -> dict[str, Any]:
     """Return the keyword arguments that document a route. body: model of the body of a POST request; None for a GET request."""
     arguments: dict[str, Any] = {"summary": summary, "response_class": Response}
     if body is None:
-        answer = {"description": "The answer.", "content": {content_type: {}}}
-        return arguments | {"responses": {200: answer}}
+        success_response = {"description": "The answer.", "content": {content_type: {}}}
+        return arguments | {"responses": {200: success_response}}
     error_responses = {
         status: {"description": reason, "content": {JSON: {"schema": _reference(Problem)}}}
         for status, reason in _REASON_BY_STATUS.items()
     }
-    answer = {"description": "One prediction per row.", "content": {JSON: {"schema": _reference(Predictions)}}}
+    success_response = {"description": "One prediction per row.", "content": {JSON: {"schema": _reference(Predictions)}}}
     request_body = {"required": True, "content": {JSON: {"schema": _reference(body)}}}
     return arguments | {
-        "responses": {200: answer, **error_responses},
+        "responses": {200: success_response, **error_responses},
         "openapi_extra": {"requestBody": request_body, "security": [{"token": []}, {}]},
     }
 
 
 def _openapi_schema(app: FastAPI, bodies: Bodies) -> dict[str, Any]:
     """Return the OpenAPI document with the schemas of all bodies."""
-    schema = get_openapi(title=app.title, version=app.version, description=_DESCRIPTION, routes=app.routes)
+    schema = get_openapi(title=app.title, version=app.version, description=_API_DESCRIPTION, routes=app.routes)
     models: list[type[BaseModel]] = [*bodies, Predictions, Problem, Readiness]
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE_TEMPLATE)
     components = schema.setdefault("components", {})
     components["schemas"] = definitions["$defs"]
     components["securitySchemes"] = {
@@ -213,4 +213,4 @@ def _openapi_schema(app: FastAPI, bodies: Bodies) -> dict[str, Any]:
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:
-    return {"$ref": _REFERENCE.format(model=model.__name__)}
+    return {"$ref": _REFERENCE_TEMPLATE.format(model=model.__name__)}

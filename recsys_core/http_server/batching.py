@@ -1,7 +1,7 @@
 """Batches of concurrent requests. One thread answers a batch with few searches, while the event loop reads the next requests.
 
-While a batch is answered, new requests wait in a bounded queue. The next batch has as many of these requests as fit into
-`max_batch_rows` rows, but at least one. A request can have several rows. Batches therefore grow with the load.
+While a batch is answered, new requests of one or more rows wait in a bounded queue. The next batch has as many of these
+requests as fit into `max_batch_rows` rows, but at least one. Batches therefore grow with the load.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class ParsedRequest(NamedTuple):
 
 
 Result = list[Answer] | Exception
-"""The answers to the rows of a request, or the exception that prevented them: an InputError, or an exception from a bug."""
+"""The answers to the rows of a request, or the exception that prevented them. An exception other than InputError is a bug."""
 
 
 class QueueFullError(Exception):
@@ -40,16 +40,15 @@ class QueueFullError(Exception):
 class _WaitingRequest:
     """A request in the queue, and the future that receives its result."""
 
-    parsed: ParsedRequest
-    result: asyncio.Future[Result]
+    parsed_request: ParsedRequest
+    result_future: asyncio.Future[Result]
 
 
 class Batcher:
     """Queue of requests, and the thread that answers them.
 
     Args:
-        respond: function that answers a batch. The thread calls it. It returns one result per request: the
-            answers, or an exception object.
+        respond: function that the thread calls to answer a batch. It returns one result per request.
         observe: function that is called with the number of rows of each batch.
     """
 
@@ -59,25 +58,25 @@ class Batcher:
         self._respond, self._limits, self._observe = respond, limits, observe
         self._queue: deque[_WaitingRequest] = deque()
         self._arrival_event = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")
-        self._task: asyncio.Task[None] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="retriever")
+        self._run_task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def start(self) -> None:
         """Start to answer requests."""
-        self._task = asyncio.create_task(self._run())
+        self._run_task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
         """Stop, and cancel the requests that still wait."""
-        assert self._task is not None
-        self._task.cancel()
+        assert self._run_task is not None
+        self._run_task.cancel()
         with suppress(asyncio.CancelledError):
-            await self._task
+            await self._run_task
         for waiting_request in self._queue:
-            waiting_request.result.cancel()
-        self._thread.shutdown(wait=True)
+            waiting_request.result_future.cancel()
+        self._executor.shutdown(wait=True)
 
     async def submit(self, request: ParsedRequest) -> Result:
         """Wait for the result of a request.
@@ -91,7 +90,7 @@ class Batcher:
         waiting_request = _WaitingRequest(request, asyncio.get_running_loop().create_future())
         self._queue.append(waiting_request)
         self._arrival_event.set()
-        return await asyncio.wait_for(waiting_request.result, self._limits.timeout_s)
+        return await asyncio.wait_for(waiting_request.result_future, self._limits.timeout_s)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -106,34 +105,34 @@ class Batcher:
                 await self._answer(batch, loop)
 
     async def _answer(self, batch: Sequence[_WaitingRequest], loop: asyncio.AbstractEventLoop) -> None:
-        self._observe(sum(waiting_request.parsed.request.num_rows for waiting_request in batch))
+        self._observe(sum(waiting_request.parsed_request.request.num_rows for waiting_request in batch))
         try:
             results = await loop.run_in_executor(
-                self._thread, self._respond, [waiting_request.parsed for waiting_request in batch]
+                self._executor, self._respond, [waiting_request.parsed_request for waiting_request in batch]
             )
         except Exception as error:  # a bug; only the requests of this batch fail
             for waiting_request in batch:
-                if not waiting_request.result.done():
-                    waiting_request.result.set_exception(error)
+                if not waiting_request.result_future.done():
+                    waiting_request.result_future.set_exception(error)
             return
         for waiting_request, result in zip(batch, results, strict=True):
-            if not waiting_request.result.done():  # otherwise the request has timed out
-                waiting_request.result.set_result(result)
+            if not waiting_request.result_future.done():  # otherwise the request has timed out
+                waiting_request.result_future.set_result(result)
 
     def _num_waiting_rows(self) -> int:
-        return sum(waiting_request.parsed.request.num_rows for waiting_request in self._queue)
+        return sum(waiting_request.parsed_request.request.num_rows for waiting_request in self._queue)
 
     def _next_batch(self) -> list[_WaitingRequest]:
         """Remove the next batch from the queue, and drop requests that have timed out."""
         batch: list[_WaitingRequest] = []
         num_rows = 0
         while self._queue:
-            num_rows += self._queue[0].parsed.request.num_rows
+            num_rows += self._queue[0].parsed_request.request.num_rows
             if batch and num_rows > self._limits.max_batch_rows:
                 break
             waiting_request = self._queue.popleft()
-            if waiting_request.result.done():
-                num_rows -= waiting_request.parsed.request.num_rows
+            if waiting_request.result_future.done():
+                num_rows -= waiting_request.parsed_request.request.num_rows
             else:
                 batch.append(waiting_request)
         return batch
@@ -167,7 +166,8 @@ class ServedModel:
         try:
             answers = iter(
                 self._answer(
-                    _merge_requests([parsed.request for parsed in parsed_requests]), is_similar=parsed_requests[0].is_similar
+                    _merge_requests([parsed_request.request for parsed_request in parsed_requests]),
+                    is_similar=parsed_requests[0].is_similar,
                 )
             )
         except Exception:  # from one request, which must not affect the other requests
@@ -198,9 +198,9 @@ def _group_key(parsed_request: ParsedRequest, position: int) -> object:
 
 def _merge_requests(requests: Sequence[Request]) -> Request:
     """Return one request with the rows of all requests. A column that a request does not have is None in its rows."""
-    names = dict.fromkeys(name for request in requests for name in request.columns)
+    column_names = dict.fromkeys(column for request in requests for column in request.columns)
     columns: dict[str, list[Any]] = {
-        name: [value for request in requests for value in request.columns.get(name) or [None] * request.num_rows]
-        for name in names
+        column: [value for request in requests for value in request.columns.get(column) or [None] * request.num_rows]
+        for column in column_names
     }
     return Request(columns, sum(request.num_rows for request in requests), requests[0].k, requests[0].options)

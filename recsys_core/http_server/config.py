@@ -88,7 +88,8 @@ class ServeConfig(Settings):
     def _one_row_fits(self) -> Self:
         if self.max_results < self.max_k:
             raise ValueError(
-                f"max_results is {self.max_results}, but one row may have max_k = {self.max_k} items; set it to at least max_k"
+                f"max_results is {self.max_results}, but one row may have max_k = {self.max_k} items; set "
+                "max_results to at least max_k"
             )
         return self
 

@@ -34,8 +34,8 @@ class ReleaseFollower:
 
     def __init__(self, folder: Path, *, state_path: Path, pid: int) -> None:
         self._release_path, self._state_path = folder / RELEASE_FILE_NAME, state_path
-        self._model: ServedModel | None = None
-        self._release: Release | None = None
+        self._served_model: ServedModel | None = None
+        self._served_release: Release | None = None
         self._state = WorkerState(pid=pid, version=None)
         self.champion: Champion | None = None
         self._stop_event = threading.Event()
@@ -48,8 +48,8 @@ class ReleaseFollower:
 
     def respond(self, parsed_requests: Sequence[ParsedRequest]) -> list[Result]:
         """Answer a batch with the current model."""
-        assert self._model is not None  # the server starts after the first model is loaded
-        return self._model.respond(parsed_requests)
+        assert self._served_model is not None  # the server starts after the first model is loaded
+        return self._served_model.respond(parsed_requests)
 
     def start(self) -> None:
         """Load the version in release.json, and start the thread that follows the file.
@@ -58,7 +58,7 @@ class ReleaseFollower:
             StageError: the version does not load.
         """
         self.update()
-        if self._model is None:
+        if self._served_model is None:
             raise StageError(self._state.problem or f"{self._release_path}: no such file")
         self._thread.start()
 
@@ -73,13 +73,13 @@ class ReleaseFollower:
             return
         self.champion = champion
         metrics.REGISTRY_UP.set(champion.registry_problem is None)
-        if self._release is None or champion.release != self._release:
+        if self._served_release is None or champion.release != self._served_release:
             if champion.release.version != self._state.refused_version:
-                self._replace(champion.release)
+                self._replace_model(champion.release)
         elif self._state.refused_version is not None:  # release.json has the served version again, so nothing is refused
-            self._set_state(WorkerState(pid=self._state.pid, version=self._release.version))
+            self._set_state(WorkerState(pid=self._state.pid, version=self._served_release.version))
 
-    def _replace(self, release: Release) -> None:
+    def _replace_model(self, release: Release) -> None:
         try:
             retriever = Retriever.load(release.folder, sha256=release.sha256, version=release.version)
             model = ServedModel(retriever)
@@ -88,7 +88,7 @@ class ReleaseFollower:
             if not isinstance(error, NightjarError):
                 LOG.exception("version %s does not load", release.version)
             metrics.SWAPS.labels("refused").inc()
-            served_version = None if self._release is None else self._release.version
+            served_version = None if self._served_release is None else self._served_release.version
             problem = first_line(error)
             remaining_text = "no version is served" if served_version is None else f"version {served_version} remains"
             LOG.error("version %s is not served: %s; %s", release.version, problem, remaining_text)
@@ -96,7 +96,7 @@ class ReleaseFollower:
                 WorkerState(pid=self._state.pid, version=served_version, refused_version=release.version, problem=problem)
             )
             return
-        self._model, self._release = model, release
+        self._served_model, self._served_release = model, release
         metrics.SWAPS.labels("served").inc()
         if release.version.isdecimal():
             metrics.VERSION.set(int(release.version))

@@ -33,7 +33,7 @@ class Release(Frozen):
 
     Attributes:
         folder: folder of the model package, whose files do not change.
-        sha256: checksum of its package.json.
+        sha256: checksum of the package.json in this folder.
     """
 
     version: str
@@ -63,7 +63,7 @@ class WorkerState(_StateFile):
 
     Attributes:
         version: None until the first version is loaded.
-        refused_version, problem: the version that the worker could not load, and why; None if there is none.
+        refused_version, problem: the version that the worker could not load, and why; None if no version was refused.
     """
 
     pid: int

@@ -192,7 +192,7 @@ def test_an_unexpected_exception_gets_status_500_and_the_next_request_is_answere
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(follower._model, "respond", fail)
+        patch.setattr(follower._served_model, "respond", fail)
         response = client.post("/recommend", json={"rows": [REQUEST_ROW]})
     assert (response.status_code, response.json()) == (500, {"error": "the server could not answer; the reason is in its log"})
     assert client.post("/recommend", json={"rows": [REQUEST_ROW]}).status_code == 200

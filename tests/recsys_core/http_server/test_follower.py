@@ -46,10 +46,10 @@ def test_another_version_replaces_the_served_one(follower: ReleaseFollower, pack
 def test_a_damaged_version_is_refused_once_and_the_served_version_stays(
     follower: ReleaseFollower, package: PackageManifest, tmp_path: Path
 ) -> None:
-    served_model = follower._model
+    served_model = follower._served_model
     write_release(write_damaged_package(package, tmp_path, version="9"), tmp_path)
     follower.update()
-    assert follower._model is served_model and version_of_answer(follower) == "7"
+    assert follower._served_model is served_model and version_of_answer(follower) == "7"
     assert (follower.state.version, follower.state.refused_version) == ("7", "9")
     assert follower.state.problem is not None and "index.faiss" in follower.state.problem
     state = follower.state

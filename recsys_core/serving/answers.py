@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     item_vectors: list[list[float]] | None = None
 
     def to_dict(self, *, with_vectors: bool) -> dict[str, Any]:
-        """Return the fields by name, without the vectors unless they were requested."""
+        """Return the fields by name, and the vectors only if `with_vectors` is true."""
         fields = self._asdict()
         return fields if with_vectors else {name: value for name, value in fields.items() if name not in _VECTOR_FIELDS}
 
@@ -58,10 +58,10 @@ class Recommendations(Sequence[Answer]):
 
     Attributes:
         item_id_L, score_L: item ids and scores of all queries, one query after the other.
-        offset: [B + 1]; query i has the elements from offset[i] to offset[i + 1] of these arrays.
+        offset: [B + 1]; query i has the elements from offset[i] to offset[i + 1] of item_id_L and score_L.
         fallback_code_B: index into FALLBACKS.
         errors: error messages by query; a query with an error has no items.
-        query_BD, item_vector_LD: only with `with_vectors`. The vector of a query that the model does not rank is zero.
+        query_BD, item_vector_LD: only with `with_vectors`. The vector of a query whose items the model does not rank is zero.
     """
 
     item_id_L: NDArray[Any]

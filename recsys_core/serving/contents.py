@@ -61,7 +61,7 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
     Raises StageError, which names the file, if a file is missing, superfluous or changed, or does not match package.json.
     """
     package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
-    # The readers of the other files name their file in each error, so any other error comes from a value in package.json.
+    # All other readers name their file in each error, so an error without a file name comes from a value in package.json.
     with _name_unreadable_file(folder / DESCRIPTION_NAME):
         _verify_files(folder, package)
         return open_contents(folder, package)
@@ -115,7 +115,7 @@ def _read_description(path: Path, *, sha256: str) -> PackageDescription:
 
 
 def _format_version(content: bytes) -> Any:
-    """Return the format version of a package description of any format; None if there is none."""
+    """Return the format version of a package.json of any format; None if it has no format version."""
     try:
         return json.loads(content)["format_version"]
     except (ValueError, KeyError, TypeError):
@@ -141,18 +141,22 @@ def _verify_files(folder: Path, package: PackageDescription) -> None:
 
 def _read_index(folder: Path, package: PackageDescription) -> Any:
     num_items, dim = package.model.num_items, package.model.config.output_dim
-    path = folder / ", ".join(package.index_names)
-    with _name_unreadable_file(path):
+    path_in_errors = folder / ", ".join(package.index_names)
+    with _name_unreadable_file(path_in_errors):
         index = load_index({folder / name: package.files[name] for name in package.index_names})
         if (index.ntotal, index.d) != (num_items, dim):
-            raise _mismatch(path, f"{index.ntotal} vectors of width {index.d}", f"{num_items} vectors of width {dim}")
+            raise _mismatch_error(
+                path_in_errors, f"{index.ntotal} vectors of width {index.d}", f"{num_items} vectors of width {dim}"
+            )
         for shard in shards_of(index):
             if shard.metric_type != faiss.METRIC_INNER_PRODUCT:
-                raise _mismatch(path, f"an index with FAISS metric {shard.metric_type}", "inner products (metric 0)")
+                raise _mismatch_error(
+                    path_in_errors, f"an index with FAISS metric {shard.metric_type}", "inner products (metric 0)"
+                )
         # These two searches fail if the kind or the parameters in package.json do not match the index.
-        query = np.zeros((1, dim), np.float32)
-        search(index, query, kind=package.index, depth=1)
-        search_exhaustively(index, query, kind=package.index, depth=1)
+        zero_query = np.zeros((1, dim), np.float32)
+        search(index, zero_query, kind=package.index, depth=1)
+        search_exhaustively(index, zero_query, kind=package.index, depth=1)
     return index
 
 
@@ -168,7 +172,7 @@ def _read_popularity(folder: Path, package: PackageDescription) -> Popularity:
     num_items, segments = package.model.num_items, None
     item_row_I = _read_array(folder / "popularity.npy", np.int32, length=num_items)
     if not np.array_equal(np.sort(item_row_I), np.arange(num_items)):
-        raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {num_items} items once")
+        raise _mismatch_error(folder / "popularity.npy", "repeated or missing items", f"each of {num_items} items once")
     share_I = _read_array(folder / "popularity_share.npy", np.float32, length=num_items)
     if package.popularity_by is not None:
         with _name_unreadable_file(folder / SEGMENTS_NAME):
@@ -180,7 +184,9 @@ def _read_items(path: Path, package: PackageDescription) -> ItemTable:
     with _name_unreadable_file(path):
         items = ItemTable(path, filter_columns=package.filter_columns, has_titles=package.has_titles)
     if items.has_vectors != (package.item_vectors != "none"):
-        raise _mismatch(path, "vectors" if items.has_vectors else "no vectors", f"vectors of precision {package.item_vectors}")
+        raise _mismatch_error(
+            path, "vectors" if items.has_vectors else "no vectors", f"vectors of precision {package.item_vectors}"
+        )
     if not (items.has_vectors or package.index.has_readable_vectors):
         raise StageError(
             f"{path}: the file has no vectors, and they cannot be read from an index {package.index_kind}; set "
@@ -193,7 +199,7 @@ def _read_item_ids(path: Path, *, num_items: int) -> IdMap:
     with _name_unreadable_file(path):
         ids = IdMap.read(path, id_name="item_id")
     if len(ids) != num_items:
-        raise _mismatch(path, f"{len(ids)} ids", str(num_items))
+        raise _mismatch_error(path, f"{len(ids)} ids", str(num_items))
     return ids
 
 
@@ -201,12 +207,12 @@ def _read_array(path: Path, dtype: type[np.generic], *, length: int) -> NDArray[
     with _name_unreadable_file(path):
         array: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     if array.dtype != dtype or array.shape != (length,):
-        raise _mismatch(path, f"{array.dtype} {list(array.shape)}", f"{np.dtype(dtype)} [{length}]")
+        raise _mismatch_error(path, f"{array.dtype} {list(array.shape)}", f"{np.dtype(dtype)} [{length}]")
     return array
 
 
-def _mismatch(path: Path, actual: str, expected: str) -> StageError:
-    return StageError(f"{path}: the file has {actual}, but the model needs {expected}; package the model again")
+def _mismatch_error(path: Path, actual_text: str, expected_text: str) -> StageError:
+    return StageError(f"{path}: the file has {actual_text}, but the model needs {expected_text}; package the model again")
 
 
 @contextmanager

@@ -33,11 +33,11 @@ ITEMS_NAME = "items.parquet"
 USERS_NAME, USERS_CHECKSUMS_NAME = "users.arrow", "users.sha256"
 SEGMENTS_NAME = "popularity_by.parquet"
 GOLDEN_NAME = "golden.json"
-"""File with requests and their expected answers. Loading the package compares its answers with them."""
+"""File with requests and their expected answers, which are compared with the answers of the loaded package."""
 CANDIDATE_NAME = "candidate.safetensors"
 """File with the candidate tower, which embeds items that are added after the training; see recsys_core.refresh."""
 SOURCES_NAME = "item_sources.npy"
-"""File with one number per item: FROM_VECTORS if the vector files have it, plus FROM_FEATURES if the table of items has it."""
+"""File with one number per item: FROM_VECTORS if the vector files have the item, plus FROM_FEATURES if the item table does."""
 FROM_VECTORS, FROM_FEATURES = 1, 2
 FORMAT_VERSION: Final = 7
 QUERY_COLUMNS = ("user_id", "history")
@@ -122,7 +122,7 @@ class PackageDescription(Frozen):
 
     format_version: Literal[7] = FORMAT_VERSION
     model: ModelSpec
-    space_id: str = Field(description="hash of both towers: vectors with another id must not be compared with these")
+    space_id: str = Field(description="hash of both towers: vectors with different ids must not be compared")
     similarity: Literal["cosine", "dot"]
     quantization: Quantization
     index_kind: str
@@ -160,14 +160,14 @@ class PackageDescription(Frozen):
     @property
     def file_names(self) -> set[str]:
         """Names of the files of the package except package.json."""
-        user_files = (USERS_NAME, USERS_CHECKSUMS_NAME) if self.users == "stored" else ()
-        segment_files = () if self.popularity_by is None else (SEGMENTS_NAME,)
-        query_files = ("tower.safetensors", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
+        user_file_names = (USERS_NAME, USERS_CHECKSUMS_NAME) if self.users == "stored" else ()
+        segment_file_names = () if self.popularity_by is None else (SEGMENTS_NAME,)
+        fixed_file_names = ("tower.safetensors", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
         return {
-            *query_files,
+            *fixed_file_names,
             *self.index_names,
-            *user_files,
-            *segment_files,
+            *user_file_names,
+            *segment_file_names,
             *self.vocabulary_names,
             *map(export_name, self.exports),
             CANDIDATE_NAME,
@@ -182,12 +182,13 @@ class PackageDescription(Frozen):
     @property
     def vocabulary_names(self) -> list[str]:
         """Names of the files with the vocabularies of the features."""
-        query_names = [vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary]
-        return query_names + [vocabulary_name(key) for key, feature in self.item_features.items() if has_vocabulary(feature)]
+        query_vocabulary_names = [vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary]
+        item_vocabulary_names = [vocabulary_name(key) for key, feature in self.item_features.items() if has_vocabulary(feature)]
+        return query_vocabulary_names + item_vocabulary_names
 
 
 def verify_users(folder: Path) -> None:
-    """Compare the whole file of the users of a package with its checksum, which loading the package does not do.
+    """Compare the whole users.arrow with its checksum, which loading the package does not do.
 
     Raises:
         StageError: the file is missing or was changed, or package.json cannot be read.
@@ -202,7 +203,7 @@ def verify_users(folder: Path) -> None:
 
 
 def is_unchanged(folder: Path, *, sha256: str) -> bool:
-    """Return whether package.json has the checksum `sha256`, and all files of the package have the checksums in it."""
+    """Return whether package.json has the checksum `sha256`, and all other files have the checksums in package.json."""
     try:
         content = (folder / DESCRIPTION_NAME).read_bytes()
         record_by_name = PackageDescription.model_validate_json(content).files
@@ -219,7 +220,7 @@ def export_name(export_format: ExportFormat) -> str:
 
 
 def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str, str | None]]:
-    """Return the names of two columns for each feature in a request: values, and weights or None.
+    """Return the request columns of each feature: the column of its values, and the column of its weights or None.
 
     A column keeps its name from the log or the feature table. It is called user.<column> or context.<column> if users and
     context both have a column of that name, or if the name is `user_id`, `history` or `item_id`.

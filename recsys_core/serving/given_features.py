@@ -31,7 +31,7 @@ class GivenFeature:
 
     Attributes:
         is_given_B: whether a row of the request has the feature.
-        rows: rows of the embedding table for each row of the request; an empty list without the feature.
+        rows: rows of the embedding table for each request row; an empty list for a request row without the feature.
         weight_L: weight of each value of `rows`; None if all are 1.
     """
 
@@ -106,11 +106,13 @@ class FeatureEncoder:
     ) -> NDArray[np.float32]:
         """Return the weights of the used values. Raises InputError unless each value has a weight from 0 to FLOAT32_MAX."""
         column = self.feature.weight_column
-        given_weights = [weight for weight, is_given in zip(weights, is_given_B, strict=False) if is_given]
-        weight_counts = [None if weight is None else len(_checked_list(weight)) for weight in given_weights]
-        if weight_counts != [len(value_list) for value_list in value_lists]:
+        weight_lists = [weight_list for weight_list, is_given in zip(weights, is_given_B, strict=False) if is_given]
+        num_weights = [None if weight_list is None else len(_checked_list(weight_list)) for weight_list in weight_lists]
+        if num_weights != [len(value_list) for value_list in value_lists]:
             raise InputError(f"{column!r} does not have one weight for each value of {self.feature.column!r}")
-        flat_weights = [_checked_number(value) for weight in given_weights for value in weight[: self.feature.max_values]]
+        flat_weights = [
+            _checked_number(weight) for weight_list in weight_lists for weight in weight_list[: self.feature.max_values]
+        ]
         if any(not 0 <= weight <= FLOAT32_MAX for weight in flat_weights):
             raise InputError(f"{column!r} has a weight that is negative or too large")
         return np.array(flat_weights, np.float32)
@@ -162,7 +164,7 @@ class RequestFeatures:
         return given_features
 
     def invalid_rows(self, columns: Mapping[str, Sequence[Any]], *, num_rows: int) -> Iterator[tuple[int, str]]:
-        """Yield the index of each row with an invalid value, and the error."""
+        """Yield the index of each request row with an invalid value, and the error."""
         try:
             self.encode(columns, num_rows=num_rows)
         except InputError:

@@ -86,8 +86,8 @@ def verify_golden(retriever: "Retriever", path: Path) -> None:
             answers = respond(retriever, golden_request.request)
         except NightjarError as error:
             raise StageError(f"{path}: the request {shown(golden_request.request)} is rejected: {error}") from error
-        for row, (answer, expected) in enumerate(zip(answers, golden_request.answers, strict=True)):
-            if (problem := _difference(answer, expected)) is not None:
+        for row, (answer, expected_answer) in enumerate(zip(answers, golden_request.answers, strict=True)):
+            if (problem := _difference_text(answer, expected_answer)) is not None:
                 raise StageError(
                     f"{path}: row {row} of the request {shown(golden_request.request)}: {problem}; the query tower, the index "
                     "and the ids are of different versions, or a library computes other scores; package the model again, or "
@@ -106,22 +106,26 @@ def golden_vectors(retriever: "Retriever") -> NDArray[np.float32]:
     return np.array(vectors, np.float32).reshape(-1, retriever.package.dim)
 
 
-def _difference(answer: Answer, expected: GoldenAnswer) -> str | None:
+def _difference_text(answer: Answer, expected_answer: GoldenAnswer) -> str | None:
     """Describe how an answer differs from the expected answer; None if only items with nearly equal scores change places."""
-    if answer.error is not None or answer.fallback != expected.fallback or len(answer.item_ids) != len(expected.item_ids):
+    if (
+        answer.error is not None
+        or answer.fallback != expected_answer.fallback
+        or len(answer.item_ids) != len(expected_answer.item_ids)
+    ):
         actual_text = answer.error or f"{len(answer.item_ids)} items from {answer.fallback or 'the model'}"
-        expected_text = f"{len(expected.item_ids)} items from {expected.fallback or 'the model'}"
+        expected_text = f"{len(expected_answer.item_ids)} items from {expected_answer.fallback or 'the model'}"
         return f"the answer has {actual_text}, but {expected_text} are expected"
-    if not expected.scores:
+    if not expected_answer.scores:
         return None
-    tolerance = MAX_SCORE_DIFFERENCE * max(abs(score) for score in expected.scores)
+    tolerance = MAX_SCORE_DIFFERENCE * max(abs(score) for score in expected_answer.scores)
     score_by_id = dict(zip(answer.item_ids, answer.scores, strict=True))
-    for item_id, score in zip(expected.item_ids, expected.scores, strict=True):
+    for item_id, expected_score in zip(expected_answer.item_ids, expected_answer.scores, strict=True):
         # A missing item is allowed if an item with nearly the same score has replaced it at the end of the answer.
         actual_score = score_by_id.get(item_id, answer.scores[-1])
-        if not abs(actual_score - score) <= tolerance:
+        if not abs(actual_score - expected_score) <= tolerance:
             actual_text = f"the score {actual_score:g}" if item_id in score_by_id else "no place in the answer"
-            return f"item {shown(item_id)} has {actual_text}, but the score {score:g} is expected"
+            return f"item {shown(item_id)} has {actual_text}, but the score {expected_score:g} is expected"
     return None
 
 
@@ -141,12 +145,12 @@ def _requests(retriever: "Retriever") -> list[dict[str, Any]]:
         user_ids = _spread_ids(retriever.user_ids)
         requests.append({"rows": [{"user_id": user_id} for user_id in user_ids], "params": params})
     if (segment_values := retriever.segment_values(NUM_QUERIES)) is not None:
-        name, values = segment_values
-        requests.append({"rows": [{name: value} for value in values], "params": params})
+        segment_column, values = segment_values
+        requests.append({"rows": [{segment_column: value} for value in values], "params": params})
     for column in retriever.items.filter_columns[:1]:
-        value = retriever.items.most_frequent(column)
-        if value is not None:
-            requests.append({"rows": [*history_rows, {}], "params": params | {"filter": {column: {"in": [value]}}}})
+        frequent_value = retriever.items.most_frequent(column)
+        if frequent_value is not None:
+            requests.append({"rows": [*history_rows, {}], "params": params | {"filter": {column: {"in": [frequent_value]}}}})
     return requests
 
 

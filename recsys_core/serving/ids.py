@@ -115,10 +115,10 @@ class IdMap:
         candidate_rows = JaggedArray.from_slices(self._buckets.row, start=start_N, end=end_N)
         candidate_ids, id_index_L = self._ids.take(pa.array(candidate_rows.values_L)), candidate_rows.list_index_L
         if self._has_string_ids:
-            is_match = pc.equal(candidate_ids, parsed_ids.take(pa.array(id_index_L))).to_numpy(zero_copy_only=False)
+            is_match_L = pc.equal(candidate_ids, parsed_ids.take(pa.array(id_index_L))).to_numpy(zero_copy_only=False)
         else:
-            is_match = candidate_ids.to_numpy() == parsed_ids.to_numpy()[id_index_L]
-        rows[id_index_L[is_match]] = candidate_rows.values_L[is_match]
+            is_match_L = candidate_ids.to_numpy() == parsed_ids.to_numpy()[id_index_L]
+        rows[id_index_L[is_match_L]] = candidate_rows.values_L[is_match_L]
         return rows
 
     def ids(self, rows: NDArray[np.integer[Any]]) -> NDArray[Any]:
@@ -133,12 +133,12 @@ class IdMap:
         integer column with a missing value to floats.
         """
         python_type, arrow_type = (str, pa.large_string()) if self._has_string_ids else (int, pa.int64())
-        is_int64 = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._has_string_ids
-        if is_int64 or set(map(type, ids)) == {python_type}:
+        is_int64_array = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._has_string_ids
+        if is_int64_array or set(map(type, ids)) == {python_type}:
             try:
                 return pa.array(ids, arrow_type)
             except (OverflowError, UnicodeEncodeError):
-                pass  # parse each id below, so that the error names the invalid one
+                pass  # parse each id below, so that the error names the invalid id
         return pa.array(
             [self._parse_string(raw_id) if self._has_string_ids else self._parse_integer(raw_id) for raw_id in ids], arrow_type
         )

@@ -36,13 +36,13 @@ Filter = Mapping[str, Any]
 def join_columns(items: pa.Table, paths: Iterable[Path]) -> pa.Table:
     """Append columns of parquet files to `items`. The column `row` of a file has the item rows; missing items get null."""
     for path in paths:
-        values = pq.read_table(path)
-        value_index_I = np.full(items.num_rows, -1, np.int64)
-        value_index_I[values["row"].to_numpy()] = np.arange(values.num_rows)
-        value_index_or_null = pa.array(value_index_I, mask=value_index_I < 0)
-        for name in values.column_names:
+        file_table = pq.read_table(path)
+        file_row_I = np.full(items.num_rows, -1, np.int64)
+        file_row_I[file_table["row"].to_numpy()] = np.arange(file_table.num_rows)
+        file_row_or_null = pa.array(file_row_I, mask=file_row_I < 0)
+        for name in file_table.column_names:
             if name != "row":
-                items = items.append_column(name, values[name].take(value_index_or_null))
+                items = items.append_column(name, file_table[name].take(file_row_or_null))
     return items
 
 
@@ -111,8 +111,8 @@ class ItemTable:
     def batches(self, max_rows: int) -> Iterator[pa.Table]:
         """Read all columns of the items except the vectors, in blocks of at most `max_rows` rows."""
         with pq.ParquetFile(self._path, memory_map=True) as file:
-            names = [name for name in file.schema_arrow.names if name != "vector"]
-            for batch in file.iter_batches(max_rows, columns=names):
+            column_names = [name for name in file.schema_arrow.names if name != "vector"]
+            for batch in file.iter_batches(max_rows, columns=column_names):
                 yield pa.Table.from_batches([batch])
 
     @property
@@ -161,13 +161,12 @@ class ItemTable:
                     "features.items.filter_columns"
                 )
             values = self._filter_table[column]
-            for operator, operand in _conditions(column, conditions).items():
-                is_match = _is_match(values, column, operator, operand)
-                is_match_I &= pc.fill_null(is_match, False).to_numpy()
+            for operator, operand in _operand_by_operator(column, conditions).items():
+                is_match_I &= pc.fill_null(_is_match(values, column, operator, operand), False).to_numpy()
         return is_match_I
 
 
-def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
+def _operand_by_operator(column: str, conditions: Any) -> Mapping[str, Any]:
     """Return the operand of each operator. A list means {"in": list}, and a single value means {"in": [value]}."""
     if not isinstance(conditions, Mapping):
         return {"in": conditions if is_list(conditions) else [conditions]}
@@ -202,27 +201,27 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
     return _COMPARISONS[operator](values, pa.scalar(limit))
 
 
-def _parse_operand(value: Any, data_type: pa.DataType, column: str) -> Any:
+def _parse_operand(value: Any, column_type: pa.DataType, column: str) -> Any:
     """Return a value that can be compared with the column; raise InputError if it has another type."""
     value = value.item() if isinstance(value, np.generic) else value
-    if _is_number(data_type):
+    if _is_number(column_type):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and abs(value) < 2**63:  # not true for NaN and infinity
             return value
-        expected = "a number between -2^63 and 2^63"
-    elif pa.types.is_boolean(data_type):
+        expected_text = "a number between -2^63 and 2^63"
+    elif pa.types.is_boolean(column_type):
         if isinstance(value, bool):
             return value
-        expected = "true or false"
-    elif pa.types.is_timestamp(data_type):
+        expected_text = "true or false"
+    elif pa.types.is_timestamp(column_type):
         if (time := _parse_time(value)) is not None:
             return time
-        expected = "a time such as 2026-11-25T06:00:00Z"
+        expected_text = "a time such as 2026-11-25T06:00:00Z"
     else:
         if isinstance(value, str) and _can_be_encoded(value):
             return value
-        expected = "a string"
-    raise InputError(f"filter: {shown(value)} is no value of column {column!r}; pass {expected}")
+        expected_text = "a string"
+    raise InputError(f"filter: {shown(value)} is no value of column {column!r}; pass {expected_text}")
 
 
 def _parse_time(value: Any) -> datetime | None:
@@ -236,12 +235,12 @@ def _parse_time(value: Any) -> datetime | None:
         return None
 
 
-def _is_number(data_type: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
+def _is_number(column_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(column_type) or pa.types.is_floating(column_type))
 
 
 def _can_be_encoded(text: str) -> bool:
-    """Return whether a text can be encoded; half a surrogate pair, which JSON can contain, cannot."""
+    """Return whether a text can be encoded in UTF-8. Half a surrogate pair, which JSON can contain, cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -152,11 +152,11 @@ def build_package(
 
 def _copy_index(package_folder: Path, index: IndexManifest) -> None:
     packaged_names = shard_files(INDEX_NAME, num_shards=_num_shards(index))
-    for file_name, packaged_name in zip(_index_files(index), packaged_names, strict=True):
+    for file_name, packaged_name in zip(_index_file_names(index), packaged_names, strict=True):
         shutil.copyfile(index.path(file_name), package_folder / packaged_name)
 
 
-def _index_files(index: IndexManifest) -> tuple[str, ...]:
+def _index_file_names(index: IndexManifest) -> tuple[str, ...]:
     """Return the names of the files of the served index."""
     return shard_files(f"{index.served_index}.faiss", num_shards=_num_shards(index))
 
@@ -167,10 +167,12 @@ def _num_shards(index: IndexManifest) -> int:
 
 def _large_file_bytes(index: IndexManifest, interactions: InteractionsManifest) -> int:
     """Return the size of the large files: the served index and the histories."""
-    history_files = [
+    history_file_names = [
         file_name for name in HISTORY_ARRAYS for file_name in array_files(name, num_shards=interactions.num_shards)
     ]
-    records = [index.files[name] for name in _index_files(index)] + [interactions.files[name] for name in history_files]
+    records = [index.files[name] for name in _index_file_names(index)] + [
+        interactions.files[name] for name in history_file_names
+    ]
     return sum(record.size_bytes for record in records)
 
 
@@ -214,21 +216,22 @@ def _description(
 
 def complete_package(folder: Path, description: PackageDescription) -> None:
     """Add the golden queries, the exported query towers and package.json (with checksums) to a folder with all other files."""
-    records = {path.name: record_file(path) for path in sorted(folder.iterdir())}
-    contents = open_contents(folder, description.model_copy(update={"files": records}))
+    record_by_name = {path.name: record_file(path) for path in sorted(folder.iterdir())}
+    contents = open_contents(folder, description.model_copy(update={"files": record_by_name}))
     write_golden(Retriever(contents, version=""), folder / GOLDEN_NAME)
     export_names = write_exports(description.exports, contents, folder=folder)
-    records |= {name: record_file(folder / name) for name in (GOLDEN_NAME, *export_names)}
-    description = description.model_copy(update={"files": records})
+    record_by_name |= {name: record_file(folder / name) for name in (GOLDEN_NAME, *export_names)}
+    description = description.model_copy(update={"files": record_by_name})
     (folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
 
 
 def space_id_of(export: ExportManifest) -> str:
     """Return the id of the vector space of an export: a hash of the layers and tables of both towers."""
     prefixes = ("dense.safetensors", "table_", "block_")
-    names = sorted(name for name in export.files if name.startswith(prefixes))
-    content = "".join(f"{name} {export.files[name].sha256}\n" for name in [*names, "history_items.npy"])
-    return hashlib.sha256(f"{export.similarity}\n{content}".encode()).hexdigest()[:16]
+    tensor_file_names = sorted(name for name in export.files if name.startswith(prefixes))
+    file_names = [*tensor_file_names, "history_items.npy"]
+    checksum_lines = "".join(f"{name} {export.files[name].sha256}\n" for name in file_names)
+    return hashlib.sha256(f"{export.similarity}\n{checksum_lines}".encode()).hexdigest()[:16]
 
 
 def _describe_vectors(manifest: IndexManifest | ExportManifest) -> str:
@@ -300,11 +303,11 @@ def _block_arrays(export: ExportManifest) -> BlockArrays | None:
     """Return the arrays of the spectral block; None if the model has no block."""
     if BLOCK_MAPS_FILE not in export.files:
         return None
-    maps = load_file(export.path(BLOCK_MAPS_FILE))
+    block_maps = load_file(export.path(BLOCK_MAPS_FILE))
     return BlockArrays(
         history_factor_IM=np.load(export.path(BLOCK_HISTORY_FILE), mmap_mode="c"),
-        query_map=maps["query_map"],
-        similar_map=maps["similar_map"],
+        query_map=block_maps["query_map"],
+        similar_map=block_maps["similar_map"],
     )
 
 
@@ -320,11 +323,11 @@ def _item_sources(dataset: Dataset) -> NDArray[np.uint8]:
 
 
 def _fallbacks(spec: ModelSpec, query_features: Mapping[str, QueryFeature]) -> tuple[Fallback, ...]:
-    fallbacks: tuple[Fallback | None, ...] = (
+    possible_fallbacks: tuple[Fallback | None, ...] = (
         "history" if spec.served_history_length else None,
         "features" if query_features else None,
     )
-    return (*(fallback for fallback in fallbacks if fallback is not None), "popularity")
+    return (*(fallback for fallback in possible_fallbacks if fallback is not None), "popularity")
 
 
 def _item_columns(dataset: Dataset) -> pa.Table:

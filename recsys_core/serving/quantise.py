@@ -50,11 +50,11 @@ class FloatTable(nn.Module):
     def fill(self, weight_RD: NDArray[np.float32]) -> None:
         """Copy the weights into the table. Raises StageError for a row with a value that overflows the type."""
         for start in range(0, len(weight_RD), CHUNK_ROWS):
-            chunk = slice(start, start + CHUNK_ROWS)
-            self.weight[chunk] = torch.from_numpy(np.ascontiguousarray(weight_RD[chunk])).to(self.weight.dtype)
-            is_finite = self.weight[chunk].isfinite().all(dim=1)
-            if not is_finite.all():
-                row = start + int((~is_finite).nonzero()[0])
+            row_slice = slice(start, start + CHUNK_ROWS)
+            self.weight[row_slice] = torch.from_numpy(np.ascontiguousarray(weight_RD[row_slice])).to(self.weight.dtype)
+            is_finite_R = self.weight[row_slice].isfinite().all(dim=1)
+            if not is_finite_R.all():
+                row = start + int((~is_finite_R).nonzero()[0])
                 raise _overflow_error(row, weight_RD[row], "fp16 values")
 
     def forward(self, row_L: Tensor) -> Tensor:
@@ -83,19 +83,19 @@ class IntegerTable(nn.Module):
         """Quantize the weights into the table. Raises StageError for a row whose scale or offset overflows float16."""
         max_code = (1 << self._num_bits) - 1
         for start in range(0, len(weight_RD), CHUNK_ROWS):
-            chunk = slice(start, start + CHUNK_ROWS)
-            value_RD = torch.from_numpy(np.ascontiguousarray(weight_RD[chunk]))
-            offset = value_RD.amin(dim=1).half()
-            scale = ((value_RD.amax(dim=1) - offset.float()) / max_code).half()
+            row_slice = slice(start, start + CHUNK_ROWS)
+            value_RD = torch.from_numpy(np.ascontiguousarray(weight_RD[row_slice]))
+            offset_R = value_RD.amin(dim=1).half()
+            scale_R = ((value_RD.amax(dim=1) - offset_R.float()) / max_code).half()
             # A scale of 0 means that all values are equal, or that their range underflows float16.
-            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-            is_finite = offset.isfinite() & scale.isfinite()
-            if not is_finite.all():
-                row = start + int((~is_finite).nonzero()[0])
+            scale_R = torch.where(scale_R == 0, torch.ones_like(scale_R), scale_R)
+            is_finite_R = offset_R.isfinite() & scale_R.isfinite()
+            if not is_finite_R.all():
+                row = start + int((~is_finite_R).nonzero()[0])
                 raise _overflow_error(row, weight_RD[row], f"the float16 scale and offset of an INT{self._num_bits} row")
-            code = (value_RD - offset.float()[:, None]) * (1 / scale.float())[:, None]
-            self.code[chunk] = self._packed(code.round_().clamp_(0, max_code).to(torch.uint8))
-            self.scale_offset[chunk] = torch.stack([scale, offset], dim=1)
+            code_RD = (value_RD - offset_R.float()[:, None]) * (1 / scale_R.float())[:, None]
+            self.code[row_slice] = self._packed(code_RD.round_().clamp_(0, max_code).to(torch.uint8))
+            self.scale_offset[row_slice] = torch.stack([scale_R, offset_R], dim=1)
 
     def forward(self, row_L: Tensor) -> Tensor:
         """Look up and dequantize rows, fp32 [L, D]."""
@@ -127,9 +127,9 @@ class BlockArrays(NamedTuple):
     similar_map: Tensor
 
 
-def _overflow_error(row: int, value_D: NDArray[np.float32], target: str) -> StageError:
+def _overflow_error(row: int, value_D: NDArray[np.float32], target_text: str) -> StageError:
     return StageError(
-        f"row {row}: values {value_D.min():g} to {value_D.max():g} do not fit {target}; set package.quantization to fp32"
+        f"row {row}: values {value_D.min():g} to {value_D.max():g} do not fit {target_text}; set package.quantization to fp32"
     )
 
 
@@ -250,7 +250,7 @@ def _replace_rows(
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
-    """Return the forms of the user features, whose values the package stores, by key."""
+    """Return the form of each user feature by key. The package stores the values of these features."""
     return {feature_name: form for feature_name, form in spec.forms.items() if feature_name.startswith("user.")}
 
 
@@ -291,8 +291,8 @@ def build_tower(
             table.fill(weights_by_table[table_name])
         except StageError as error:
             raise StageError(f"table {table_name}, {error}") from None
-    query_state = {name.removeprefix("query."): tensor for name, tensor in dense.items() if name.startswith("query.")}
-    tower.dense.load_state_dict(query_state, strict=True)
+    query_tensors = {name.removeprefix("query."): tensor for name, tensor in dense.items() if name.startswith("query.")}
+    tower.dense.load_state_dict(query_tensors, strict=True)
     return tower
 
 

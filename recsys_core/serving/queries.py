@@ -94,11 +94,13 @@ class QueryReader:
             raise InputError(f"unknown option {', '.join(sorted(unknown_options))}; there are {', '.join(DEFAULT_OPTIONS)}")
         if k < 1:
             raise InputError(f"k is {k}; it must be at least 1")
-        weight = options.get("popularity_weight")
-        if weight is not None and not self._package.model.config.has_popularity:
+        popularity_weight = options.get("popularity_weight")
+        if popularity_weight is not None and not self._package.model.config.has_popularity:
             raise InputError("popularity_weight is set, but the model has no popularity term; train it with model.popularity")
-        if weight is not None and not abs(weight) <= MAX_POPULARITY_WEIGHT:
-            raise InputError(f"popularity_weight is {weight}; it must be at most {MAX_POPULARITY_WEIGHT:g} in absolute value")
+        if popularity_weight is not None and not abs(popularity_weight) <= MAX_POPULARITY_WEIGHT:
+            raise InputError(
+                f"popularity_weight is {popularity_weight}; it must be at most {MAX_POPULARITY_WEIGHT:g} in absolute value"
+            )
         excluded_ids = plain_values(options.get("exclude", ()))
         if isinstance(excluded_ids, str):  # its characters would be unknown ids, which are ignored
             raise InputError(f"exclude is the text {shown(excluded_ids)}; pass a list of item ids")
@@ -159,7 +161,7 @@ class QueryReader:
     def _histories(
         self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
     ) -> tuple[JaggedArray, JaggedArray, NDArray[np.int64]]:
-        """Return the item rows of the histories, the item rows that each query has seen, and its number of unknown items."""
+        """Return the history, the seen items and the number of unknown items of each query."""
         stored_history = self._users.histories(user_row_B)
         num_items = len(self._item_ids)
         if new_histories is None:

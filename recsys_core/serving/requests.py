@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from recsys_core.serving.queries import SearchOptions
     from recsys_core.serving.retriever import Retriever
 
-_TYPE_BY_PARAM: dict[str, tuple[type, ...]] = {
+_TYPES_BY_PARAM: dict[str, tuple[type, ...]] = {
     "k": (int,),
     "exclude_seen": (bool,),
     "exclude_stored_history": (bool,),
@@ -30,9 +30,9 @@ _TYPE_BY_PARAM: dict[str, tuple[type, ...]] = {
     "with_vectors": (bool,),
 }
 DEFAULT_K = 10
-PARAMS = tuple(_TYPE_BY_PARAM)
+PARAMS = tuple(_TYPES_BY_PARAM)
 """Names of the params that a request can have."""
-_OPTIONAL_PARAMS = ("exclude", "min_score", "popularity_weight", "filter")
+_NULLABLE_PARAMS = ("exclude", "min_score", "popularity_weight", "filter")
 """Params that may be null."""
 
 
@@ -64,7 +64,7 @@ class Request(NamedTuple):
 
 
 def parse(request: Mapping[str, Any]) -> Request:
-    """Parse a request with the columns user_id (id or null), history (list of item ids or null) and features, and params.
+    """Parse a request with params, and the columns user_id (id or null), history (list of item ids or null) and features.
 
     A history lists item ids in time order and replaces the user's history from the log. If it is null, the history from the log
     is used. A row without user_id, history and features gets the most popular items.
@@ -95,8 +95,8 @@ def _parse_columns(request: Mapping[str, Any]) -> tuple[dict[str, list[Any]], in
     if rows is not None:
         if not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
             raise InputError("rows is not a list of objects; pass one object with user_id, history or features per row")
-        names = dict.fromkeys(str(name) for row in rows for name in row)
-        return {name: [row.get(name) for row in rows] for name in names}, len(rows)
+        column_names = dict.fromkeys(str(name) for row in rows for name in row)
+        return {name: [row.get(name) for row in rows] for name in column_names}, len(rows)
     if not isinstance(inputs, Mapping) or not inputs:
         raise InputError("inputs: there is no column; pass user_id or history, a list with one value per row")
     for name, values in inputs.items():
@@ -119,7 +119,7 @@ def _parse_params(params: Any) -> "tuple[int, SearchOptions]":
         raise InputError(f"params: unknown {', '.join(unknown_params)}; the model has {list(PARAMS)}")
     options: dict[str, Any] = {}
     for name, value in params.items():
-        if value is None and name not in _OPTIONAL_PARAMS:
+        if value is None and name not in _NULLABLE_PARAMS:
             raise InputError(f"params: {name} is null; set a value, or leave it out")
         if value is not None:
             options[name] = _parse_param(name, value)
@@ -128,9 +128,9 @@ def _parse_params(params: Any) -> "tuple[int, SearchOptions]":
 
 
 def _parse_param(name: str, value: Any) -> Any:
-    types = _TYPE_BY_PARAM[name]
-    if isinstance(value, bool) != (types == (bool,)) or not isinstance(value, types):
-        expected_type = " or ".join(parameter_type.__name__ for parameter_type in types)
+    allowed_types = _TYPES_BY_PARAM[name]
+    if isinstance(value, bool) != (allowed_types == (bool,)) or not isinstance(value, allowed_types):
+        expected_type = " or ".join(allowed_type.__name__ for allowed_type in allowed_types)
         raise InputError(f"params: {name} is {shown(value)}; it must be of type {expected_type}")
     if isinstance(value, float) and math.isnan(value):
         raise InputError(f"params: {name} is NaN; pass a number")
@@ -185,7 +185,7 @@ def answer_similar(retriever: "Retriever", request: Request) -> list[Answer]:
 
 
 def _with_errors(recommendations: Recommendations, errors: Mapping[int, str], *, num_rows: int) -> list[Answer]:
-    """Return an answer for each row: its error, or the next of the recommendations, which are for the valid rows in order."""
+    """Return the error or the recommendations of each row. `recommendations` has only the valid rows, in order."""
     if not errors:
         return list(recommendations)
     valid_answers = iter(recommendations)
@@ -201,19 +201,19 @@ def _parse_user_ids(retriever: "Retriever", request: Request) -> tuple[list[Any]
 
     The ids are None if the request has no user ids, or if the package stores no users.
     """
-    values = request.columns.get("user_id")
-    if values is None or retriever.package.users == "none":
+    raw_ids = request.columns.get("user_id")
+    if raw_ids is None or retriever.package.users == "none":
         return None, {}
-    user_ids = [None if is_missing(value) else value for value in values]
+    user_ids = [None if is_missing(raw_id) else raw_id for raw_id in raw_ids]
     return user_ids, _id_errors(retriever.user_ids.parse, user_ids)
 
 
 def _parse_histories(retriever: "Retriever", request: Request) -> tuple[list[list[Id] | None] | None, dict[int, str]]:
     """Return the histories, with None for a missing history, and the errors by row."""
-    values = request.columns.get("history")
-    if values is None:
+    raw_histories = request.columns.get("history")
+    if raw_histories is None:
         return None, {}
-    histories: list[Any] = [None if is_missing(value) else value for value in values]
+    histories: list[Any] = [None if is_missing(raw_history) else raw_history for raw_history in raw_histories]
     errors = {
         row: f"history is of type {type(history).__name__}; pass a list of item ids, or leave it out"
         for row, history in enumerate(histories)

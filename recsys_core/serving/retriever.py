@@ -141,7 +141,7 @@ class Retriever:
         return join_batches(batches) if batches else self._no_recommendations()
 
     def similar(self, item_ids: Sequence[Id] | NDArray[Any], k: int = 10, **options: Unpack[SearchOptions]) -> Recommendations:
-        """Return the k items whose vectors have the largest inner products with each item's vector, without the item itself.
+        """Return for each item the k other items whose vectors have the largest inner products with its vector.
 
         The popularity of an item counts only with the option `popularity_weight`. `exclude_seen` has no effect. An item that is
         not in the catalogue has an error in the result.
@@ -164,8 +164,8 @@ class Retriever:
                 query_BD = query_BD @ self.query_reader.tower.block.similar_map.numpy()
             if self.package.model.config.has_popularity:
                 query_BD[:, -1] = checked_options["popularity_weight"] or 0.0  # replaces the popularity of the item
-            zero_B, query_item = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
-            queries = Queries(is_known_B, query_BD, query_item, zero_B, zero_B.astype(np.int8), zero_B)
+            zero_B, query_item_rows = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
+            queries = Queries(is_known_B, query_BD, query_item_rows, zero_B, zero_B.astype(np.int8), zero_B)
             batches.append(self._recommend_batch(queries, candidates, k=k, options=checked_options, uses_popularity=False))
         errors = {
             int(query): f"item_id {shown(item_ids[int(query)])} is not in the catalogue"
@@ -214,7 +214,7 @@ class Retriever:
         return Candidates(selection.num_items, is_allowed_I, selection, excluded_rows[is_allowed_I[excluded_rows]])
 
     def _cached_selection(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
-        """Return the items that satisfy a filter. The last filters are cached, because requests often repeat one."""
+        """Return the items that satisfy a filter. The last filters are cached, because requests often repeat a filter."""
         try:
             try:
                 filter_json = json.dumps(item_filter)
@@ -235,7 +235,7 @@ class Retriever:
         excluded_items = candidates.excluded_from(queries.excluded_items, bound=num_items)
         top_items = TopItems(excluded_items=excluded_items, k=k, num_candidates=candidates.num_items, bound=num_items)
         model_indices = np.flatnonzero(queries.is_ranked_by_model_B)
-        other_indices = np.flatnonzero(~queries.is_ranked_by_model_B)
+        popularity_indices = np.flatnonzero(~queries.is_ranked_by_model_B)
         if len(model_indices):
             search = IndexSearch(self._index, self._index_kind, candidates)
             search.fill(top_items, model_indices, queries.query_BD[model_indices])
@@ -246,8 +246,8 @@ class Retriever:
             )
         if options["min_score"] is not None:
             top_items.drop_below(options["min_score"], model_indices)
-        if len(other_indices) and uses_popularity:
-            self._popularity.fill(top_items, other_indices, candidates, segment_B=queries.segment_B)
+        if len(popularity_indices) and uses_popularity:
+            self._popularity.fill(top_items, popularity_indices, candidates, segment_B=queries.segment_B)
         is_item_BK = top_items.is_item_BK
         item_row_L = top_items.row_BK[is_item_BK]
         return Recommendations(
@@ -278,8 +278,8 @@ class Retriever:
 def _find_package(folder: Path) -> tuple[Path, str]:
     """Return the folder of the package and the sha256 of its package.json."""
     for package_folder in (folder, folder / "artifacts" / "package"):
-        if (path := package_folder / DESCRIPTION_NAME).is_file():
-            return package_folder, record_file(path).sha256
+        if (description_path := package_folder / DESCRIPTION_NAME).is_file():
+            return package_folder, record_file(description_path).sha256
     # The files of the package are verified when they are read.
     return folder / "package", description_sha256(require_manifest(folder, PackageManifest, verify=False))
 
@@ -294,5 +294,5 @@ def _select_json(items: ItemTable, index: Any, filter_json: str) -> tuple[NDArra
 
 
 def _batch_slices(num_queries: int, *, k: int) -> list[slice]:
-    batch_size = min(MAX_BATCH_QUERIES, max(1, MAX_BATCH_RESULTS // k))
-    return [slice(start, min(num_queries, start + batch_size)) for start in range(0, num_queries, batch_size)]
+    queries_per_batch = min(MAX_BATCH_QUERIES, max(1, MAX_BATCH_RESULTS // k))
+    return [slice(start, min(num_queries, start + queries_per_batch)) for start in range(0, num_queries, queries_per_batch)]

@@ -25,7 +25,7 @@ from recsys_core.serving.quantise import ServedQueryTower
 from recsys_core.serving.retriever import Retriever
 
 MAX_DIFFERENCE = 1e-5
-"""Largest difference between vectors of the exported and the served tower, relative to the largest component (at least 1)."""
+"""Largest allowed difference of vectors of both towers, multiplied by the largest component of a vector if that is above 1."""
 MAX_ONNX_BYTES = 2_000_000_000
 """An ONNX file is a protobuf message, which holds at most 2 GiB."""
 _OUTPUT_NAME = "query"
@@ -51,7 +51,7 @@ def write_exports(formats: Sequence[ExportFormat], contents: PackageContents, *,
         return []
     examples = _golden_examples(contents)
     exported_program = _export(contents.tower, examples[0])
-    names = []
+    file_names = []
     for export_format in formats:
         path = folder / export_name(export_format)
         if export_format == "pt2":
@@ -61,8 +61,8 @@ def write_exports(formats: Sequence[ExportFormat], contents: PackageContents, *,
             _write_onnx(exported_program, path, input_names=list(examples[0].inputs))
             encode = _load_onnx(path)
         _verify_vectors(encode, examples, path=path)
-        names.append(path.name)
-    return names
+        file_names.append(path.name)
+    return file_names
 
 
 class _Recorder(torch.nn.Module):
@@ -90,21 +90,23 @@ def _golden_examples(contents: PackageContents) -> list[_Example]:
 @torch.no_grad()
 def _export(tower: ServedQueryTower, example: _Example) -> torch.export.ExportedProgram:
     # A dimension of size 0 or 1 would become a constant of the program.
-    row_indices = np.resize(np.arange(len(example.query_BD)), _NUM_EXAMPLE_QUERIES)
-    inputs = {name: torch.from_numpy(values[row_indices]) for name, values in example.inputs.items()}
+    query_indices = np.resize(np.arange(len(example.query_BD)), _NUM_EXAMPLE_QUERIES)
+    inputs = {name: torch.from_numpy(values[query_indices]) for name, values in example.inputs.items()}
     batch_dim = torch.export.Dim("batch", min=1)
-    shapes: dict[str, dict[int, Any]] = {name: {0: batch_dim} for name in inputs}
+    dynamic_shapes: dict[str, dict[int, Any]] = {name: {0: batch_dim} for name in inputs}
     for table_name in tower.dense.feature_names:
         if is_list(tower, table_name):
-            name = module_name(table_name)
-            shapes[name][1] = shapes[name + WEIGHT_SUFFIX][1] = torch.export.Dim(f"length_{name}", min=1)
-    return torch.export.export(PaddedQueryTower(tower), (inputs,), dynamic_shapes=(shapes,))
+            input_name = module_name(table_name)
+            length_dim = torch.export.Dim(f"length_{input_name}", min=1)
+            dynamic_shapes[input_name][1] = dynamic_shapes[input_name + WEIGHT_SUFFIX][1] = length_dim
+    return torch.export.export(PaddedQueryTower(tower), (inputs,), dynamic_shapes=(dynamic_shapes,))
 
 
-def _write_pt2(exported: torch.export.ExportedProgram, path: Path) -> None:
-    example_inputs, exported.example_inputs = exported.example_inputs, None  # they would be the only pickle in the file
-    torch.export.save(exported, path)
-    exported.example_inputs = example_inputs
+def _write_pt2(exported_program: torch.export.ExportedProgram, path: Path) -> None:
+    # The example inputs would be the only pickle in the file.
+    example_inputs, exported_program.example_inputs = exported_program.example_inputs, None
+    torch.export.save(exported_program, path)
+    exported_program.example_inputs = example_inputs
 
 
 def _load_pt2(path: Path) -> Any:
@@ -112,8 +114,8 @@ def _load_pt2(path: Path) -> Any:
     return lambda inputs: module({name: torch.from_numpy(values) for name, values in inputs.items()}).numpy()
 
 
-def _write_onnx(exported: torch.export.ExportedProgram, path: Path, *, input_names: list[str]) -> None:
-    num_bytes = sum(tensor.nbytes for tensor in exported.state_dict.values())
+def _write_onnx(exported_program: torch.export.ExportedProgram, path: Path, *, input_names: list[str]) -> None:
+    num_bytes = sum(tensor.nbytes for tensor in exported_program.state_dict.values())
     if num_bytes > MAX_ONNX_BYTES:
         raise StageError(
             f"package.exports: the tables of the query tower have {num_bytes:,} bytes, but an ONNX file holds "
@@ -122,7 +124,7 @@ def _write_onnx(exported: torch.export.ExportedProgram, path: Path, *, input_nam
     # The exporter warns four times that torchvision is not installed, which nothing here uses.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     program = torch.onnx.export(
-        exported, input_names=input_names, output_names=[_OUTPUT_NAME], dynamo=True, external_data=False, verbose=False
+        exported_program, input_names=input_names, output_names=[_OUTPUT_NAME], dynamo=True, external_data=False, verbose=False
     )
     assert program is not None
     program.save(path)

@@ -61,26 +61,26 @@ class PaddedQueryTower(nn.Module):
         """Return the query vectors, [B, D]."""
         item_BHD, mask_BH = None, None
         if HISTORY_TABLE in self.tables:
-            mask_BH = _newest(inputs[HISTORY_MASK], length=self._history_length)
+            mask_BH = _newest_mask(inputs[HISTORY_MASK], length=self._history_length)
             item_BHD = self._look_up(HISTORY_TABLE, torch.where(mask_BH, inputs[HISTORY], 0))
         features = {}
         for table_name, is_mean in self._is_mean_by_table.items():
-            name = module_name(table_name)
-            weight_BL = inputs[name + WEIGHT_SUFFIX]
-            value_BLD = self._look_up(name, torch.where(weight_BL != 0, inputs[name], 0))
+            input_name = module_name(table_name)
+            weight_BL = inputs[input_name + WEIGHT_SUFFIX]
+            value_BLD = self._look_up(input_name, torch.where(weight_BL != 0, inputs[input_name], 0))
             if is_mean:
                 weight_BL = weight_BL / weight_BL.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
             features[table_name] = (value_BLD * weight_BL[:, :, None]).sum(dim=1)
         query_BD = encode_by_member(self.dense, item_BHD, features, lambda *arguments: _encode(*arguments, mask_BH=mask_BH))
         if self.block is None:
             return query_BD
-        block_mask_BH = _newest(inputs[HISTORY_MASK], length=self._block_history_length)
+        block_mask_BH = _newest_mask(inputs[HISTORY_MASK], length=self._block_history_length)
         item_BHM = self._look_up(BLOCK_TABLE, torch.where(block_mask_BH, inputs[HISTORY], 0))
         joined_BD: Tensor = self.block(query_BD, (item_BHM * block_mask_BH[:, :, None]).sum(dim=1))
         return joined_BD
 
-    def _look_up(self, name: str, row_BL: Tensor) -> Tensor:
-        value_LD: Tensor = self.tables[name](row_BL.flatten())
+    def _look_up(self, table_name: str, row_BL: Tensor) -> Tensor:
+        value_LD: Tensor = self.tables[table_name](row_BL.flatten())
         return value_LD.reshape(*row_BL.shape, value_LD.shape[1])
 
 
@@ -89,7 +89,7 @@ def _num_items_after(mask_BH: Tensor) -> Tensor:
     return mask_BH.sum(dim=1, keepdim=True) - mask_BH.long().cumsum(dim=1)
 
 
-def _newest(mask_BH: Tensor, *, length: int) -> Tensor:
+def _newest_mask(mask_BH: Tensor, *, length: int) -> Tensor:
     """Return the mask of the last `length` items of each history."""
     return mask_BH & (_num_items_after(mask_BH) < length)
 
@@ -100,10 +100,10 @@ def _encode(tower: QueryTower, item_BHD: Tensor | None, features: Mapping[str, T
     if tower.pooling is not None:
         assert item_BHD is not None
         assert mask_BH is not None
-        position_BH = _num_items_after(mask_BH)
-        inputs.append(_pool_history(tower.pooling, item_BHD, mask_BH, position_BH))
+        num_newer_BH = _num_items_after(mask_BH)
+        inputs.append(_pool_history(tower.pooling, item_BHD, mask_BH, num_newer_BH))
         if tower.uses_last_item:
-            is_last_BH = mask_BH & (position_BH == 0)
+            is_last_BH = mask_BH & (num_newer_BH == 0)
             last_BD = (item_BHD * is_last_BH[:, :, None]).sum(dim=1)
             inputs.append(torch.where(mask_BH.any(dim=1, keepdim=True), last_BD, tower.pooling.start))
     query_BD: Tensor = tower.tower(inputs + [features[table_name] for table_name in tower.feature_names])
@@ -111,15 +111,15 @@ def _encode(tower: QueryTower, item_BHD: Tensor | None, features: Mapping[str, T
     return query_BD if tower.popularity is None else tower.popularity(query_BD)
 
 
-def _pool_history(encoder: HistoryEncoder, item_BHD: Tensor, mask_BH: Tensor, position_BH: Tensor) -> Tensor:
-    """Compute the result of `HistoryEncoder.forward` from padded histories, [B, D]. position_BH: number of newer items."""
+def _pool_history(encoder: HistoryEncoder, item_BHD: Tensor, mask_BH: Tensor, num_newer_BH: Tensor) -> Tensor:
+    """Compute the result of `HistoryEncoder.forward` from padded histories, [B, D]. num_newer_BH: number of newer items."""
     is_item_BH = mask_BH.to(item_BHD.dtype)
     match encoder:
         case SelfAttentionEncoder():
-            vector_BD = encoder.encode(item_BHD, mask_BH, position_BH.clamp(0, encoder.length - 1))
+            vector_BD = encoder.encode(item_BHD, mask_BH, num_newer_BH.clamp(0, encoder.length - 1))
             return torch.where(mask_BH.any(dim=1, keepdim=True), vector_BD, encoder.start)
         case RecencyEncoder():
-            weight_BH = encoder.recency.exp()[position_BH.clamp(0, encoder.length - 1)] * is_item_BH
+            weight_BH = encoder.recency.exp()[num_newer_BH.clamp(0, encoder.length - 1)] * is_item_BH
         case AttentionEncoder():
             score_BH = item_BHD @ encoder.attention / encoder.attention.shape[0] ** 0.5
             score_BH = score_BH.masked_fill(~mask_BH, torch.finfo(score_BH.dtype).min)
@@ -145,22 +145,22 @@ def padded_inputs(
 ) -> dict[str, NDArray[np.generic]]:
     """Return the inputs of PaddedQueryTower for the arguments of `ServedQueryTower.forward`."""
     inputs: dict[str, NDArray[np.generic]] = {}
-    if width := tower.spec.served_history_length:
-        history = history.last_values(width)
-        inputs[HISTORY] = _padded(history, history.values_L, width=width)
-        inputs[HISTORY_MASK] = _padded(history, np.ones(len(history.values_L), np.bool_), width=width)
+    if history_width := tower.spec.served_history_length:
+        history = history.last_values(history_width)
+        inputs[HISTORY] = _padded(history, history.values_L, width=history_width)
+        inputs[HISTORY_MASK] = _padded(history, np.ones(len(history.values_L), np.bool_), width=history_width)
     for table_name in tower.dense.feature_names:
         rows, weight_L = tower.rows_and_weights(table_name, user_row_B, features, (given_features or {}).get(table_name))
         weight_L = np.ones(len(rows.values_L), np.float32) if weight_L is None else weight_L
-        width = list_width(tower, table_name, longest=int(rows.lengths.max(initial=0)))
+        width = list_width(tower, table_name, max_length=int(rows.lengths.max(initial=0)))
         inputs[module_name(table_name)] = _padded(rows, rows.values_L, width=width)
         inputs[module_name(table_name) + WEIGHT_SUFFIX] = _padded(rows, weight_L, width=width)
     return inputs
 
 
-def list_width(tower: ServedQueryTower, table_name: str, *, longest: int) -> int:
+def list_width(tower: ServedQueryTower, table_name: str, *, max_length: int) -> int:
     """Return the width of a feature's inputs: 1, or at least 2 for a list, because torch.export fixes the sizes 0 and 1."""
-    return max(2, longest) if is_list(tower, table_name) else 1
+    return max(2, max_length) if is_list(tower, table_name) else 1
 
 
 def is_list(tower: ServedQueryTower, table_name: str) -> bool:

@@ -58,17 +58,17 @@ def write_segments(
     popularity_rank_I[item_by_popularity_I] = np.arange(len(popularity_rank_I))
     order_L = np.lexsort((popularity_rank_I[item_row_L], -count_L, value_row_L))
     value_row_L, item_row_L, count_L = value_row_L[order_L], item_row_L[order_L], count_L[order_L]
-    distinct_value_rows, start, num_pairs = np.unique(value_row_L, return_index=True, return_counts=True)
-    num_events = np.add.reduceat(count_L, start) if len(start) else count_L
+    distinct_value_rows, pair_start, num_pairs = np.unique(value_row_L, return_index=True, return_counts=True)
+    num_events = np.add.reduceat(count_L, pair_start) if len(pair_start) else count_L
     # All values that have no row of their own share row 0, so row 0 is not a segment.
     is_segment = (num_events >= min_events) & (distinct_value_rows > 0)
     num_segment_items = np.minimum(num_pairs[is_segment], MAX_SEGMENT_ITEMS)
-    index_L = ragged_ranges(start[is_segment], num_segment_items)
-    share_L = (count_L[index_L] / np.repeat(num_events[is_segment], num_segment_items)).astype(np.float32)
+    pair_index_L = ragged_ranges(pair_start[is_segment], num_segment_items)
+    share_L = (count_L[pair_index_L] / np.repeat(num_events[is_segment], num_segment_items)).astype(np.float32)
     offset = pa.array(np.concatenate([[0], np.cumsum(num_segment_items)]).astype(np.int32))
     columns = {
         "value_row": distinct_value_rows[is_segment].astype(np.int32),
-        "item_rows": pa.ListArray.from_arrays(offset, pa.array(item_row_L[index_L].astype(np.int32))),
+        "item_rows": pa.ListArray.from_arrays(offset, pa.array(item_row_L[pair_index_L].astype(np.int32))),
         "shares": pa.ListArray.from_arrays(offset, pa.array(share_L)),
     }
     pq.write_table(pa.table(columns), path)
@@ -92,16 +92,16 @@ def replace_items_of_segments(source_path: Path, target_path: Path, new_row_I: N
 def _pair_counts(
     key: str, interactions: InteractionsManifest, features: FeaturesManifest
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return the value row, the item row and the number of events of each pair of a value and an item with events."""
+    """Return the value row, the item row and the number of events of each pair of value and item that has events."""
     pair_codes, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    for value_row_E, item_row_E in _events(key, interactions, features):
+    for value_row_E, item_row_E in _event_rows(key, interactions, features):
         chunk_codes, chunk_counts = np.unique(value_row_E * interactions.num_items + item_row_E, return_counts=True)
-        pair_codes, index = np.unique(np.concatenate([pair_codes, chunk_codes]), return_inverse=True)
-        counts = np.bincount(index, weights=np.concatenate([counts, chunk_counts])).astype(np.int64)
+        pair_codes, pair_index = np.unique(np.concatenate([pair_codes, chunk_codes]), return_inverse=True)
+        counts = np.bincount(pair_index, weights=np.concatenate([counts, chunk_counts])).astype(np.int64)
     return pair_codes // interactions.num_items, pair_codes % interactions.num_items, counts
 
 
-def _events(
+def _event_rows(
     key: str, interactions: InteractionsManifest, features: FeaturesManifest
 ) -> Iterator[tuple[Int64Array, Int64Array]]:
     """Yield the value rows and the item rows of the events before the test split, in chunks of users."""

@@ -37,7 +37,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, checksums: bytes) -> None:
-        """checksums: content of the checksum file. Raises StageError if it has another number of blocks than the file."""
+        """checksums: content of the checksum file. Raises StageError if it does not have one checksum per block."""
         self.path, self._checksums = path, checksums
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -67,8 +67,8 @@ def replace_history_items(source_path: Path, target_path: Path, new_row_I: NDArr
         history = batch["history"]
         event_item = new_row_I[history.values.to_numpy()]
         new_offset_by_old = np.concatenate([[0], np.cumsum(event_item >= 0)])
-        column = _column(event_item[event_item >= 0], new_offset_by_old[history.offsets.to_numpy()])
-        batch = batch.set_column(batch.schema.get_field_index("history"), "history", column)
+        history_column = _column(event_item[event_item >= 0], new_offset_by_old[history.offsets.to_numpy()])
+        batch = batch.set_column(batch.schema.get_field_index("history"), "history", history_column)
         with pa.OSFile(str(target_path), "wb") as target_file, pa.ipc.new_file(target_file, batch.schema) as writer:
             writer.write_batch(batch)
 
@@ -137,13 +137,13 @@ def _feature(columns: "_Columns", key: str, form: FeatureForm, spec: ModelSpec) 
 
 def _column_types(forms: Mapping[str, FeatureForm]) -> dict[str, pa.DataType]:
     """Return the type of each column except user_id."""
-    types: dict[str, pa.DataType] = {"bucket_rows": pa.list_(pa.int32()), "history": pa.large_list(pa.int32())}
+    type_by_column: dict[str, pa.DataType] = {"bucket_rows": pa.list_(pa.int32()), "history": pa.large_list(pa.int32())}
     for key, form in forms.items():
         for array_name, value_type in (("row", pa.int32()), ("weight", pa.float32())):
             if array_name in ARRAYS_BY_FORM[form]:
                 column_name = key if array_name == "row" else f"{key}.{array_name}"
-                types[column_name] = pa.large_list(value_type) if "offset" in ARRAYS_BY_FORM[form] else value_type
-    return types
+                type_by_column[column_name] = pa.large_list(value_type) if "offset" in ARRAYS_BY_FORM[form] else value_type
+    return type_by_column
 
 
 class _Columns:
@@ -159,15 +159,15 @@ class _Columns:
     def __len__(self) -> int:
         return int(self._batch.num_rows)
 
-    def require(self, types: Mapping[str, pa.DataType], *, num_rows: int) -> None:
+    def require(self, type_by_column: Mapping[str, pa.DataType], *, num_rows: int) -> None:
         """Raise StageError unless the file has the column user_id, these other columns, and this number of rows."""
-        actual_types = {field.name: field.type for field in self._batch.schema}
-        id_type = actual_types.pop("user_id", None)
-        if id_type not in (pa.int64(), pa.large_string()) or actual_types != types or len(self) != num_rows:
+        actual_type_by_column = {field.name: field.type for field in self._batch.schema}
+        id_type = actual_type_by_column.pop("user_id", None)
+        if id_type not in (pa.int64(), pa.large_string()) or actual_type_by_column != type_by_column or len(self) != num_rows:
             raise StageError(
-                f"{self.path}: the file has {len(self)} rows of user_id {id_type}, {_describe_columns(actual_types)}, but the "
-                f"model needs {num_rows} rows of user_id int64 or large_string, {_describe_columns(types)}; package the model "
-                "again"
+                f"{self.path}: the file has {len(self)} rows of user_id {id_type}, {_describe_columns(actual_type_by_column)}, "
+                f"but the model needs {num_rows} rows of user_id int64 or large_string, {_describe_columns(type_by_column)}; "
+                "package the model again"
             )
 
     def type(self, name: str) -> pa.DataType:
@@ -214,5 +214,5 @@ class _MappedIds:
         return pa.Array.from_buffers(self.type, len(row_B), buffers)
 
 
-def _describe_columns(types: Mapping[str, pa.DataType]) -> str:
-    return ", ".join(f"{name} {data_type}" for name, data_type in sorted(types.items()))
+def _describe_columns(type_by_column: Mapping[str, pa.DataType]) -> str:
+    return ", ".join(f"{name} {data_type}" for name, data_type in sorted(type_by_column.items()))

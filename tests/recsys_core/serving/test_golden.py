@@ -13,7 +13,7 @@ import pytest
 from recsys_core.errors import StageError
 from recsys_core.manifests import PackageManifest
 from recsys_core.serving.answers import Answer
-from recsys_core.serving.golden import GoldenAnswer, GoldenQueries, _difference
+from recsys_core.serving.golden import GoldenAnswer, GoldenQueries, _difference_text
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, USER_FEATURES, ModelBuilder
 from tests.recsys_core.serving.test_contents import edit_description, update_record
@@ -107,7 +107,7 @@ def test_golden_queries_cover_every_kind_of_request(package_manifest: PackageMan
 def test_only_items_with_nearly_equal_scores_may_change_places() -> None:
     def difference(item_ids: list[int], scores: list[float], **fields: Any) -> str | None:
         expected = GoldenAnswer(item_ids=(1, 2, 3), scores=tuple(expected_scores), fallback=None)
-        return _difference(Answer(item_ids, scores, "", "", **fields), expected)
+        return _difference_text(Answer(item_ids, scores, "", "", **fields), expected)
 
     expected_scores = [0.9, 0.5, 0.4999]
     assert difference([1, 2, 3], expected_scores) is None

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def after_run(config: PipelineConfig, context: StageContext) -> None:
-    """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
+    """Write the metrics file and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
     A step that fails logs a warning. After an interruption, only the metrics are written, because the process must end soon.
     The next run then writes the page and removes the files. If `--until` stopped the run before `check_data`, there is no
@@ -86,7 +86,7 @@ def _call_or_warn(description: str, step: Callable[[], T]) -> T | None:
 
 
 def _connect_if_mlflow_exists(run: Run) -> bool:
-    """Return True after a test request to MLflow; False if no server is set and the workspace has no database.
+    """Send a test request to MLflow. Return False if no server is set and the workspace has no database.
 
     Raises TrackingServerError if MLflow does not answer within MLFLOW_TIMEOUT_S.
     """
@@ -102,7 +102,7 @@ def _has_mlflow_run(record: RunRecord) -> bool:
 
 
 def _remove_old_runs_and_versions(config: PipelineConfig, run: Run) -> None:
-    """Remove model versions and files of runs that retention does not keep."""
+    """Remove the model versions that retention does not keep, and files of old runs."""
     removals = clean(run.workspace, config.retention, model_name=config.registry.model_name)
     if removals.run_removals or removals.versions:
         LOG.info(

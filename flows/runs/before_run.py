@@ -31,7 +31,7 @@ IGNORED_STATES = ("StoppedEarly", "DryRun")
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
-    """Check the footers and one row group of all inputs, or raise InputError. Return one line about each input, by its name."""
+    """Check footers and one row group of each input; raise InputError if one is invalid. Return one line per input, by name."""
     require_writable(config.workspace)
     config.delivery.require_libraries()
     config.package.require_libraries()
@@ -46,8 +46,8 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
         "interactions": f"{counted(num_rows, 'row')} in {counted(len(log.sources), log_config.source_noun)}, "
         f"users {log.user_id_type}, items {log.item_id_type}"
     }
-    for vectors in embeddings:
-        summary_by_input[vectors.setting] = _check_vectors(vectors, log=log, config=config)
+    for vector_files in embeddings:
+        summary_by_input[vector_files.setting] = _check_vectors(vector_files, log=log, config=config)
     log_vectors = config.input_config.log_vectors
     if log_vectors is not None:
         summary_by_input["embeddings from the log"] = (
@@ -60,34 +60,37 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     return summary_by_input
 
 
-def _check_vectors(vectors: VectorFiles, *, log: InteractionsInput, config: PipelineConfig) -> str:
-    """Raise InputError if the ids or the width of pretrained vectors do not fit the model. Return one line about them."""
-    table = vectors.config.table
-    expected_type = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
-    if vectors.id_type != expected_type:
+def _check_vectors(vector_files: VectorFiles, *, log: InteractionsInput, config: PipelineConfig) -> str:
+    """Raise InputError if the ids or the width of vectors do not fit the model. Return one line about the vectors."""
+    table_name = vector_files.config.table
+    expected_id_type = {"item": log.item_id_type, "user": log.user_id_type}.get(table_name, vector_files.id_type)
+    if vector_files.id_type != expected_id_type:
         raise InputError(
-            f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but the ids of the log's {table}s are "
-            f"{expected_type}; write both with the same type"
+            f"{vector_files.setting}: the ids of the vectors are {vector_files.id_type}, but the ids of the log's "
+            f"{table_name}s are {expected_id_type}; write both with the same type"
         )
-    dim = stored_vector_dim(vectors)
+    dim = stored_vector_dim(vector_files)
     if dim is not None:
-        check_width(dim, config.tables[table].dim if table in config.tables else None, table=table)
+        check_width(dim, config.tables[table_name].dim if table_name in config.tables else None, table=table_name)
     width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
-    return f"{counted(vectors.num_rows, 'vector')} of {table} in {counted(len(vectors.sources), 'file')}, {width_text}"
+    num_files = len(vector_files.sources)
+    return f"{counted(vector_files.num_rows, 'vector')} of {table_name} in {counted(num_files, 'file')}, {width_text}"
 
 
 def _check_features(
-    features: FeaturesConfig, *, log: InteractionsInput, embeddings: Sequence[VectorFiles], config: PipelineConfig
+    features_config: FeaturesConfig, *, log: InteractionsInput, embeddings: Sequence[VectorFiles], config: PipelineConfig
 ) -> str:
     """Raise InputError if a feature table does not fit the log or the vectors. Return one line about all features."""
     feature_tables = open_feature_tables(
-        features,
+        features_config,
         user_id_type=log.user_id_type,
         item_id_type=log.item_id_type,
         context_sources=log.sources,
         allowed_data_root=config.allowed_data_root,
     )
-    check_feature_vectors(feature_tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings})
+    check_feature_vectors(
+        feature_tables, id_type_by_table={vector_files.config.table: vector_files.id_type for vector_files in embeddings}
+    )
     return ", ".join(
         f"{len(table.features)} of {'the context' if table.owner_kind == 'context' else f'{table.owner_kind}s'}"
         for table in feature_tables
@@ -117,7 +120,7 @@ def check_resume(config: PipelineConfig, run: Run) -> None:
 
 
 def choose_run_to_resume(config: PipelineConfig) -> str | None:
-    """Return the id of the unfinished run that a scheduled run resumes; None if it starts a new run. Log the choice."""
+    """Return the id of the unfinished run that a scheduled run resumes; None if a new run starts. Log the choice."""
     run_and_record = find_unfinished_run(config.workspace, pipeline_name=config.name)
     if run_and_record is None:
         return None

@@ -25,10 +25,10 @@ from tasks.runs.run_record import RunState
 
 PAGE_FILE_NAME = "index.html"
 MAX_RUNS = 100
-"""Number of runs on the page."""
+"""Largest number of runs on the page."""
 _TEMPLATE_PATH = Path(__file__).with_name("history.html")
 _WIDE_SIZE_INCHES, _NARROW_SIZE_INCHES = (11.4, 3.1), (4.5, 3.2)
-_MAX_DATES = 8
+_MAX_DATE_LABELS = 8
 
 Tone = Literal["good", "warn", "bad", "none"]
 _TONE_BY_STATE: dict[RunState, Tone] = {
@@ -131,11 +131,13 @@ def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | N
         if points:
             positions, values = zip(*points, strict=True)
             axes.scatter(positions, values, 30, colour, label=label, zorder=4)
-    missing_positions = sorted(set(range(len(past_runs))) - {position for position, _ in new_points})
-    if missing_positions:
-        heights = [0.03] * len(missing_positions)
+    positions_without_version = sorted(set(range(len(past_runs))) - {position for position, _ in new_points})
+    if positions_without_version:
+        cross_heights = [0.03] * len(positions_without_version)
         transform = axes.get_xaxis_transform()  # x in data coordinates, y as a share of the height
-        axes.scatter(missing_positions, heights, 28, plots.RED, marker="x", transform=transform, label="no version")
+        axes.scatter(
+            positions_without_version, cross_heights, 28, plots.RED, marker="x", transform=transform, label="no version"
+        )
     _label_runs(axes, past_runs)
     axes.margins(y=0.15)
     axes.set_ylabel(metric_name)
@@ -150,11 +152,11 @@ def _points(values: Iterable[float | None]) -> list[tuple[int, float]]:
 
 def plot_data_sizes(past_runs: Sequence[PastRun]) -> Markup | None:
     """Plot events, users and items over the runs, each on its own scale."""
-    colour_by_count = {"events": plots.BLUE, "users": plots.GREEN, "items": plots.ORANGE}
+    colour_by_count_name = {"events": plots.BLUE, "users": plots.GREEN, "items": plots.ORANGE}
     if all(past_run.record.figures.events is None for past_run in past_runs):
         return None
-    figure, panels = plots.new_panels(len(colour_by_count), title="", grid_axis="y", size=_NARROW_SIZE_INCHES)
-    for axes, (count_name, colour) in zip(panels, colour_by_count.items(), strict=True):
+    figure, panels = plots.new_panels(len(colour_by_count_name), title="", grid_axis="y", size=_NARROW_SIZE_INCHES)
+    for axes, (count_name, colour) in zip(panels, colour_by_count_name.items(), strict=True):
         points = _points(getattr(past_run.record.figures, count_name) for past_run in past_runs)
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=2.5)
         axes.set_ylabel(count_name)
@@ -166,10 +168,10 @@ def plot_data_sizes(past_runs: Sequence[PastRun]) -> Markup | None:
 
 def plot_durations(past_runs: Sequence[PastRun]) -> Markup | None:
     """Plot the durations of the stages as stacked bars, in four groups of stages."""
-    longest_s = max((sum(past_run.record.figures.stage_seconds.values()) for past_run in past_runs), default=0.0)
-    if not longest_s:
+    longest_run_s = max((sum(past_run.record.figures.stage_seconds.values()) for past_run in past_runs), default=0.0)
+    if not longest_run_s:
         return None
-    unit, unit_s = ("hours", 3600) if longest_s >= 7200 else ("minutes", 60) if longest_s >= 120 else ("seconds", 1)
+    unit, unit_s = ("hours", 3600) if longest_run_s >= 7200 else ("minutes", 60) if longest_run_s >= 120 else ("seconds", 1)
     figure, axes = plots.new_figure(size=_NARROW_SIZE_INCHES, grid_axis="y")
     bar_bottoms = [0.0] * len(past_runs)
     for group, colour in _COLOUR_BY_GROUP.items():
@@ -202,8 +204,8 @@ def plot_disk(past_runs: Sequence[PastRun]) -> Markup | None:
 
 
 def _label_runs(axes: Any, past_runs: Sequence[PastRun]) -> None:
-    """Label at most _MAX_DATES positions of the x axis with dates of runs. The newest run always has a label."""
-    runs_per_label = -(-len(past_runs) // _MAX_DATES)
+    """Label at most _MAX_DATE_LABELS positions of the x axis with dates of runs. The newest run always has a label."""
+    runs_per_label = -(-len(past_runs) // _MAX_DATE_LABELS)
     positions = list(range(len(past_runs) - 1, -1, -runs_per_label))
     axes.set_xticks(positions, [f"{past_runs[position].record.started.astimezone(UTC):%b %d}" for position in positions])
     axes.set_xlim(-0.6, max(len(past_runs), 8) - 0.4)

@@ -43,7 +43,7 @@ class RunResults:
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums.
 
-        The manifests of a run whose large files retention has removed are read too. They contain its metrics.
+        They are read even if retention has removed the run's large files, because they contain the metrics.
         """
         return cls(run, Results.read(run, until=until, requires_files=not _is_reduced(run)))
 
@@ -60,20 +60,20 @@ class RunResults:
         complete_stages = Results.read(self.run)  # retention keeps the data that a later run needs
         if complete_stages.get(InteractionsManifest) is None:
             raise StageError(
-                f"{self.run.folder}: the data of run {self.run.run_id} are removed, because it is older than the runs that "
+                f"{self.run.folder}: the data of run {self.run.run_id} is removed, because the run is older than the runs that "
                 "retention.keep_full_runs keeps; open a newer run"
             )
         return complete_stages.dataset
 
     @property
     def refit_version(self) -> str | None:
-        """Number of the version of the run's refit; None if there is no refit."""
+        """Version number of the run's refit; None if there is no refit."""
         refit_file = self.run.folder / REFIT_FILE_NAME
         return str(json.loads(refit_file.read_bytes())["version"]) if refit_file.is_file() else None
 
     @property
     def registration(self) -> RegistrationManifest | None:
-        """The registered version; None if the stage register is not complete."""
+        """The registered version; None if the stage `register` is not complete."""
         return self.stages.get(RegistrationManifest)
 
     @property
@@ -138,10 +138,10 @@ def _is_reduced(run: Run) -> bool:
 
 def open_run(workspace: str | Path, run_id: str | None = None) -> RunResults:
     """Open a run of `workspace`, by default the newest run; raise InputError if it does not exist."""
-    runs = {run.run_id: run for run in Workspace(Path(workspace).absolute()).runs()}
+    run_by_id = {run.run_id: run for run in Workspace(Path(workspace).absolute()).runs()}
     runs_folder = Path(workspace).absolute() / "runs"
-    if not runs:
+    if not run_by_id:
         raise InputError(f"{runs_folder}: there is no run; start one with `nightjar run`")
-    if run_id is not None and run_id not in runs:
-        raise InputError(f"{runs_folder}: there is no run {run_id}; there are {', '.join(runs)}")
-    return RunResults.read(runs[run_id] if run_id is not None else list(runs.values())[-1])
+    if run_id is not None and run_id not in run_by_id:
+        raise InputError(f"{runs_folder}: there is no run {run_id}; there are {', '.join(run_by_id)}")
+    return RunResults.read(run_by_id[run_id] if run_id is not None else list(run_by_id.values())[-1])

@@ -104,9 +104,9 @@ def newest_promoted_version(past_runs: Sequence[PastRun]) -> str | None:
 
 
 def last_to_end(past_runs: Iterable[PastRun]) -> PastRun | None:
-    """Return the run that ended last; None if there is no run. It may have an older run id than others: it was resumed.
+    """Return the run that ended last; None if there is no run. A resumed run may end last although its run id is older.
 
-    A run without an end counts with its start. A time in the future counts only if there is no other: the clock was set back.
+    A run without an end counts with its start. The clock may be set back, so a time in the future counts only if all times are.
     """
     now = datetime.now(UTC)
 

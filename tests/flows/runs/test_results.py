@@ -89,7 +89,7 @@ def test_a_run_keeps_its_metrics_after_retention_has_removed_its_large_files(tmp
     (run.folder / REDUCED_FILE_NAME).touch()
     results = open_run(tmp_path)
     assert results.metrics == {"test/ndcg@10": 0.5} and results.manifests.keys() == {"evaluate"}
-    with pytest.raises(StageError, match=r"the data of run 20261121-000000-aaaa are removed, because .* open a newer run"):
+    with pytest.raises(StageError, match=r"the data of run 20261121-000000-aaaa is removed, because .* open a newer run"):
         results.dataset  # noqa: B018
 
 

@@ -36,7 +36,7 @@ TITLE_WORDS = ("title", "name")
 """Words in the names of user, item, label and title columns. A column with an earlier word is preferred."""
 TIME_NAME_PATTERN = re.compile(r"(time|stamp|date|(^|_)(ts|at))$", re.IGNORECASE)
 MAX_FEATURES = 20
-ID_TYPES = "ids are integers or strings"
+ID_TYPE_RULE = "ids are integers or strings"
 
 
 @dataclass(frozen=True)
@@ -61,51 +61,51 @@ def guess_config(config: PipelineConfig, inputs: InitInputs, *, config_folder: P
     Raises:
         InputError: a file is missing or is not parquet, or a column that the user named is missing or unsuitable.
     """
-    section_by_name: dict[str, Any] = {"embeddings": (), "features": None}
+    group_by_name: dict[str, Any] = {"embeddings": (), "features": None}
     note_by_setting: dict[str, str] = {}
     item_column = inputs.item_column
     try:
         if inputs.log is not None:
-            section_by_name["interactions"] = _guess_interactions(
+            group_by_name["interactions"] = _guess_interactions(
                 _Table("interactions", inputs.log, config_folder, note_by_setting), inputs
             )
-            item_column = section_by_name["interactions"].item_column
-            if not section_by_name["interactions"].is_ordered:
-                history = config.model.history.model_copy(update={"last_item_feature": False})
-                section_by_name["model"] = config.model.model_copy(update={"history": history})
+            item_column = group_by_name["interactions"].item_column
+            if not group_by_name["interactions"].is_ordered:
+                history_config = config.model.history.model_copy(update={"last_item_feature": False})
+                group_by_name["model"] = config.model.model_copy(update={"history": history_config})
                 note_by_setting["model.history.last_item_feature"] = "without times, no item of a history is the last"
         if inputs.vectors is not None:
-            section_by_name["embeddings"] = (
+            group_by_name["embeddings"] = (
                 _guess_embeddings(_Table("embeddings", inputs.vectors, config_folder, note_by_setting), item_column),
             )
         if inputs.items is not None:
-            table = _Table("features.items", inputs.items, config_folder, note_by_setting)
-            section_by_name["features"] = FeaturesConfig(items=_guess_items(table, item_column))
+            item_table = _Table("features.items", inputs.items, config_folder, note_by_setting)
+            group_by_name["features"] = FeaturesConfig(items=_guess_items(item_table, item_column))
     except ValidationError as error:
         raise InputError(f"nightjar init: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-    return config.model_copy(update=section_by_name), note_by_setting
+    return config.model_copy(update=group_by_name), note_by_setting
 
 
 class _Table:
     """One input, with the names and types of its columns, and the first values of its first file."""
 
-    def __init__(self, section: str, path: str, config_folder: Path, note_by_setting: dict[str, str]) -> None:
-        self.section, self.config_folder, self.note_by_setting = section, config_folder, note_by_setting
-        self.sources = open_sources((path,), setting=f"{section}.paths")
+    def __init__(self, group_key: str, path: str, config_folder: Path, note_by_setting: dict[str, str]) -> None:
+        self.group_key, self.config_folder, self.note_by_setting = group_key, config_folder, note_by_setting
+        self.sources = open_sources((path,), setting=f"{group_key}.paths")
         schema = self.sources[0].schema
         self.type_by_column = {
             **self.sources[0].partition_types,
             **{name: value_type(schema.field(name).type) for name in schema.names},
         }
         absolute_path, absolute_folder = Path.cwd() / path, Path.cwd() / config_folder
-        is_below = absolute_path.is_relative_to(absolute_folder)
+        is_in_config_folder = absolute_path.is_relative_to(absolute_folder)
         self.path_in_config = (
-            path if is_uri(path) else str(absolute_path.relative_to(absolute_folder) if is_below else absolute_path)
+            path if is_uri(path) else str(absolute_path.relative_to(absolute_folder) if is_in_config_folder else absolute_path)
         )
 
-    def columns(self, has_type: Callable[[pa.DataType], bool]) -> list[str]:
+    def columns(self, is_allowed_type: Callable[[pa.DataType], bool]) -> list[str]:
         """Return the columns with a suitable type."""
-        return [column for column, column_type in self.type_by_column.items() if has_type(column_type)]
+        return [column for column, column_type in self.type_by_column.items() if is_allowed_type(column_type)]
 
     def values(self, column: str) -> pa.Array:
         """Return the first values of the column without nulls. Return an empty array for a partition key."""
@@ -115,29 +115,31 @@ class _Table:
 
     def note_guess(self, setting: str, column: str) -> None:
         """Write a note for `setting`, whose guessed value is `column`."""
-        self.note_by_setting[f"{self.section}.{setting}"] = f"guessed: column {shown(column)} is {self.type_by_column[column]}"
+        self.note_by_setting[f"{self.group_key}.{setting}"] = (
+            f"guessed: column {shown(column)} is {self.type_by_column[column]}"
+        )
 
     def column_or_placeholder(
-        self, setting: str, column: str | None, *, role: str, has_type: Callable[[pa.DataType], bool], types: str
+        self, setting: str, column: str | None, *, role: str, is_allowed_type: Callable[[pa.DataType], bool], type_rule: str
     ) -> str:
         """Write a note for `setting`, and return `column`, or a placeholder if `column` is None.
 
         Args:
             role: what the column has, e.g. "users".
-            has_type: whether the column may have a type.
-            types: description of these types.
+            is_allowed_type: returns whether the column may have a type.
+            type_rule: the allowed types as a clause, e.g. ID_TYPE_RULE.
         """
         if column is not None:
             self.note_guess(setting, column)
             return column
-        usable_columns = self.columns(has_type)
+        usable_columns = self.columns(is_allowed_type)
         unusable_columns = [name for name in self.type_by_column if name not in usable_columns]
         note = f"{FILL_IN} the column of the {role}: "
         note += f"one of {shown_names(usable_columns)}" if usable_columns else "no column can be used"
         if unusable_columns:
-            names = [f"{name} ({self.type_by_column[name]})" for name in unusable_columns]
-            note += f"; {types}, unlike {shown_names(names, max_names=10)}"
-        self.note_by_setting[f"{self.section}.{setting}"] = note
+            typed_names = [f"{name} ({self.type_by_column[name]})" for name in unusable_columns]
+            note += f"; {type_rule}, unlike {shown_names(typed_names, max_names=10)}"
+        self.note_by_setting[f"{self.group_key}.{setting}"] = note
         return f"<column of the {role}>"
 
 
@@ -160,8 +162,8 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
                 "timestamp_column",
                 time_column,
                 role="times",
-                has_type=lambda data_type: _is_time(data_type) or pa.types.is_integer(data_type),
-                types="times are timestamps, dates or integers",
+                is_allowed_type=lambda data_type: _is_time(data_type) or pa.types.is_integer(data_type),
+                type_rule="times are timestamps, dates or integers",
             )
             if time_column is None:
                 table.note_by_setting["interactions.timestamp_column"] += (
@@ -180,7 +182,7 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
         if setting not in settings:
             id_columns = [column for column in table.columns(_is_id) if column not in settings.values()]
             settings[setting] = table.column_or_placeholder(
-                setting, _named_column(id_columns, words), role=role, has_type=_is_id, types=ID_TYPES
+                setting, _named_column(id_columns, words), role=role, is_allowed_type=_is_id, type_rule=ID_TYPE_RULE
             )
     if inputs.test is not None:
         test_table = _Table("interactions.split", inputs.test, table.config_folder, table.note_by_setting)
@@ -189,7 +191,7 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
 
 
 def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]:
-    """Return the settings for a label column with two different finite values; an empty dictionary without such a column."""
+    """Return the settings of the label column if it has two different finite values; otherwise an empty dictionary."""
     label_columns = [column for column in table.columns(_is_label) if column not in used_columns]
     column = _named_column(label_columns, LABEL_WORDS)
     if column is None:
@@ -220,7 +222,7 @@ def _guess_embeddings(table: _Table, item_column: str | None) -> EmbeddingsConfi
     else:
         vector_column = vector_columns[0] if len(vector_columns) == 1 else None
         settings["vector_column"] = table.column_or_placeholder(
-            "vector_column", vector_column, role="vectors", has_type=_is_vector, types="vectors are lists of floats"
+            "vector_column", vector_column, role="vectors", is_allowed_type=_is_vector, type_rule="vectors are lists of floats"
         )
     return EmbeddingsConfig.model_validate({"paths": table.path_in_config, **settings})
 
@@ -256,13 +258,13 @@ def _item_id_column(table: _Table, item_column: str | None) -> str:
     """Return the log's item column if the table has it; otherwise a column that is named after an item, or `id`."""
     id_columns = table.columns(_is_id)
     column = item_column if item_column in id_columns else _named_column(id_columns, (*ITEM_WORDS, ""))
-    return table.column_or_placeholder("id_column", column, role="item ids", has_type=_is_id, types=ID_TYPES)
+    return table.column_or_placeholder("id_column", column, role="item ids", is_allowed_type=_is_id, type_rule=ID_TYPE_RULE)
 
 
 def _named_column(columns: Sequence[str], words: Sequence[str]) -> str | None:
     """Return the column whose name is the earliest of `words`; None if there is no such column.
 
-    In the name of a column, only letters of any alphabet count. Case and a final id, key or code are ignored.
+    Only the letters of a name count, of any alphabet. Case and a final id, key or code are ignored.
     """
     letters_by_column = {column: re.sub(r"[\W\d_]", "", column.lower()) for column in reversed(columns)}
     column_by_word = {re.sub(r"(id|key|code)$", "", letters): column for column, letters in letters_by_column.items()}
@@ -272,7 +274,7 @@ def _named_column(columns: Sequence[str], words: Sequence[str]) -> str | None:
 def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
     """Return the first column that has both plausible times and a time-like name.
 
-    If no column has both, return the only column that has one of them; None if there is no such column or more than one.
+    If no column has both, and exactly one column has either, return that column. Otherwise, return None.
     """
     timestamp_columns = table.columns(_is_time)
     score_by_column = {
@@ -287,7 +289,7 @@ def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
 
 
 def _time_unit(table: _Table, column: str) -> tuple[str | None, int]:
-    """Return the unit in which the largest of the first values is a plausible time, or None, and this value."""
+    """Return the time unit of the column, and the largest of its first values. Without a plausible unit, the unit is None."""
     newest_time = pc.max(table.values(column)).as_py() or 0
     return plausible_time_unit(newest_time, latest_s=time.time() + DAY_S), newest_time
 

@@ -75,7 +75,7 @@ def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any, *, may_be_
 
 
 def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:
-    """Return the values of the setting that selects the class at `location`, such as `kind`."""
+    """Return the allowed values of the setting `tag_name`, such as `kind`, which selects the class at `location`."""
     member_classes: list[type[BaseModel]] = [PipelineConfig]
     for name in (part for part in location if isinstance(part, str)):
         fields = [member_class.model_fields[name] for member_class in member_classes if name in member_class.model_fields]
@@ -95,7 +95,7 @@ def union_tag(config_class: type[BaseModel]) -> str | None:
 
 
 def union_tags(config_class: type[BaseModel]) -> list[str]:
-    """Return the names of all settings with only one possible value. They select an inner union, and then this class in it."""
+    """Return the names of all settings with only one possible value. They select an inner union and a class in it."""
     fields = config_class.model_fields.items()
     return [name for name, field in fields if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1]
 
@@ -132,9 +132,9 @@ def setting_keys(config_class: type[BaseModel], prefix: str = "") -> Iterator[st
     """
     for name, field in config_class.model_fields.items():
         yield prefix + name
-        member_prefix = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
+        nested_prefix = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
         for member_class in nested_config_classes(field.annotation):
-            yield from setting_keys(member_class, member_prefix)
+            yield from setting_keys(member_class, nested_prefix)
 
 
 def nested_config_classes(annotation: Any) -> Iterator[type[BaseModel]]:

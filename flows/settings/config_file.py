@@ -101,7 +101,7 @@ def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str
     for key in settings:
         key_or_list_key = re.sub(r"\.\d+(\..*)?$", "", key)  # without the index in a list and the keys below it
         value = _get_setting(raw_settings, key_or_list_key)
-        _put_setting(groups, key_or_list_key, value, shown_source=key)
+        _put_setting(groups, key_or_list_key, value, user_text=key)
     return yaml_loader.dump(groups)
 
 
@@ -115,16 +115,16 @@ def _changed_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> di
     """Return the settings of `config` without `tuning`, and with the values of `settings`, a mapping by dotted key."""
     raw_settings = config.model_dump(mode="json") | {"tuning": None}
     for key, value in settings.items():
-        _put_setting(raw_settings, key, value, shown_source=f"tuning.ranges.{key}")
+        _put_setting(raw_settings, key, value, user_text=f"tuning.ranges.{key}")
     return raw_settings
 
 
 def _require_effect_of_each_range(keys: Sequence[str]) -> None:
-    """Raise InputError if the value of a range replaces the value of an earlier range, because it is a group around it."""
+    """Raise InputError if the key of a range is a group that contains the key of an earlier range, and replaces its value."""
     for index, key in enumerate(keys):
-        names = _split_key(key, shown_source=f"tuning.ranges.{key}")
+        names = _split_key(key, user_text=f"tuning.ranges.{key}")
         for earlier_key in keys[:index]:
-            if _split_key(earlier_key, shown_source=f"tuning.ranges.{earlier_key}")[: len(names)] == names:
+            if _split_key(earlier_key, user_text=f"tuning.ranges.{earlier_key}")[: len(names)] == names:
                 raise InputError(
                     f"tuning.ranges: {key} replaces the value of {earlier_key}, which then has no effect; drop one of the two "
                     "ranges, or write the group first"
@@ -167,20 +167,20 @@ def _typed_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> 
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        yaml_text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; `nightjar init {shlex.quote(str(path))}` writes one") from None
     except IsADirectoryError:
         raise InputError(f"{path}: is a folder; name a config file, such as {path / 'nightly.yaml'}") from None
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
+        line_number = error.object[: error.start].count(b"\n") + 1
         raise InputError(
-            f"{path}: line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; name a text file, or save the file in "
-            "UTF-8"
+            f"{path}: line {line_number}: byte 0x{error.object[error.start]:02x} is not UTF-8; name a text file, or save the "
+            "file in UTF-8"
         ) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    raw_settings = yaml_loader.load(text, subject=str(path))
+    raw_settings = yaml_loader.load(yaml_text, subject=str(path))
     if not isinstance(raw_settings, dict):
         content = "no setting" if raw_settings is None else shown(raw_settings)
         raise InputError(f"{path}: contains {content}, expected settings such as interactions: and workspace:")
@@ -188,49 +188,47 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _apply_override(raw_settings: dict[str, Any], override: str) -> None:
-    shown_source = f"--set {printable(override, max_characters=200)}"
+    user_text = f"--set {printable(override, max_characters=200)}"
     key, separator, value_yaml = override.partition("=")
     if not separator or not key:
-        raise InputError(f"{shown_source}: expected a.b=value, e.g. --set training.batch_size=8192")
+        raise InputError(f"{user_text}: expected a.b=value, e.g. --set training.batch_size=8192")
     fix = "put a text with special characters in quotes, e.g. --set 'name=\"*\"'"
-    value = yaml_loader.load(value_yaml, subject=shown_source, fix=fix)
-    _put_setting(raw_settings, key.strip(), value, shown_source=shown_source)
+    value = yaml_loader.load(value_yaml, subject=user_text, fix=fix)
+    _put_setting(raw_settings, key.strip(), value, user_text=user_text)
 
 
-def _split_key(dotted_key: str, *, shown_source: str) -> list[str]:
-    """Split a."b.c".d into a, b.c, d. `shown_source` is the user's text, for error messages."""
+def _split_key(dotted_key: str, *, user_text: str) -> list[str]:
+    """Split a."b.c".d into a, b.c, d. `user_text` names the key in error messages, e.g. "--set a.b=1"."""
     if re.fullmatch(rf"{_NAME_PATTERN}(\.{_NAME_PATTERN})*", dotted_key) is None:
-        raise InputError(
-            f'{shown_source}: expected a.b=value; put quotes only around a name that contains a dot: a."b.c"=value'
-        )
+        raise InputError(f'{user_text}: expected a.b=value; put quotes only around a name that contains a dot: a."b.c"=value')
     matches = re.findall(r'"([^"]+)"|([^".]+)', dotted_key)
     names = [quoted_name or plain_name for quoted_name, plain_name in matches]
     if len(names) > yaml_loader.MAX_DEPTH:
-        raise InputError(f"{shown_source}: {len(names):,} nested names, but no setting is nested that deep")
+        raise InputError(f"{user_text}: {len(names):,} nested names, but no setting is nested that deep")
     return names
 
 
 def _get_setting(raw_settings: Any, dotted_key: str) -> Any:
     value = raw_settings
-    for name in _split_key(dotted_key, shown_source=dotted_key):
+    for name in _split_key(dotted_key, user_text=dotted_key):
         value = value[int(name)] if isinstance(value, list) else value[name]
     return value
 
 
-def _put_setting(raw_settings: dict[str, Any], dotted_key: str, value: Any, *, shown_source: str) -> None:
+def _put_setting(raw_settings: dict[str, Any], dotted_key: str, value: Any, *, user_text: str) -> None:
     """Set raw_settings[a][b] for the key a.b and create missing groups.
 
     Args:
-        shown_source: the user's text, for error messages.
+        user_text: text that names the key in error messages, such as "--set a.b=1".
     """
-    *group_names, setting_name = _split_key(dotted_key, shown_source=shown_source)
+    *group_names, setting_name = _split_key(dotted_key, user_text=user_text)
     group: Any = raw_settings
     for depth, name in enumerate(group_names):
         if isinstance(group, list):
             # int() would reject a text of thousands of digits.
             if not (name.isdecimal() and name.isascii() and int(name[:9]) < len(group)):
                 list_key = ".".join(group_names[:depth])
-                raise InputError(f"{shown_source}: {list_key} is a list of {len(group)}; name an entry by its index, from 0")
+                raise InputError(f"{user_text}: {list_key} is a list of {len(group)}; name an entry by its index, from 0")
             group = group[int(name[:9])]
         else:
             group[name] = {} if group.get(name) is None else group[name]
@@ -238,5 +236,5 @@ def _put_setting(raw_settings: dict[str, Any], dotted_key: str, value: Any, *, s
         is_list_entry = isinstance(group, list) and depth + 1 == len(group_names)
         if not isinstance(group, dict | list) or is_list_entry:
             group_key = ".".join(group_names[: depth + 1])
-            raise InputError(f"{shown_source}: {group_key} is the value {shown(group)}, not a group of settings")
+            raise InputError(f"{user_text}: {group_key} is the value {shown(group)}, not a group of settings")
     group[setting_name] = value

@@ -33,7 +33,7 @@ def prepare_environment(workspace: Path) -> None:
 
 
 def set_flow_run_retention(*, num_days: int) -> None:
-    """Make a Prefect server that this process starts delete flow runs after `num_days` days.
+    """Set the environment variables so that a Prefect server of this process deletes flow runs after `num_days` days.
 
     Variables that the user has set keep their values.
     """
@@ -60,8 +60,8 @@ def require_writable(workspace: Path) -> None:
     """Raise InputError if `workspace` is not writable, or does not exist and cannot be created. Create nothing."""
     if special_text := re.search(r"\?|%[0-9A-Fa-f]{2}", str(workspace.absolute())):
         raise InputError(
-            f"workspace {workspace.absolute()}: the path contains {special_text[0]}, which has another meaning in the "
-            "addresses of the databases in the workspace; set workspace to another folder"
+            f"workspace {workspace.absolute()}: the path contains {special_text[0]}, which has a special meaning in the "
+            "addresses of the workspace's databases; set workspace to another folder"
         )
     try:
         nearest_existing_path = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))

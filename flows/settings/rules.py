@@ -44,7 +44,7 @@ def _weights_need_validation(config: "PipelineConfig") -> None:
 def _include_target_is_without_order(config: "PipelineConfig") -> None:
     if config.interactions.is_ordered and config.model.history.include_target:
         raise ValueError(
-            "model.history.include_target is for logs without order, but interactions has an order; set it to false"
+            "model.history.include_target is for logs without order, but interactions has an order; set include_target to false"
         )
 
 
@@ -146,8 +146,8 @@ def _explicit_negatives_are_ingested(config: "PipelineConfig") -> None:
     if config.loss.explicit_negatives and not config.interactions.explicit_negatives:
         raise ValueError(
             f"loss.explicit_negatives is {config.loss.explicit_negatives}, but interactions.explicit_negatives is false, so "
-            "no negative is known; set it to true, with label_column and label_threshold, or set loss.explicit_negatives "
-            "to 0"
+            "no negative is known; set interactions.explicit_negatives to true, with label_column and label_threshold, or set "
+            "loss.explicit_negatives to 0"
         )
 
 
@@ -162,7 +162,7 @@ def _torchx_needs_device_and_rank_count(config: "PipelineConfig") -> None:
 
 
 def _tables_support_their_settings(config: "PipelineConfig") -> None:
-    tables_with_vectors = {entry.table for entry in config.embeddings}
+    tables_with_vectors = {vectors_config.table for vectors_config in config.embeddings}
     if "user" in tables_with_vectors and not config.model.learn_user_embedding:
         raise ValueError(
             "embeddings has vectors of users, but the model has no user table; set model.learn_user_embedding to true"
@@ -180,7 +180,7 @@ def _item_vectors_have_one_source(config: "PipelineConfig") -> None:
     log_vectors = config.input_config.log_vectors
     if log_vectors is None:
         return
-    if sum(entry.table == "item" for entry in config.embeddings) > 1:
+    if sum(vectors_config.table == "item" for vectors_config in config.embeddings) > 1:
         raise ValueError(
             "embeddings has several entries for the table item, and one of them has `source: log`, but each item row starts "
             "from one vector; keep one of the entries"
@@ -194,13 +194,13 @@ def _item_vectors_have_one_source(config: "PipelineConfig") -> None:
 
 
 def _slices_are_features_with_values(config: "PipelineConfig") -> None:
-    features = {} if config.features is None else config.features.by_key
+    feature_by_key = {} if config.features is None else config.features.by_key
     for feature_slice in config.evaluation.slices:
-        feature = features.get(feature_slice.feature)
+        feature = feature_by_key.get(feature_slice.feature)
         if feature is None:
             raise ValueError(
                 f"evaluation.slices: {feature_slice.feature} is not a declared feature; declare it under features, or set "
-                f"one of {', '.join(sorted(features)) or 'the features that you declare'}"
+                f"one of {', '.join(sorted(feature_by_key)) or 'the features that you declare'}"
             )
         if feature.standardise:
             raise ValueError(
@@ -210,16 +210,17 @@ def _slices_are_features_with_values(config: "PipelineConfig") -> None:
 
 
 def _segments_are_values_of_a_feature(config: "PipelineConfig") -> None:
-    key, features = config.package.popularity_by, {} if config.features is None else config.features.by_key
-    segment_keys = [
+    segment_key = config.package.popularity_by
+    feature_by_key = {} if config.features is None else config.features.by_key
+    allowed_keys = [
         feature_key
-        for feature_key, feature in sorted(features.items())
+        for feature_key, feature in sorted(feature_by_key.items())
         if not feature_key.startswith("item.") and feature.kind == "categorical" and feature.hash_rows is None
     ]
-    if key is not None and key not in segment_keys:
+    if segment_key is not None and segment_key not in allowed_keys:
         raise ValueError(
-            f"package.popularity_by: {key} is not a categorical user or context feature with a vocabulary; set one of "
-            f"{', '.join(segment_keys) or 'those that you declare under features'}"
+            f"package.popularity_by: {segment_key} is not a categorical user or context feature with a vocabulary; set one of "
+            f"{', '.join(allowed_keys) or 'those that you declare under features'}"
         )
 
 
@@ -228,17 +229,17 @@ def _item_vectors_are_stored(config: "PipelineConfig") -> None:
     if config.package.item_vectors == "none" and (isinstance(served_index, Auto) or not served_index.has_readable_vectors):
         raise ValueError(
             f"package.item_vectors is none, but the vectors of an index of kind {served_index.kind} may be unreadable; set "
-            "it to fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
+            "package.item_vectors to fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
         )
 
 
 def _guarded_features_are_slices(config: "PipelineConfig") -> None:
-    sliced_features = sorted(feature_slice.feature for feature_slice in config.evaluation.slices)
-    for feature in config.registry.guardrails.features:
-        if feature not in sliced_features:
+    sliced_feature_keys = sorted(feature_slice.feature for feature_slice in config.evaluation.slices)
+    for feature_key in config.registry.guardrails.features:
+        if feature_key not in sliced_feature_keys:
             raise ValueError(
-                f"registry.guardrails.features: {feature} is not a feature of evaluation.slices (its features: "
-                f"{', '.join(sliced_features) or 'none'}); add {{feature: {feature}}} to evaluation.slices"
+                f"registry.guardrails.features: {feature_key} is not a feature of evaluation.slices (its features: "
+                f"{', '.join(sliced_feature_keys) or 'none'}); add {{feature: {feature_key}}} to evaluation.slices"
             )
 
 

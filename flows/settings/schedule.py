@@ -13,8 +13,8 @@ from recsys_core.config import Settings
 from recsys_core.errors import shown
 
 MINUTES_PER_WEEK = 10_080
-_LAST_VALUES = (("59",), ("23",), ("31",), ("12", "dec"), ("6", "7", "sat", "sun"))
-"""Names of the largest value of each field of a cron expression."""
+_LARGEST_VALUES = (("59",), ("23",), ("31",), ("12", "dec"), ("6", "7", "sat", "sun"))
+"""The largest value of each field of a cron expression, in all spellings."""
 
 
 def _check_cron(expression: str) -> str:
@@ -24,7 +24,7 @@ def _check_cron(expression: str) -> str:
     try:
         CronSim(expression, datetime(2026, 1, 1))
         minute, hour, day, month, _ = expression.split()[-5:]
-        CronSim(f"{minute} {hour} {day} {month} *", datetime(2026, 1, 1))  # Prefect fails at 30 February with a weekday
+        CronSim(f"{minute} {hour} {day} {month} *", datetime(2026, 1, 1))  # Prefect fails at 30 February, even with a weekday
     except CronSimError as error:
         problem = problem or f"is not a cron expression: {error}"
     problem = problem or _unsupported_part(expression)
@@ -37,22 +37,22 @@ def _check_cron(expression: str) -> str:
 
 
 def _unsupported_part(expression: str) -> str | None:
-    """Describe a part of a cron expression that Prefect reads in another way than cron; return None if there is none.
+    """Describe the first part of a cron expression that Prefect and cron read differently; return None if there is none.
 
     >>> _unsupported_part("0 3 * * 5-5"), _unsupported_part("0 3 28/2 12/3 *"), _unsupported_part("0 3 * * 5")
     ('has 5-5, which Prefect reads as all values', 'has 12/3, which Prefect reads as all values in steps', None)
     """
     fields = expression.lower().split()
-    if "#" in expression and (fields[2] != "*" or not all("#" in part for part in fields[4].split(","))):
+    if "#" in expression and (fields[2] != "*" or not all("#" in range_text for range_text in fields[4].split(","))):
         return "has # together with other days of the week or with a day of the month, which Prefect does not support"
-    for field, last_values in zip(fields, _LAST_VALUES, strict=True):
-        for part in field.split(","):
-            value_range, _, step = part.partition("/")
-            first, _, last = value_range.partition("-")
-            if first == last:
-                return f"has {part}, which Prefect reads as all values"
-            if step and value_range in last_values:
-                return f"has {part}, which Prefect reads as all values in steps"
+    for field, largest_values in zip(fields, _LARGEST_VALUES, strict=True):
+        for range_text in field.split(","):
+            value_range, _, step = range_text.partition("/")
+            first_value, _, last_value = value_range.partition("-")
+            if first_value == last_value:
+                return f"has {range_text}, which Prefect reads as all values"
+            if step and value_range in largest_values:
+                return f"has {range_text}, which Prefect reads as all values in steps"
     return None
 
 
@@ -121,11 +121,11 @@ class ScheduleConfig(Settings):
         cron = self.cron_by_flow[flow_name]
         if cron is None:
             return None
-        # Prefect's class is imported here, because it takes seconds, and most commands only load the config.
+        # Prefect's class is imported here, because the import takes seconds, and most commands only load the config.
         from prefect.server.schemas.schedules import CronSchedule
         from prefect.utilities.asyncutils import run_coro_as_sync
 
         schedule = CronSchedule(cron=cron, timezone=self.timezone)
-        # A date that Prefect returns may be equal to `start`.
+        # The first date that Prefect returns may be equal to `start`.
         planned_starts: list[datetime] | None = run_coro_as_sync(schedule.get_dates(1, start=after + timedelta(microseconds=1)))
         return planned_starts[0] if planned_starts else None

@@ -50,8 +50,8 @@ def default_ranges(config: PipelineConfig, suggestions: Iterable[Suggestion]) ->
     suggestion_by_setting = {suggestion.setting: suggestion for suggestion in suggestions if suggestion.search is not None}
     for setting, searched_range in SEARCHED_RANGES.items():
         current_value = setting_value(config, setting)
-        without_change = Suggestion(setting=setting, value=current_value, reason="", search=searched_range)
-        suggestion_by_setting.setdefault(setting, without_change)
+        unchanged_suggestion = Suggestion(setting=setting, value=current_value, reason="", search=searched_range)
+        suggestion_by_setting.setdefault(setting, unchanged_suggestion)
     ranges: dict[str, RangeConfig] = {}
     for suggestion in suggestion_by_setting.values():
         assert suggestion.search is not None
@@ -71,18 +71,18 @@ def first_trials(
 ) -> list[dict[str, Any]]:
     """Return the settings of the first trials: the values of the config, then the suggested values.
 
-    If a value is not in its range, such as the temperature `auto`, the trial has the other of the two values.
+    If one of the two values is not in the range, such as the temperature `auto`, both trials have the other value.
     """
     current_values = {setting: setting_value(config, setting) for setting in ranges}
-    proposed_values = current_values | {
+    suggested_values = current_values | {
         suggestion.setting: suggestion.value for suggestion in suggestions if suggestion.setting in ranges
     }
     for setting, value_range in ranges.items():
-        if value_range.choices and proposed_values[setting] not in value_range.choices:
-            proposed_values[setting] = current_values[setting]
+        if value_range.choices and suggested_values[setting] not in value_range.choices:
+            suggested_values[setting] = current_values[setting]
         if not value_range.choices and not isinstance(current_values[setting], int | float):
-            current_values[setting] = proposed_values[setting]
-    return [current_values] if proposed_values == current_values else [current_values, proposed_values]
+            current_values[setting] = suggested_values[setting]
+    return [current_values] if suggested_values == current_values else [current_values, suggested_values]
 
 
 def _interval(config: PipelineConfig, suggestion: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:

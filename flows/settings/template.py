@@ -135,8 +135,8 @@ class _TemplateWriter(NamedTuple):
         """Yield the lines of `config`, the group of settings with the dotted name `group_name`.
 
         Args:
-            kind_name: setting that is written even if it has its default, because it selects the kind of the group. None if the
-                file needs no such setting: without it, the group would have the same kind.
+            kind_name: setting that selects the kind of the group, and is written even if it has its default; None if the group
+                has the same kind without this setting.
         """
         indent = "  " * depth
         for setting_name, field in type(config).model_fields.items():
@@ -171,7 +171,7 @@ class _TemplateWriter(NamedTuple):
                 yield from _with_comment(f"{indent}{setting_name}: {value_yaml}", _comment(field))
 
     def _named_groups(self, groups: Mapping[str, BaseModel], *, group_name: str, depth: int) -> Iterator[str]:
-        """Yield a line for each named group, such as the settings of one table, with the settings that are not the default."""
+        """Yield a line for each named group, such as a table, with the settings of the group that differ from their default."""
         indent = "  " * depth
         for name, group in groups.items():
             note_prefix = f"{group_name}.{name}."
@@ -212,8 +212,10 @@ def _choices(field: FieldInfo) -> list[str]:
 def _kind_and_settings(config_class: type[BaseModel], *, shared_names: set[str]) -> str:
     """Return text such as "time: test_days, validation_days": the kind that a class describes, and its own settings."""
     tag_names = union_tags(config_class)
-    values = [str(config_class.model_fields[name].default) for name in tag_names]  # each class of a union has a tag
-    kind = " with ".join([values[0], *(f"{name} {value}" for name, value in zip(tag_names[1:], values[1:], strict=True))])
+    tag_values = [str(config_class.model_fields[name].default) for name in tag_names]  # each class of a union has a tag
+    kind = " with ".join(
+        [tag_values[0], *(f"{name} {value}" for name, value in zip(tag_names[1:], tag_values[1:], strict=True))]
+    )
     own_names = ", ".join(name for name in config_class.model_fields if name not in {*shared_names, *tag_names})
     return f"{kind}: {own_names}" if own_names else kind
 

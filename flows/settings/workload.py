@@ -37,8 +37,8 @@ def data_of_dataset(config: PipelineConfig, dataset: Dataset) -> DataSizes:
 
 
 def data_of_sizes(config: PipelineConfig, *, num_users: int, num_items: int, num_events: int) -> DataSizes:
-    """Return the sizes of data that do not exist yet. Every user is a test user, up to evaluation.max_users."""
-    has_vectors = any(entry.table == "item" for entry in config.embeddings)
+    """Return the sizes of data that does not exist yet. Every user is a test user, up to evaluation.max_users."""
+    has_vectors = any(vectors_config.table == "item" for vectors_config in config.embeddings)
     return DataSizes(
         num_users=num_users,
         num_items=num_items,
@@ -51,7 +51,7 @@ def data_of_sizes(config: PipelineConfig, *, num_users: int, num_items: int, num
 
 
 def plan_for_sizes(config: PipelineConfig, data: DataSizes) -> PlanFile:
-    """Return the sharding plan for data that do not exist yet: tables of items and users, without features.
+    """Return the sharding plan for data that does not exist yet: tables of items and users, without features.
 
     Histories are full, and popularity follows Zipf's law.
     """
@@ -62,14 +62,16 @@ def plan_for_sizes(config: PipelineConfig, data: DataSizes) -> PlanFile:
         num_users=data.num_users,
         num_items=data.num_items,
         vector_dim_by_table={
-            entry.table: config.model.embedding_dim for entry in config.embeddings if entry.table in ID_TABLES
+            vectors_config.table: config.model.embedding_dim
+            for vectors_config in config.embeddings
+            if vectors_config.table in ID_TABLES
         },
         tables=tables,
         has_distillation=config.loss.distillation is not None,
         optimizer=config.training.table_optimizer,
     )
     batch_size = config.training.batch_size
-    num_distinct = num_distinct_items(
+    num_distinct_rows = num_distinct_items(
         data.num_items,
         num_draws=batch_size * (1 + model.history_length),
         num_negatives=config.loss.num_sampled_negatives,
@@ -78,9 +80,9 @@ def plan_for_sizes(config: PipelineConfig, data: DataSizes) -> PlanFile:
     if config.loss.negatives == "all":  # a rank also looks up its share of the items
         _, processes_per_node = resolve_cluster(config.sharding.cluster)
         num_ranks = config.sharding.cluster.num_nodes * processes_per_node
-        num_distinct += (data.num_items - num_distinct) / num_ranks
+        num_distinct_rows += (data.num_items - num_distinct_rows) / num_ranks
     values_per_query = {
-        name: num_distinct / batch_size if table.side == "item" else 1.0 for name, table in model.tables.items()
+        name: num_distinct_rows / batch_size if table.side == "item" else 1.0 for name, table in model.tables.items()
     }
     return make_plan(
         config.sharding.model_copy(update={"tables": constraints}),
@@ -116,11 +118,11 @@ def workload_of(config: PipelineConfig, data: DataSizes, *, plan: PlanFile, mach
         has_linear_baselines=bool(config.evaluation.linear_baselines(data.num_items)),
         machines=machines,
     )
-    checkpoints = {
+    num_checkpoints_by_field = {
         "num_saves": config.training.num_saves(num_steps=num_steps(workload)),
         "num_kept": config.training.max_num_checkpoints(num_steps=num_steps(workload)),
     }
-    return workload.model_copy(update={"training": training.model_copy(update=checkpoints)})
+    return workload.model_copy(update={"training": training.model_copy(update=num_checkpoints_by_field)})
 
 
 def _num_candidates(config: PipelineConfig, data: DataSizes, *, num_ranks: int) -> int:
@@ -128,10 +130,10 @@ def _num_candidates(config: PipelineConfig, data: DataSizes, *, num_ranks: int) 
     loss = config.loss
     if loss.negatives == "all":
         return data.num_items
-    num_rank_candidates = loss.num_negatives + loss.explicit_negatives
+    num_candidates = loss.num_negatives + loss.explicit_negatives
     if loss.in_batch_negatives or (loss.in_batch_negatives is None and loss.kind == "softmax"):
-        num_rank_candidates += config.training.batch_size
-    return max(1, num_rank_candidates * (num_ranks if loss.cross_rank_negatives else 1))
+        num_candidates += config.training.batch_size
+    return max(1, num_candidates * (num_ranks if loss.cross_rank_negatives else 1))
 
 
 def _index_sizes(index: AnyIndexKind, config: PipelineConfig, data: DataSizes) -> IndexSizes:
@@ -146,7 +148,7 @@ def _index_sizes(index: AnyIndexKind, config: PipelineConfig, data: DataSizes) -
 
 
 def _package_bytes_per_item(config: PipelineConfig) -> float:
-    """Return the bytes of an item's vector and of its row in the query tower."""
+    """Return the packaged bytes per item: the item's row in the query tower and the item's vector."""
     row_bytes = _PACKAGED_VALUE_BYTES[config.package.quantization] * config.model.embedding_dim
     return row_bytes + _PACKAGED_VALUE_BYTES[config.package.item_vectors] * config.model.output_dim
 

@@ -20,11 +20,11 @@ class _StringDateConstructor(SafeConstructor):
     """Constructor that reads dates and the scalar `=` as strings."""
 
 
-for _type in ("timestamp", "value"):
-    _StringDateConstructor.add_constructor(f"tag:yaml.org,2002:{_type}", SafeConstructor.construct_yaml_str)
+for _tag_name in ("timestamp", "value"):
+    _StringDateConstructor.add_constructor(f"tag:yaml.org,2002:{_tag_name}", SafeConstructor.construct_yaml_str)
 
 _QUOTE_TEXT = "put a text with special characters in quotes"
-_FIX_BY_PROBLEM = {
+_FIX_BY_MESSAGE_PART = {
     r"'\t'": "indent with blanks, not tabs",
     "undefined alias": f"{_QUOTE_TEXT}, such as '*.parquet'",
     "cannot start any token": _QUOTE_TEXT,
@@ -45,7 +45,7 @@ def load(text: str, *, subject: str, fix: str | None = None) -> Any:
     {'a': 12, 'b': '1:30', 'c': 'yes', 'd': 0.001, 'e': 12, 'f': '2026-11-19'}
 
     Args:
-        fix: the end of the error message. The default depends on the error.
+        fix: advice at the end of the error message. The default depends on the error.
 
     Raises:
         InputError: the text is not YAML, or is nested too deep. The message starts with `subject`.
@@ -55,21 +55,21 @@ def load(text: str, *, subject: str, fix: str | None = None) -> Any:
     try:
         return yaml.load(text)
     except (YAMLError, ValueError) as error:  # int() raises ValueError for a number with thousands of digits
-        mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f"line {mark.line + 1}: "
+        problem_mark = getattr(error, "problem_mark", None)
+        place = "" if problem_mark is None else f"line {problem_mark.line + 1}: "
         problem = printable(getattr(error, "problem", None) or first_line(error), max_characters=200)
-        fix_clause = f"; {fix}" if fix else _fix_clause(problem, begin=getattr(error, "context_mark", None))
+        fix_clause = f"; {fix}" if fix else _fix_clause(problem, begin_mark=getattr(error, "context_mark", None))
         raise InputError(f"{subject}: cannot be read as YAML: {place}{problem}{fix_clause}") from None
 
 
-def _fix_clause(problem: str, *, begin: Any) -> str:
-    """Return the clause that suggests a fix; empty if the problem has no entry in _FIX_BY_PROBLEM.
+def _fix_clause(problem: str, *, begin_mark: Any) -> str:
+    """Return the clause that suggests a fix; empty if the problem has no entry in _FIX_BY_MESSAGE_PART.
 
-    begin: the parser's mark of the place where the quotes or the bracket begin, or None.
+    begin_mark: the parser's mark of the place where the quotes or the bracket begin, or None.
     """
-    for part, fix in _FIX_BY_PROBLEM.items():
-        if part in problem:
-            return f"; {fix.format(line=begin.line + 1)}" if begin is not None else f"; {fix}"
+    for message_part, fix in _FIX_BY_MESSAGE_PART.items():
+        if message_part in problem:
+            return f"; {fix.format(line=begin_mark.line + 1)}" if begin_mark is not None else f"; {fix}"
     return ""
 
 
@@ -77,7 +77,7 @@ def dump(value: Any, *, is_inline: bool = False) -> str:
     """Format `value` as YAML that `load` reads back unchanged; keys keep their order.
 
     Args:
-        is_inline: write groups and lists in braces, on one line.
+        is_inline: write groups in braces and lists in brackets, on one line.
 
     >>> dump({"name": "1e5", "rate": 1e-05, "date": "2026-11-19"}).split()
     ['name:', "'1e5'", 'rate:', '1e-05', 'date:', "'2026-11-19'"]

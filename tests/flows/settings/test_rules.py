@@ -140,7 +140,7 @@ def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
 @pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
 def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, config_path: Path) -> None:
     error = error_message(config_path, "package.item_vectors=none", f"index.served={kind}")
-    assert f"package.item_vectors is none, but the vectors of an index of kind {kind} may be unreadable; set it" in error
+    assert f"package.item_vectors is none, but the vectors of an index of kind {kind} may be unreadable; set" in error
     assert (
         load_config(config_path, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"
     )

@@ -32,10 +32,10 @@ def create_automations(client: SyncPrefectClient, config: PipelineConfig, *, dep
         InputError: there is no block `nightjar-alerts`, or the block cannot deliver alerts.
     """
     block = require_alert_block(client)
-    paths = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
-    if not paths:
+    automation_paths = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
+    if not automation_paths:
         raise InputError(f"{AUTOMATION_FOLDER} contains no automations; install nightjar from a checkout that has this folder")
-    automations = [automation_of(path, config, deployment_id=deployment_id, block=block) for path in paths]
+    automations = [automation_of(path, config, deployment_id=deployment_id, block=block) for path in automation_paths]
     for automation in automations:
         existing_automations = client.read_automations_by_name(automation.name)
         if existing_automations:
@@ -67,9 +67,9 @@ def require_alert_block(client: SyncPrefectClient) -> BlockDocument:
         )
     capabilities = [] if block.block_schema is None else block.block_schema.capabilities
     if not _is_webhook(block) and "notify" not in capabilities:
-        block_type = "" if block.block_type is None else block.block_type.slug
+        type_slug = "" if block.block_type is None else block.block_type.slug
         raise InputError(
-            f"the block {BLOCK_NAME} has the type {block_type}, which cannot deliver alerts; replace it by a Webhook "
+            f"the block {BLOCK_NAME} has the type {type_slug}, which cannot deliver alerts; replace it by a Webhook "
             "or a notification such as Sendgrid Email"
         )
     return block

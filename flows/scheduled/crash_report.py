@@ -67,12 +67,12 @@ def main() -> None:
     If the flow run does not end within CANCEL_GRACE_S of its first SIGTERM, send it SIGKILL.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends SIGTERM to all processes of the worker
-    pid, flow_run_id = sys.argv[1:]
+    pid_text, flow_run_id = sys.argv[1:]
     with open(0, "rb", buffering=0) as pipe:
         while (signal_byte := pipe.read(1)) and signal_byte[0] != signal.SIGTERM:
             pass
         if signal_byte:
-            kill_timer = threading.Timer(CANCEL_GRACE_S, os.kill, (int(pid), signal.SIGKILL))
+            kill_timer = threading.Timer(CANCEL_GRACE_S, os.kill, (int(pid_text), signal.SIGKILL))
             kill_timer.start()
             pipe.readall()
             kill_timer.cancel()

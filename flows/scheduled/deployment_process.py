@@ -60,22 +60,22 @@ def main() -> None:
     """Run the deployments until SIGTERM, or until the parent process ends."""
     die_with_parent()
     os.environ.update(parent_environment())  # the process of a run ends with this process
-    ready_fd, config_path, *overrides = sys.argv[1:]
+    ready_fd_text, config_path, *overrides = sys.argv[1:]
     try:
-        loaded = LoadedConfig.read(Path(config_path), overrides)
-        deployments = prepare_deployments(loaded)
+        loaded_config = LoadedConfig.read(Path(config_path), overrides)
+        deployments = prepare_deployments(loaded_config)
     except NightjarError as error:
-        os.write(int(ready_fd), str(error).encode())
+        os.write(int(ready_fd_text), str(error).encode())
         sys.exit(error.exit_code)
-    asyncio.run(_serve(deployments, loaded.config, ready_fd=int(ready_fd)))
+    asyncio.run(_serve(deployments, loaded_config.config, ready_fd=int(ready_fd_text)))
     os._exit(0)  # the exit handlers of libraries take seconds
 
 
-def prepare_deployments(loaded: LoadedConfig) -> tuple[RunnerDeployment, ...]:
-    """Return the deployments of a pipeline; set the unfinished flow runs of an earlier process to Crashed."""
-    config = loaded.config
+def prepare_deployments(loaded_config: LoadedConfig) -> tuple[RunnerDeployment, ...]:
+    """Return the deployments of a pipeline. Set the flow runs that an earlier process left unfinished to Crashed."""
+    config = loaded_config.config
     with prefect_client() as client:
-        deployments = deployments_of(loaded, work_pool_name=None, paused_flows=paused_flows(client, config))
+        deployments = deployments_of(loaded_config, work_pool_name=None, paused_flows=paused_flows(client, config))
         for deployment in deployments:
             current_deployment = read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             if current_deployment is not None:

@@ -28,7 +28,7 @@ STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": 
 
 
 def deployments_of(
-    loaded: LoadedConfig, *, work_pool_name: str | None, paused_flows: Collection[str] = ()
+    loaded_config: LoadedConfig, *, work_pool_name: str | None, paused_flows: Collection[str] = ()
 ) -> tuple[RunnerDeployment, ...]:
     """Return the deployments nightly-retrain, promote, rollback, recommend and refresh of a pipeline.
 
@@ -36,21 +36,21 @@ def deployments_of(
     refresh may have a schedule.
 
     Args:
-        loaded: config of the pipeline. Each run reads the file again when it starts. The overrides are the default of the
-            field "Settings to override" in the forms.
+        loaded_config: config of the pipeline. Each run reads the file again when it starts. The overrides are the default of
+            the field "Settings to override" in the forms.
         work_pool_name: work pool whose workers run the deployments. None: the process of `nightjar up` runs the deployments.
         paused_flows: names of the flows whose schedule a person has paused. These schedules stay paused.
     """
-    config, schedule = loaded.config, loaded.config.schedule
-    one_run_at_a_time = ConcurrencyLimitConfig(limit=1, collision_strategy=STRATEGY_BY_ON_OVERRUN[schedule.on_overrun])
+    config, schedule = loaded_config.config, loaded_config.config.schedule
+    one_run_limit = ConcurrencyLimitConfig(limit=1, collision_strategy=STRATEGY_BY_ON_OVERRUN[schedule.on_overrun])
     deployments = []
     for flow in (deployed_retrain, promote, rollback, recommend, refresh):
         cron, is_active = schedule.cron_by_flow.get(flow.name), flow.name not in paused_flows
         deployment = flow.to_deployment(
             config.name,
             schedules=[Schedule(cron=cron, timezone=schedule.timezone, active=is_active)] if cron else [],
-            concurrency_limit=one_run_at_a_time if flow is deployed_retrain else None,
-            parameters=loaded.flow_parameters,
+            concurrency_limit=one_run_limit if flow is deployed_retrain else None,
+            parameters=loaded_config.flow_parameters,
             tags=["nightjar", f"pipeline:{config.name}"],
             version=recsys_core.__version__,
             entrypoint_type=EntrypointType.MODULE_PATH,
@@ -74,10 +74,10 @@ def read_deployment(
 
 def paused_flows(client: SyncPrefectClient, config: PipelineConfig) -> set[str]:
     """Return the names of the flows whose schedule in `config` a person has paused."""
-    paused_names = set()
+    paused_flow_names = set()
     for flow_name, cron in config.schedule.cron_by_flow.items():
         deployment = read_deployment(client, config.name, flow_name=flow_name)
-        prefect_schedules = [] if deployment is None else deployment.schedules
-        if any(not entry.active and getattr(entry.schedule, "cron", None) == cron for entry in prefect_schedules):
-            paused_names.add(flow_name)
-    return paused_names
+        deployed_schedules = [] if deployment is None else deployment.schedules
+        if any(not schedule.active and getattr(schedule.schedule, "cron", None) == cron for schedule in deployed_schedules):
+            paused_flow_names.add(flow_name)
+    return paused_flow_names

@@ -1,7 +1,7 @@
 """Application of the MLflow server of `nightjar ui` and `nightjar up`.
 
-The commands do not start `mlflow server`, because that command starts the application in a subprocess, which would survive a
-SIGKILL of the command.
+The commands do not start `mlflow server`, because `mlflow server` starts the application in a subprocess, which would survive a
+SIGKILL of its parent.
 """
 
 import base64
@@ -26,14 +26,14 @@ class BasicAuthentication:
         self._expected_header = b"Basic " + base64.b64encode(credentials.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request with the credentials, the health check, and the start and stop of the application."""
-        header = dict(scope.get("headers", ())).get(b"authorization", b"")
+        """Pass on health checks, requests with the credentials, and the start and stop events of the application."""
+        sent_header = dict(scope.get("headers", ())).get(b"authorization", b"")
         is_health_check = scope["type"] == "http" and scope["path"] == "/health"
-        if scope["type"] == "lifespan" or is_health_check or secrets.compare_digest(header, self._expected_header):
+        if scope["type"] == "lifespan" or is_health_check or secrets.compare_digest(sent_header, self._expected_header):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            headers = {"WWW-Authenticate": 'Basic realm="nightjar", charset="UTF-8"'}
-            await PlainTextResponse("a password is required", status_code=401, headers=headers)(scope, receive, send)
+            response_headers = {"WWW-Authenticate": 'Basic realm="nightjar", charset="UTF-8"'}
+            await PlainTextResponse("a password is required", status_code=401, headers=response_headers)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 

@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 MAX_RESTARTS = 5
-"""Largest number of restarts in a row of a server that ends within STABLE_S. More restarts would not help against a bug."""
+"""Largest number of restarts in a row. The count starts again at 0 after a server has run for STABLE_S."""
 STABLE_S = 600.0
 NUM_LOG_LINES = 5
 SOCKET_BACKLOG = 1024
@@ -45,7 +45,7 @@ class ServerProcess:
         libraries: modules that the process imports before it gets its environment variables.
         health_path: path of the URL that answers when the server is ready.
         port: port of the server; 0: any free port.
-        port_option: option of the command that sets the port, for the error if the port is in use.
+        port_option: option that sets the port. The error message names it if the port is in use.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class ServerProcess:
 
     def _last_log_lines(self) -> str:
         """Return the last log lines of this server. Lines of earlier servers in the same file are left out."""
-        lines: list[str] = []
+        log_lines: list[str] = []
         if self._log_file.is_file():
             with self._log_file.open("rb") as file:
                 file.seek(self._log_start_byte)
-                lines = file.read().decode(errors="replace").splitlines()[-NUM_LOG_LINES:]
-        if not lines:
+                log_lines = file.read().decode(errors="replace").splitlines()[-NUM_LOG_LINES:]
+        if not log_lines:
             return f"; {self._log_file} has no line of this server"
-        return "\n".join((f"; the last lines of {self._log_file}:", *lines))
+        return "\n".join((f"; the last lines of {self._log_file}:", *log_lines))

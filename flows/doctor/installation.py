@@ -71,21 +71,21 @@ def check_log_engine(config: PipelineConfig) -> Finding:
 
 
 def check_disk(workspace: Path, *, budget_gib: float | None) -> Finding:
-    """Compare the free space of the workspace's disk, and of its budget, with the size of earlier runs.
+    """Compare the free disk space, and the free part of the workspace's budget, with the size of earlier runs.
 
     The newest run may have failed before it wrote all its files, so the newest run with all files is compared too.
 
     Args:
         budget_gib: retention.disk_budget_gb.
     """
-    num_free_bytes, runs = free_bytes(workspace), Workspace(workspace)
-    newest_run = runs.newest_run()
+    num_free_bytes, workspace_runs = free_bytes(workspace), Workspace(workspace)
+    newest_run = workspace_runs.newest_run()
     if newest_run is None:
         return ok(f"{format_gib(num_free_bytes)} free in {workspace}; no run yet")
-    new_run_bytes = estimated_bytes(runs.run(runs.new_run_id()))
-    run_bytes = max(used_bytes(newest_run.folder), new_run_bytes)
-    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; the next run needs about {format_gib(run_bytes)}"
-    if num_free_bytes < DISK_RESERVE_FACTOR * run_bytes:
+    new_run_bytes = estimated_bytes(workspace_runs.run(workspace_runs.new_run_id()))
+    largest_run_bytes = max(used_bytes(newest_run.folder), new_run_bytes)
+    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; the next run needs about {format_gib(largest_run_bytes)}"
+    if num_free_bytes < DISK_RESERVE_FACTOR * largest_run_bytes:
         return problem(f"{disk_text}, like earlier runs; remove old runs, or set workspace to a larger disk")
     if budget_gib is None:
         return ok(disk_text)

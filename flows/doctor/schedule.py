@@ -65,9 +65,9 @@ def _check_deployment(client: SyncPrefectClient, config: PipelineConfig, flow_na
             return not_used(f"{setting} is empty: {flow_name} is started by hand only")
         return problem(f"the server has no {deployment_text}; create it with `nightjar deploy`")
     cron_schedules = [
-        (f"{entry.schedule.cron} {entry.schedule.timezone or 'UTC'}", entry.active)
-        for entry in deployment.schedules
-        if isinstance(entry.schedule, CronSchedule)
+        (f"{prefect_schedule.schedule.cron} {prefect_schedule.schedule.timezone or 'UTC'}", prefect_schedule.active)
+        for prefect_schedule in deployment.schedules
+        if isinstance(prefect_schedule.schedule, CronSchedule)
     ]
     deployed_text = ", ".join(text for text, _ in cron_schedules) or "none"
     config_text = f"{cron} {config.schedule.timezone}" if cron else "none"
@@ -78,8 +78,8 @@ def _check_deployment(client: SyncPrefectClient, config: PipelineConfig, flow_na
         )
     if deployment.status != DeploymentStatus.READY:
         pool_name = deployment.work_pool_name
-        fix = "`nightjar up`" if pool_name is None else f"a worker: prefect worker start --pool {pool_name}"
-        return problem(f"no process starts the runs of {deployment_text}; start {fix}")
+        process_text = "`nightjar up`" if pool_name is None else f"a worker: prefect worker start --pool {pool_name}"
+        return problem(f"no process starts the runs of {deployment_text}; start {process_text}")
     if not cron_schedules:
         return not_used(f"{deployment_text} has no schedule: runs are started by hand only")
     if deployment.paused or not all(is_active for _, is_active in cron_schedules):

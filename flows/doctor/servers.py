@@ -66,8 +66,8 @@ def check_prefect() -> Finding:
             f"{api_url}: {first_line(error)}; check the server, and that PREFECT_API_URL is its address and ends in /api"
         )
     has_password = _has_password(f"{api_url.rstrip('/')}/admin/version")
-    fix = "PREFECT_SERVER_API_AUTH_STRING"
-    return _check_server("prefect", server_version, address=api_url, has_password=has_password, fix=fix)
+    protection = "PREFECT_SERVER_API_AUTH_STRING"
+    return _check_server("prefect", server_version, address=api_url, has_password=has_password, protection=protection)
 
 
 def check_mlflow(config: PipelineConfig) -> Finding:
@@ -91,8 +91,9 @@ def check_mlflow(config: PipelineConfig) -> Finding:
     except Exception as error:  # MLflow wraps the errors of requests
         return problem(str(tracking_error(error, uri=uri)))
     has_password = _has_password(uri.rstrip("/") + _MLFLOW_SEARCH_PATH)
-    fix = "`mlflow server --app-name basic-auth`"
-    return _check_server("mlflow", version_response.text.strip(), address=uri, has_password=has_password, fix=fix)
+    protection = "`mlflow server --app-name basic-auth`"
+    server_version = version_response.text.strip()
+    return _check_server("mlflow", server_version, address=uri, has_password=has_password, protection=protection)
 
 
 def _check_mlflow_database(database_uri: str) -> Finding:
@@ -110,7 +111,7 @@ def _check_mlflow_database(database_uri: str) -> Finding:
 
 @contextmanager
 def short_prefect_client() -> Iterator[SyncPrefectClient]:
-    """Yield a client of the server in PREFECT_API_URL with the credentials of the environment."""
+    """Yield a client of the server in PREFECT_API_URL, with a short timeout and the credentials of the environment."""
     with SyncPrefectClient(
         os.environ["PREFECT_API_URL"],
         auth_string=os.environ.get("PREFECT_API_AUTH_STRING"),
@@ -121,7 +122,7 @@ def short_prefect_client() -> Iterator[SyncPrefectClient]:
 
 
 def _has_password(url: str) -> bool | None:
-    """Return whether the server rejects a request without credentials; None if its answer is an error of another kind."""
+    """Return whether the server rejects a request without credentials; None after any other error."""
     session = requests.Session()
     session.trust_env = False  # use neither credentials from ~/.netrc nor a proxy
     try:
@@ -135,12 +136,12 @@ def _access_denied(address: str, http_status: int, *, fix: str) -> Finding:
     return problem(f"{address}: access denied (status {http_status}); {fix}")
 
 
-def _check_server(package: str, server_version: str, *, address: str, has_password: bool | None, fix: str) -> Finding:
+def _check_server(package: str, server_version: str, *, address: str, has_password: bool | None, protection: str) -> Finding:
     """Compare the versions of a server and of the installed package; report a server that has no password.
 
     Args:
         has_password: None if this is not known.
-        fix: variable or command that protects the server with a password, for the message.
+        protection: variable or command that protects the server with a password, for the message.
     """
     installed_version = metadata.version(package)
     server_text = f"{redacted(address)}, version {server_version}"
@@ -150,6 +151,6 @@ def _check_server(package: str, server_version: str, *, address: str, has_passwo
             "must not be older: update the server first"
         )
     if has_password is False and urlsplit(address).hostname not in LOOPBACK_HOSTS:
-        return problem(f"{server_text} has no password: whoever reaches it can run code on the workers; set {fix}")
+        return problem(f"{server_text} has no password: whoever reaches it can run code on the workers; set {protection}")
     password_texts = {True: ", with password", False: "", None: ", not known whether it has a password"}
     return ok(server_text + password_texts[has_password])

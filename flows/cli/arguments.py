@@ -39,7 +39,7 @@ class ConfigOptions:
 
     def with_settings(self, settings: Mapping[str, object]) -> "ConfigOptions":
         """Return the options with an override for each setting that is not None."""
-        overrides = (f"{name}={_quoted(value)}" for name, value in settings.items() if value is not None)
+        overrides = (f"{name}={_json_for_yaml(value)}" for name, value in settings.items() if value is not None)
         return replace(self, overrides=(*self.overrides, *overrides))
 
     def read(self) -> "LoadedConfig":
@@ -48,15 +48,15 @@ class ConfigOptions:
 
     def prepare(self) -> "LoadedConfig":
         """Return the config, and set the environment variables for Prefect and MLflow, which must be imported later."""
-        loaded = self.read()
-        environment.prepare_environment(loaded.config.workspace)
-        return loaded
+        loaded_config = self.read()
+        environment.prepare_environment(loaded_config.config.workspace)
+        return loaded_config
 
 
-def _quoted(value: object) -> str:
+def _json_for_yaml(value: object) -> str:
     """Return JSON that YAML reads back as `value`.
 
-    JSON would escape an emoji as two surrogates, which YAML does not join. It would read U+0085 as a blank.
+    By default, JSON escapes an emoji as two surrogates, which YAML does not join. YAML reads an unescaped U+0085 as a blank.
     """
     json_text = json.dumps(value, ensure_ascii=False)
     return re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", json_text)
@@ -67,7 +67,9 @@ class InputOptions:
     """The options of `nightjar init` that describe the input files."""
 
     log: Annotated[str | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None
-    test: Annotated[str | None, typer.Option(help="parquet file or glob with the test events of a log that is split")] = None
+    test: Annotated[str | None, typer.Option(help="parquet file or glob with the test events, if the log is already split")] = (
+        None
+    )
     items: Annotated[str | None, typer.Option(help="parquet file with features of the items")] = None
     vectors: Annotated[str | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None
     user_column: Annotated[str | None, typer.Option(help="column of the log with the users")] = None
@@ -75,15 +77,15 @@ class InputOptions:
     time_column: Annotated[str | None, typer.Option(help="column of the log with the times")] = None
 
 
-def command_line(command_name: str, loaded: "LoadedConfig", command_options: Sequence[str] = ()) -> str:
+def command_line(command_name: str, loaded_config: "LoadedConfig", command_options: Sequence[str] = ()) -> str:
     """Return the command line of a command on the same config, with its overrides, quoted for a shell.
 
     >>> from flows.settings.config_file import LoadedConfig
     >>> command_line("query", LoadedConfig(None, Path("my config.yaml"), ("workspace=b",)), ["-k", "10"])
     "nightjar query 'my config.yaml' --set workspace=b -k 10"
     """
-    override_options = [word for override in loaded.overrides for word in ("--set", override)]
-    return shlex.join(["nightjar", command_name, str(loaded.path), *override_options, *command_options])
+    override_words = [word for override in loaded_config.overrides for word in ("--set", override)]
+    return shlex.join(["nightjar", command_name, str(loaded_config.path), *override_words, *command_options])
 
 
 def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> Callable[..., None]:

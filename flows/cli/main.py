@@ -129,8 +129,8 @@ def suggest(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="write a config with the suggested settings")] = None,
 ) -> None:
     """Print the settings that fit the data, each with its reason: model, loss, negatives, popularity, training."""
-    loaded = options.prepare()  # sets environment variables that Prefect reads when it is imported
-    commands.experiments.suggest(loaded, written_path=write, as_json=options.as_json)
+    loaded_config = options.prepare()  # sets environment variables that Prefect reads when it is imported
+    commands.experiments.suggest(loaded_config, new_config_path=write, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40 --minutes 60")

@@ -46,8 +46,8 @@ def doctor(
 @takes_config_and_json
 def releases(options: ConfigOptions) -> None:
     """List the registered versions with alias, metrics of the recommendations, and run."""
-    loaded = options.prepare()
-    commands.registry.releases(loaded, as_json=options.as_json)
+    loaded_config = options.prepare()
+    commands.registry.releases(loaded_config, as_json=options.as_json)
 
 
 @app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar compare --version 8 --with 7")
@@ -73,8 +73,8 @@ def promote(
     reason: ChangeReason,
 ) -> None:
     """Make a registered version the champion if it passes the smoke test."""
-    loaded = options.prepare()
-    commands.registry.change_champion(loaded, "promote", {"version": version, "reason": reason})
+    loaded_config = options.prepare()
+    commands.registry.change_champion(loaded_config, "promote", {"version": version, "reason": reason})
 
 
 @app.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
@@ -87,16 +87,16 @@ def rollback(
     ] = None,
 ) -> None:
     """Give the alias champion back to a former champion."""
-    loaded = options.prepare()
-    commands.registry.change_champion(loaded, "rollback", {"version": version or 0, "reason": reason})
+    loaded_config = options.prepare()
+    commands.registry.change_champion(loaded_config, "rollback", {"version": version or 0, "reason": reason})
 
 
 @app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar refresh nightly.yaml")
 @takes_config
 def refresh(options: ConfigOptions) -> None:
     """Add new items to the champion and remove items that are gone, without a training."""
-    loaded = options.prepare()  # sets environment variables that MLflow reads when commands.registry imports it
-    commands.registry.change_champion(loaded, "refresh", {})
+    loaded_config = options.prepare()  # sets environment variables that MLflow reads when commands.registry imports it
+    commands.registry.change_champion(loaded_config, "refresh", {})
 
 
 @app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar push nightly.yaml --version 7")
@@ -126,17 +126,17 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run/--apply", help="only print the changes")] = False,
 ) -> None:
     """Create or update the deployments of the pipeline in the Prefect server of PREFECT_API_URL."""
-    loaded = options.with_settings({"schedule.cron": cron, "schedule.timezone": timezone}).read()
+    loaded_config = options.with_settings({"schedule.cron": cron, "schedule.timezone": timezone}).read()
     # --cron and --timezone become the schedule of the deployment. The form of a manual run does not show them as overrides.
-    loaded = replace(loaded, overrides=options.overrides)
+    loaded_config = replace(loaded_config, overrides=options.overrides)
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
             "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
-            f"servers and schedule on this machine with: {command_line('up', loaded)}"
+            f"servers and schedule on this machine with: {command_line('up', loaded_config)}"
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
-    commands.deploy.deploy_pipeline(loaded, work_pool_name=work_pool, with_automations=automations, dry_run=dry_run)
+    commands.deploy.deploy_pipeline(loaded_config, work_pool_name=work_pool, with_automations=automations, dry_run=dry_run)
 
 
 @app.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar clean nightly.yaml --dry-run")
@@ -183,5 +183,5 @@ def up(
     mlflow_port: MlflowPort = 5000,
 ) -> None:
     """Run the pipeline on its schedule, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
-    loaded = options.prepare()
-    commands.ui.up(loaded, prefect_port=prefect_port, mlflow_port=mlflow_port)
+    loaded_config = options.prepare()
+    commands.ui.up(loaded_config, prefect_port=prefect_port, mlflow_port=mlflow_port)

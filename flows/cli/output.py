@@ -93,7 +93,7 @@ def fold(text: str, *, width: int) -> str:
 
 
 def stage_line(stage: str, summary: str, duration: str, *, width: int) -> str:
-    """Format the line of a finished stage. In a narrow terminal, the summary is shortened; Prefect's log has all of it.
+    """Format the line of a finished stage. In a narrow terminal, the summary is shortened; Prefect's log has the whole summary.
 
     >>> print(stage_line("train", "1,000 steps, loss 0.5000, stopped early after epoch 3 of 10", "1.5 s", width=66))
     train               1,000 steps, loss 0.5000                 1.5 s

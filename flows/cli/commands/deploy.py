@@ -18,7 +18,9 @@ from flows.settings.config_file import LoadedConfig
 from recsys_core.errors import InputError, shown_names
 
 
-def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_automations: bool = False, dry_run: bool) -> None:
+def deploy_pipeline(
+    loaded_config: LoadedConfig, *, work_pool_name: str | None, with_automations: bool = False, dry_run: bool
+) -> None:
     """Print the changes of the deployments, and apply the changes unless `dry_run` is set.
 
     Args:
@@ -27,25 +29,25 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
     Raises:
         InputError: the server, the work pool or the alert block cannot be used; nothing is created.
     """
-    config = loaded.config
+    config = loaded_config.config
     automation_names: list[str] = []
     with prefect_client() as client:
         work_pool_name = _choose_work_pool(client, work_pool_name)
         if with_automations:
             automations.require_alert_block(client)
         new_deployments = deployments.deployments_of(
-            loaded, work_pool_name=work_pool_name, paused_flows=deployments.paused_flows(client, config)
+            loaded_config, work_pool_name=work_pool_name, paused_flows=deployments.paused_flows(client, config)
         )
         text_by_label: dict[str, str] = {}
-        rows: list[list[str]] = []
+        change_rows: list[list[str]] = []
         for deployment in new_deployments:
             current_deployment = deployments.read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             changes = _changed_settings(current_deployment, deployment)
-            rows += [[str(deployment.flow_name), *change] for change in changes]
+            change_rows += [[str(deployment.flow_name), *change] for change in changes]
             outcome = "created" if current_deployment is None else "updated" if changes else "unchanged"
             text_by_label[deployment.full_name] = f"would be {outcome}" if dry_run else outcome
-        if rows:
-            output.print_table(["deployment", "setting", "current", "new"], rows, left_columns=range(4))
+        if change_rows:
+            output.print_table(["deployment", "setting", "current", "new"], change_rows, left_columns=range(4))
         if not dry_run:
             deployment_id, *_ = [_apply_deployment(deployment) for deployment in new_deployments]
             if with_automations:
@@ -64,23 +66,25 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
 
 
 def _choose_work_pool(client: SyncPrefectClient, requested_name: str | None) -> str:
-    """Return `requested_name`, or the value of PREFECT_DEPLOYMENTS_DEFAULT_WORK_POOL_NAME if it is None.
+    """Return `requested_name`; if it is None, return the value of PREFECT_DEPLOYMENTS_DEFAULT_WORK_POOL_NAME.
 
     Raise InputError if the server has no work pool of this name.
     """
-    name = requested_name or get_current_settings().deployments.default_work_pool_name
+    pool_name = requested_name or get_current_settings().deployments.default_work_pool_name
     existing_names = [work_pool.name for work_pool in client.read_work_pools()]
-    if name in existing_names:
-        return name
-    problem = "--work-pool is missing" if name is None else f"--work-pool {name}: the Prefect server has no such work pool"
+    if pool_name in existing_names:
+        return pool_name
+    problem = (
+        "--work-pool is missing" if pool_name is None else f"--work-pool {pool_name}: the Prefect server has no such work pool"
+    )
     raise InputError(
         f"{problem}; the server's work pools are {shown_names(existing_names) if existing_names else 'none'}; create one with: "
-        f"prefect work-pool create {name or 'nightjar'} --type process"
+        f"prefect work-pool create {pool_name or 'nightjar'} --type process"
     )
 
 
 def _changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[list[str]]:
-    """Return [setting, current value, new value] for each setting that differs; a new deployment differs in all."""
+    """Return [setting, current value, new value] for each setting that differs; a new deployment differs in all settings."""
     current_settings = {} if current_deployment is None else _deployment_settings(current_deployment)
     return [
         [setting, current_settings.get(setting, "-"), new_value]
@@ -90,7 +94,7 @@ def _changed_settings(current_deployment: DeploymentResponse | None, new_deploym
 
 
 def _deployment_settings(deployment: RunnerDeployment | DeploymentResponse) -> dict[str, str]:
-    """Return the settings that `_changed_settings` compares. The keys are names of settings, the values are text."""
+    """Return the settings that `_changed_settings` compares, as text by the name of the setting."""
     if isinstance(deployment, RunnerDeployment):
         max_concurrent_runs = deployment.concurrency_limit
     else:

@@ -31,38 +31,38 @@ if TYPE_CHECKING:
     from flows.tuning import StudyResult
 
 
-def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -> None:
+def suggest(loaded_config: LoadedConfig, *, new_config_path: Path | None, as_json: bool) -> None:
     """Ingest the data and print the settings that fit it. The data is kept in <workspace>/tuning, for `nightjar tune`.
 
     Args:
-        written_path: path of a new config file with the suggested settings; None for no file.
+        new_config_path: path of a new config file with the suggested settings; None for no file.
     """
-    config = loaded.config
-    if written_path is not None:
-        require_new_file(written_path)
+    config = loaded_config.config
+    if new_config_path is not None:
+        require_new_file(new_config_path)
     run = Run("data", workspace=config.workspace.absolute(), parent_name="tuning")
     with run.lock(), output.printed_stages():
         facts = DataFacts.of(stages.data_stages.ingest(StageContext(run), config.input_config), config.interactions.split)
-    suggested = suggestions(facts)
-    proposal = SuggestedConfig.of(config, suggested)
-    if written_path is not None:
-        reasons = {
+    suggestion_list = suggestions(facts)
+    suggested_config = SuggestedConfig.of(config, suggestion_list)
+    if new_config_path is not None:
+        note_by_setting = {
             suggestion.setting: f"suggested: {suggestion.reason}"
-            for suggestion in suggested
-            if suggestion.setting in proposal.changes
+            for suggestion in suggestion_list
+            if suggestion.setting in suggested_config.changes
         }
-        config_yaml = to_commented_yaml(proposal.config, note_by_setting=reasons, every_setting=False)
-        written_path.write_text(config_yaml, encoding="utf-8")
+        config_yaml = to_commented_yaml(suggested_config.config, note_by_setting=note_by_setting, every_setting=False)
+        new_config_path.write_text(config_yaml, encoding="utf-8")
     if as_json:
-        suggestion_fields = [suggestion.model_dump(exclude={"search"}) for suggestion in suggested]
-        summary = {"facts": facts.model_dump(), "suggestions": suggestion_fields, "changed": proposal.changes}
-        summary["left_out"] = proposal.problem_by_setting
+        suggestion_fields = [suggestion.model_dump(exclude={"search"}) for suggestion in suggestion_list]
+        summary = {"facts": facts.model_dump(), "suggestions": suggestion_fields, "changed": suggested_config.changes}
+        summary["left_out"] = suggested_config.problem_by_setting
         output.print_json(json.dumps(summary))
         return
     _print_facts(facts)
-    rows = [_suggestion_row(config, suggestion, proposal) for suggestion in suggested]
+    rows = [_suggestion_row(config, suggestion, suggested_config) for suggestion in suggestion_list]
     output.print_table(["setting", "now", "suggested", "why"], rows, left_columns=(0, 3))
-    _print_changes(loaded, proposal, written_path=written_path)
+    _print_changes(loaded_config, suggested_config, new_config_path=new_config_path)
 
 
 def _print_facts(facts: DataFacts) -> None:
@@ -77,35 +77,35 @@ def _print_facts(facts: DataFacts) -> None:
     output.stdout.print()
 
 
-def _print_changes(loaded: LoadedConfig, proposal: SuggestedConfig, *, written_path: Path | None) -> None:
+def _print_changes(loaded_config: LoadedConfig, suggested_config: SuggestedConfig, *, new_config_path: Path | None) -> None:
     """Print the suggested settings that the file does not have, and the commands that use them."""
-    if not proposal.changes:
+    if not suggested_config.changes:
         output.print_line("\nThe file has all suggested settings.")
         return
     output.stdout.print("\n[bold]The changes[/], for your file")
-    output.print_line(settings_as_yaml(loaded.config, proposal.changes))
-    if written_path is not None:
-        output.print_line(f"wrote {written_path}")
-        loaded, changes_text = LoadedConfig(proposal.config, written_path), ""
+    output.print_line(settings_as_yaml(loaded_config.config, suggested_config.changes))
+    if new_config_path is not None:
+        output.print_line(f"wrote {new_config_path}")
+        loaded_config, overrides_text = LoadedConfig(suggested_config.config, new_config_path), ""
     else:
-        changes_text = f" {as_overrides(proposal.changes)}"
+        overrides_text = f" {as_overrides(suggested_config.changes)}"
     output.print_labelled(
         {
-            "run": command_line("run", loaded) + changes_text,
-            "tune": command_line("tune", loaded, ["--minutes", "60"]) + changes_text,
+            "run": command_line("run", loaded_config) + overrides_text,
+            "tune": command_line("tune", loaded_config, ["--minutes", "60"]) + overrides_text,
         }
     )
 
 
-def _suggestion_row(config: PipelineConfig, suggestion: Suggestion, proposal: SuggestedConfig) -> list[str]:
+def _suggestion_row(config: PipelineConfig, suggestion: Suggestion, suggested_config: SuggestedConfig) -> list[str]:
     """Return the cells of a suggestion. A star marks a suggestion that changes the config."""
-    problem = proposal.problem_by_setting.get(suggestion.setting)
+    problem = suggested_config.problem_by_setting.get(suggestion.setting)
     reason = (
         suggestion.reason if problem is None else f"{suggestion.reason}; left out, because it contradicts the file: {problem}"
     )
-    mark = " *" if suggestion.setting in proposal.changes else ""
+    change_mark = " *" if suggestion.setting in suggested_config.changes else ""
     current_value = format_setting_value(setting_value(config, suggestion.setting))
-    return [suggestion.setting, current_value, f"{format_setting_value(suggestion.value)}{mark}", reason]
+    return [suggestion.setting, current_value, f"{format_setting_value(suggestion.value)}{change_mark}", reason]
 
 
 def tune(
@@ -122,12 +122,17 @@ def tune(
         num_trials: replaces tuning.trials.
         minutes: replaces tuning.timeout_s.
     """
-    loaded = options.read()
-    config = tunable_config(loaded, num_trials=num_trials, minutes=minutes)
+    loaded_config = options.read()
+    config = tunable_config(loaded_config, num_trials=num_trials, minutes=minutes)
     option_words = [] if num_trials is None else ["--trials", str(num_trials)]
     option_words += [] if minutes is None else ["--minutes", f"{minutes:g}"]
     study: StudyResult = _run_flow(
-        "flows.tuning:tune_settings", loaded, server, [config], folder_name="tuning", command_words=["tune", *option_words]
+        "flows.tuning:tune_settings",
+        loaded_config,
+        server,
+        [config],
+        folder_name="tuning",
+        command_words=["tune", *option_words],
     )
     if not study.trials:
         raise StageError(
@@ -145,35 +150,40 @@ def tune(
         summary = {"study": study.folder.name, "folder": str(study.folder), "metric": study.metric, "trials": trials}
         output.print_json(json.dumps(summary))
     else:
-        print_study(study, loaded)
+        print_study(study, loaded_config)
 
 
 def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: int) -> None:
     """Run the pipeline for each of the last days and print the metrics of each day."""
-    loaded = options.read()
+    loaded_config = options.read()
     command_words = ["backtest", "--days", str(num_days)]
-    result = _run_flow(
+    backtest_result = _run_flow(
         "flows.repeated_runs:backtest",
-        loaded,
+        loaded_config,
         server,
-        [loaded.config, num_days],
+        [loaded_config.config, num_days],
         folder_name="backtest",
         command_words=command_words,
     )
-    print_backtest(loaded.config, result)
+    print_backtest(loaded_config.config, backtest_result)
 
 
 def gate_noise(options: ConfigOptions, server: PrefectServer | None, *, num_seeds: int) -> None:
     """Train with several seeds and print the spread of the metric."""
-    loaded = options.read()
+    loaded_config = options.read()
     flow_path, command_words = "flows.repeated_runs:measure_gate_noise", ["gate-noise", "--seeds", str(num_seeds)]
     noise = _run_flow(
-        flow_path, loaded, server, [loaded.config, num_seeds], folder_name="gate-noise", command_words=command_words
+        flow_path,
+        loaded_config,
+        server,
+        [loaded_config.config, num_seeds],
+        folder_name="gate-noise",
+        command_words=command_words,
     )
-    print_gate_noise(loaded.config, noise)
+    print_gate_noise(loaded_config.config, noise)
 
 
-def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str | None, as_json: bool) -> None:
+def popularity_curve(loaded_config: LoadedConfig, *, run_id: str | None, weights: str | None, as_json: bool) -> None:
     """Print the metrics of the validation users with several weights of item popularity, and plot them.
 
     Args:
@@ -182,11 +192,11 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
     """
     from recsys_core.evaluation.popularity_curve import plot_curve, popularity_curve
 
-    config, results = loaded.config, runs.results.open_run(loaded.config.workspace, run_id)
+    config, results = loaded_config.config, runs.results.open_run(loaded_config.config.workspace, run_id)
     if (results.run.folder / REDUCED_FILE_NAME).exists():
         raise InputError(
-            f"{results.run.folder}: the vectors of run {results.run.run_id} are removed, because it is older than the runs "
-            "that retention.keep_full_runs keeps; choose a newer run with --run"
+            f"{results.run.folder}: the vectors of run {results.run.run_id} are removed, because the run is older than the "
+            "runs that retention.keep_full_runs keeps; choose a newer run with --run"
         )
     export = results.stages.get(ExportManifest)
     if export is None:
@@ -221,57 +231,59 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
     output.print_labelled({"plot": str(plot_path), "metrics": str(json_path)})
 
 
-def _parse_weights(weights: str | None) -> list[float]:
-    """Return the numbers in a text that separates them by commas.
+def _parse_weights(weights_text: str | None) -> list[float]:
+    """Return the numbers of a comma-separated list.
 
     >>> _parse_weights("-0.1, 0,0.25")
     [-0.1, 0.0, 0.25]
     """
     try:
-        values = [float(weight) for weight in (weights or "").split(",") if weight.strip()]
+        weights = [float(weight) for weight in (weights_text or "").split(",") if weight.strip()]
     except ValueError:
-        raise InputError(f"--weights {weights} is not a list of numbers; write, for example, --weights=-0.1,0,0.1") from None
-    if not all(math.isfinite(value) for value in values):
-        raise InputError(f"--weights {weights} has a number that is not finite; write, for example, --weights=-0.1,0,0.1")
-    return values
+        raise InputError(
+            f"--weights {weights_text} is not a list of numbers; write, for example, --weights=-0.1,0,0.1"
+        ) from None
+    if not all(math.isfinite(weight) for weight in weights):
+        raise InputError(f"--weights {weights_text} has a number that is not finite; write, for example, --weights=-0.1,0,0.1")
+    return weights
 
 
 def _run_flow(
     flow_path: str,
-    loaded: LoadedConfig,
+    loaded_config: LoadedConfig,
     server: PrefectServer | None,
     arguments: list[Any],
     *,
     folder_name: str,
     command_words: list[str],
 ) -> Any:
-    """Run a flow and return its result. If it is interrupted, the same command continues it.
+    """Run a flow and return its result. The same command continues an interrupted flow.
 
     Args:
         folder_name: folder of the flow in the workspace.
         command_words: name and options of the command.
     """
-    prepare_input(loaded)
-    run = Run(folder_name, workspace=loaded.config.workspace, parent_name="")
-    command = FlowCommand(loaded.config, server, run, command_line(command_words[0], loaded, command_words[1:]))
+    prepare_input(loaded_config)
+    run = Run(folder_name, workspace=loaded_config.config.workspace, parent_name="")
+    command = FlowCommand(loaded_config.config, server, run, command_line(command_words[0], loaded_config, command_words[1:]))
     with flow_session(command, flow_path) as flow:
         return flow(*arguments)
 
 
-def tunable_config(loaded: LoadedConfig, *, num_trials: int | None, minutes: float | None = None) -> PipelineConfig:
+def tunable_config(loaded_config: LoadedConfig, *, num_trials: int | None, minutes: float | None = None) -> PipelineConfig:
     """Return the config with the size of the search; raise InputError if there is no metric by which trials are compared."""
-    tuning = loaded.config.tuning or TuningConfig()
-    if loaded.config.training.validation is None:
+    tuning = loaded_config.config.tuning or TuningConfig()
+    if loaded_config.config.training.validation is None:
         raise InputError(
-            f"{loaded.path}: training.validation is null, so trials have no metric to be compared by; remove "
+            f"{loaded_config.path}: training.validation is null, so trials have no metric to be compared by; remove "
             "this setting to use the default ndcg@10"
         )
     changes: dict[str, object] = {} if num_trials is None else {"trials": num_trials}
     changes |= {} if minutes is None else {"timeout_s": 60 * minutes}
-    return loaded.config.model_copy(update={"tuning": tuning.model_copy(update=changes)})
+    return loaded_config.config.model_copy(update={"tuning": tuning.model_copy(update=changes)})
 
 
-def print_study(study: "StudyResult", loaded: LoadedConfig) -> None:
+def print_study(study: "StudyResult", loaded_config: LoadedConfig) -> None:
     """Print the trials, the best first, and the best settings as YAML and as a command."""
     best_trial = study.best_trial
     assert best_trial is not None
@@ -297,8 +309,8 @@ def print_study(study: "StudyResult", loaded: LoadedConfig) -> None:
         {
             "saved": str(study.best_file),
             "plot": str(study.history_file),
-            "run": f"{command_line('run', loaded)} {as_overrides(best_trial.settings)}",
-            "continue": command_line("tune", loaded, ["--trials", str(2 * len(study.trials))]),
+            "run": f"{command_line('run', loaded_config)} {as_overrides(best_trial.settings)}",
+            "continue": command_line("tune", loaded_config, ["--trials", str(2 * len(study.trials))]),
         }
     )
 
@@ -314,14 +326,14 @@ def as_overrides(settings: Mapping[str, Any]) -> str:
 
 def print_backtest(config: PipelineConfig, backtest: "Backtest") -> None:
     """Print a row per run, and the paths of the results."""
-    metric, folder = config.registry.metric, backtest.folder
+    metric_name, folder = config.registry.metric, backtest.folder
     metric_prefixes = ("test", "baseline/popularity", "baseline/zero_shot", "baseline/closed_form", "served", "champion")
     rows = [
         [
             f"{run.until:%Y-%m-%d %H:%M}",
             run.state,
             run.version or "-",
-            *(format_metric(run.metrics.get(f"{prefix}/{metric}")) for prefix in metric_prefixes),
+            *(format_metric(run.metrics.get(f"{prefix}/{metric_name}")) for prefix in metric_prefixes),
         ]
         for run in backtest.runs
     ]
@@ -336,7 +348,7 @@ def print_backtest(config: PipelineConfig, backtest: "Backtest") -> None:
         "served",
         "champion before",
     ]
-    output.stdout.print(f"\n[bold]{metric}[/] of each day's run")
+    output.stdout.print(f"\n[bold]{metric_name}[/] of each day's run")
     output.print_table(column_titles, rows)
     output.print_labelled(
         {"plot": str(folder / "backtest.png"), "metrics": str(folder / "backtest.json"), "page": str(folder / "index.html")}

@@ -37,7 +37,7 @@ class PlannedSizes:
 
 
 def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool) -> None:
-    """Plan the sharding and estimate a run, for the data of the config or for other sizes; write and print both.
+    """Plan the sharding and estimate a run, for the data of the config or for other sizes. Write and print the results.
 
     Without sizes, the data are ingested first. The ingested data, the plan and the estimate are kept in <workspace>/plan.
     """
@@ -89,6 +89,7 @@ def _plan_of_data(config: PipelineConfig, run: Run) -> tuple[PlanFile, DataSizes
 
 def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
     """Print the placement of each table, and the memory and time of each rank."""
+    json_path, page_path = paths
     table_rows = [
         [
             table_name,
@@ -114,11 +115,11 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
     ]
     output.print_table(["ranks, slowest first", "HBM", "main memory", "lookups of a step"], rank_rows)
     if len(rank_groups) > MAX_RANK_LINES:
-        output.print_line(f"... and {len(rank_groups) - MAX_RANK_LINES} more, see {paths[1].name}")
+        output.print_line(f"... and {len(rank_groups) - MAX_RANK_LINES} more, see {page_path.name}")
     output.stdout.print()
     memory_imbalance, time_imbalance = plan.imbalance(plan.lookup_memory_field), plan.imbalance("step_ms")
     print_folded(f"maximum / mean over the ranks: memory {memory_imbalance:.2f}, time {time_imbalance:.2f}")
-    print_folded(f"memory and time of each rank: {paths[1]} (and {paths[0].name})")
+    print_folded(f"memory and time of each rank: {page_path} (and {json_path.name})")
 
 
 def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
@@ -136,8 +137,8 @@ def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
     output.print_table(ESTIMATE_TITLES, estimate_rows(estimate), left_columns=(0, 1, 5))
     output.stdout.print()
     print_folded(
-        "measured: the size at which 2 CPU cores had this speed (for train, the items of the catalogue); times from a smaller "
-        "size, such as 1/50, are extrapolated"
+        "measured: the size at which 2 CPU cores were measured, relative to this run (for train, in catalogue items); a time "
+        "from a smaller size, such as 1/50, is extrapolated"
     )
     print_folded("no: the time contains an assumption, such as the speed of a disk, of Spark or of a GPU")
     print_folded("memory: of one process, without Python and its libraries; -: not estimated")

@@ -73,8 +73,8 @@ def _notes(answer: QueryAnswer, *, user: str | None) -> Iterator[str]:
         elif user is not None:
             yield f"version {answer.version} has no history of user {printable(user)}: these are {items_text}"
     if answer.num_unknown_items:
-        items_are = "item of the history is" if answer.num_unknown_items == 1 else "items of the history are"
-        yield f"{answer.num_unknown_items} {items_are} unknown to version {answer.version}"
+        subject_and_verb = "item of the history is" if answer.num_unknown_items == 1 else "items of the history are"
+        yield f"{answer.num_unknown_items} {subject_and_verb} unknown to version {answer.version}"
 
 
 def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -> None:
@@ -102,7 +102,7 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
 
 
 def serve(config: PipelineConfig, *, alias: str) -> None:
-    """Serve the version that has `alias` over HTTP until Ctrl-C or SIGTERM."""
+    """Serve the version with the alias `alias` over HTTP, until Ctrl-C or SIGTERM."""
     from tasks.serve.server import serve as serve_champion
 
     stop_event = threading.Event()
@@ -132,44 +132,46 @@ def serve(config: PipelineConfig, *, alias: str) -> None:
         )
 
 
-def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
+def releases(loaded_config: LoadedConfig, *, as_json: bool) -> None:
     """Print one row per registered version: alias, creation, metrics of the recommendations, run and reason."""
-    client, model_name = connect(loaded.config.workspace), loaded.config.registry.model_name
-    versions: Sequence[Mapping[str, Any]] = call_with_deadline(
+    client, model_name = connect(loaded_config.config.workspace), loaded_config.config.registry.model_name
+    version_rows: Sequence[Mapping[str, Any]] = call_with_deadline(
         lambda: list_releases(client, model_name), uri=client.tracking_uri
     )
     if as_json:
-        output.print_json(json.dumps(versions))
+        output.print_json(json.dumps(version_rows))
         return
-    if not versions:
-        output.print_line(f"no version of {model_name} yet; register one with: {command_line('run', loaded)}")
+    if not version_rows:
+        output.print_line(f"no version of {model_name} yet; register one with: {command_line('run', loaded_config)}")
         return
-    metric_names = sorted({name for version in versions for name in version["metrics"] if name.startswith("served/")})
+    metric_names = sorted(
+        {name for version_row in version_rows for name in version_row["metrics"] if name.startswith("served/")}
+    )
     rows = [
         [
-            f"{version['version']} (from {version['parent']})" if version["parent"] else version["version"],
-            version["aliases"] or "-",
-            version["created"],
-            *(format_metric(version["metrics"].get(name)) for name in metric_names),
-            version["run_id"],
-            version["by_hand"] or version["reasons"] or f"smoke test {version['smoke']}",
+            f"{version_row['version']} (from {version_row['parent']})" if version_row["parent"] else version_row["version"],
+            version_row["aliases"] or "-",
+            version_row["created"],
+            *(format_metric(version_row["metrics"].get(name)) for name in metric_names),
+            version_row["run_id"],
+            version_row["by_hand"] or version_row["reasons"] or f"smoke test {version_row['smoke']}",
         ]
-        for version in versions
+        for version_row in version_rows
     ]
     metric_titles = [name.removeprefix("served/") for name in metric_names]
     titles = ["version", "alias", "created (UTC)", *metric_titles, "run", "reason"]
     output.print_table(titles, rows, left_columns=(0, len(titles) - 1))
 
 
-def compare(loaded: LoadedConfig, *, version: str | None, reference: str, num_users: int, k: int, as_json: bool) -> None:
-    """Print metrics and overlap of the recommendations of two versions, and items with other numbers of users."""
-    config = loaded.config
-    reference_number, version_number, overlap = compare_versions(
+def compare(loaded_config: LoadedConfig, *, version: str | None, reference: str, num_users: int, k: int, as_json: bool) -> None:
+    """Print metrics and overlap of two versions' recommendations, and items that they recommend to other numbers of users."""
+    config = loaded_config.config
+    reference_number, version_number, comparison = compare_versions(
         config, version=version, reference=reference, num_users=num_users, k=k
     )
     client = connect(config.workspace)
-    versions = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
-    metrics_by_version: dict[str, Any] = {str(version_row["version"]): version_row["metrics"] for version_row in versions}
+    version_rows = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
+    metrics_by_version: dict[str, Any] = {str(version_row["version"]): version_row["metrics"] for version_row in version_rows}
     reference_metrics, version_metrics = metrics_by_version[reference_number], metrics_by_version[version_number]
     metric_pairs = {
         name: (reference_metrics.get(name), version_metrics.get(name)) for name in {**reference_metrics, **version_metrics}
@@ -181,7 +183,7 @@ def compare(loaded: LoadedConfig, *, version: str | None, reference: str, num_us
                 {
                     "versions": [reference_number, version_number],
                     "metrics": metric_pairs,
-                    "recommendations": overlap.model_dump(),
+                    "recommendations": comparison.model_dump(),
                 }
             )
         )
@@ -190,16 +192,21 @@ def compare(loaded: LoadedConfig, *, version: str | None, reference: str, num_us
     output.print_table(
         ["metric", f"version {reference_number}", f"version {version_number}", "difference"],
         [
-            [name, format_metric(old), format_metric(new), "-" if None in (old, new) else f"{new - old:+z.4f}"]
-            for name, (old, new) in metric_pairs.items()
+            [
+                name,
+                format_metric(old_value),
+                format_metric(new_value),
+                "-" if None in (old_value, new_value) else f"{new_value - old_value:+z.4f}",
+            ]
+            for name, (old_value, new_value) in metric_pairs.items()
         ],
     )
     output.print_line(
-        f"\n{overlap.num_users:,} users: {100 * overlap.mean_overlap:.1f} % of the top {overlap.k} are the same items; "
-        f"{overlap.num_equal_lists:,} users have equal lists"
+        f"\n{comparison.num_users:,} users: {100 * comparison.mean_overlap:.1f} % of the top {comparison.k} are the same "
+        f"items; {comparison.num_equal_lists:,} users have equal lists"
     )
-    if overlap.movers:
-        has_titles = any(mover.title is not None for mover in overlap.movers)
+    if comparison.movers:
+        has_titles = any(mover.title is not None for mover in comparison.movers)
         rows = [
             [
                 *([mover.title or "-"] if has_titles else []),
@@ -207,7 +214,7 @@ def compare(loaded: LoadedConfig, *, version: str | None, reference: str, num_us
                 f"{mover.num_users_before:,}",
                 f"{mover.num_users_after:,}",
             ]
-            for mover in overlap.movers
+            for mover in comparison.movers
         ]
         column_titles = [
             *(["title"] if has_titles else []),
@@ -219,7 +226,7 @@ def compare(loaded: LoadedConfig, *, version: str | None, reference: str, num_us
 
 
 def change_champion(
-    loaded: LoadedConfig, command: Literal["promote", "rollback", "refresh"], parameters: Mapping[str, Any]
+    loaded_config: LoadedConfig, command: Literal["promote", "rollback", "refresh"], parameters: Mapping[str, Any]
 ) -> None:
     """Run the flow `command` and print its result.
 
@@ -228,15 +235,15 @@ def change_champion(
     """
     start_s = time.perf_counter()
     with (
-        interruptible(lambda: f"look at the aliases with: {command_line('releases', loaded)}"),
-        one_sentence_errors(loaded.config.workspace),
+        interruptible(lambda: f"look at the aliases with: {command_line('releases', loaded_config)}"),
+        one_sentence_errors(loaded_config.config.workspace),
         output.printed_stages(),
     ):
         with fast_imports():
-            from flows import champion, prefect_runs, refresh  # imports Prefect, within the time in which a signal is handled
+            from flows import champion, prefect_runs, refresh  # imports Prefect; `interruptible` already handles signals
 
         flow: Any = {"promote": champion.promote, "rollback": champion.rollback, "refresh": refresh.refresh}[command]
-        flow_parameters = {**loaded.flow_parameters, **parameters}
+        flow_parameters = {**loaded_config.flow_parameters, **parameters}
         if os.environ.get("PREFECT_API_URL"):
             with prefect_runs.prefect_client():  # raises InputError if the server does not answer
                 final_state = flow(**flow_parameters, return_state=True)
@@ -248,7 +255,7 @@ def change_champion(
         {
             "result": str(final_state.message),
             "duration": f"{time.perf_counter() - start_s:,.1f} s",
-            "versions": command_line("releases", loaded),
+            "versions": command_line("releases", loaded_config),
         }
     )
 

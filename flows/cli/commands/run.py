@@ -48,33 +48,38 @@ def run_pipeline(
     last_stage = next((stage for stage in STAGES if stage == until), None)
     if until is not None and last_stage is None:
         raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
-    loaded = options.read()
-    prepare_input(loaded)
-    results, command_text = run_nightly(loaded, server, until=last_stage, resume=resume, options=run_options)
+    loaded_config = options.read()
+    prepare_input(loaded_config)
+    results, command_text = run_nightly(loaded_config, server, until=last_stage, resume=resume, options=run_options)
     if as_json:
         output.print_json(results.as_json())
     else:
-        print_results(results, loaded, command_text=command_text)
+        print_results(results, loaded_config, command_text=command_text)
 
 
-def prepare_input(loaded: LoadedConfig) -> None:
+def prepare_input(loaded_config: LoadedConfig) -> None:
     """Check the input files, then set the environment for Prefect and MLflow. Raises InputError before anything is created."""
     with output.printed_log():  # the check of tens of thousands of files takes minutes
-        check_inputs(loaded.config)
-    prepare_environment(loaded.config.workspace)
+        check_inputs(loaded_config.config)
+    prepare_environment(loaded_config.config.workspace)
 
 
 def run_nightly(
-    loaded: LoadedConfig, server: PrefectServer | None, *, until: StageName | None, resume: str | None, options: RunOptions
+    loaded_config: LoadedConfig,
+    server: PrefectServer | None,
+    *,
+    until: StageName | None,
+    resume: str | None,
+    options: RunOptions,
 ) -> tuple[RunResults, str]:
     """Run the nightly flow; return the results of its stages, and the command line that starts it again."""
-    config, workspace = loaded.config, Workspace(loaded.config.workspace)
+    config, workspace = loaded_config.config, Workspace(loaded_config.config.workspace)
     run = StageContext(workspace.run(resume or workspace.new_run_id()), options=options, until=until).run
     if resume is not None:
         check_resume(config, run)
         warn_of_other_options(RunRecord.read(run), options)
     require_own_folder(run.folder)
-    command_text = command_line("run", loaded, _option_words(options))
+    command_text = command_line("run", loaded_config, _option_words(options))
     command = FlowCommand(config, server, run, command_text, resume_option=f" --resume {run.run_id}")
     try:
         with flow_session(command, "flows.nightly:nightly_retrain") as nightly_retrain:
@@ -91,10 +96,12 @@ def run_nightly(
 
 
 def warn_of_other_options(record: RunRecord | None, options: RunOptions) -> None:
-    """Print a warning if the last start of the run had other options, which are not restored: the change may be intended."""
+    """Print a warning if the last start of the run had other options. They are not restored: the change may be intended."""
     if record is not None and record.options != options:
-        earlier_words, words = (shlex.join(_option_words(each)) or "no options" for each in (record.options, options))
-        output.print_warning(f"the last start of this run had {earlier_words}; this resume has {words}")
+        earlier_text, current_text = (
+            shlex.join(_option_words(start_options)) or "no options" for start_options in (record.options, options)
+        )
+        output.print_warning(f"the last start of this run had {earlier_text}; this resume has {current_text}")
 
 
 def _option_words(options: RunOptions) -> list[str]:
@@ -102,7 +109,7 @@ def _option_words(options: RunOptions) -> list[str]:
     return words + ["--promote", options.promote] * (options.promote != "by_gate") + ["--dry-run"] * options.dry_run
 
 
-def print_results(results: RunResults, loaded: LoadedConfig, *, command_text: str) -> None:
+def print_results(results: RunResults, loaded_config: LoadedConfig, *, command_text: str) -> None:
     """Print a table of metrics, and the paths and commands for the run's results.
 
     Args:
@@ -116,10 +123,12 @@ def print_results(results: RunResults, loaded: LoadedConfig, *, command_text: st
         print_metrics(table, served_metrics=registration.metrics if registration else {})
         output.stdout.print()
     text_by_label = {"run": str(results.run.folder)}
-    train = results.stages.get(TrainManifest)
-    if train is not None and train.best_epoch is not None:
-        metric_values = ", ".join(f"{metric_name} {value:.4f}" for metric_name, value in train.validation.items())
-        text_by_label["best epoch"] = f"{train.best_epoch} of {train.num_epochs}, on the validation split: {metric_values}"
+    train_manifest = results.stages.get(TrainManifest)
+    if train_manifest is not None and train_manifest.best_epoch is not None:
+        metric_values = ", ".join(f"{metric_name} {value:.4f}" for metric_name, value in train_manifest.validation.items())
+        text_by_label["best epoch"] = (
+            f"{train_manifest.best_epoch} of {train_manifest.num_epochs}, on the validation split: {metric_values}"
+        )
     text_by_label |= _chosen_settings(results)
     data_report = results.stages.get(DataReportManifest)
     if data_report is not None:
@@ -136,8 +145,8 @@ def print_results(results: RunResults, loaded: LoadedConfig, *, command_text: st
         text_by_label["decision"] = str(results.run.folder / registration.pages["decision"])
         version_uri = f"models:/{registration.model_name}/{registration.version}"
         model_options = [] if registration.alias == "champion" else ["--model", version_uri]  # the default is the champion
-        text_by_label["query"] = command_line("query", loaded, ["--user", "ID", "-k", "10", *model_options])
-        text_by_label["browse"] = command_line("ui", loaded)
+        text_by_label["query"] = command_line("query", loaded_config, ["--user", "ID", "-k", "10", *model_options])
+        text_by_label["browse"] = command_line("ui", loaded_config)
     else:
         text_by_label["resume"] = f"{command_text} --resume {results.run.run_id}"
     output.print_labelled(text_by_label)
@@ -145,13 +154,14 @@ def print_results(results: RunResults, loaded: LoadedConfig, *, command_text: st
 
 def _chosen_settings(results: RunResults) -> dict[str, str]:
     """Return a text for each setting that the validation has chosen, and for each weight of the config, by setting."""
-    train, export = results.stages.get(TrainManifest), results.stages.get(ExportManifest)
+    train_manifest, export_manifest = results.stages.get(TrainManifest), results.stages.get(ExportManifest)
     text_by_label = {}
-    if train is not None and train.temperature_trials:
+    if train_manifest is not None and train_manifest.temperature_trials:
         text_by_label["temperature"] = (
-            f"{train.temperature:g}, chosen after one epoch with each of {', '.join(train.temperature_trials)}"
+            f"{train_manifest.temperature:g}, chosen after one epoch with each of "
+            f"{', '.join(train_manifest.temperature_trials)}"
         )
-    for name, weight in ({} if export is None else export.weight_by_term).items():
+    for name, weight in ({} if export_manifest is None else export_manifest.weight_by_term).items():
         advice = "" if weight else f", so it changes no score; remove model.{name.replace(' ', '_')}"
         text_by_label[name] = f"weight {weight:g}{advice}"
     return text_by_label

@@ -78,14 +78,14 @@ def flow_session(command: FlowCommand, flow_path: str) -> Iterator[Any]:
                 end_lost_runs_of_commands()
             try:
                 yield flow.with_options(on_running=[interruption.set_flow_run])
-            except Exception:  # a library's own error after a signal, for which Prefect sets the state Failed
+            except Exception:  # after a signal, a library may raise its own error, for which Prefect sets Failed
                 interruption.end_flow_run()
                 raise
 
 
 @contextmanager
 def one_sentence_errors(folder: Path) -> Iterator[None]:
-    """Convert an unexpected error of the body to a StageError, whose traceback is in error.log in `folder`."""
+    """Convert an unexpected error of the body to a StageError, and write its traceback to error.log in `folder`."""
     try:
         yield
     except NightjarError:

@@ -37,9 +37,9 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     use.
     """
     log_file = config.workspace / "ui.log"
-    with _until_signal() as stack:
+    with _until_signal() as cleanup_stack:
         text_by_label, prefect_server = _start_servers(
-            config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
+            config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, cleanup_stack=cleanup_stack
         )
         if "log" not in text_by_label:  # this command has started no server
             output.print_labelled(text_by_label)
@@ -48,21 +48,21 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
         _watch(prefect_server, None, log_file=log_file)
 
 
-def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
+def up(loaded_config: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
     """Serve the same pages as `serve`, and run the pipeline on its schedule, until Ctrl-C or SIGTERM.
 
     A run that is in progress at the signal ends as interrupted and can be resumed.
     """
-    config = loaded.config
+    config = loaded_config.config
     log_file = config.workspace / "up.log"
-    with _until_signal() as stack:
+    with _until_signal() as cleanup_stack:
         text_by_label, prefect_server = _start_servers(
-            config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
+            config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, cleanup_stack=cleanup_stack
         )
-        stack.enter_context(_up_lock(config.workspace))
-        # For links to MLflow: the runs have no address of the server, because they write into MLflow's database.
+        cleanup_stack.enter_context(_up_lock(config.workspace))
+        # The runs write into MLflow's database and do not have the server's address, but their links to MLflow need it.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", text_by_label["MLflow"])
-        runs_process = stack.enter_context(_planned_runs(loaded, log_file=log_file))
+        runs_process = cleanup_stack.enter_context(_planned_runs(loaded_config, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
         text_by_label["deployments"] = f"nightly-retrain/{config.name}, and promote, rollback, recommend and refresh"
         text_by_label["next start"] = (
@@ -81,10 +81,10 @@ def _until_signal() -> Iterator[ExitStack]:
         signal.signal(signal_number, signal.default_int_handler)
     log_handler = logging.StreamHandler()
     LOG.addHandler(log_handler)
-    with ExitStack() as stack:
-        stack.callback(LOG.removeHandler, log_handler)
+    with ExitStack() as cleanup_stack:
+        cleanup_stack.callback(LOG.removeHandler, log_handler)
         try:
-            yield stack
+            yield cleanup_stack
         except KeyboardInterrupt:
             for signal_number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(signal_number, signal.SIG_IGN)
@@ -92,7 +92,7 @@ def _until_signal() -> Iterator[ExitStack]:
 
 
 def _start_servers(
-    config: PipelineConfig, *, prefect_port: int, mlflow_port: int, log_file: Path, stack: ExitStack
+    config: PipelineConfig, *, prefect_port: int, mlflow_port: int, log_file: Path, cleanup_stack: ExitStack
 ) -> tuple[dict[str, str], PrefectServer | None]:
     """Start the Prefect and the MLflow server, except a server that an environment variable names.
 
@@ -106,7 +106,7 @@ def _start_servers(
         text_by_label["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
     else:
         prefect_server = PrefectServer(port=prefect_port, has_ui=True)
-        stack.callback(prefect_server.stop)
+        cleanup_stack.callback(prefect_server.stop)
         text_by_label["Prefect"] = prefect_server.url
     if store_uri := os.environ.get("MLFLOW_BACKEND_STORE_URI"):  # MLflow's own variable for the database of its server
         os.environ.setdefault("MLFLOW_TRACKING_URI", store_uri)
@@ -121,7 +121,7 @@ def _start_servers(
             port=mlflow_port,
             port_option="--mlflow-port",
         )
-        stack.callback(mlflow_server.stop)
+        cleanup_stack.callback(mlflow_server.stop)
         text_by_label["MLflow"] = mlflow_server.url
     servers = [server for server in (prefect_server, mlflow_server) if server is not None]
     if not servers:
@@ -177,13 +177,13 @@ def _up_lock(workspace: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _planned_runs(loaded: LoadedConfig, *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _planned_runs(loaded_config: LoadedConfig, *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process that creates the deployments and starts their runs; end the process and the runs after the body."""
-    config_path = str(loaded.path.absolute())
+    config_path = str(loaded_config.path.absolute())
     read_fd, write_fd = os.pipe()
     with log_file.open("ab") as log_stream:
         runs_process = subprocess.Popen(
-            [sys.executable, "-m", "flows.scheduled.deployment_process", str(write_fd), config_path, *loaded.overrides],
+            [sys.executable, "-m", "flows.scheduled.deployment_process", str(write_fd), config_path, *loaded_config.overrides],
             env=os.environ | parent_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log_stream,

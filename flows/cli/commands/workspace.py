@@ -44,8 +44,8 @@ def init(config_path: Path, *, inputs: InputOptions, every_setting: bool) -> Non
         config, note_by_setting = guesses.guess_config(
             config, guesses.InitInputs(**asdict(inputs)), config_folder=config_path.parent
         )
-        unknown = [setting for setting, note in note_by_setting.items() if note.startswith(guesses.FILL_IN)]
-        next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
+        unknown_settings = [setting for setting, note in note_by_setting.items() if note.startswith(guesses.FILL_IN)]
+        next_step = f"fill in {' and '.join(unknown_settings)}" if unknown_settings else "check the guessed columns"
     config_path.write_text(
         to_commented_yaml(config, note_by_setting=note_by_setting, every_setting=every_setting), encoding="utf-8"
     )
@@ -57,12 +57,12 @@ def demo(workspace: Path) -> Path:
     return write_demo(workspace)
 
 
-def validate(loaded: LoadedConfig) -> None:
+def validate(loaded_config: LoadedConfig) -> None:
     """Check the input files and print one line about each input."""
     with output.printed_log():
-        summary_by_input = runs.before_run.check_inputs(loaded.config)
+        summary_by_input = runs.before_run.check_inputs(loaded_config.config)
     output.print_labelled(summary_by_input)
-    output.print_line(f"{loaded.path}: OK. Run it with: {command_line('run', loaded)}")
+    output.print_line(f"{loaded_config.path}: OK. Run it with: {command_line('run', loaded_config)}")
 
 
 def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
@@ -98,9 +98,9 @@ def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
     output.print_line("No problems found.")
 
 
-def show_history(loaded: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
+def show_history(loaded_config: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
     """Print the last runs, the newest first."""
-    workspace, metric_name = loaded.config.workspace, loaded.config.registry.metric
+    workspace, metric_name = loaded_config.config.workspace, loaded_config.config.registry.metric
     past_runs = runs.run_history.run_history(workspace, max_runs=num_runs)
     if as_json:
         output.print_json(json.dumps([past_run.as_json(metric_name=metric_name) for past_run in past_runs]))
@@ -108,7 +108,7 @@ def show_history(loaded: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
         print_history(past_runs, metric_name=metric_name)
         output.print_labelled({"page": str(workspace / "index.html")})
     else:
-        output.print_line(f"no run in {workspace} yet; start one with: {command_line('run', loaded)}")
+        output.print_line(f"no run in {workspace} yet; start one with: {command_line('run', loaded_config)}")
 
 
 def print_history(past_runs: "Sequence[PastRun]", *, metric_name: str) -> None:

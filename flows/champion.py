@@ -85,12 +85,14 @@ def rollback(
     )
 
 
-def _change_champion(config: PipelineConfig, reason: str, change: Callable[[ManualDecision], str], *, state_name: str) -> State:
-    """Call `change` to move the alias, deliver the new champion, and return the end state of the flow run."""
+def _change_champion(
+    config: PipelineConfig, reason: str, move_alias: Callable[[ManualDecision], str], *, state_name: str
+) -> State:
+    """Move the alias with `move_alias`, deliver the new champion, and return the end state of the flow run."""
     die_with_parent()  # has an effect only under `nightjar up`
     name_flow_run(config.name, str(runtime.flow_run.flow_name), reason=reason)
     publishers = publishers_of(runtime.flow_run.id, config.name, run_reason=reason, run_id=None)
-    message = change(ManualDecision(config.registry, config.workspace.absolute(), reason, publishers))
+    message = move_alias(ManualDecision(config.registry, config.workspace.absolute(), reason, publishers))
     message = "; ".join((message, *deliver(config)))
     try:
         for past_run in run_history(config.workspace, max_runs=1):

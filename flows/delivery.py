@@ -38,18 +38,18 @@ def _write_recommendations(config: PipelineConfig) -> str | None:
         return None
     try:
         model_name = config.registry.model_name
-        champion = version_number_with_alias(config.workspace.absolute(), model_name=model_name)
+        champion_version = version_number_with_alias(config.workspace.absolute(), model_name=model_name)
         settings = recommendation_settings(config, model_name=model_name)
-        if champion is None or delivery.recommendations.is_written(folder, version=champion, settings=settings):
+        if champion_version is None or delivery.recommendations.is_written(folder, version=champion_version, settings=settings):
             return None
-        log = StageLog("recommend")
+        stage_log = StageLog("recommend")
         summary = recommend_many(config, folder=folder)
     except Exception as error:  # any error of a library
         reason = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {first_line(error)}"
         problem = f"the recommendations in {folder} do not come from the champion: {reason}; repeat nightjar recommend"
         LOG.error(problem)
         return problem
-    log.finish_step(summary.text)
+    stage_log.finish_step(summary.text)
     return None
 
 

@@ -120,18 +120,18 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
     signal_socket, wakeup_socket = socket.socketpair()
     wakeup_socket.setblocking(False)
     watcher = threading.Thread(target=interruption.watch, args=(signal_socket,), daemon=True)
-    with ExitStack() as cleanup:  # the callbacks run in reverse order
-        cleanup.callback(SIGNAL_RECEIVED.clear)
-        cleanup.callback(signal_socket.close)
+    with ExitStack() as cleanup_stack:  # the callbacks run in reverse order
+        cleanup_stack.callback(SIGNAL_RECEIVED.clear)
+        cleanup_stack.callback(signal_socket.close)
         watcher.start()
-        cleanup.callback(watcher.join)
-        cleanup.callback(wakeup_socket.close)  # ends the watching thread
+        cleanup_stack.callback(watcher.join)
+        cleanup_stack.callback(wakeup_socket.close)  # ends the watching thread
         for signal_number in SIGNALS:
-            cleanup.callback(signal.signal, signal_number, signal.signal(signal_number, interruption.unwind))
-        cleanup.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+            cleanup_stack.callback(signal.signal, signal_number, signal.signal(signal_number, interruption.unwind))
+        cleanup_stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
         sys.unraisablehook = _hide_signal
-        cleanup.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wakeup_socket.fileno(), warn_on_full_buffer=False))
-        cleanup.callback(interruption.end)
+        cleanup_stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wakeup_socket.fileno(), warn_on_full_buffer=False))
+        cleanup_stack.callback(interruption.end)
         try:
             yield interruption
         except BaseException:

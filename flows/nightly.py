@@ -85,8 +85,8 @@ def run_stages(config: PipelineConfig, context: StageContext) -> State:
     """Run the stages, the refit and the delivery; return the end state of the flow run."""
     try:
         registration = retrain(config, context)
-    except StoppedEarly as stop:
-        return Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
+    except StoppedEarly as early_stop:
+        return Completed(name="StoppedEarly", message=f"stopped after {early_stop.stage}, as requested")
     except DataRejectedError as error:
         return Failed(name="DataRejected", message=str(error), data=error)
     notes = [] if registration is None else [*refit(config, context), *deliver(config)]

@@ -113,9 +113,9 @@ def run_id_of_flow_run(workspace: Workspace) -> str:
     The time is the later of two times: the scheduled start, and one second after the newest run id of the workspace. A
     retried flow run keeps its id, so the retry resumes the run in the same folder.
     """
-    suffix = f"-{runtime.flow_run.id[:8]}"
-    earlier_id = next((run.run_id for run in workspace.runs() if run.run_id.endswith(suffix)), None)
-    return earlier_id or workspace.new_run_id(at=runtime.flow_run.scheduled_start_time)[:15] + suffix
+    id_suffix = f"-{runtime.flow_run.id[:8]}"
+    earlier_run_id = next((run.run_id for run in workspace.runs() if run.run_id.endswith(id_suffix)), None)
+    return earlier_run_id or workspace.new_run_id(at=runtime.flow_run.scheduled_start_time)[:15] + id_suffix
 
 
 def flow_run_url() -> str | None:
@@ -152,13 +152,13 @@ def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = Fals
     crashed_state: State = Crashed(message=message)
     # The server selects the unfinished task runs, because it returns at most 200 task runs.
     unfinished_states = [state_type for state_type in StateType if state_type not in TERMINAL_STATES]
-    unfinished_filter = TaskRunFilter.model_validate({"state": {"type": {"any_": unfinished_states}}})
+    unfinished_task_filter = TaskRunFilter.model_validate({"state": {"type": {"any_": unfinished_states}}})
     with get_client(sync_client=True) as client:
         if only_running and client.read_flow_run(flow_run_id).state_type != StateType.RUNNING:
             return
         client.set_flow_run_state(flow_run_id, crashed_state, force=True)
         flow_run_filter = _flow_run_filter(id={"any_": [flow_run_id]})
-        for task_run in client.read_task_runs(flow_run_filter=flow_run_filter, task_run_filter=unfinished_filter):
+        for task_run in client.read_task_runs(flow_run_filter=flow_run_filter, task_run_filter=unfinished_task_filter):
             client.set_task_run_state(task_run.id, crashed_state, force=True)
 
 
@@ -170,7 +170,7 @@ def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | Non
 
     Args:
         deployment_id: None for the flow runs without a deployment.
-        current_flow_run_id: a flow run that is not changed.
+        current_flow_run_id: id of a flow run that is not changed.
     """
     deployment_condition = {"is_null_": True} if deployment_id is None else {"any_": [deployment_id]}
     state_condition = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
@@ -179,9 +179,9 @@ def end_lost_runs(deployment_id: UUID | None, *, current_flow_run_id: UUID | Non
             flow_run_filter=_flow_run_filter(deployment_id=deployment_condition, state=state_condition)
         )
         # The server stores the states of task runs with a delay, so a state may arrive after the end of the flow run.
-        crashed_filter = _flow_run_filter(deployment_id=deployment_condition, state={"type": {"any_": ["CRASHED"]}})
-        unfinished_filter = TaskRunFilter.model_validate({"state": state_condition})
-        for task_run in client.read_task_runs(flow_run_filter=crashed_filter, task_run_filter=unfinished_filter):
+        crashed_run_filter = _flow_run_filter(deployment_id=deployment_condition, state={"type": {"any_": ["CRASHED"]}})
+        unfinished_task_filter = TaskRunFilter.model_validate({"state": state_condition})
+        for task_run in client.read_task_runs(flow_run_filter=crashed_run_filter, task_run_filter=unfinished_task_filter):
             client.set_task_run_state(task_run.id, Crashed(message="the flow run of this task run has ended"), force=True)
     for lost_run in lost_runs:
         if lost_run.id != current_flow_run_id:

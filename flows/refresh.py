@@ -24,7 +24,7 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
         overrides: Settings that differ from the config file, as key=value, for example refresh.max_removed_share=0.5.
 
     Returns:
-        The end state: Promoted, Unchanged if no item has changed, or Refused, which is a failure, if a check failed.
+        The end state: Promoted; Unchanged if no item has changed; Refused, which is a failure, if a check failed.
 
     Raises:
         InputError: there is no champion, the config or the tables are invalid, or the tables do not fit the champion's model.
@@ -38,17 +38,20 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     workspace, model_name = config.workspace.absolute(), config.registry.model_name
     publishers = publishers_of(runtime.flow_run.id, config.name, run_reason="refresh", run_id=None)
     registry = Registry.connect(workspace, model_name, publishers=publishers)
-    refreshed = refresh_champion(config.refresh, config.input_config, registry, workspace=workspace, pipeline=config.name)
-    if refreshed is None:
+    refreshed_version = refresh_champion(
+        config.refresh, config.input_config, registry, workspace=workspace, pipeline=config.name
+    )
+    if refreshed_version is None:
         return Completed(name="Unchanged", message="no item has changed, so no version is registered")
     version_text = (
-        f"{model_name} version {refreshed.version}, refreshed from version {refreshed.parent} ({refreshed.changes_text})"
+        f"{model_name} version {refreshed_version.version}, refreshed from version {refreshed_version.parent} "
+        f"({refreshed_version.changes_text})"
     )
-    if refreshed.problems:
-        error = StageError(f"{version_text}, does not become champion: {'; '.join(refreshed.problems)}")
+    if refreshed_version.problems:
+        error = StageError(f"{version_text}, does not become champion: {'; '.join(refreshed_version.problems)}")
         return Failed(name="Refused", message=str(error), data=error)
     delivery_problems = deliver(config)
     return Completed(
         name="Promoted",
-        message="; ".join([f"{version_text}, is champion; changed vectors: {refreshed.delta_uri}", *delivery_problems]),
+        message="; ".join([f"{version_text}, is champion; changed vectors: {refreshed_version.delta_uri}", *delivery_problems]),
     )

@@ -44,7 +44,7 @@ class BacktestRun(Frozen):
     Attributes:
         until: time up to which the run reads the log.
         state: end state of the run, such as Promoted.
-        metrics: metrics of the evaluation, and of the served recommendations of the new version and the champion.
+        metrics: metrics of the evaluation, and metrics of the items that the new version and the champion serve.
     """
 
     until: datetime
@@ -85,7 +85,7 @@ class GateNoise(Frozen):
 
 
 class Backtest(NamedTuple):
-    """The runs of a backtest, the oldest first, and its workspace with the runs, backtest.json and backtest.png."""
+    """The runs of a backtest, the oldest first, and the workspace that contains the runs, backtest.json and backtest.png."""
 
     folder: Path
     runs: list[BacktestRun]
@@ -105,12 +105,12 @@ def backtest(config: PipelineConfig, num_days: int) -> Backtest:
     name_flow_run(config.name, f"backtest of {num_days} days")
     with _locked_workspace(config, BACKTEST_NAME, num_days) as (folder, dataset):
         assert dataset.interactions.last_time is not None
-        last_time = datetime.fromisoformat(dataset.interactions.last_time) + timedelta(seconds=1)
-        registry = _own_registry(config.registry, folder)
+        log_end_time = datetime.fromisoformat(dataset.interactions.last_time) + timedelta(seconds=1)
+        registry_config = _own_registry(config.registry, folder)
         runs: list[BacktestRun] = []
         for num_days_ago in reversed(range(num_days)):
-            until = last_time - timedelta(days=num_days_ago)
-            runs.append(_run_until(until, config.model_copy(update={"registry": registry}), folder=folder))
+            until = log_end_time - timedelta(days=num_days_ago)
+            runs.append(_run_until(until, config.model_copy(update={"registry": registry_config}), folder=folder))
             _write_json(folder / f"{BACKTEST_NAME}.json", [run.model_dump(mode="json") for run in runs])
             plot_backtest(runs, metric=config.registry.metric, path=folder / f"{BACKTEST_NAME}.png")
     return Backtest(folder, runs)
@@ -142,14 +142,16 @@ def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
     name_flow_run(config.name, f"with {num_seeds} seeds")
     metric, value_by_seed = config.registry.metric, dict[int, float]()
     metric_name, _, k = metric.partition("@")
-    only_metric = {"metrics": (metric_name,), "ks": (int(k),), "baselines": (), "slices": ()}
-    evaluation = config.evaluation.model_copy(update=only_metric)
+    metric_settings = {"metrics": (metric_name,), "ks": (int(k),), "baselines": (), "slices": ()}
+    evaluation = config.evaluation.model_copy(update=metric_settings)
     with _locked_workspace(config, GATE_NOISE_NAME) as (folder, _):
         for seed in range(config.training.seed, config.training.seed + num_seeds):
             training = config.training.model_copy(update={"seed": seed, "warm_start": None})
-            guardrails = config.registry.guardrails.model_copy(update={"features": ()})  # which need slices
-            registry = _own_registry(config.registry, folder).model_copy(update={"guardrails": guardrails})
-            seed_config = config.model_copy(update={"training": training, "evaluation": evaluation, "registry": registry})
+            guardrails = config.registry.guardrails.model_copy(update={"features": ()})  # these guardrails need slices
+            registry_config = _own_registry(config.registry, folder).model_copy(update={"guardrails": guardrails})
+            seed_config = config.model_copy(
+                update={"training": training, "evaluation": evaluation, "registry": registry_config}
+            )
             record, metrics = _repeat_run(seed_config, f"seed-{seed}", folder=folder, until="evaluate")
             if f"test/{metric}" not in metrics:
                 raise StageError(f"the training with seed {seed} ended as {record.state}: {record.message}")
@@ -172,13 +174,13 @@ def _locked_workspace(config: PipelineConfig, flow_name: str, *flow_inputs: obje
     data_run = Run("data", workspace=config.workspace.absolute(), parent_name=flow_name)
     with data_run.lock():
         dataset = ingest(StageContext(data_run), config.input_config)
-        settings = {
+        relevant_settings = {
             name: value.result_settings() if isinstance(value, Settings) else value
             for name, value in config
             if name not in IRRELEVANT_GROUPS
         }
-        data = (dataset.interactions, dataset.embeddings, dataset.features, dataset.log_vectors)
-        fingerprint = fingerprint_of(flow_name, settings, *data, *flow_inputs)
+        data_manifests = (dataset.interactions, dataset.embeddings, dataset.features, dataset.log_vectors)
+        fingerprint = fingerprint_of(flow_name, relevant_settings, *data_manifests, *flow_inputs)
         yield data_run.folder.with_name(f"{flow_name}-{fingerprint[:12]}"), dataset
 
 
@@ -235,14 +237,14 @@ _STYLE_BY_RANKER = {
 
 def plot_backtest(runs: Sequence[BacktestRun], *, metric: str, path: Path) -> Path:
     """Write a PNG with one panel for each served metric over the runs, the config's metric first. Return `path`."""
-    metrics = (metric, *(name for name in COMPARED_METRICS if name != metric))
-    figure, panels = plots.new_panels(len(metrics), title="Metrics of each day's run", grid_axis="y", size=(8.0, 8.4))
-    for axes, metric_name in zip(panels, metrics, strict=True):
-        for label, (prefix, colour, style) in _STYLE_BY_RANKER.items():
-            key = f"{prefix}/{metric_name}"
-            points = [(position, run.metrics[key]) for position, run in enumerate(runs) if key in run.metrics]
+    metric_names = (metric, *(name for name in COMPARED_METRICS if name != metric))
+    figure, panels = plots.new_panels(len(metric_names), title="Metrics of each day's run", grid_axis="y", size=(8.0, 8.4))
+    for axes, metric_name in zip(panels, metric_names, strict=True):
+        for label, (prefix, colour, line_style) in _STYLE_BY_RANKER.items():
+            metric_key = f"{prefix}/{metric_name}"
+            points = [(position, run.metrics[metric_key]) for position, run in enumerate(runs) if metric_key in run.metrics]
             if points:
-                axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=label)
+                axes.plot(*zip(*points, strict=True), color=colour, linestyle=line_style, marker="o", markersize=4, label=label)
         axes.set_ylim(bottom=0)
         axes.set_ylabel(metric_name)
     panels[-1].set_xticks(range(len(runs)), [f"{run.until:%m-%d}\n{run.state}" for run in runs], fontsize=7)

@@ -123,10 +123,10 @@ def with_search_space(config: PipelineConfig, dataset: Dataset) -> tuple[Pipelin
     tuning = config.tuning or TuningConfig()
     if tuning.ranges:
         return config, []
-    suggested = suggestions(DataFacts.of(dataset, config.interactions.split))
-    ranges = default_ranges(config, suggested)
+    suggestion_list = suggestions(DataFacts.of(dataset, config.interactions.split))
+    ranges = default_ranges(config, suggestion_list)
     config = config.model_copy(update={"tuning": tuning.model_copy(update={"ranges": ranges})})
-    return config, first_trials(config, suggested, ranges)
+    return config, first_trials(config, suggestion_list, ranges)
 
 
 def _study_name(config: PipelineConfig, dataset: Dataset) -> str:

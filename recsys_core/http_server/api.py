@@ -190,8 +190,12 @@ def _default_k(limits: ServeConfig) -> int:
 def _first_problem(error: ValidationError) -> str:
     """Return a sentence about the first problem of a body."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    # The names of union members, such as `int` in history.0.int, are not part of the body.
-    place = ".".join(str(key) for key in problem["loc"] if key not in _UNION_MEMBERS)
+    # The names of union members, such as `int` in history.0.int, are not part of the body, but an unknown field may have one.
+    *parent_keys, last_key = problem["loc"] or ("",)
+    keys = [key for key in parent_keys if key not in _UNION_MEMBERS]
+    if problem["type"] == "extra_forbidden" or last_key not in _UNION_MEMBERS:
+        keys.append(last_key)
+    place = ".".join(map(str, keys))
     json_type = _JSON_TYPE_BY_PROBLEM.get(problem["type"])
     message = f"it must be {json_type}" if json_type else problem["msg"].replace("Input should be", "it must be")
     if problem["type"] == "missing":

@@ -91,6 +91,7 @@ def test_similar_items_are_the_items_of_the_retriever(start_client: ClientStarte
         ('{"rows": [{}], "params": {"k": 1000000}}', 422, "params.k is 1000000; it must be less than or equal to 1000"),
         ('{"rows": [{}], "params": {"k": true}}', 422, "params.k is true; it must be a valid integer"),
         ('{"rows": [{}], "params": {"K": 3}}', 422, "unknown field 'params.K'; see the schema at /openapi.json"),
+        ('{"rows": [{}], "params": {"list": 3}}', 422, "unknown field 'params.list'; see the schema at /openapi.json"),
         ('{"rows": [{}], "params": {"filter": {"colour": {"in": ["red"]}}}}', 422, "colour"),
         ('{"rows": [{"history": [' + ",".join(["1"] * 100_000) + "]}]}", 422, "rows.0.history: the list should have at most"),
         ('{"rows": [{}], "params": {"filter": {"price": ' + "[" * 999 + "]" * 999 + "}}}", 422, "filter: has too many levels"),

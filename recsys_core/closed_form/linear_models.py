@@ -34,9 +34,9 @@ def log_matrix(store: EventStore, *, before: EvaluationSplit, max_events: int, m
         max_history: number of newest events of each user that are read; None for all events.
     """
     user_U = np.arange(store.num_users)
-    share = max_events / max(1, int(store.item_counts_before(before).sum()))
-    if share < 1:
-        sample_size = max(1, int(share * len(user_U)))
+    sampled_share = max_events / max(1, int(store.item_counts_before(before).sum()))
+    if sampled_share < 1:
+        sample_size = max(1, int(sampled_share * len(user_U)))
         user_U = np.sort(np.random.default_rng(CLOSED_FORM_SEED).choice(user_U, sample_size, replace=False))
     return user_item_matrix(store.items_before(user_U, before, max_items=max_history), num_items=store.num_items)
 
@@ -63,7 +63,7 @@ def ease_vectors(matrix_UI: csr_array, *, l2: float, dim: int) -> Floats32:
     eigenvectors give each item one vector, which represents the item in histories and as a candidate.
 
     Raises:
-        InputError: the matrix has no inverse in single precision, or no user has two items, so that all weights are 0.
+        InputError: all weights are 0 because no user has two items, or the matrix has no inverse in single precision.
     """
     inverse_II = _ease_inverse(matrix_UI, l2=l2)
     root_diagonal_I = np.sqrt(np.diag(inverse_II))
@@ -106,16 +106,16 @@ def inverse_power(count_R: NDArray[Any], exponent: float) -> Floats32:
 def _ease_inverse(matrix_UI: csr_array, *, l2: float) -> NDArray[Any]:
     gram_II = (matrix_UI.T @ matrix_UI).toarray()
     gram_II[np.diag_indices_from(gram_II)] += l2
-    # Faster than np.linalg.inv. scipy.linalg.inv 1.17 can end the process if the matrix is not positive definite.
-    factor_II, failed_minor = torch.linalg.cholesky_ex(torch.from_numpy(gram_II))
-    if failed_minor:
+    # Torch is faster than np.linalg.inv. scipy.linalg.inv 1.17 can end the process if the matrix is not positive definite.
+    cholesky_II, failed_minor_size = torch.linalg.cholesky_ex(torch.from_numpy(gram_II))
+    if failed_minor_size:
         raise InputError(
             f"EASE with l2 = {l2:g}: the matrix X'X + l2 I has no inverse in single precision; set l2 to a larger number"
         )
-    inverse_II: NDArray[Any] = torch.cholesky_inverse(factor_II).numpy()
+    inverse_II: NDArray[Any] = torch.cholesky_inverse(cholesky_II).numpy()
     return inverse_II
 
 
 def _start_vector(length: int) -> Floats32:
-    """Return the vector with which an iterative decomposition starts, so that its result is always the same."""
+    """Return a fixed start vector, so that an iterative decomposition always has the same result."""
     return np.random.default_rng(CLOSED_FORM_SEED).random(length, np.float32)

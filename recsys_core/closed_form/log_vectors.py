@@ -25,8 +25,8 @@ def embed_log(config: LogVectorsConfig, *, interactions: InteractionsManifest, f
     """Write the vectors of the items with training events. Validation and test events are not read.
 
     Raises:
-        InputError: a library is missing, there are not enough items or users with training events for vectors with `dim`
-            dimensions, or the matrices need more memory than the config allows.
+        InputError: a library is missing, too few items or users have training events for `dim` dimensions, or the matrices
+            need more than `memory_gb`.
     """
     stage = StageFolder(folder, LogVectorsManifest, inputs=["embed_log", config.result_settings(), interactions])
     if stage.manifest is not None:
@@ -81,31 +81,31 @@ def check_size(config: LogVectorsConfig, *, num_users: int, num_items: int, num_
     """Raise InputError if the matrix has too few users or items for `dim` dimensions, or needs too much memory."""
     if not num_pairs:
         raise InputError("embeddings: source is log, but the log has no training event; remove the entry, or add events")
-    num_available, subject = min((num_items, "items"), (num_users, "users"))
+    side_size, side_name = min((num_items, "items"), (num_users, "users"))
     if isinstance(config, EaseVectorsConfig):
-        num_available, subject = num_items, "items"
-    if config.dim >= num_available and not isinstance(config, IalsVectorsConfig):
-        max_dim = (num_available - 1) // 4 * 4  # a width is a multiple of 4
+        side_size, side_name = num_items, "items"
+    if config.dim >= side_size and not isinstance(config, IalsVectorsConfig):
+        max_dim = (side_size - 1) // 4 * 4  # a width is a multiple of 4
         fix = f"set dim to at most {max_dim}" if max_dim else "add events"
         raise InputError(
-            f"embeddings.dim is {config.dim}, but only {num_available:,} {subject} have training events, which give at most "
-            f"{num_available - 1:,} dimensions; {fix}, or remove the entry"
+            f"embeddings.dim is {config.dim}, but only {side_size:,} {side_name} have training events, which give at most "
+            f"{side_size - 1:,} dimensions; {fix}, or remove the entry"
         )
     if isinstance(config, EaseVectorsConfig):
         needed_bytes = 12 * num_items**2
-        memory_text, advice = f"three matrices of {num_items:,} x {num_items:,} items", "set method to spectral"
+        memory_text, fix = f"three matrices of {num_items:,} x {num_items:,} items", "set method to spectral"
     elif isinstance(config, IalsVectorsConfig):
         needed_bytes = 36 * num_pairs + 4 * config.dim * (num_users + num_items)
         memory_text = (
             f"three copies of {num_pairs:,} events, and {config.dim} factors of {num_users:,} users and {num_items:,} items"
         )
-        advice = "lower embeddings.dim or embeddings.max_events"
+        fix = "lower embeddings.dim or embeddings.max_events"
     else:
-        needed_bytes = 24 * num_pairs + (8 * config.dim + 4) * num_available + 8 * config.dim * num_items
-        memory_text = f"three copies of {num_pairs:,} events, and {2 * config.dim + 1} vectors of {num_available:,} {subject}"
-        advice = "lower embeddings.dim or embeddings.max_events"
+        needed_bytes = 24 * num_pairs + (8 * config.dim + 4) * side_size + 8 * config.dim * num_items
+        memory_text = f"three copies of {num_pairs:,} events, and {2 * config.dim + 1} vectors of {side_size:,} {side_name}"
+        fix = "lower embeddings.dim or embeddings.max_events"
     if needed_bytes > config.memory_gb * GIGABYTE:
         raise InputError(
             f"embeddings.memory_gb is {config.memory_gb:g}, but method {config.method} needs {needed_bytes / GIGABYTE:,.3g} GB "
-            f"({memory_text}); raise memory_gb, or {advice}"
+            f"({memory_text}); raise memory_gb, or {fix}"
         )

@@ -1,4 +1,4 @@
-"""Two vectors per item from a truncated singular value decomposition of the log: for histories, and as a candidate.
+"""Two vectors per item from a truncated singular value decomposition of the log: a history vector and a candidate vector.
 
 The covariances of single-precision vectors are summed in double precision and in chunks.
 
@@ -17,9 +17,9 @@ from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.errors import InputError
 
 CHUNK_ROWS = 1 << 16
-"""Number of vectors that are converted to double precision at once, in which they take twice as much memory."""
+"""Number of vectors that are converted to double precision at once. The copy takes twice the memory of the vectors."""
 RELATIVE_RIDGE = 1e-6
-"""Ridge of the covariance, relative to its mean diagonal. Without it, few distinct candidates make it singular."""
+"""Ridge of the covariance, relative to its mean diagonal. Without it, the covariance of few distinct candidates is singular."""
 
 
 def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tuple[Floats32, Floats32]:
@@ -27,8 +27,8 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
 
     The score of a candidate is the inner product of its vector with the sum of the vectors of a history. With the singular
     vectors V of the normalised matrix and the numbers of events D, the scores of histories X (0 or 1 per item) are
-    proportional to X D^-a V V' D^a, where a is `item_exponent`. With the exponent 0.5, it is the ideal low-pass filter of
-    GF-CF (Shen et al., CIKM 2021).
+    proportional to X D^-a V V' D^a, where a is `item_exponent`. With the exponent 0.5, this model is the ideal low-pass
+    filter of GF-CF (Shen et al., CIKM 2021).
 
     Both vectors are given in a basis in which the covariance of the candidate vectors is the identity matrix. The standard
     deviation of the scores of a query over the catalogue is then the norm of the query vector.
@@ -43,21 +43,21 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
     count_I = np.asarray(matrix_UI.sum(axis=0)).ravel()
     has_event_I, has_event_U = count_I > 0, np.diff(matrix_UI.indptr) > 0
     matrix_UV = matrix_UI[has_event_U][:, has_event_I]
-    num_available, subject = min((matrix_UV.shape[1], "items"), (matrix_UV.shape[0], "users"))
-    if dim >= num_available:
+    side_size, side_name = min((matrix_UV.shape[1], "items"), (matrix_UV.shape[0], "users"))
+    if dim >= side_size:
         raise InputError(
-            f"model.spectral_block.dim is {dim}, but only {num_available:,} {subject} have training events, which give at most "
-            f"{max(0, num_available - 1):,} singular vectors; lower dim, add events, or remove model.spectral_block"
+            f"model.spectral_block.dim is {dim}, but only {side_size:,} {side_name} have training events, which give at most "
+            f"{max(0, side_size - 1):,} singular vectors; lower dim, add events, or remove model.spectral_block"
         )
     _, vector_VM = singular_vectors(matrix_UV, num_vectors=dim)
-    scale_V1 = (count_I[has_event_I, None] ** item_exponent).astype(np.float32)
-    covariance_MM = covariance(vector_VM * scale_V1, num_rows=len(count_I))
+    count_power_V1 = (count_I[has_event_I, None] ** item_exponent).astype(np.float32)
+    covariance_MM = covariance(vector_VM * count_power_V1, num_rows=len(count_I))
     covariance_MM[np.diag_indices(dim)] += RELATIVE_RIDGE * covariance_MM.trace() / dim
     root_MM = np.linalg.cholesky(covariance_MM)
     history_factor_IM, candidate_factor_IM = (np.zeros((len(count_I), dim), np.float32) for _ in range(2))
-    history_factor_IM[has_event_I] = vector_VM / scale_V1 @ root_MM.astype(np.float32)
-    candidate_factor_IM[has_event_I] = vector_VM * scale_V1 @ np.linalg.inv(root_MM).T.astype(np.float32)
-    # The scale of history vectors has no effect, because the query vector, their sum, is scaled to the norm 1.
+    history_factor_IM[has_event_I] = vector_VM / count_power_V1 @ root_MM.astype(np.float32)
+    candidate_factor_IM[has_event_I] = vector_VM * count_power_V1 @ np.linalg.inv(root_MM).T.astype(np.float32)
+    # The scale of history vectors has no effect, because their sum is scaled to the norm 1.
     history_factor_IM /= max(history_factor_IM.max(), -history_factor_IM.min())
     return history_factor_IM, candidate_factor_IM
 

@@ -39,7 +39,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     history_offset: Tensor
     """int64 [B + 1]: the history of query b is history_index_H[history_offset[b]:history_offset[b + 1]]."""
     item_feature_weight: dict[str, Tensor]
-    """float32 tensor with one weight for each value of a weighted item feature, by the key of the feature."""
+    """Weights of the weighted item features, by feature key: float32, one weight for each value."""
     loss_weight: Tensor | None = None
     """float32 [B]: factor of each query's loss, with a mean of 1 over all training events; None: all factors are 1."""
 
@@ -57,14 +57,14 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
         """Keep the memory allocated until `stream` has read it."""
         self._map_tensors(lambda tensor: tensor.record_stream(stream))
 
-    def _map_tensors(self, function: Callable[[Any], Any]) -> Self:
+    def _map_tensors(self, tensor_function: Callable[[Any], Any]) -> Self:
         mapped_fields: dict[str, Any] = {}
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, dict):
-                mapped_fields[field.name] = {key: function(tensor) for key, tensor in value.items()}
-            elif isinstance(value, Tensor):
-                mapped_fields[field.name] = function(value)
+            field_value = getattr(self, field.name)
+            if isinstance(field_value, dict):
+                mapped_fields[field.name] = {key: tensor_function(tensor) for key, tensor in field_value.items()}
+            elif isinstance(field_value, Tensor):
+                mapped_fields[field.name] = tensor_function(field_value)
         return replace(self, **mapped_fields)
 
 
@@ -73,7 +73,7 @@ class Assembler:
     """Builds batches from rows of users and items, and adds their features.
 
     Args:
-        user_batch_key: the key of Batch.sparse that looks up the table of user ids; None: the model has no such table.
+        user_batch_key: key of the user ids in Batch.sparse; None: the model has no table of user ids.
         features: features of users, events and items; None: the model uses none.
     """
 
@@ -101,14 +101,14 @@ class Assembler:
         distinct_index, item_row_V = pd.factorize(np.concatenate([candidate_row_C, history.values_L]))
         item_row_V = _at_least_one_row(item_row_V)  # one unused item if there are no candidates and no histories
         sparse, item_feature_weight = self._query_features(user_row_B, event_index_B), {}
-        unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
+        unpooled_rows_by_key = {"item": JaggedArray.from_single_values(item_row_V)}
         for key, feature in self._keyed_features("item"):
-            unpooled[key], weight_L = feature.rows_and_weights(item_row_V)
+            unpooled_rows_by_key[key], weight_L = feature.rows_and_weights(item_row_V)
             if weight_L is not None:
                 item_feature_weight[key] = torch.from_numpy(weight_L)
         if self.user_batch_key == UNPOOLED:
-            unpooled["user"] = JaggedArray.from_single_values(_at_least_one_row(user_row_B))
-        sparse[UNPOOLED] = keyed_jagged(unpooled, num_samples=max(len(item_row_V), len(user_row_B)))
+            unpooled_rows_by_key["user"] = JaggedArray.from_single_values(_at_least_one_row(user_row_B))
+        sparse[UNPOOLED] = keyed_jagged(unpooled_rows_by_key, num_samples=max(len(item_row_V), len(user_row_B)))
         return Batch(
             sparse=sparse,
             batch_size=len(user_row_B),
@@ -122,32 +122,32 @@ class Assembler:
 
     def item_batch(self, item_row: Int64Array) -> Batch:
         """Build a batch of candidates without queries. The rows in `item_row` must be distinct; the batch keeps their order."""
-        empty = np.zeros(0, np.int64)
-        return self.batch(user_row_B=empty, event_index_B=empty, history=JaggedArray.empty(0), candidate_row_C=item_row)
+        empty_B = np.zeros(0, np.int64)
+        return self.batch(user_row_B=empty_B, event_index_B=empty_B, history=JaggedArray.empty(0), candidate_row_C=item_row)
 
     def _query_features(self, user_row_B: Int64Array, event_index_B: Int64Array) -> dict[str, KeyedJaggedTensor]:
         """Return the values to look up for each query (user ids, user features, context features), by kind of lookup."""
-        pooled = {"user": JaggedArray.from_single_values(user_row_B)} if self.user_batch_key == POOLED else {}
-        pooled_weighted: dict[str, JaggedArray] = {}
+        pooled_rows_by_key = {"user": JaggedArray.from_single_values(user_row_B)} if self.user_batch_key == POOLED else {}
+        weighted_rows_by_key: dict[str, JaggedArray] = {}
         weight_arrays: list[NDArray[np.float32]] = []
         for owner_kind, index_B in (("user", user_row_B), ("context", event_index_B)):
             for key, feature in self._keyed_features(owner_kind):
                 table_rows, weight_L = feature.rows_and_weights(index_B)
                 if weight_L is None:
-                    pooled[key] = table_rows
+                    pooled_rows_by_key[key] = table_rows
                 else:
-                    pooled_weighted[key] = table_rows
+                    weighted_rows_by_key[key] = table_rows
                     weight_arrays.append(weight_L)
         sparse = {}
-        if pooled:
-            sparse[POOLED] = keyed_jagged(pooled, num_samples=len(user_row_B))
-        if pooled_weighted:
+        if pooled_rows_by_key:
+            sparse[POOLED] = keyed_jagged(pooled_rows_by_key, num_samples=len(user_row_B))
+        if weighted_rows_by_key:
             weight_L = np.concatenate(weight_arrays)
-            sparse[POOLED_WEIGHTED] = keyed_jagged(pooled_weighted, num_samples=len(user_row_B), weight_L=weight_L)
+            sparse[POOLED_WEIGHTED] = keyed_jagged(weighted_rows_by_key, num_samples=len(user_row_B), weight_L=weight_L)
         return sparse
 
     def _keyed_features(self, owner_kind: str) -> list[tuple[str, Feature]]:
-        """Return the features of users, items or events with their keys. owner_kind: "user", "item" or "context"."""
+        """Return the features of `owner_kind` with their keys. owner_kind: "user", "item" or "context"."""
         feature_by_key = self.features.feature_by_key if self.features is not None else {}
         return [(key, feature) for key, feature in feature_by_key.items() if key.startswith(f"{owner_kind}.")]
 

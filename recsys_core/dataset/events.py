@@ -55,14 +55,14 @@ class UserChunk:
 
 
 class EventStore:
-    """The events, users and items of an interactions stage; all processes of a host share the pages of its memory maps.
+    """The events, users and items of an interactions stage; all processes of a host share its memory-mapped pages.
 
     An event is identified by its index in the log. The events of a user are stored one after the other: first the training
     events, then the validation events, then the test events. A training event is also a training example, which is identified
     by its index among the training events of all users, in the order of the users' rows.
 
     The users are divided into shards (see InteractionsManifest). The log is the concatenation of the shards, so the index of an
-    event depends on the number of shards. No other result depends on it.
+    event depends on the number of shards. No other result depends on that number.
 
     Attributes:
         is_ordered: whether the events of a user have an order, from timestamps or an order column.
@@ -147,7 +147,7 @@ class EventStore:
         return count_I
 
     def vector_rows(self, side: str) -> Int64Array | None:
-        """Return the row of each user's or item's pretrained vector, or -1; None if no user or item has a vector."""
+        """Return the vector row of each user or item, -1 without a pretrained vector; None if no row of `side` has a vector."""
         return self._vector_row_by_side[side]
 
     def mean_weight(self, *, user_exponent: float = 0.0) -> np.float32:
@@ -334,7 +334,7 @@ class EventStore:
     def held_out_events(self, *, skip_validation_U: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
         """Return the user and the index in the log of each validation and test event.
 
-        skip_validation_U: whether to leave out the validation events of each user.
+        skip_validation_U: True for a user whose validation events are left out.
         """
         start_U, end_U = np.where(skip_validation_U, self._validation_end[:], self._train_end[:]), self._user_end[:]
         num_events_U = end_U - start_U
@@ -347,7 +347,7 @@ class EventStore:
         return int(self.times_at(start_U[end_U > start_U]).min(initial=INT64_MAX))
 
     def newest_times(self) -> Int64Array:
-        """Return the time of the newest event of each user that has an event, in microseconds. For an order by time only."""
+        """Return the time of each user's newest event in microseconds, for users with events. Needs an order by time."""
         return self.times_at(self._user_end[:][self.event_count_U > 0] - 1)
 
     def newest_training_time(self) -> int:

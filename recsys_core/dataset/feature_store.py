@@ -58,13 +58,13 @@ class Feature:
     def rows_and_weights(self, owner_index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
         """Return the table rows of each user, item or event in `owner_index`, and the weight of each table row, or None."""
         if self.offset is None:
-            lists = JaggedArray(np.arange(len(owner_index) + 1), self.table_rows[owner_index].astype(np.int64))
-            return lists, None if self.weights is None else self.weights[owner_index]
+            row_lists = JaggedArray(np.arange(len(owner_index) + 1), self.table_rows[owner_index].astype(np.int64))
+            return row_lists, None if self.weights is None else self.weights[owner_index]
         start = self.offset[owner_index]
         length = self.offset[owner_index + 1] - start
         index_L = ragged_ranges(start, length)
-        lists = JaggedArray.from_lengths(length, self.table_rows[index_L])
-        return lists, None if self.weights is None else self.weights[index_L]
+        row_lists = JaggedArray.from_lengths(length, self.table_rows[index_L])
+        return row_lists, None if self.weights is None else self.weights[index_L]
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,6 @@ def standardised(value_N: NDArray[np.float64], *, mean: float, std: float) -> ND
     if std < np.finfo(np.float64).tiny:
         return np.zeros(len(value_N), np.float32)
     with np.errstate(over="ignore"):
-        # Both numbers are halved, because the difference of two large numbers may overflow.
+        # `value_N` and `mean` are halved, because the difference of two large numbers may overflow.
         z_score_N = (value_N / 2 - mean / 2) / (std / 2)
     return np.nan_to_num(np.clip(z_score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)

@@ -56,7 +56,7 @@ def is_in_sorted(values: NDArray[Any], sorted_values: Int64Array) -> NDArray[np.
 class JaggedArray:
     """Lists in one array: list i is values_L[offset[i]:offset[i + 1]].
 
-    offset: int64, one entry more than there are lists. values_L: int64, usually rows of a table.
+    offset: int64 [number of lists + 1]. values_L: int64, usually rows of a table.
     """
 
     offset: Int64Array
@@ -146,9 +146,9 @@ class JaggedArray:
     def _from_keys(self, keys: Int64Array, *, bound: int) -> "JaggedArray":
         """Decode `keys` into as many lists as this array has, each sorted and without duplicates."""
         sorted_keys = np.sort(keys)  # np.unique hashes integers, which takes several times as long
-        is_first = np.ones(len(sorted_keys), np.bool_)
-        np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=is_first[1:])
-        distinct_keys = sorted_keys[is_first]
+        is_first_occurrence = np.ones(len(sorted_keys), np.bool_)
+        np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=is_first_occurrence[1:])
+        distinct_keys = sorted_keys[is_first_occurrence]
         return JaggedArray.from_pairs(distinct_keys // bound, distinct_keys % bound, num_lists=len(self))
 
     def difference(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":

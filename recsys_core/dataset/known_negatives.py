@@ -24,7 +24,7 @@ class KnownNegatives:
     Attributes:
         train_start, validation_start, test_start: int64 [U], index of each user's first known negative of each split.
         item_L: item rows, oldest first within a user and split.
-        event_L: index in the log of the first event that is not before each known negative (see InteractionsManifest),
+        event_L: index in the log of the first event at or after each known negative (see InteractionsManifest),
             ascending. None if the events have no order.
     """
 
@@ -66,8 +66,8 @@ class KnownNegatives:
         """Return, for each training event, at most `max_items` of its user's known negatives in the training split.
 
         In an ordered log, they are the newest known negatives before or at the event. In an unordered log, they are drawn
-        without replacement: a user's known negatives are stored in random order, and consecutive ones are taken from a random
-        index on. After the user's last known negative follows the first one.
+        without replacement: a user's known negatives are stored in random order, and consecutive known negatives are taken from
+        a random index on. After the user's last known negative follows the first one.
 
         Args:
             event_B: index of each event in the log.

@@ -34,7 +34,7 @@ SHARDED_ARRAYS = (
 
 
 def row_dtype(num_rows: int) -> type[np.int32 | np.int64]:
-    """Return the integer type in which row numbers of a table are stored: 32 bits as long as the last row fits.
+    """Return the integer type in which row numbers of a table are stored: 32 bits if the last row number fits.
 
     >>> row_dtype(2**31).__name__, row_dtype(2**31 + 1).__name__
     ('int32', 'int64')
@@ -43,7 +43,7 @@ def row_dtype(num_rows: int) -> type[np.int32 | np.int64]:
 
 
 def array_file(array_name: str) -> str:
-    """Return the file name of an array, a field of EventArrays, in an event store with one shard."""
+    """Return the file name of an EventArrays field in an event store with one shard."""
     return f"{array_name}.npy"
 
 
@@ -65,7 +65,7 @@ def array_files(array_name: str, *, num_shards: int) -> tuple[str, ...]:
 
 
 def context_paths(manifest: InteractionsManifest) -> list[Path]:
-    """Return the path of each shard's context columns. The rows of the file are in the order of the shard's events."""
+    """Return the path of each shard's context columns. The rows of each file are in the order of the shard's events."""
     return [manifest.path(file_name) for file_name in shard_files(CONTEXT_FILE, num_shards=manifest.num_shards)]
 
 
@@ -118,9 +118,9 @@ def resize_npy(path: Path, *, length: int) -> NDArray[Any]:
     """
     with path.open("r+b") as file:
         np.lib.format.read_magic(file)
-        _, _, data_type = np.lib.format.read_array_header_1_0(file)
-        _reserve(file, path, dtype=data_type, shape=(length,))
-        file.truncate(file.tell() + length * data_type.itemsize)
+        _, _, dtype = np.lib.format.read_array_header_1_0(file)
+        _reserve(file, path, dtype=dtype, shape=(length,))
+        file.truncate(file.tell() + length * dtype.itemsize)
     array: NDArray[Any] = np.load(path, mmap_mode="r+")
     return array
 
@@ -198,7 +198,7 @@ class ShardArrays:
 
 @dataclass(frozen=True)
 class EventArrays:
-    """The arrays of an event store; see InteractionsManifest. Only an array with the default None may be missing.
+    """The arrays of an event store; see InteractionsManifest. An array with the default None may be missing.
 
     With several shards, the arrays of SHARDED_ARRAYS are `ShardArrays`.
     """
@@ -257,8 +257,10 @@ class EventArrays:
     def shards(self) -> Iterator[Self]:
         """Yield the arrays of each shard. Users and events are numbered from 0 in the shard, and `train_user` is empty."""
         for shard in range(self.num_shards):
-            arrays_by_name = {name: getattr(self, name) for name in SHARDED_ARRAYS}
-            array_by_name = {name: arrays[shard] for name, arrays in arrays_by_name.items() if isinstance(arrays, ShardArrays)}
+            shard_arrays_by_name = {name: getattr(self, name) for name in SHARDED_ARRAYS}
+            array_by_name = {
+                name: arrays[shard] for name, arrays in shard_arrays_by_name.items() if isinstance(arrays, ShardArrays)
+            }
             yield replace(self, train_user=self.train_user[:0], user_vector_row=None, **array_by_name)
 
 

@@ -60,7 +60,7 @@ class RankShare(NamedTuple):
 
     Attributes:
         num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size; None: world_size. A retry
-            may have fewer ranks than the plan. With proportionally larger batches, it then has as many examples and batches
+            may have fewer ranks than the plan. With proportionally larger batches, the retry has as many examples and batches
             per epoch as the first attempt.
     """
 
@@ -119,8 +119,8 @@ class TrainLoader:
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch` from index `start_batch` on; a background thread builds them."""
-        starts = range(start_batch, len(self), self._batches_per_chunk)
-        chunks = (self._build_chunk(epoch, start, min(start + self._batches_per_chunk, len(self))) for start in starts)
+        chunk_starts = range(start_batch, len(self), self._batches_per_chunk)
+        chunks = (self._build_chunk(epoch, start, min(start + self._batches_per_chunk, len(self))) for start in chunk_starts)
         with closing(prefetch(chunks, depth=PREFETCHED_CHUNKS)) as ready_chunks:
             for chunk in ready_chunks:
                 yield from chunk
@@ -162,7 +162,7 @@ class TrainLoader:
     def _known_negatives(
         self, epoch: int, first_batch: int, stop_batch: int, *, user_E: Int64Array, event_index_E: Int64Array
     ) -> Int64Array:
-        """Return K known negatives of each event, [E, K]. If an event has fewer, its own item fills the row."""
+        """Return K known negatives of each event, [E, K]. If an event has fewer, the event's item fills the row."""
         store, max_known_negatives = self._examples.store, self._examples.max_known_negatives
         if max_known_negatives == 0:
             return np.zeros((len(user_E), 0), np.int64)
@@ -172,9 +172,9 @@ class TrainLoader:
         known_negatives = store.known_negatives.at_events(
             event_index_E, user_E, max_items=max_known_negatives, draw_B=draw_PB.ravel()[: len(user_E)]
         )
-        row_EK = np.repeat(store.items_at(event_index_E)[:, None], max_known_negatives, axis=1)
-        row_EK[np.arange(max_known_negatives) < known_negatives.lengths[:, None]] = known_negatives.values_L
-        return row_EK
+        item_row_EK = np.repeat(store.items_at(event_index_E)[:, None], max_known_negatives, axis=1)
+        item_row_EK[np.arange(max_known_negatives) < known_negatives.lengths[:, None]] = known_negatives.values_L
+        return item_row_EK
 
     def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negatives: tuple[Int64Array, Int64Array]) -> Batch:
         examples, store = self._examples, self._examples.store
@@ -195,17 +195,17 @@ class TrainLoader:
 
 def _require_known_negatives(examples: ExampleSource) -> None:
     """Raise InputError if no user has a known negative before the validation period."""
-    setting = f"loss.explicit_negatives is {examples.max_known_negatives}"
+    setting_text = f"loss.explicit_negatives is {examples.max_known_negatives}"
     known_negatives = examples.store.known_negatives
     if known_negatives is None:
         raise InputError(
-            f"{setting}, but the ingest did not keep the events below interactions.label_threshold; set "
+            f"{setting_text}, but the ingest did not keep the events below interactions.label_threshold; set "
             "interactions.explicit_negatives to true, or loss.explicit_negatives to 0"
         )
     if not known_negatives.num_train_negatives_U.any():
         raise InputError(
-            f"{setting}, but 0 known negatives are before the validation period, and {len(known_negatives.item_L):,} are after "
-            "its start; check interactions.label_column and label_threshold, or set loss.explicit_negatives to 0"
+            f"{setting_text}, but 0 known negatives are before the validation period, and {len(known_negatives.item_L):,} are "
+            "after its start; check interactions.label_column and label_threshold, or set loss.explicit_negatives to 0"
         )
 
 

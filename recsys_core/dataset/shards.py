@@ -17,12 +17,13 @@ from recsys_core.dataset.layout import ShardArrays
 
 
 class ShardedUserArray:
-    """One index of an event, or of a known negative, per user, [U]. A shard stores it as an index inside the shard.
+    """One index of an event or known negative per user, [U]. A shard stores indices inside the shard.
 
     Args:
         shard_arrays: array of each shard. Its entries are indices inside the shard.
         index_start_S: index of the first event, or known negative, of each shard.
-        first_entry, step: the entry of the user with row r in a shard has the index first_entry + r * step in its array.
+        first_entry, step: the entry of the user with row r in a shard has the index first_entry + r * step in the shard's
+            array.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class ShardedUserArray:
             for shard, positions in positions_by_shard(users % num_shards, num_shards=num_shards):
                 values_B[positions] = self._entries(shard, row_B[positions])
             return values_B
-        all_rows = range(self._num_users)[users]
-        if all_rows.step == num_shards:
-            first_row = all_rows.start // num_shards
-            return self._entries(all_rows.start % num_shards, slice(first_row, first_row + len(all_rows)))
-        assert len(all_rows) == self._num_users, f"{users} is neither all users nor users of one shard of {num_shards}"
+        selected_users = range(self._num_users)[users]
+        if selected_users.step == num_shards:
+            first_row = selected_users.start // num_shards
+            return self._entries(selected_users.start % num_shards, slice(first_row, first_row + len(selected_users)))
+        assert len(selected_users) == self._num_users, f"{users} is neither all users nor users of one shard of {num_shards}"
         values_U = np.empty(self._num_users, np.int64)
         for shard in range(num_shards):
             values_U[shard::num_shards] = self._entries(shard, slice(len(values_U[shard::num_shards])))
@@ -71,21 +72,21 @@ class ShardedEventArray:
         if isinstance(index, slice):
             return self._entries_in_range(*index.indices(len(self))[:2])
         shard_B = np.searchsorted(self._end_S, index, side="right")
-        pieces = [
+        entries_by_shard = [
             (positions, self._shard_arrays[shard][index[positions] - self._start_S[shard]])
             for shard, positions in positions_by_shard(shard_B, num_shards=len(self._shard_arrays))
         ]
         values_B = np.empty(len(index), self._shard_arrays.dtype)
-        for positions, piece in pieces:
-            values_B[positions] = piece
+        for positions, shard_entries in entries_by_shard:
+            values_B[positions] = shard_entries
         return values_B
 
     def _entries_in_range(self, start: int, stop: int) -> NDArray[Any]:
-        pieces = [np.empty(0, self._shard_arrays.dtype)]  # for a range without an event
+        entries_by_shard = [np.empty(0, self._shard_arrays.dtype)]  # for a range without an event
         for shard, (shard_start, shard_end) in enumerate(zip(self._start_S.tolist(), self._end_S.tolist(), strict=True)):
             if max(start, shard_start) < min(stop, shard_end):
-                pieces.append(self._shard_arrays[shard][max(start - shard_start, 0) : stop - shard_start])
-        return np.concatenate(pieces) if len(pieces) > 2 else pieces[-1]
+                entries_by_shard.append(self._shard_arrays[shard][max(start - shard_start, 0) : stop - shard_start])
+        return np.concatenate(entries_by_shard) if len(entries_by_shard) > 2 else entries_by_shard[-1]
 
 
 class ShardedEventIndices:

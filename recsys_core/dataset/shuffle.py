@@ -49,27 +49,27 @@ def _round_keys(key: tuple[int, ...]) -> NDArray[np.uint64]:
 def _feistel(
     index: NDArray[np.uint64], *, grid_sides: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    left = index // grid_sides[1]
-    coordinates = [left, index - left * grid_sides[1]]
-    hashed, buffer = np.empty_like(index), np.empty_like(index)
-    for round_index, key in enumerate(round_keys):
-        target, source = coordinates[round_index % 2], coordinates[1 - round_index % 2]
+    left_coordinate = index // grid_sides[1]
+    coordinates = [left_coordinate, index - left_coordinate * grid_sides[1]]
+    hash_value, buffer = np.empty_like(index), np.empty_like(index)
+    for round_index, round_key in enumerate(round_keys):
+        target_coordinate, source_coordinate = coordinates[round_index % 2], coordinates[1 - round_index % 2]
         grid_side = grid_sides[round_index % 2]
         # Hash the source coordinate; the upper 32 bits are well mixed.
-        np.bitwise_xor(source, key, out=hashed)
-        hashed *= _MULTIPLIER
-        np.right_shift(hashed, _SHIFT_29, out=buffer)
-        hashed ^= buffer
-        hashed *= _MULTIPLIER
+        np.bitwise_xor(source_coordinate, round_key, out=hash_value)
+        hash_value *= _MULTIPLIER
+        np.right_shift(hash_value, _SHIFT_29, out=buffer)
+        hash_value ^= buffer
+        hash_value *= _MULTIPLIER
         # Scale the upper 32 bits to [0, grid_side). The product fits into 64 bits, because grid_side < 2**32. The probabilities
         # of two values differ by at most 2**-32.
-        hashed >>= _SHIFT_32
-        hashed *= grid_side
-        hashed >>= _SHIFT_32
+        hash_value >>= _SHIFT_32
+        hash_value *= grid_side
+        hash_value >>= _SHIFT_32
         # Add modulo grid_side. If the sum is below grid_side, sum - grid_side wraps around to a large unsigned number, and the
         # minimum is the sum itself.
-        target += hashed
-        np.subtract(target, grid_side, out=buffer)
-        np.minimum(target, buffer, out=target)
+        target_coordinate += hash_value
+        np.subtract(target_coordinate, grid_side, out=buffer)
+        np.minimum(target_coordinate, buffer, out=target_coordinate)
     shuffled_index: NDArray[np.uint64] = coordinates[0] * grid_sides[1] + coordinates[1]
     return shuffled_index

@@ -68,14 +68,16 @@ class CandidateModel(nn.Module):
             item_map: matrix that multiplies the concatenation of an item's trained vector and block; None without a spectral
                 block.
         """
-        state = {f"tower.{name.removeprefix('item.')}": tensor for name, tensor in dense.items() if name.startswith("item.")}
-        state |= {
+        tensor_by_name = {
+            f"tower.{name.removeprefix('item.')}": tensor for name, tensor in dense.items() if name.startswith("item.")
+        }
+        tensor_by_name |= {
             f"tables.{module_name(name)}.weight": torch.from_numpy(np.ascontiguousarray(table))
             for name, table in tables.items()
         }
         if item_map is not None:
-            state["trained_map"] = item_map[: spec.config.trained_dim].contiguous()
-        return cls._with_state(spec, state)
+            tensor_by_name["trained_map"] = item_map[: spec.config.trained_dim].contiguous()
+        return cls._with_state(spec, tensor_by_name)
 
     @classmethod
     def load(cls, path: Path, spec: ModelSpec) -> Self:
@@ -83,10 +85,10 @@ class CandidateModel(nn.Module):
         return cls._with_state(spec, load_file(path))
 
     @classmethod
-    def _with_state(cls, spec: ModelSpec, state: Mapping[str, Tensor]) -> Self:
+    def _with_state(cls, spec: ModelSpec, tensor_by_name: Mapping[str, Tensor]) -> Self:
         with torch.device("meta"):
             model = cls(spec)
-        model.load_state_dict(state, strict=True, assign=True)
+        model.load_state_dict(tensor_by_name, strict=True, assign=True)
         return model
 
     def save(self, path: Path) -> None:
@@ -97,7 +99,7 @@ class CandidateModel(nn.Module):
     def encode(
         self, vector_VD: NDArray[np.float32] | None, features: FeatureStore, owner_V: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return (vectors that represent the items in histories, candidate vectors) of unseen items, both with V rows.
+        """Return the history vectors and the candidate vectors of unseen items, with V rows each.
 
         Args:
             vector_VD: pretrained vectors; None if the model has none.

@@ -19,7 +19,7 @@ from recsys_core.models.towers import CandidateTower, QueryTower
 
 
 def split_members(vector_BD: Tensor, num_members: int) -> Sequence[Tensor]:
-    """Return the vector of each member, as its tower computed it, from concatenated results of the towers.
+    """Split concatenated results of the towers into the vector of each member, as the member's tower returned it.
 
     >>> [vector.tolist() for vector in split_members(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), 4)]
     [[[2.0]], [[4.0]], [[6.0]], [[8.0]]]
@@ -34,8 +34,8 @@ def join_members(vectors: Sequence[Tensor]) -> Tensor:
 
 def _split_features(feature_by_table: Mapping[str, Tensor], num_members: int) -> list[dict[str, Tensor]]:
     """Return the features that each member reads: a part of the columns of each feature."""
-    parts_by_table = {table: feature_BD.chunk(num_members, dim=1) for table, feature_BD in feature_by_table.items()}
-    return [{table: parts[member] for table, parts in parts_by_table.items()} for member in range(num_members)]
+    chunks_by_table = {table: feature_BD.chunk(num_members, dim=1) for table, feature_BD in feature_by_table.items()}
+    return [{table: chunks[member] for table, chunks in chunks_by_table.items()} for member in range(num_members)]
 
 
 class QueryEnsemble(nn.Module):
@@ -103,7 +103,7 @@ AnyCandidateTower = CandidateTower | CandidateEnsemble
 
 
 def make_query_tower(spec: ModelSpec) -> AnyQueryTower:
-    """Return the query tower of a model. With one member, the names of its parameters have no prefix for the member."""
+    """Return the query tower of a model. With one member, the parameter names have no member prefix."""
     return QueryTower(spec) if spec.config.num_members == 1 else QueryEnsemble(spec)
 
 

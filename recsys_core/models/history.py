@@ -121,8 +121,8 @@ class AttentionEncoder(HistoryEncoder):
         score_H = score_V.to(torch.promote_types(score_V.dtype, torch.float32))[history_H]
         # Subtract the maximum of each history. With the maximum of the batch, all weights of a history could underflow.
         max_score_B = score_H.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, query_H, score_H.detach(), "amax")
-        attention_H: Tensor = (score_H - max_score_B[query_H]).exp()
-        return attention_H
+        weight_H: Tensor = (score_H - max_score_B[query_H]).exp()
+        return weight_H
 
 
 class SelfAttentionEncoder(HistoryEncoder):
@@ -189,8 +189,8 @@ class SelfAttentionEncoder(HistoryEncoder):
     def expected_norm(self, row_norm: float) -> float:
         """Return the expected norm of an encoded history at the start of training.
 
-        It is the norm of one item, to which the last layer norm scales the vectors; with `recency_residual`, it is the norm of
-        the mean of random rows.
+        The last layer norm scales the vectors to the norm of one item. With `recency_residual`, the result is the norm of the
+        mean of random rows.
         """
         return row_norm if self.recency is None else super().expected_norm(row_norm)
 

@@ -55,10 +55,10 @@ class SelfAttention(nn.Module):
         for block in self.blocks[:-1]:
             state_BHD = block(state_BHD, state_BHD, is_visible_BHH)
         is_last_B1H = (is_item_BH & (position_BH == 0))[:, None, :]
-        last_B1D = is_last_B1H.to(state_BHD.dtype) @ state_BHD
+        last_state_B1D = is_last_B1H.to(state_BHD.dtype) @ state_BHD
         is_visible_B1H = is_item_BH[:, None, :] | ~is_item_BH.any(dim=1)[:, None, None]
-        last_B1D = self.blocks[-1](last_B1D, state_BHD, is_visible_B1H)
-        vector_BD: Tensor = self.output_norm(last_B1D.squeeze(1))
+        last_state_B1D = self.blocks[-1](last_state_B1D, state_BHD, is_visible_B1H)
+        vector_BD: Tensor = self.output_norm(last_state_B1D.squeeze(1))
         return vector_BD
 
 
@@ -73,8 +73,8 @@ class Dropout(nn.Module):
         """Return the values. While training, a random part of the values is zero, and the other values are scaled up."""
         if not self.training or not self.rate:
             return value
-        mask = torch.rand_like(value, dtype=torch.float32) >= self.rate
-        return value * mask * (1 / (1 - self.rate))
+        is_retained = torch.rand_like(value, dtype=torch.float32) >= self.rate
+        return value * is_retained * (1 / (1 - self.rate))
 
 
 class Block(nn.Module):
@@ -91,10 +91,10 @@ class Block(nn.Module):
 
     def forward(self, entry_BQD: Tensor, state_BHD: Tensor, is_visible_BQH: Tensor) -> Tensor:
         """Return the new states of the entries `entry_BQD`, which attend to the entries `state_BHD`."""
-        normed_BHD = self.attention_norm(state_BHD)
-        normed_BQD = normed_BHD if entry_BQD is state_BHD else self.attention_norm(entry_BQD)
-        key, value = self.key_value(normed_BHD).chunk(2, dim=2)
-        score = self._split_heads(self.query(normed_BQD)) @ self._split_heads(key).transpose(2, 3)
+        normed_state_BHD = self.attention_norm(state_BHD)
+        normed_entry_BQD = normed_state_BHD if entry_BQD is state_BHD else self.attention_norm(entry_BQD)
+        key, value = self.key_value(normed_state_BHD).chunk(2, dim=2)
+        score = self._split_heads(self.query(normed_entry_BQD)) @ self._split_heads(key).transpose(2, 3)
         score = (score * self.scale).masked_fill(~is_visible_BQH[:, None], torch.finfo(score.dtype).min)
         mean_value = self.attention_dropout(score.softmax(dim=3)) @ self._split_heads(value)
         entry_BQD = entry_BQD + self.dropout(self.attended(mean_value.transpose(1, 2).flatten(2)))

@@ -109,7 +109,7 @@ class ModelSpec(Frozen):
 
         Args:
             tables: settings by table.
-            loss: the loss, which adds the table of the teacher if it has a distillation term.
+            loss: the loss. A distillation term adds the table of the teacher.
             optimizer: optimizer of the tables without an `optimizer` setting.
 
         Raises:
@@ -172,10 +172,10 @@ class ModelSpec(Frozen):
                 settings = settings_by_table.get(table_name, TableConfig())
                 settings_by_table[table_name] = _offset_settings(settings, table=table_name, dim=dim)
         if has_distillation:
-            dim = vector_dim_by_table[TEACHER_TABLE] = vector_dim_by_table["item"]
+            teacher_dim = vector_dim_by_table[TEACHER_TABLE] = vector_dim_by_table["item"]
             # The table holds the pretrained vectors, unscaled. The row of an item without a vector is zero.
             settings_by_table[TEACHER_TABLE] = TableConfig(
-                transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero"
+                transfer="frozen", dim=teacher_dim, rescale=False, missing_vector_init="zero"
             )
         forms = {feature_name: feature_form(ingested) for feature_name, ingested in ingested_by_feature.items()}
         spec_by_table = {}
@@ -295,7 +295,7 @@ def module_name(table: str) -> str:
 
 
 def _offset_settings(settings: TableConfig, *, table: str, dim: int) -> TableConfig:
-    """Return the settings of a table of offsets, which start from zero. dim: width of the vectors to which they are added."""
+    """Return the settings of a table of offsets, which start from zero. dim: width of these offsets."""
     if settings.dim not in (None, dim):
         raise InputError(
             f"tables.{table}.dim is {settings.dim}, but the offsets are added to vectors with {dim} numbers; "

@@ -124,8 +124,8 @@ class _LogPartition(torch.autograd.Function):
             pairs = slice(pair_bounds[block_index], pair_bounds[block_index + 1])
             logit_PN = linear(query_GD[block], share_ND).float()
             logit_PN[hidden_query_L[pairs] - start, hidden_item_L[pairs]] = _MASKED_LOGIT
-            # The exponentials overwrite the logits. They are not divided by the partition, because it is faster to multiply
-            # the results below, which have fewer values, by `factor_P1`.
+            # The exponentials overwrite the logits. Instead of dividing them by the partition, multiply the
+            # results below by `factor_P1`, because the results have fewer values.
             max_logit_P = logit_PN.amax(dim=1) if len(share_ND) else torch.full_like(weight_G[block], -torch.inf)
             exponential_PN = logit_PN.sub_(max_logit_P[:, None]).exp_()
             log_partition_P = _log_sum_over_ranks(exponential_PN.sum(dim=1).log() + max_logit_P, group=group)

@@ -23,8 +23,8 @@ def gather_candidates(candidate_CD: Tensor, item_row_C: Tensor, *, group: Proces
     """
     if group is None or group.size() == 1:
         return candidate_CD, item_row_C
-    all_candidates: Tensor = _AllGather.apply(candidate_CD, group)
-    return all_candidates, gather_without_gradient(item_row_C, group=group)
+    all_candidate_vectors: Tensor = _AllGather.apply(candidate_CD, group)
+    return all_candidate_vectors, gather_without_gradient(item_row_C, group=group)
 
 
 def gather_without_gradient(tensor: Tensor, *, group: ProcessGroup | None) -> Tensor:
@@ -72,9 +72,9 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, candidate_CD: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         num_candidates, dim = candidate_CD.shape
-        all_candidates = candidate_CD.new_empty(group.size() * num_candidates, dim)
-        distributed.all_gather_single(all_candidates, candidate_CD.contiguous(), group=group)
-        return all_candidates
+        all_candidate_vectors = candidate_CD.new_empty(group.size() * num_candidates, dim)
+        distributed.all_gather_single(all_candidate_vectors, candidate_CD.contiguous(), group=group)
+        return all_candidate_vectors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

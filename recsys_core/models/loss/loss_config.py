@@ -122,7 +122,7 @@ class LossConfig(Settings):
                     "to all, or leave negatives_exponent out"
                 )
             return self
-        for is_conflict, conflict, advice in (
+        for is_conflict, conflict_text, advice in (
             (self.kind != "softmax", f"loss.kind is {self.kind}", "set loss.kind to softmax"),
             (self.in_batch_negatives, "in_batch_negatives is true", "leave in_batch_negatives out"),
             (self.cross_rank_negatives, "cross_rank_negatives is true", "leave cross_rank_negatives out"),
@@ -135,7 +135,7 @@ class LossConfig(Settings):
         ):
             if is_conflict:
                 raise ValueError(
-                    f"loss.negatives is all, a softmax over the whole catalogue, but {conflict}; {advice}, or set "
+                    f"loss.negatives is all, a softmax over the whole catalogue, but {conflict_text}; {advice}, or set "
                     "loss.negatives to sampled"
                 )
         return self

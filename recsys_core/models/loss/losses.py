@@ -23,7 +23,7 @@ from torch.nn.functional import kl_div, log_softmax, softplus
 
 from recsys_core.models.towers import unit_vectors
 
-# Used in place of -inf. If all logits of a row are -inf, the gradient is NaN. If all logits are this value, it is 0.
+# Used in place of -inf. A row with only -inf has the gradient NaN. A row with only this value has the gradient 0.
 _MASKED_LOGIT = torch.finfo(torch.float32).min
 
 
@@ -50,7 +50,7 @@ def softmax_loss(
     log_q_N: Tensor | None = None,
     known_negatives: KnownNegativeScores | None = None,
 ) -> Tensor:
-    """Return the sampled softmax loss: cross-entropy of the positive among itself and the negatives.
+    """Return the sampled softmax loss: cross-entropy of the positive among the positive and the negatives.
 
     The sum over the sampled negatives estimates the sum over the catalogue. Each known negative adds one more term,
     multiplied by `weight`. It needs no correction, because it is not sampled.
@@ -166,13 +166,13 @@ def cosine_contrastive_loss(
     >>> cosine_contrastive_loss(*scores, is_masked_BN=masked, margin=0.5, negative_weight=2.0).item()
     0.75
     """
-    excess_B = _negative_loss(
+    mean_excess_B = _negative_loss(
         lambda score: (score.float() - margin).relu(),
         negative_score_BN,
         is_masked_BN=is_masked_BN,
         known_negatives=known_negatives,
     )
-    return 1 - positive_score_B.float() + negative_weight * excess_B
+    return 1 - positive_score_B.float() + negative_weight * mean_excess_B
 
 
 def distillation_loss(
@@ -202,8 +202,8 @@ def distillation_loss(
     >>> round(loss.item(), 4) == round((e - 1) / (e + 1), 4)
     True
     """
-    has_teacher_C = teacher_CD.any(dim=1)
-    is_ignored_BC = (item_C[:num_queries, None] == item_C[None, :]) | ~has_teacher_C[None, :]
+    has_teacher_vector_C = teacher_CD.any(dim=1)
+    is_ignored_BC = (item_C[:num_queries, None] == item_C[None, :]) | ~has_teacher_vector_C[None, :]
 
     def log_probabilities(vector_CD: Tensor) -> Tensor:
         """Return the log softmax over the columns of cosine / temperature, without the ignored pairs."""
@@ -217,7 +217,7 @@ def distillation_loss(
         with torch.no_grad():
             teacher_BC = log_probabilities(teacher_CD)
         divergence_B = kl_div(log_probabilities(student_CD), teacher_BC, reduction="none", log_target=True).sum(dim=1)
-    has_loss_B = has_teacher_C[:num_queries] & ~is_ignored_BC.all(dim=1)
+    has_loss_B = has_teacher_vector_C[:num_queries] & ~is_ignored_BC.all(dim=1)
     return divergence_B.masked_fill(~has_loss_B, 0).mean()
 
 

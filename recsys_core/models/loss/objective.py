@@ -288,7 +288,7 @@ def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, nu
     Args:
         positive_share_C: probability of each candidate in one in-batch draw: its share of the training events.
         negative_share_C: probability of each candidate in one draw of negatives, see `negative_share`.
-        num_positives, num_negatives: number of draws on all ranks whose candidates are gathered.
+        num_positives, num_negatives: number of draws of each kind, on all ranks whose candidates are gathered.
 
     Returns:
         Finite values [C]. A candidate that neither draw can produce counts as the smallest normal float32, about e^-87.

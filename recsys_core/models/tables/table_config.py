@@ -222,7 +222,7 @@ def check_tables(
     tables_with_vectors: Collection[str],
     has_distillation: bool,
 ) -> None:
-    """Raise InputError if the model does not have a table, or if a table or the loss does not support a setting.
+    """Raise InputError for settings of a missing table, and for settings that their table or the loss does not support.
 
     Args:
         tables: names of the model's tables.

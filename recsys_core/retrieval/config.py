@@ -14,6 +14,7 @@ _CLASS_BY_KIND = {kind_class.model_fields["kind"].default: kind_class for kind_c
 _NAME_BY_EARLIER_NAME = {"served_kind": "served", "compared_kinds": "compared"}
 _EARLIER_SETTINGS = ("nlist", "nprobe", "pq_m", "pq_nbits", "hnsw_m", "ef_construction", "ef_search")
 """Settings that applied to all indexes in earlier versions. Now each index has the settings of its kind."""
+MAX_SHARDS = 1_024
 MAX_SHARD_BYTES = 4 * GIB
 """Approximate largest size of a shard with `shards: auto`."""
 
@@ -43,7 +44,7 @@ class IndexConfig(Settings):
         "with the highest recall is used, with a warning",
     )
     recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of the recall that `recall_target` limits")
-    shards: Annotated[int, Field(ge=1, le=1_024)] | Literal["auto"] = Field(
+    shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] | Literal["auto"] = Field(
         1,
         description="number of shards of each index. One shard at a time is built in memory, and a search merges the results "
         "of all shards. With `auto`, an index is divided into as few shards of at most about 4 GiB as possible",

@@ -24,6 +24,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.config import ExportFormat, Quantization
 from recsys_core.models.spec import ModelSpec
+from recsys_core.retrieval.config import MAX_SHARDS
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.serving.answers import Fallback
 
@@ -127,7 +128,7 @@ class PackageDescription(Frozen):
     quantization: Quantization
     index_kind: str
     index_parameters: dict[str, int]
-    index_shards: int = Field(1, ge=1, description="number of files of the index, each with a part of the items")
+    index_shards: int = Field(1, ge=1, le=MAX_SHARDS, description="number of files of the index, each with a part of the items")
     dim: int = Field(description="width of query and item vectors")
     max_k: int = Field(description="largest number of recommended items: a request for more gets all items")
     users: Literal["stored", "none"] = Field(description="whether the package has the histories and features of the users")

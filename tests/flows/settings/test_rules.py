@@ -94,7 +94,10 @@ def test_a_temperature_is_learned_only_if_the_loss_has_one(config_path: Path) ->
 
 def test_a_loss_with_known_negatives_needs_a_log_with_known_negatives(config_path: Path) -> None:
     error = error_message(config_path, "loss.explicit_negatives=4")
-    assert "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error and "set it to true" in error
+    assert (
+        "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error
+        and "set interactions.explicit_negatives to true" in error
+    )
 
 
 def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:

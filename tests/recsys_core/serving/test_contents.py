@@ -269,6 +269,12 @@ def test_a_mapped_index_returns_the_results_of_an_index_in_memory(build_packaged
             assert (array == expected).all(), kind
 
 
+def test_a_package_with_a_huge_number_of_shards_is_rejected_before_their_names_are_made(package_copy: Path) -> None:
+    sha256 = edit_description(package_copy, lambda description: description.update(index_shards=10**9))
+    with pytest.raises(StageError, match=r"(?s)package\.json: .*index_shards.*less than or equal to 1024"):
+        read_package(package_copy, sha256=sha256)
+
+
 def _member_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path (keys and indices) of each member of a JSON value, at any depth. path: the path of `value` itself."""
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -59,7 +59,7 @@ def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool)
 
 def _plan_and_estimate(config: PipelineConfig, run: Run, sizes: PlannedSizes) -> tuple[PlanFile, RunEstimate, Sequence[Path]]:
     """Write the plan and the estimate into the run's folder; return them, and the paths of the plan as JSON and as a page."""
-    plan, data = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
+    plan, data_sizes = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
     machines = Machines(
         engine=config.interactions.engine.kind,
         device=plan.device,
@@ -68,7 +68,7 @@ def _plan_and_estimate(config: PipelineConfig, run: Run, sizes: PlannedSizes) ->
         cores_per_host=sizes.cores_per_host or os.cpu_count() or 1,
         memory_limit_bytes=TypeAdapter(ByteSize).validate_python(config.interactions.memory_limit),
     )
-    estimate = estimate_run(workload_of(config, data, plan=plan, machines=machines))
+    estimate = estimate_run(workload_of(config, data_sizes, plan=plan, machines=machines))
     (run.folder / ESTIMATE_FILE_NAME).write_text(estimate.model_dump_json(indent=2), encoding="utf-8")
     return plan, estimate, write_plan(plan, run.folder)
 
@@ -77,8 +77,8 @@ def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFil
     assert (
         sizes.num_users is not None and sizes.num_items is not None and sizes.num_events is not None
     )  # ensured by check_sizes
-    data = data_of_sizes(config, num_users=sizes.num_users, num_items=sizes.num_items, num_events=sizes.num_events)
-    return plan_for_sizes(config, data), data
+    data_sizes = data_of_sizes(config, num_users=sizes.num_users, num_items=sizes.num_items, num_events=sizes.num_events)
+    return plan_for_sizes(config, data_sizes), data_sizes
 
 
 def _plan_of_data(config: PipelineConfig, run: Run) -> tuple[PlanFile, DataSizes]:
@@ -124,23 +124,25 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
 
 def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
     """Print the sizes of a run, the estimates of its stages, and the meaning of the columns."""
-    data, machines = estimate.workload.data, estimate.workload.machines
+    data_sizes, machines = estimate.workload.data, estimate.workload.machines
     gpus_text = f"{machines.ranks_per_host} GPUs and " if machines.device == "cuda" else ""
     gpu_price, core_price = (packaged_constants()[name].value for name in ("gpu_hour_dollars", "core_hour_dollars"))
     gpu_price_text = f" and {gpu_price:.2f} per GPU-hour" if gpus_text else ""
     print_folded(
-        f"first run on {data.num_users:,} users, {data.num_items:,} items and {data.num_events:,} events, with "
-        f"{counted(machines.num_hosts, 'host')} of {gpus_text}{machines.cores_per_host} cores, and {machines.engine} for the "
-        "ingest:"
+        f"first run on {data_sizes.num_users:,} users, {data_sizes.num_items:,} items and {data_sizes.num_events:,} events, "
+        f"with {counted(machines.num_hosts, 'host')} of {gpus_text}{machines.cores_per_host} cores, and {machines.engine} for "
+        "the ingest:"
     )
     output.stdout.print()
     output.print_table(ESTIMATE_TITLES, estimate_rows(estimate), left_columns=(0, 1, 5))
     output.stdout.print()
     print_folded(
-        "measured: the size at which 2 CPU cores were measured, relative to this run (for train, in catalogue items); a time "
-        "from a smaller size, such as 1/50, is extrapolated"
+        "measured: size of the measurement (on 2 CPU cores), divided by the size of this run (for train, in catalogue items); "
+        "a time from a smaller size, such as 1/50, is extrapolated"
     )
-    print_folded("no: the time contains an assumption, such as the speed of a disk, of Spark or of a GPU")
+    print_folded(
+        "no in the column measured: the time contains an assumption, such as the speed of a disk, of Spark or of a GPU"
+    )
     print_folded("memory: of one process, without Python and its libraries; -: not estimated")
     print_folded(f"cost: {estimate.dollars:,.2f} dollars, assuming {core_price:.2f} dollars per core-hour{gpu_price_text}")
     print_folded(f"constants of each time: {path}")

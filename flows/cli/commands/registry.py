@@ -94,7 +94,7 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
         {
             "files": str(folder),
             "version": summary.version,
-            "users": f"{summary.num_rows:,}, at most {summary.k:,} items each, {users_per_s:,.0f} users/s with the start",
+            "users": f"{summary.num_rows:,}, at most {summary.k:,} items each, {users_per_s:,.0f} users/s including the start",
             "columns read": ", ".join(summary.columns),
             "items from": ", ".join(f"{name}: {count:,} users" for name, count in num_users_by_origin.items()),
         }
@@ -135,43 +135,41 @@ def serve(config: PipelineConfig, *, alias: str) -> None:
 def releases(loaded_config: LoadedConfig, *, as_json: bool) -> None:
     """Print one row per registered version: alias, creation, metrics of the recommendations, run and reason."""
     client, model_name = connect(loaded_config.config.workspace), loaded_config.config.registry.model_name
-    version_rows: Sequence[Mapping[str, Any]] = call_with_deadline(
+    all_releases: Sequence[Mapping[str, Any]] = call_with_deadline(
         lambda: list_releases(client, model_name), uri=client.tracking_uri
     )
     if as_json:
-        output.print_json(json.dumps(version_rows))
+        output.print_json(json.dumps(all_releases))
         return
-    if not version_rows:
+    if not all_releases:
         output.print_line(f"no version of {model_name} yet; register one with: {command_line('run', loaded_config)}")
         return
-    metric_names = sorted(
-        {name for version_row in version_rows for name in version_row["metrics"] if name.startswith("served/")}
-    )
+    metric_names = sorted({name for release in all_releases for name in release["metrics"] if name.startswith("served/")})
     rows = [
         [
-            f"{version_row['version']} (from {version_row['parent']})" if version_row["parent"] else version_row["version"],
-            version_row["aliases"] or "-",
-            version_row["created"],
-            *(format_metric(version_row["metrics"].get(name)) for name in metric_names),
-            version_row["run_id"],
-            version_row["by_hand"] or version_row["reasons"] or f"smoke test {version_row['smoke']}",
+            f"{release['version']} (from {release['parent']})" if release["parent"] else release["version"],
+            release["aliases"] or "-",
+            release["created"],
+            *(format_metric(release["metrics"].get(name)) for name in metric_names),
+            release["run_id"],
+            release["by_hand"] or release["reasons"] or f"smoke test {release['smoke']}",
         ]
-        for version_row in version_rows
+        for release in all_releases
     ]
     metric_titles = [name.removeprefix("served/") for name in metric_names]
-    titles = ["version", "alias", "created (UTC)", *metric_titles, "run", "reason"]
-    output.print_table(titles, rows, left_columns=(0, len(titles) - 1))
+    column_titles = ["version", "alias", "created (UTC)", *metric_titles, "run", "reason"]
+    output.print_table(column_titles, rows, left_columns=(0, len(column_titles) - 1))
 
 
 def compare(loaded_config: LoadedConfig, *, version: str | None, reference: str, num_users: int, k: int, as_json: bool) -> None:
-    """Print metrics and overlap of two versions' recommendations, and items that they recommend to other numbers of users."""
+    """Print two versions' metrics, their recommendations' overlap, and the items whose number of users differs."""
     config = loaded_config.config
     reference_number, version_number, comparison = compare_versions(
         config, version=version, reference=reference, num_users=num_users, k=k
     )
     client = connect(config.workspace)
-    version_rows = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
-    metrics_by_version: dict[str, Any] = {str(version_row["version"]): version_row["metrics"] for version_row in version_rows}
+    all_releases = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
+    metrics_by_version: dict[str, Any] = {str(release["version"]): release["metrics"] for release in all_releases}
     reference_metrics, version_metrics = metrics_by_version[reference_number], metrics_by_version[version_number]
     metric_pairs = {
         name: (reference_metrics.get(name), version_metrics.get(name)) for name in {**reference_metrics, **version_metrics}
@@ -194,11 +192,11 @@ def compare(loaded_config: LoadedConfig, *, version: str | None, reference: str,
         [
             [
                 name,
-                format_metric(old_value),
-                format_metric(new_value),
-                "-" if None in (old_value, new_value) else f"{new_value - old_value:+z.4f}",
+                format_metric(reference_value),
+                format_metric(version_value),
+                "-" if None in (reference_value, version_value) else f"{version_value - reference_value:+z.4f}",
             ]
-            for name, (old_value, new_value) in metric_pairs.items()
+            for name, (reference_value, version_value) in metric_pairs.items()
         ],
     )
     output.print_line(
@@ -230,8 +228,8 @@ def change_champion(
 ) -> None:
     """Run the flow `command` and print its result.
 
-    If PREFECT_API_URL is set, its server records the flow run and the event. Otherwise the function of the flow runs without a
-    Prefect server, so that an urgent rollback does not depend on Prefect.
+    If PREFECT_API_URL is set, the Prefect server at this address records the flow run and its event. Otherwise the function of
+    the flow runs without a Prefect server, so that an urgent rollback does not depend on Prefect.
     """
     start_s = time.perf_counter()
     with (

@@ -1,4 +1,4 @@
-"""Array files, and the files of an event store (see InteractionsManifest), which the ingest writes and `EventStore` maps.
+"""Files of an event store (see InteractionsManifest), and functions that write and memory-map .npy files.
 
 Shapes: S shards, R rows of a vocabulary.
 """
@@ -69,10 +69,10 @@ def context_paths(manifest: InteractionsManifest) -> list[Path]:
     return [manifest.path(file_name) for file_name in shard_files(CONTEXT_FILE, num_shards=manifest.num_shards)]
 
 
-def users_by_shard(num_users: int, *, num_shards: int) -> Int64Array:
+def num_users_by_shard(num_users: int, *, num_shards: int) -> Int64Array:
     """Return the number of users of each shard. User u is in shard u % num_shards.
 
-    >>> users_by_shard(8, num_shards=3).tolist()
+    >>> num_users_by_shard(8, num_shards=3).tolist()
     [3, 3, 2]
     """
     return (num_users + num_shards - 1 - np.arange(num_shards)) // num_shards
@@ -84,9 +84,9 @@ def vocabulary_file(side: str) -> str:
 
 
 def codes_file(side: str) -> str:
-    """Return the name of the file with every id that was ever read, in the order of the codes. side: "user" or "item".
+    """Return the name of the file with every id that was ever read. side: "user" or "item".
 
-    An id keeps its code and its row until the vocabularies are rebuilt.
+    The code of an id is its row in this file. Codes, and rows in the vocabulary, change only if the vocabularies are rebuilt.
     """
     return f"{side}_ids.parquet"
 
@@ -223,19 +223,19 @@ class EventArrays:
     def open(cls, manifest: InteractionsManifest) -> Self:
         """Map the arrays of an interactions stage. With several shards, an array is mapped when it is first read."""
         num_shards = manifest.num_shards
-        num_users_S = users_by_shard(manifest.num_users, num_shards=num_shards)
+        num_users_S = num_users_by_shard(manifest.num_users, num_shards=num_shards)
         num_events_S = np.array([shard.num_events for shard in manifest.shards], np.int64)
         num_negatives_S = np.array([shard.num_known_negatives for shard in manifest.shards], np.int64)
-        length_by_array = dict.fromkeys(("train_end", "validation_end", "event_offset"), num_users_S)
-        length_by_array |= {"user_offset": num_users_S + 1, "negative_offset": 3 * num_users_S + 1}
-        length_by_array |= {"negative_item": num_negatives_S, "negative_event": num_negatives_S}
+        length_S_by_array = dict.fromkeys(("train_end", "validation_end", "event_offset"), num_users_S)
+        length_S_by_array |= {"user_offset": num_users_S + 1, "negative_offset": 3 * num_users_S + 1}
+        length_S_by_array |= {"negative_item": num_negatives_S, "negative_event": num_negatives_S}
 
         def map_array(name: str) -> Any:
             paths = [manifest.path(file_name) for file_name in array_files(name, num_shards=num_shards)]
             return (
                 memory_map(paths[0])
                 if len(paths) == 1
-                else ShardArrays(paths, length_S=length_by_array.get(name, num_events_S))
+                else ShardArrays(paths, length_S=length_S_by_array.get(name, num_events_S))
             )
 
         required_names = {field.name for field in fields(cls) if field.default is not None}

@@ -50,7 +50,7 @@ class TargetPositions:
     Attributes:
         position_T: int64, 0 for the best item, ascending within a user.
         user_T: int64, 0 to U - 1, ascending.
-        original_user_U: int64, the user's number in `user_T` of `from_pairs`, ascending.
+        original_user_U: int64, number of the user in the argument `user_T` of `from_pairs`, ascending.
         num_candidates_U: int64, number of ranked items.
         num_targets_U: int64, at least 1.
     """
@@ -207,7 +207,7 @@ class UserMetrics:
 
     @classmethod
     def of(cls, targets: TargetPositions, *, user_row_B: NDArray[Any]) -> Self:
-        """Compute COMPARED_METRICS. user_row_B: row of each user number in `targets.original_user_U`, ascending."""
+        """Compute COMPARED_METRICS. user_row_B: rows of all users, ascending, indexed by `targets.original_user_U`."""
         value_U_by_metric = {name: metric(targets, k=k) for name, (metric, k) in COMPARED_METRICS.items()}
         return cls(user_row_B[targets.original_user_U].astype(np.int64), value_U_by_metric)
 
@@ -243,11 +243,13 @@ def read_user_metrics(path: Path, *, user_rows: NDArray[np.int64] | None = None)
     """
     table = pq.read_table(path, filters=None if user_rows is None else pc.field("user_row").isin(user_rows))
     user_row_U = table["user_row"].to_numpy()
-    values_by_ranker: dict[str, dict[str, Floats]] = {}
+    value_U_by_ranker_and_metric: dict[str, dict[str, Floats]] = {}
     for column in table.column_names[1:]:
         ranker, _, metric = column.rpartition("/")
-        values_by_ranker.setdefault(ranker, {})[metric] = table[column].to_numpy()
-    return {ranker: UserMetrics(user_row_U, values) for ranker, values in values_by_ranker.items()}
+        value_U_by_ranker_and_metric.setdefault(ranker, {})[metric] = table[column].to_numpy()
+    return {
+        ranker: UserMetrics(user_row_U, value_U_by_metric) for ranker, value_U_by_metric in value_U_by_ranker_and_metric.items()
+    }
 
 
 POSITIONS_FILE = "positions.parquet"

@@ -119,10 +119,10 @@ class Monitor:
         return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._layout.num_hosts))}")
 
     def _quote_logs(self, group: HostGroup, host_indices: Iterable[int]) -> str:
-        log_lines_by_host = {host_index: group.last_log_lines(host_index) for host_index in host_indices}
+        log_lines_by_host_index = {host_index: group.last_log_lines(host_index) for host_index in host_indices}
         return "".join(
             f"\nlast lines of host {host_index}:\n{log_lines}"
-            for host_index, log_lines in log_lines_by_host.items()
+            for host_index, log_lines in log_lines_by_host_index.items()
             if log_lines
         )
 
@@ -150,21 +150,21 @@ class Monitor:
 
     def _rendezvous_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:
         group.end()  # first, because some schedulers provide logs only for hosts that have ended
-        report_by_host, missing_host_indices = self._folder.ready_reports(), self._missing_host_indices
-        start_summary = f"{len(report_by_host)} of {self._layout.num_hosts} hosts started"
-        host_names = ", ".join(str(report.host) for _, report in sorted(report_by_host.items())) or "none"
+        report_by_host_index, missing_host_indices = self._folder.ready_reports(), self._missing_host_indices
+        start_summary = f"{len(report_by_host_index)} of {self._layout.num_hosts} hosts started"
+        host_names_text = ", ".join(str(report.host) for _, report in sorted(report_by_host_index.items())) or "none"
         if missing_host_indices:
             self._raise_printed_error(group)
             return LaunchError(
-                f"{start_summary} within {limit_s:g} s: {host_names}; missing: "
+                f"{start_summary} within {limit_s:g} s: {host_names_text}; missing: "
                 f"{', '.join(f'host {host_index}' for host_index in missing_host_indices)}; {group.exit_summary()}; "
                 f"raise {setting} if the hosts need more time to start{self._quote_logs(group, missing_host_indices)}"
             )
         missing_ranks = sorted(set(range(self._layout.world_size)) - self._folder.start_reports().keys())
         return LaunchError(
-            f"{start_summary} ({host_names}), but after {limit_s:g} s these ranks do not run: "
+            f"{start_summary} ({host_names_text}), but after {limit_s:g} s these ranks do not run: "
             f"{', '.join(map(str, missing_ranks))}; "
-            f"the hosts could not reach each other at {report_by_host[0].address}:{report_by_host[0].port}, or the "
+            f"the hosts could not reach each other at {report_by_host_index[0].address}:{report_by_host_index[0].port}, or the "
             f"ranks need more time to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
             f"{self._quote_logs(group, range(self._layout.num_hosts))}"
         )

@@ -49,7 +49,7 @@ class Manifest(Frozen):
     Attributes:
         stage: name of the stage, which is also the name of its folder.
         group: group of the stage in the plot of the durations.
-        pages: path in the run folder of each page and plot of the stage, by link text.
+        pages: path of each page and plot of the stage, relative to the run folder, by link text.
         input_fingerprints: fingerprint of each stage that this stage has read in the same run, by stage name.
     """
 
@@ -79,19 +79,19 @@ ManifestT = TypeVar("ManifestT", bound=Manifest)
 def fingerprint_of(*inputs: object) -> str:
     """Return a sha256 over nightjar's version and `inputs`: configs, manifests (by their fingerprints) and plain values."""
     return hashlib.sha256(
-        json.dumps([__version__, *(_canonical(fingerprint_input) for fingerprint_input in inputs)], sort_keys=True).encode()
+        json.dumps([__version__, *(_json_value(fingerprint_input) for fingerprint_input in inputs)], sort_keys=True).encode()
     ).hexdigest()
 
 
-def _canonical(fingerprint_input: object) -> Any:
+def _json_value(fingerprint_input: object) -> Any:
     if isinstance(fingerprint_input, Manifest):
         return [fingerprint_input.stage, fingerprint_input.fingerprint]
     if isinstance(fingerprint_input, BaseModel):
         return fingerprint_input.model_dump(mode="json")
     if isinstance(fingerprint_input, Mapping):
-        return {str(key): _canonical(element) for key, element in fingerprint_input.items()}
+        return {str(key): _json_value(element) for key, element in fingerprint_input.items()}
     if isinstance(fingerprint_input, list | tuple):
-        return [_canonical(element) for element in fingerprint_input]
+        return [_json_value(element) for element in fingerprint_input]
     return fingerprint_input if isinstance(fingerprint_input, str | int | float | bool | None) else str(fingerprint_input)
 
 
@@ -226,7 +226,7 @@ def read_unchecked_manifest(folder: Path, manifest_type: type[ManifestT]) -> Man
 def without_outdated(manifests: Iterable[Manifest]) -> Iterator[Manifest]:
     """Yield the manifests of a run without the stages whose inputs changed or are missing.
 
-    A run that is resumed with other settings, and ends before its last stage, has such stages.
+    If a run is resumed with other settings and ends early, its later stages are outdated.
 
     manifests: in the order of the stages.
     """

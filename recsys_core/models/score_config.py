@@ -65,7 +65,7 @@ class SpectralBlockSettings(Settings):
         ge=0,
         le=2,
         description="exponent e: an item's vector in a history is divided by (number of the item's events)^e, and its "
-        "candidate vector is multiplied by the same number. A lower exponent recommends fewer popular items",
+        "candidate vector is multiplied by the same number. With a lower exponent, popular items are recommended less",
     )
     history_length: int = Field(
         200,
@@ -77,9 +77,9 @@ class SpectralBlockSettings(Settings):
         (0.0, 0.1, 0.25, 0.5),
         min_length=1,
         max_length=20,
-        description="weights of the block to try. A weight is the ratio between the standard deviations of the block's scores "
-        "and of the trained scores. The weight with the best metric of `training.validation` is served. With `0`, the block "
-        "does not change the scores",
+        description="weights of the block to try. A weight is the standard deviation of the block's scores divided by the "
+        "standard deviation of the trained scores. The weight with the best metric of `training.validation` is served. With "
+        "`0`, the block does not change the scores",
     )
     output_dim: int | None = Field(
         None,

@@ -196,7 +196,7 @@ class Trainer:
             # Dropout is a function of (seed, step, rank), so a resumed run draws the same masks. Only the device's generator is
             # seeded: torch.manual_seed also records its call stack, which takes a millisecond.
             self.dropout_generator.manual_seed(step_seed(config.seed, step=self.step, rank=self.process.rank))
-            with self.metrics_log.time_step():
+            with self.metrics_log.timed_step():
                 loss = self.pipeline.progress(batches)
             if self.profiler is not None:
                 self.profiler.step()

@@ -58,9 +58,9 @@ class MetricsLog:
             self._remove_lines_after(num_completed_steps)
 
     def _start_line(self, start_time: float) -> None:
-        """Reset the totals of a line. `_loader_wait_s` is the part of `_step_s` that was spent waiting for the loader."""
+        """Reset the totals of a line. `_loader_wait_s` is the part of `_timed_steps_s` spent waiting for the loader."""
         self._line_start_time, self._num_line_samples, self._embedding_bytes = start_time, 0, 0
-        self._num_timed_steps, self._step_s, self._loader_wait_s = 0, 0.0, 0.0
+        self._num_timed_steps, self._timed_steps_s, self._loader_wait_s = 0, 0.0, 0.0
         self._loss_sum_and_num_steps.zero_()
 
     def _remove_lines_after(self, step: int) -> None:
@@ -92,14 +92,14 @@ class MetricsLog:
         return num_floats * FLOAT32_BYTES
 
     @contextmanager
-    def time_step(self) -> Iterator[None]:
+    def timed_step(self) -> Iterator[None]:
         """Time the block as one step. On a GPU only the first step of a line is timed."""
         self._is_step_timed = not self._is_gpu or self._num_timed_steps == 0
         start_time = self._now()
         yield
         if self._is_step_timed:
             self._num_timed_steps += 1
-            self._step_s += self._now() - start_time
+            self._timed_steps_s += self._now() - start_time
         self._is_step_timed = False
 
     def _now(self) -> float:
@@ -128,7 +128,7 @@ class MetricsLog:
             trained_share_by_table: for each gradually unfrozen table, the share of its rows that the epoch trains.
             validation: validation metrics; empty except after an epoch.
         """
-        ms_per_step = 1000 * self._step_s / max(self._num_timed_steps, 1)
+        ms_per_step = 1000 * self._timed_steps_s / max(self._num_timed_steps, 1)
         loader_wait_ms_per_step = 1000 * self._loader_wait_s / max(self._num_timed_steps, 1)
         times_and_bytes = torch.tensor([ms_per_step, loader_wait_ms_per_step, self._embedding_bytes], dtype=torch.float64)
         totals = torch.cat([self._loss_sum_and_num_steps, times_and_bytes.to(self._process.device)])
@@ -249,11 +249,11 @@ def raise_if_not_finite(
     problems_text = "; ".join(problems) or "tables and layers are finite"
     suspected_tables = non_finite_tables or [table_name for table_name, table in spec.tables.items() if not table.is_frozen]
     table_settings = list(dict.fromkeys(spec.optimizer_setting(table_name) for table_name in suspected_tables))
-    rate_settings = " or ".join([*table_settings, "training.dense_optimizer"])
-    clip_settings = " or ".join(
+    rate_settings_text = " or ".join([*table_settings, "training.dense_optimizer"])
+    clip_settings_text = " or ".join(
         [*(f"{setting}.gradient_clip_value" for setting in table_settings), "training.dense_optimizer.gradient_clip_norm"]
     )
     raise StageError(
         f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({problems_text}); "
-        f"lower the learning_rate of {rate_settings}, set {clip_settings}, or raise model.temperature"
+        f"lower the learning_rate of {rate_settings_text}, set {clip_settings_text}, or raise model.temperature"
     )

@@ -14,7 +14,7 @@ from recsys_core.disk import link_or_copy
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics, LogEngine, LogFiles
 from recsys_core.ingest.log.log_schema import InteractionsInput
-from recsys_core.ingest.log.log_statistics import IN_FUTURE, columns_by_role
+from recsys_core.ingest.log.log_statistics import FUTURE_REASON, columns_by_role
 from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.manifests import IngestedFile, InteractionsManifest, LogPart, SourceFile, fingerprint_of
 from recsys_core.parquet.columns import is_whole_decimal, require_column
@@ -100,7 +100,7 @@ def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bo
 
 def _has_dropped_future_rows(part: LogPart) -> bool:
     """Return whether rows with a time in the future were dropped. These rows may be valid by now."""
-    return any(check_name.endswith(IN_FUTURE) for file in part.files for check_name in file.num_bad_rows_by_reason)
+    return any(check_name.endswith(FUTURE_REASON) for file in part.files for check_name in file.num_bad_rows_by_reason)
 
 
 def read_part(

@@ -56,7 +56,7 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
     for column in config.context_columns:
         require_same_type_in_files(all_sources, column, setting="interactions.context_columns")
     for column in config.columns:
-        _require_one_place(all_sources, column)
+        _reject_mixed_key_and_column(all_sources, column)
     check_expansion(
         all_sources,
         columns=config.columns,
@@ -83,17 +83,20 @@ def _open_sources(config: InteractionsConfig, *, allowed_data_root: Path | None)
             for split, paths in paths_by_split.items()
         }
     assert isinstance(config.engine, SparkSettings)  # see the validator of the config
-    sources_per_split = config.engine.open_tables(
+    sources_in_split_order = config.engine.open_tables(
         config.format,
         {setting_by_split[split]: paths for split, paths in paths_by_split.items()},
         columns=config.columns,
         allowed_data_root=allowed_data_root,
     )
-    return dict(zip(paths_by_split, sources_per_split, strict=True))
+    return dict(zip(paths_by_split, sources_in_split_order, strict=True))
 
 
 def _check_timestamps(sources: Sequence[Source], column: str) -> None:
-    """Require one kind of time in all files, because DuckDB would convert a mixture by this machine's time zone, or fail."""
+    """Require one kind of time in all files.
+
+    With several kinds, DuckDB fails, or converts local times to UTC by the time zone of this machine.
+    """
     for source in sources:
         data_type = require_column(source, column, setting="interactions.timestamp_column")
         is_time = pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_integer(data_type)
@@ -115,7 +118,7 @@ def _check_column_names(source: Source, config: InteractionsConfig) -> None:
             raise InputError(f"{source.name}: column {name!r} has a name that DuckDB reserves for row numbers; rename it")
 
 
-def _require_one_place(sources: Sequence[Source], column: str) -> None:
+def _reject_mixed_key_and_column(sources: Sequence[Source], column: str) -> None:
     """Raise InputError if `column` is a hive key in the paths of some files, and a column of other files.
 
     The files of one `paths` setting have the same hive keys, but test files may have other keys than training files.

@@ -21,9 +21,9 @@ from recsys_core.manifests import SPLITS, ColumnStatistics, IngestedFile, LogPar
 from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_US
 
-FIX_TIMES = "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows"
-FIX_FUTURE_TIMES = f"{FIX_TIMES}, or raise interactions.max_future_days"
-IN_FUTURE = "in the future"
+TIMES_ADVICE = "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows"
+FUTURE_ADVICE = f"{TIMES_ADVICE}, or raise interactions.max_future_days"
+FUTURE_REASON = "in the future"
 MAX_USUAL_ID_CHARACTERS = 1_000
 """A longer id is reported as unusual."""
 UNUSUAL_CHARACTERS = r"[\p{Cc}\p{Cf}]"
@@ -133,12 +133,12 @@ def column_statistics(
             count for check_name, count in num_bad_rows_by_check.items() if check_name.startswith(f"{column}: null")
         )
         num_bad_rows = sum(count for check_name, count in num_bad_rows_by_check.items() if check_name.startswith(f"{column}: "))
-        bounds_by_file = [ingested_file.spans[column] for ingested_file in files if column in ingested_file.spans]
+        column_spans = [ingested_file.spans[column] for ingested_file in files if column in ingested_file.spans]
         min_value = max_value = None
-        if bounds_by_file:
+        if column_spans:
             is_time = column == config.timestamp_column
-            min_value = _as_text(min(file_min for file_min, _ in bounds_by_file), is_time=is_time)
-            max_value = _as_text(max(file_max for _, file_max in bounds_by_file), is_time=is_time)
+            min_value = _as_text(min(file_min for file_min, _ in column_spans), is_time=is_time)
+            max_value = _as_text(max(file_max for _, file_max in column_spans), is_time=is_time)
         statistics[column] = ColumnStatistics(
             num_nulls=num_nulls, num_out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
         )

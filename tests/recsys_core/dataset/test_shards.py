@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED
-from recsys_core.dataset.layout import EventArrays, ShardArrays, allocate_npy, array_files, row_dtype, users_by_shard
+from recsys_core.dataset.layout import EventArrays, ShardArrays, allocate_npy, array_files, num_users_by_shard, row_dtype
 from recsys_core.dataset.loader import ExampleSource, RankShare, TrainLoader, query_batch
 from recsys_core.dataset.shards import ShardedEventArray, ShardedEventIndices, ShardedUserArray
 from recsys_core.manifests import EventShard
@@ -45,7 +45,7 @@ def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int]
     assert [shard_array[:-1].tolist() for shard_array in shard_arrays] == [
         values_U[shard::num_shards].tolist() for shard in range(num_shards)
     ]
-    assert users_by_shard(len(numbers), num_shards=num_shards).tolist() == [
+    assert num_users_by_shard(len(numbers), num_shards=num_shards).tolist() == [
         len(shard_array) - 1 for shard_array in shard_arrays
     ]
     for shard in range(min(num_shards, len(numbers))):
@@ -82,7 +82,7 @@ def large_store(tmp_path: Path, num_shards: int) -> EventStore:
     users = np.arange(NUM_IDS - 12, NUM_IDS)
     items_U5 = np.stack([users % 5, users, users - 1, users - 2, users - 3], axis=1)
     first_example = 3 * np.arange(12)
-    num_users_S = users_by_shard(NUM_IDS, num_shards=num_shards).tolist()
+    num_users_S = num_users_by_shard(NUM_IDS, num_shards=num_shards).tolist()
     paths = {
         name: [tmp_path / file_name for file_name in array_files(name, num_shards=num_shards)]
         for name in ("user_offset", "train_end", "validation_end", "event_offset", "event_item")

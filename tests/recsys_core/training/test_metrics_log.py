@@ -32,7 +32,7 @@ def write_lines(rank: int, path: Path) -> None:
     torch.cuda.max_memory_allocated = lambda device: 0  # type: ignore[assignment]
     for previous_last_step, last_step in itertools.pairwise((0, *LAST_STEPS)):
         for _ in range(previous_last_step, last_step):
-            with metrics_log.time_step():
+            with metrics_log.timed_step():
                 torch.ones(10).sum()
             metrics_log.add_step(torch.tensor(0.5), num_samples=8)
         assert metrics_log._num_timed_steps == 1

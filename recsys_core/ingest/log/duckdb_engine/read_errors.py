@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from recsys_core.errors import InputError, first_line, shown
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import LogFiles
-from recsys_core.ingest.log.log_statistics import FIX_FUTURE_TIMES, latest_valid_time_us
+from recsys_core.ingest.log.log_statistics import FUTURE_ADVICE, latest_valid_time_us
 from recsys_core.ingest.row_checks import values_at
 from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
 from recsys_core.parquet.guards import verify_pages
@@ -83,6 +83,6 @@ def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> Non
                 raise InputError(
                     f"{source.name}: column {column!r}, row {row}: {shown(time)} is before 1970 or in "
                     "the future; on_bad_rows does not apply, because DuckDB and Spark cannot read the file with such a time; "
-                    f"{FIX_FUTURE_TIMES}"
+                    f"{FUTURE_ADVICE}"
                 )
             batch_start += batch.num_rows

@@ -19,7 +19,7 @@ import pyarrow as pa
 from recsys_core.errors import shown
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics
-from recsys_core.ingest.log.log_statistics import FIX_FUTURE_TIMES, FIX_TIMES, IN_FUTURE, latest_valid_time_us
+from recsys_core.ingest.log.log_statistics import FUTURE_ADVICE, FUTURE_REASON, TIMES_ADVICE, latest_valid_time_us
 from recsys_core.ingest.log.sql.session import SqlSession
 from recsys_core.ingest.row_checks import FIX_ROWS, BadRow, RowCheck, pass_sql
 from recsys_core.parquet.columns import is_whole_decimal, value_type
@@ -157,8 +157,8 @@ def _time_checks(column: str, *, latest_valid_us: int) -> list[RowCheck]:
     overflow_sql = "position IS NULL AND time IS NOT NULL"
     return [
         RowCheck(column, "null", "time IS NULL", FIX_ROWS),
-        RowCheck(column, IN_FUTURE, f"position > {latest_valid_us} OR ({overflow_sql} AND NOT before_1970)", FIX_FUTURE_TIMES),
-        RowCheck(column, "before 1970", f"position < 0 OR ({overflow_sql} AND before_1970)", FIX_TIMES),
+        RowCheck(column, FUTURE_REASON, f"position > {latest_valid_us} OR ({overflow_sql} AND NOT before_1970)", FUTURE_ADVICE),
+        RowCheck(column, "before 1970", f"position < 0 OR ({overflow_sql} AND before_1970)", TIMES_ADVICE),
     ]
 
 

@@ -59,19 +59,19 @@ def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> PushRe
     """
     alias = settings.alias or model_name.replace("-", "_")
     collection = f"{alias}_v{retriever.version}_{retriever.space_id}"
-    served_collection: str | None = None
+    aliased_collection: str | None = None
     try:
         with store_errors(settings.location), settings.connect() as store:
-            served_collection = store.aliased_collection(alias)
+            aliased_collection = store.aliased_collection(alias)
             collection_load = _CollectionLoad(store, settings, retriever, collection)
-            num_loaded, overlap = collection_load.ensure_complete(is_served=served_collection == collection)
-            if served_collection != collection:
+            num_loaded, overlap = collection_load.ensure_complete(is_aliased=aliased_collection == collection)
+            if aliased_collection != collection:
                 store.switch(alias, collection)
-                former_collection, served_collection = served_collection, collection
+                former_collection, aliased_collection = aliased_collection, collection
                 _drop_older_collections(store, alias, kept_collections={collection, former_collection})
     except StageError as error:
         raise StageError(
-            f"{error}; the alias {alias} names {served_collection or 'no collection'}. Remove the cause, and repeat the push "
+            f"{error}; the alias {alias} names {aliased_collection or 'no collection'}. Remove the cause, and repeat the push "
             "with `nightjar push`"
         ) from error
     return PushResult(settings.location, alias, collection, len(retriever.item_ids), overlap, num_loaded)
@@ -93,43 +93,43 @@ class _CollectionLoad:
     retriever: Retriever
     collection: str
 
-    def ensure_complete(self, *, is_served: bool) -> tuple[int, float]:
+    def ensure_complete(self, *, is_aliased: bool) -> tuple[int, float]:
         """Load the collection, unless it is complete. Return the number of loaded items and the overlap.
 
-        An incomplete collection of an interrupted push is loaded again, unless the alias names it (`is_served`).
+        An incomplete collection of an interrupted push is loaded again, unless the alias names it (`is_aliased`).
         """
         if self.collection in self.store.collections():
             try:
                 self._require_all_items()
-                if not is_served:  # an interrupted push may have added all items, but built no index
+                if not is_aliased:  # an interrupted push may have added all items, but built no index
                     self.store.finish(self.collection)
                 return 0, self._measure_overlap()
             except StageError as error:
-                if is_served:
+                if is_aliased:
                     raise StageError(
                         f"{error}; the alias names this collection, so it is not loaded again: push another version, or delete "
                         "the collection"
                     ) from error
                 LOG.info("%s; the collection is loaded again", error)
                 self.store.drop(self.collection)
-        num_added = self._add_items()
+        num_loaded = self._add_items()
         self._require_all_items()
-        return num_added, self._measure_overlap()
+        return num_loaded, self._measure_overlap()
 
     def _add_items(self) -> int:
-        num_items, num_added = len(self.retriever.item_ids), 0
+        num_items, num_loaded = len(self.retriever.item_ids), 0
         for items in self.retriever.item_batches(self.store.batch_rows):
-            if not num_added:
+            if not num_loaded:
                 self.store.create(self.collection, items.schema.remove_metadata())
             self.store.add(self.collection, items.replace_schema_metadata())
-            num_added += len(items)
-            note = f"{self.settings.kind}: {num_added:,} of {num_items:,} items"
-            show_bar("push", num_done=num_added, num_total=num_items, note=note)
+            num_loaded += len(items)
+            note = f"{self.settings.kind}: {num_loaded:,} of {num_items:,} items"
+            show_bar("push", num_done=num_loaded, num_total=num_items, note=note)
         self.store.finish(self.collection)
-        return num_added
+        return num_loaded
 
     @property
-    def _location(self) -> str:
+    def _collection_text(self) -> str:
         """Store and collection, for messages."""
         return f"{self.settings.location}: the collection {self.collection}"
 
@@ -137,7 +137,7 @@ class _CollectionLoad:
         """Raise StageError if the collection has another number of items than the version."""
         num_items, num_stored_items = len(self.retriever.item_ids), self.store.count(self.collection)
         if num_stored_items != num_items:
-            raise StageError(f"{self._location} has {num_stored_items:,} items, but the version has {num_items:,}")
+            raise StageError(f"{self._collection_text} has {num_stored_items:,} items, but the version has {num_items:,}")
 
     def _measure_overlap(self) -> float:
         """Return the overlap; raise StageError if the overlap is too small."""
@@ -152,7 +152,7 @@ class _CollectionLoad:
         min_overlap = 1.0 if self.settings.is_exact else self.settings.min_overlap
         if overlap < min_overlap and len(query_BD):
             raise StageError(
-                f"{self._location} returns {100 * overlap:.1f} % of the exact best {k} items for {len(query_BD)} golden "
+                f"{self._collection_text} returns {100 * overlap:.1f} % of the exact best {k} items for {len(query_BD)} golden "
                 f"queries, but {100 * min_overlap:.1f} % are required"
             )
         return overlap
@@ -162,7 +162,7 @@ class _CollectionLoad:
         item_rows = self.retriever.item_ids.rows(item_ids)
         if (item_rows < 0).any():
             unknown_id = item_ids[int((item_rows < 0).argmax())]
-            raise StageError(f"{self._location} returns the item {shown(unknown_id)}, which is not in the version")
+            raise StageError(f"{self._collection_text} returns the item {shown(unknown_id)}, which is not in the version")
         score_K = self.retriever.item_vectors(np.unique(item_rows)) @ query_D
         return int((score_K >= lowest_score - SCORE_TOLERANCE * max(1.0, abs(lowest_score))).sum())
 
@@ -170,9 +170,9 @@ class _CollectionLoad:
 def exact_top_scores(retriever: Retriever, query_BD: NDArray[np.float32], *, k: int) -> NDArray[np.float32]:
     """Return the k largest inner products of each query with all items, in falling order, [B, K]."""
     top_score_BK = np.zeros((len(query_BD), 0), np.float32)
-    num_items, block_rows = len(retriever.item_ids), 1 << 14
-    for first_row in range(0, num_items, block_rows):
-        vector_RD = retriever.item_vectors(np.arange(first_row, min(num_items, first_row + block_rows)))
+    num_items, max_block_rows = len(retriever.item_ids), 1 << 14
+    for first_row in range(0, num_items, max_block_rows):
+        vector_RD = retriever.item_vectors(np.arange(first_row, min(num_items, first_row + max_block_rows)))
         top_score_BK = -np.sort(-np.concatenate([top_score_BK, query_BD @ vector_RD.T], axis=1), axis=1)[:, :k]
     return top_score_BK
 

@@ -17,7 +17,7 @@ from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, LOG, connect, trackin
 from tasks.registry.tracking import log_metrics, log_params, open_mlflow_run
 from tasks.runs.context import StageContext
 
-# If MLflow is down, the monitor logs its address with the password. MetricRelay reports the outage without the password.
+# During an outage, SystemMetricsMonitor logs the address of MLflow with the password. MetricRelay does not log the password.
 logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
 _FLUSH_INTERVAL_S = 1.0

@@ -68,8 +68,8 @@ def open_mlflow_run(client: MlflowClient, context: StageContext) -> str:
     with FileLock(context.run.workspace / ".mlflow.lock"):
         experiment = client.get_experiment_by_name(context.experiment)
         if experiment is None:
-            # The artifact location of an experiment cannot change. A server chooses the location. For a database, the default
-            # location would be relative to the current folder.
+            # A server chooses the artifact location. The default of a database, a path relative to the current folder, is
+            # replaced by an absolute path, because the location of an existing experiment cannot change.
             has_server = tracking_uri(context.run.workspace).startswith(("http://", "https://"))
             artifact_location = None if has_server else (context.run.workspace.absolute() / "mlartifacts").as_uri()
             experiment_id = client.create_experiment(context.experiment, artifact_location=artifact_location)
@@ -164,21 +164,25 @@ def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext,
         model_id: logged model of the run, to which the metrics belong too; None if the run logs no model.
     """
     run, results = context.run, context.results
-    train, evaluation, index = results[TrainManifest], results[EvaluationManifest], results[IndexManifest]
-    recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
-    value_by_metric = {**evaluation.metrics, **recall_by_metric, "train/final_loss": train.final_loss}
-    if train.best_epoch is not None:
-        value_by_metric["train/best_epoch"] = train.best_epoch
-    if train.temperature is not None:
-        value_by_metric["train/temperature"] = train.temperature
-    value_by_metric |= {f"train/temperature_trials/{name}": value for name, value in train.temperature_trials.items()}
+    train_manifest, evaluation_manifest, index_manifest = (
+        results[TrainManifest],
+        results[EvaluationManifest],
+        results[IndexManifest],
+    )
+    recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index_manifest.reports.items()}
+    value_by_metric = {**evaluation_manifest.metrics, **recall_by_metric, "train/final_loss": train_manifest.final_loss}
+    if train_manifest.best_epoch is not None:
+        value_by_metric["train/best_epoch"] = train_manifest.best_epoch
+    if train_manifest.temperature is not None:
+        value_by_metric["train/temperature"] = train_manifest.temperature
+    value_by_metric |= {f"train/temperature_trials/{name}": value for name, value in train_manifest.temperature_trials.items()}
     value_by_metric |= {
         f"export/{term.replace(' ', '_')}_weight": weight for term, weight in results[ExportManifest].weight_by_term.items()
     }
     log_metrics(client, mlflow_run_id, as_metrics(value_by_metric, model_id=model_id))
     plot_paths = (
         run.folder / "loss.png",
-        plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
+        plot_recall(evaluation_manifest.metrics, path=run.folder / "recall.png"),
         run.folder / "indexes.png",
     )
     for path in (run.config_file, results[PlanManifest].path("plan.json"), *plot_paths):
@@ -190,24 +194,26 @@ def log_input_files(client: MlflowClient, mlflow_run_id: str, context: StageCont
     dataset = context.dataset
     if "data/breaches" not in client.get_run(mlflow_run_id).data.metrics:  # log_data_report_or_warn failed
         log_data_report(client, mlflow_run_id, context.results[DataReportManifest])
-    sources_by_kind = {
+    sources_by_dataset_name = {
         manifest.stage.removeprefix("ingest_"): manifest.sources
         for manifest in (dataset.embeddings, dataset.interactions)
         if manifest is not None
     }
-    records_by_kind = {kind: [source.model_dump() for source in sources] for kind, sources in sources_by_kind.items()}
-    client.log_dict(mlflow_run_id, records_by_kind, "data_fingerprints.json")
-    datasets = [
+    records_by_dataset_name = {
+        dataset_name: [source.model_dump() for source in sources] for dataset_name, sources in sources_by_dataset_name.items()
+    }
+    client.log_dict(mlflow_run_id, records_by_dataset_name, "data_fingerprints.json")
+    mlflow_datasets = [
         # MLflow allows 36 characters in a digest.
         Dataset(
-            kind,
-            fingerprint_of(records_by_kind[kind])[:36],
+            dataset_name,
+            fingerprint_of(records_by_dataset_name[dataset_name])[:36],
             "local",
             json.dumps([source.path for source in sources[:_MAX_PATHS]]),
         )
-        for kind, sources in sources_by_kind.items()
+        for dataset_name, sources in sources_by_dataset_name.items()
     ]
-    client.log_inputs(mlflow_run_id, [DatasetInput(dataset) for dataset in datasets])
+    client.log_inputs(mlflow_run_id, [DatasetInput(mlflow_dataset) for mlflow_dataset in mlflow_datasets])
 
 
 def log_data_report(client: MlflowClient, mlflow_run_id: str, data_report: DataReportManifest) -> None:

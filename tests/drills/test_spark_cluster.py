@@ -1,4 +1,4 @@
-"""Ingest on a Spark cluster of real processes: a lost worker changes nothing, and a broken cluster ends the stage clearly."""
+"""Ingest on a Spark cluster of real processes: a lost worker changes nothing, and a broken cluster is a one-line error."""
 
 import threading
 import time
@@ -61,17 +61,17 @@ def test_a_worker_that_is_killed_in_the_middle_does_not_change_the_store(
     assert differences(duckdb_store, spark_store) == []
 
 
-def test_the_executors_read_a_table_without_a_copy(cluster: SparkCluster, tmp_path: Path) -> None:
+def test_spark_reads_an_orc_table_with_the_result_of_duckdb_for_the_parquet_log(cluster: SparkCluster, tmp_path: Path) -> None:
     write_log(tmp_path / "log", num_events=NUM_EVENTS // 10)
     for path in (tmp_path / "log").iterdir():
-        table = pq.read_table(path)
-        time_s = table.column("time").cast(pa.timestamp("s", "UTC")).cast(pa.int64())
-        table = table.set_column(2, "time", time_s).set_column(6, "slot", table.column("slot").cast(pa.int16()))
-        pq.write_table(table, path)
-        (tmp_path / "table").mkdir(exist_ok=True)
-        orc.write_table(table, tmp_path / "table" / f"{path.stem}.orc")
+        log_table = pq.read_table(path)
+        time_s = log_table.column("time").cast(pa.timestamp("s", "UTC")).cast(pa.int64())
+        log_table = log_table.set_column(2, "time", time_s).set_column(6, "slot", log_table.column("slot").cast(pa.int16()))
+        pq.write_table(log_table, path)
+        (tmp_path / "orc").mkdir(exist_ok=True)
+        orc.write_table(log_table, tmp_path / "orc" / f"{path.stem}.orc")
     cluster.start_worker()
-    spark_store = ingest(tmp_path / "table", tmp_path / "spark", engine=cluster.settings, format="orc")
+    spark_store = ingest(tmp_path / "orc", tmp_path / "spark", engine=cluster.settings, format="orc")
     duckdb_store = ingest(tmp_path / "log", tmp_path / "duckdb", engine={"kind": "duckdb"})
     assert differences(duckdb_store, spark_store) == ["fingerprint", "lineage", "num_files_read", "sources", "parts"]
 
@@ -127,7 +127,7 @@ def test_the_error_names_a_log_that_the_executors_do_not_see(cluster: SparkClust
 def test_the_error_names_executors_of_another_version(cluster: SparkCluster, log_folder: Path, tmp_path: Path) -> None:
     conf_folder = tmp_path / "conf"
     conf_folder.mkdir()
-    # Executors read their version from this file, and the folder of the configuration comes before Spark's own files.
+    # Executors read their version from this file: on their class path, the configuration folder precedes Spark's own files.
     lines = ["version=4.0.99", "user=", "revision=", "branch=", "date=", "url=", "docroot="]
     (conf_folder / "spark-version-info.properties").write_text("\n".join(lines))
     cluster.start_worker(environment={"SPARK_CONF_DIR": str(conf_folder)})

@@ -46,8 +46,8 @@ def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
     assert {state for state, value in metrics["run_state"].items() if value == 1} == {("Promoted",)}
     assert metrics["run_state"][("Failed",)] == 0
     assert metrics["stage_duration_seconds"][("train",)] == 1900
-    new_metric, champion_metric = figures.metrics[f"served/{METRIC}"], figures.metrics[f"champion/{METRIC}"]
-    assert metrics["served_metric"] == {(METRIC, "new"): new_metric, (METRIC, "champion"): champion_metric}
+    new_recall, champion_recall = figures.metrics[f"served/{METRIC}"], figures.metrics[f"champion/{METRIC}"]
+    assert metrics["served_metric"] == {(METRIC, "new"): new_recall, (METRIC, "champion"): champion_recall}
     assert [metrics[name][()] for name in ("events", "users", "items")] == [figures.events, figures.users, figures.items]
     assert metrics["champion_version"] == {(): float(figures.version or 0)}
     assert metrics["workspace_bytes"][()] > 10_000 and metrics["free_bytes"][()] > 0
@@ -58,10 +58,10 @@ def test_a_run_id_from_the_future_does_not_change_which_run_is_the_newest(tmp_pa
     future_run = past_run(tmp_path, datetime(2090, 1, 1, tzinfo=UTC), state="Promoted", version="7")
     newest_run = Workspace(tmp_path).run(Workspace(tmp_path).new_run_id())
     failed_run = past_run(tmp_path, FIRST_START, state="Failed")
-    failed_run.folder.rename(newest_run.folder)  # the start in its record is earlier than its new run id
+    failed_run.folder.rename(newest_run.folder)  # the time in the run id is now later than the start in the record
     for run in (future_run, newest_run):
         (run.folder / MARKER_NAME).touch()
-    assert [run.run.run_id for run in run_history(tmp_path)] == [newest_run.run_id, future_run.run_id]
+    assert [listed_run.run.run_id for listed_run in run_history(tmp_path)] == [newest_run.run_id, future_run.run_id]
     assert run_ids(tmp_path) == [future_run.run_id, newest_run.run_id]
     assert Workspace(tmp_path).newest_run() == newest_run
     write_metrics_file(config_of(tmp_path))
@@ -99,7 +99,7 @@ def test_the_file_of_a_failed_run_leaves_out_the_metrics_that_the_run_does_not_h
     assert metrics["champion_version"] == {(): 7}
 
 
-def test_a_workspace_without_a_run_and_any_pipeline_name_give_a_valid_file(tmp_path: Path) -> None:
+def test_the_file_is_valid_for_an_empty_workspace_and_a_pipeline_name_with_quotes(tmp_path: Path) -> None:
     name = 'films "new"\\'
     write_metrics_file(config_of(tmp_path, name=name))
     text = (tmp_path / METRICS_FILE_NAME).read_text()

@@ -58,15 +58,17 @@ def test_a_run_has_its_training_log_as_a_table_and_the_paths_of_its_pages(tmp_pa
     assert all(path.is_file() for path in results.page_paths.values())
 
 
-def test_results_of_earlier_settings_are_left_out_until_the_run_is_resumed_to_its_end(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_with_other_settings_has_no_results_of_its_earlier_settings(tmp_path: Path) -> None:
     run = Run("20261121-000000-aaaa", workspace=tmp_path)
 
     def run_stages(world_size: int, *, until: str) -> None:
-        fields = {"world_size": world_size, "device": "cpu"}
-        plan = commit_stage(run.stage_folder(PlanManifest), PlanManifest, inputs=[world_size], build=lambda folder: fields)
+        plan_fields = {"world_size": world_size, "device": "cpu"}
+        plan = commit_stage(run.stage_folder(PlanManifest), PlanManifest, inputs=[world_size], build=lambda folder: plan_fields)
         if until == "evaluate":
-            metrics = {"metrics": {"test/ndcg@10": 0.5 / world_size}}
-            commit_stage(run.stage_folder(EvaluationManifest), EvaluationManifest, inputs=[plan], build=lambda folder: metrics)
+            evaluation_fields = {"metrics": {"test/ndcg@10": 0.5 / world_size}}
+            commit_stage(
+                run.stage_folder(EvaluationManifest), EvaluationManifest, inputs=[plan], build=lambda folder: evaluation_fields
+            )
 
     run_stages(1, until="evaluate")
     assert open_run(tmp_path).metrics == {"test/ndcg@10": 0.5}
@@ -85,7 +87,7 @@ def test_a_run_keeps_its_metrics_after_retention_has_removed_its_large_files(tmp
     folder = run.stage_folder(EvaluationManifest)
     commit_stage(folder, EvaluationManifest, inputs=["f"], build=write_positions)
     (folder / "positions.parquet").unlink()
-    assert open_run(tmp_path).metrics == {}  # a file is missing that retention has not removed
+    assert open_run(tmp_path).metrics == {}  # without REDUCED_FILE_NAME, a stage that lacks a file is incomplete
     (run.folder / REDUCED_FILE_NAME).touch()
     results = open_run(tmp_path)
     assert results.metrics == {"test/ndcg@10": 0.5} and results.manifests.keys() == {"evaluate"}

@@ -30,11 +30,11 @@ def test_an_item_is_cold_until_its_first_event() -> None:
 
 
 def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> None:
-    vector_VD = np.array([[10, 0], [0, 1], [1, 1], [-1, 0]], np.float32)
+    vectors_RD = np.array([[10, 0], [0, 1], [1, 1], [-1, 0]], np.float32)
     vector_row_I = np.array([2, 0, -1, 1, 3])  # item 2 has no vector
     # The histories of four queries are the items 1, 3, 2; the items 1, 1, 3; item 2 alone; and no item.
     histories = JaggedArray(np.array([0, 3, 6, 7, 7]), np.array([1, 3, 2, 1, 1, 3, 2]))
-    model = ZeroShot(vector_VD, vector_row_I=vector_row_I)
+    model = ZeroShot(vectors_RD, vector_row_I=vector_row_I)
     score_BI = model.query_vectors(histories) @ model.item_vectors(slice(0, 5)).T
     cosine = 2**-0.5  # of [1, 1] and [1, 0]
     # The vector [10, 0] has the same weight as [0, 1], and item 2 does not change the mean.

@@ -24,6 +24,8 @@ from tests.recsys_core.serving.conftest import (
     seen_ids_of,
 )
 
+UNKNOWN_USER_ID = 1
+
 
 @pytest.fixture(scope="module", params=INDEX_KINDS)
 def model_and_filtering_retriever(
@@ -46,7 +48,7 @@ def test_a_filtered_answer_has_as_many_unseen_items_as_the_filter_allows(
     exported_model, retriever = model_and_filtering_retriever
     allowed_ids = {ITEM_IDS[row] for row in allowed_rows}
     for k in (5, NUM_ITEMS):
-        answers = retriever.recommend([*USER_IDS, 1], k=k, filter=item_filter)
+        answers = retriever.recommend([*USER_IDS, UNKNOWN_USER_ID], k=k, filter=item_filter)
         for user, answer in enumerate(answers):
             expected_ids = allowed_ids - (seen_ids_of(exported_model, user) if user < NUM_USERS else set())
             assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(expected_ids))
@@ -70,10 +72,10 @@ def test_threads_that_share_a_retriever_get_the_answers_of_one_thread(
         answers = retriever.recommend(USER_IDS, k=20, filter=item_filter, with_vectors=True)
         return [(answer.item_ids, answer.item_vectors) for answer in answers]
 
-    requests = [item_filter for item_filter, _ in FILTERS] * 5
-    expected_answers = [recommend(item_filter) for item_filter in requests]
+    item_filters = [item_filter for item_filter, _ in FILTERS] * 5
+    expected_answers = [recommend(item_filter) for item_filter in item_filters]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(recommend, requests)) == expected_answers
+        assert list(pool.map(recommend, item_filters)) == expected_answers
 
 
 def test_a_cached_filter_does_not_keep_the_exclusions_of_a_request(
@@ -82,15 +84,17 @@ def test_a_cached_filter_does_not_keep_the_exclusions_of_a_request(
     monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", 2)
     _, retriever = model_and_filtering_retriever
     item_filter = {"stock": [5]}
-    (whole_answer,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)
-    (shorter_answer,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter, exclude=whole_answer.item_ids[:5])
+    (whole_answer,) = retriever.recommend([UNKNOWN_USER_ID], k=NUM_ITEMS, filter=item_filter)
+    (shorter_answer,) = retriever.recommend(
+        [UNKNOWN_USER_ID], k=NUM_ITEMS, filter=item_filter, exclude=whole_answer.item_ids[:5]
+    )
     assert shorter_answer.item_ids == whole_answer.item_ids[5:]
-    assert retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)[0] == whole_answer
+    assert retriever.recommend([UNKNOWN_USER_ID], k=NUM_ITEMS, filter=item_filter)[0] == whole_answer
 
 
 def test_a_filter_may_compare_with_a_datetime(model_and_filtering_retriever: tuple[ExportedModel, Retriever]) -> None:
     _, retriever = model_and_filtering_retriever
-    (answer,) = retriever.recommend([1], k=NUM_ITEMS, filter={"since": {"lt": TIMES[9]}})
+    (answer,) = retriever.recommend([UNKNOWN_USER_ID], k=NUM_ITEMS, filter={"since": {"lt": TIMES[9]}})
     assert {*answer.item_ids} == {*ITEM_IDS[:9]}
 
 
@@ -118,4 +122,4 @@ def test_an_error_about_an_invalid_filter_names_its_column(
 ) -> None:
     retriever = load_retriever(build_packaged_model(item_files=ITEM_FILES).package)
     with pytest.raises(InputError, match=message):
-        retriever.recommend([1], k=3, filter=item_filter)
+        retriever.recommend([UNKNOWN_USER_ID], k=3, filter=item_filter)

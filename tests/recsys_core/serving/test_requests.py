@@ -23,9 +23,12 @@ def test_a_request_has_columns_or_rows() -> None:
     assert parse({"inputs": {"user_id": [1, 2]}}) == Request({"user_id": [1, 2]}, 2, k=10, options={})
     request = {"inputs": {"user_id": [1], "history": [[3]]}, "params": {"k": 2, "exclude_stored_history": False}}
     assert parse(request) == Request({"user_id": [1], "history": [[3]]}, 1, k=2, options={"exclude_stored_history": False})
-    rows = {"rows": [{"user_id": 1}, {"history": [3]}, {}], "params": {"filter": '{"price": {"lt": 3}}', "min_score": None}}
+    request_with_rows = {
+        "rows": [{"user_id": 1}, {"history": [3]}, {}],
+        "params": {"filter": '{"price": {"lt": 3}}', "min_score": None},
+    }
     columns = {"user_id": [1, None, None], "history": [None, [3], None]}
-    assert parse(rows) == Request(columns, 3, k=10, options={"filter": {"price": {"lt": 3}}})
+    assert parse(request_with_rows) == Request(columns, 3, k=10, options={"filter": {"price": {"lt": 3}}})
     assert set(PARAMS) == {"k", *DEFAULT_OPTIONS}
 
 
@@ -90,16 +93,16 @@ def test_an_invalid_row_gets_an_error_and_the_other_rows_get_their_answers(retri
 
 def test_similar_items_are_requested_by_the_column_item_id(retriever: Retriever) -> None:
     item_ids = [ITEM_IDS[5], "unheard of", 7, None, math.nan]
-    known_answer, unknown_answer, invalid_answer, *missing_answers = respond(
+    answer_to_known_id, answer_to_unknown_id, answer_to_invalid_id, *answers_to_missing_ids = respond(
         retriever, {"inputs": {"item_id": item_ids}, "params": {"k": 4, "filter": {"stock": [0, 1]}}}
     )
-    assert known_answer == retriever.similar([ITEM_IDS[5]], k=4, filter={"stock": [0, 1]})[0]
-    assert unknown_answer.error == "item_id 'unheard of' is not in the catalogue"
-    assert invalid_answer.error == "item_id 7 is not a string, but the model was trained on string ids"
-    assert [answer.error for answer in missing_answers] == ["item_id is missing"] * 2
+    assert answer_to_known_id == retriever.similar([ITEM_IDS[5]], k=4, filter={"stock": [0, 1]})[0]
+    assert answer_to_unknown_id.error == "item_id 'unheard of' is not in the catalogue"
+    assert answer_to_invalid_id.error == "item_id 7 is not a string, but the model was trained on string ids"
+    assert [answer.error for answer in answers_to_missing_ids] == ["item_id is missing"] * 2
     rows = [{"item_id": item_id} for item_id in item_ids]
     row_answers = respond(retriever, {"rows": rows, "params": {"k": 4, "filter": {"stock": [0, 1]}}})
-    assert row_answers == [known_answer, unknown_answer, invalid_answer, *missing_answers]
+    assert row_answers == [answer_to_known_id, answer_to_unknown_id, answer_to_invalid_id, *answers_to_missing_ids]
 
 
 @pytest.mark.parametrize(

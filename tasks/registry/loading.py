@@ -125,7 +125,10 @@ def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncMode
     except BaseException:
         shutil.rmtree(download_folder, ignore_errors=True)
         raise
-    weakref.finalize(retriever, _remove_folder, download_folder, process_id=os.getpid())
+    if any(download_folder.iterdir()):
+        weakref.finalize(retriever, _remove_folder, download_folder, process_id=os.getpid())
+    else:  # the files are on a local disk, so they were not copied
+        download_folder.rmdir()
     return model
 
 

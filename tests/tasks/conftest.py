@@ -127,6 +127,10 @@ class Stages(NamedTuple):
     export: ExportManifest
 
 
+BuildStages = Callable[..., Stages]
+AddVersions = Callable[..., None]
+
+
 @pytest.fixture(scope="session")
 def build_stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
     """A function that returns the stages of a good model, or with shuffled=True of a bad model: items have swapped vectors."""

@@ -18,14 +18,12 @@ from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Registry
 from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG, REFIT_OF_TAG, SPENT_DROP_TAG
-from tests.tasks.conftest import Stages
-from tests.tasks.gate.test_gate import flip_a_bit, package_folder
+from tests.tasks.conftest import AddVersions, BuildStages
+from tests.tasks.gate.test_gate_broken_champions import flip_a_bit, package_folder
 from tests.tasks.registration import prepare_run, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
-BuildStages = Callable[..., Stages]
-AddVersions = Callable[..., None]
 Decide = Callable[..., ManualDecision]
 
 

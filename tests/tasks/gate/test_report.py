@@ -1,7 +1,6 @@
 """The page of a decision, for real registrations. The tests check the text of the page, not how it looks."""
 
 import re
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,11 +20,8 @@ from tasks.gate.report_plots import RecommendedItems, draw_differences, draw_pop
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import REFIT_OF_TAG
 from tests.flows.run_folders import FIRST_START, past_run
-from tests.tasks.conftest import Stages
+from tests.tasks.conftest import AddVersions, BuildStages
 from tests.tasks.registration import prepare_run, register_version
-
-BuildStages = Callable[..., Stages]
-AddVersions = Callable[..., None]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The loss of recall from the trained model to the package and its index, for a package with an exact index."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,10 @@ from tasks.gate import serving_loss
 from tasks.gate.sample import UserSample, prepare_sample
 from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED, exact_metrics
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_IDS, ModelBuilder, load_retriever
-from tests.tasks.conftest import NUM_USERS, Stages
+from tests.tasks.conftest import NUM_USERS, BuildStages
 from tests.tasks.registration import prepare_run, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
-
-BuildStages = Callable[..., Stages]
 
 
 def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(

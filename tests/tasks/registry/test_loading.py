@@ -3,7 +3,6 @@
 import gc
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import mlflow
@@ -18,13 +17,11 @@ from tasks.gate.sample import prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, predict_in_subprocess
 from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_model, load_version
 from tasks.registry.mlflow_client import connect
-from tests.tasks.conftest import Stages
+from tests.tasks.conftest import AddVersions, BuildStages
 from tests.tasks.registration import prepare_run, register_version
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
-BuildStages = Callable[..., Stages]
-AddVersions = Callable[..., None]
 FOREIGN_MODEL = """
 import pathlib
 from mlflow.models import set_model

@@ -1,6 +1,5 @@
 """The gate of runs with `promote: never`, `promote: force` or a dry run; real packages on a real MLflow."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,14 +11,11 @@ from tasks.gate import version_tester
 from tasks.gate.sample import Answers, K, UserSample
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import current_person
-from tests.tasks.conftest import Stages
-from tests.tasks.gate.test_gate import flip_a_bit
+from tests.tasks.conftest import AddVersions, BuildStages
+from tests.tasks.gate.test_gate_broken_champions import flip_a_bit
 from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
-
-BuildStages = Callable[..., Stages]
-AddVersions = Callable[..., None]
 
 
 def test_with_never_a_version_is_compared_but_promoted_only_by_a_resume(

@@ -38,9 +38,8 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.versions import get_or_create_version, pinned_requirements
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
-from tests.tasks.conftest import Stages
+from tests.tasks.conftest import BuildStages
 
-BuildStages = Callable[..., Stages]
 URI = "models:/m/1"
 PREDICT_PROGRAM = """
 import json, sys

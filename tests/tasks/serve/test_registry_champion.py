@@ -11,8 +11,7 @@ from recsys_core.serving.retriever import Retriever
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.serve import registry_champion
 from tasks.serve.registry_champion import RegistryChampion
-
-AddVersions = Callable[..., None]
+from tests.tasks.conftest import AddVersions
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from tasks.registry.mlflow_client import connect
 from tasks.serve import registry_champion
 from tasks.serve import server as server_module
 from tasks.serve.server import serve
+from tests.tasks.conftest import AddVersions
 
-AddVersions = Callable[..., None]
 CONFIG = ServeConfig(port=0, workers=2, poll_interval_s=0.2)
 ONE_WORKER = CONFIG.model_copy(update={"workers": 1})
 TIMEOUT_S = 60.0

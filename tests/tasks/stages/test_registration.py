@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import mlflow
@@ -23,12 +22,10 @@ from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of, list_releases
 from tasks.stages.registration import verdict_page
-from tests.tasks.conftest import NUM_ITEMS, STEPS, Stages
+from tests.tasks.conftest import NUM_ITEMS, STEPS, AddVersions, BuildStages
 from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
-BuildStages = Callable[..., Stages]
-AddVersions = Callable[..., None]
 
 
 def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, build_stages: BuildStages) -> None:

@@ -155,12 +155,17 @@ class ServerProcess:
                 if time.monotonic() - start_s >= STABLE_S:
                     num_restarts = 0
                 if num_restarts == MAX_RESTARTS:
+                    problem += f" again, after {MAX_RESTARTS} restarts"
                     break
                 LOG.warning("%s; another server is started%s", problem, self._last_log_lines())
-                self._process = self._start_process()
+                try:
+                    self._process = self._start_process()
+                except OSError as error:  # too little memory, or too many processes or open files
+                    problem += f", and no other server can be started: {os.strerror(error.errno or 0)}"
+                    break
                 self._send_start_message()
                 num_restarts += 1
-        LOG.error("%s again, after %d restarts%s", problem, MAX_RESTARTS, self._last_log_lines())
+        LOG.error("%s%s", problem, self._last_log_lines())
         self.has_failed = True
         self._listening_socket.close()  # clients fail immediately instead of waiting for a server
 

@@ -1,5 +1,6 @@
 """A supervised server that ends: it is started again, unless it is stopped or ends too often."""
 
+import errno
 import logging
 import subprocess
 import threading
@@ -79,6 +80,24 @@ def test_a_server_that_ends_again_and_again_is_given_up_with_its_last_log_lines(
     assert messages[-1].endswith("the server ends")
     assert server.has_failed
     assert server._process.returncode == 3, "the last server had ended before"
+    server.stop()
+
+
+def test_a_server_is_given_up_with_an_error_if_no_other_process_can_be_started(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raise_out_of_memory() -> "subprocess.Popen[bytes]":
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with caplog.at_level(logging.WARNING, logger="nightjar"):
+        server.wait_until_ready()
+        monkeypatch.setattr(server, "_start_process", raise_out_of_memory)
+        end_process(server)
+        assert server._supervisor_thread is not None
+        server._supervisor_thread.join(60)
+    assert server.has_failed
+    end = "the test server ended with exit code 3, and no other server can be started: Cannot allocate memory"
+    assert caplog.records[-1].getMessage().startswith(end)
     server.stop()
 
 

@@ -37,9 +37,9 @@ CONTEXT_FEATURES = ("context.single", "context.number")
 """Features of an event; at serving time only the request has them."""
 
 GENRES = ("rock", "pop", None)
-TIMES = [datetime(2026, 1, 1) + timedelta(days=row) for row in range(NUM_ITEMS)]
+SINCE_TIMES = [datetime(2026, 1, 1) + timedelta(days=row) for row in range(NUM_ITEMS)]
 ITEM_TABLE_ROWS = range(NUM_ITEMS - 10)
-"""Rows of the items that the table of items has."""
+"""Item rows that the item table contains; it lacks the last 10 items."""
 ITEM_FILES = {
     "item_titles.parquet": pa.table(
         {"row": range(0, NUM_ITEMS, 2), "title": [f"title {row}" for row in range(0, NUM_ITEMS, 2)]}
@@ -51,7 +51,7 @@ ITEM_FILES = {
             "price": [float(row % 50) for row in ITEM_TABLE_ROWS],
             "stock": [row % 7 for row in ITEM_TABLE_ROWS],
             "is_new": [row % 2 == 0 for row in ITEM_TABLE_ROWS],
-            "since": pa.array([TIMES[row] for row in ITEM_TABLE_ROWS], pa.timestamp("us")),
+            "since": pa.array([SINCE_TIMES[row] for row in ITEM_TABLE_ROWS], pa.timestamp("us")),
         }
     ),
 }
@@ -59,7 +59,7 @@ ITEM_FILES = {
 
 INDEX_KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan", "hnsw")
 
-FILTERS: list[tuple[dict[str, Any], list[int]]] = [
+FILTERS_AND_ROWS: list[tuple[dict[str, Any], list[int]]] = [
     ({"genre": {"in": ["rock", "jazz"]}}, [row for row in ITEM_TABLE_ROWS if row % 3 == 0]),
     (
         {"genre": "pop", "price": {"ge": 10, "lt": 12.5}},
@@ -69,34 +69,35 @@ FILTERS: list[tuple[dict[str, Any], list[int]]] = [
     ({"is_new": True, "stock": {"gt": 4, "le": 5}}, [row for row in ITEM_TABLE_ROWS if row % 2 == 0 and row % 7 == 5]),
     (
         {"since": {"since": "2026-10-01T02:00:00+02:00"}},
-        [row for row in ITEM_TABLE_ROWS if TIMES[row] >= datetime(2026, 10, 1)],
+        [row for row in ITEM_TABLE_ROWS if SINCE_TIMES[row] >= datetime(2026, 10, 1)],
     ),
     ({"price": {"gt": 1000}}, []),
 ]
-"""Filters, and the item rows that satisfy each of them."""
+"""Filters, each with the item rows that satisfy it."""
 
 
 def small_model_config(
-    *, history: dict[str, object] | None = None, layers: Sequence[int] = (24, DIM), **model: object
+    *, history: dict[str, object] | None = None, layers: Sequence[int] = (24, DIM), **model_settings: object
 ) -> TwoTowerConfig:
     """Return the config of a model that reads the last 6 items of a history.
 
     Args:
-        history: settings of the history; `length` replaces the length of 6.
+        history: settings that complete or replace the length of 6, such as `{"pooling": "recency"}`.
         layers: layer widths of the query tower.
+        model_settings: other settings of the model, such as `similarity="dot"`.
     """
     return TwoTowerConfig(
         **{
             "embedding_dim": DIM,
             "history": {"length": 6} | (history or {}),
             "query": TowerConfig(layers=layers, dropout=0.5),
-            **model,
+            **model_settings,
         }
     )
 
 
 RowsAndWeights = tuple[list[int], list[float] | None]
-"""Table rows of the values of a feature in a request, and their weights or None."""
+"""Table rows and weights of one feature in a request; the weights are None if the feature has none."""
 
 
 class ExportedModel:
@@ -106,8 +107,8 @@ class ExportedModel:
         ingested_by_feature: manifest entry of each feature.
         features: table rows and weights of each feature.
         tables: weights of each embedding table.
-        train: item rows of each user's events before the test.
-        test: item row of each user's test event, in a list.
+        train: item rows of each user's events before the test event.
+        test: for each user, a list with the item row of the test event.
         history_items: vectors that represent the items in histories [items, dimensions].
         item_vectors: vectors with which a query vector is multiplied [items, dimensions].
     """
@@ -141,8 +142,8 @@ class ExportedModel:
         with torch.no_grad():
             item_vector_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
             candidate_ID = self.towers["item"](item_vector_ID, features={})
-        histories_use_tower = config.history.item_representation == "candidate_tower"
-        self.history_items = (candidate_ID if histories_use_tower else item_vector_ID).numpy()
+        histories_use_candidate_tower = config.history.item_representation == "candidate_tower"
+        self.history_items = (candidate_ID if histories_use_candidate_tower else item_vector_ID).numpy()
         if config.has_popularity:
             count_I = np.bincount(np.concatenate(self.train), minlength=NUM_ITEMS)
             candidate_ID = append_popularity(candidate_ID, torch.from_numpy(item_popularity(count_I)))
@@ -155,7 +156,7 @@ class ExportedModel:
 
     @property
     def query_tables(self) -> dict[str, np.ndarray]:
-        """The tables of the user and of features, which the query tower reads in addition to the history."""
+        """Tables that the query tower reads in addition to the history: the user embedding and the features."""
         return {name: self.tables[name] for name in self.spec.on_side("query")}
 
     @property
@@ -174,39 +175,42 @@ class ExportedModel:
             given_features: features of the request, which replace the features of the user.
         """
         length = self.spec.config.history.length
-        recent = list(history)[-length:] if length else []
+        recent_rows = list(history)[-length:] if length else []
         pooled_by_table = {
-            name: torch.from_numpy(self._pooled(name, user, (given_features or {}).get(name)))[None]
+            name: torch.from_numpy(self._pooled_vector(name, user, (given_features or {}).get(name)))[None]
             for name in self.query_tables
         }
         items = torch.from_numpy(self.history_items)
         with torch.no_grad():
             vector = self.towers["query"](
-                items, torch.tensor(recent, dtype=torch.int64), torch.tensor([0, len(recent)]), features=pooled_by_table
+                items,
+                torch.tensor(recent_rows, dtype=torch.int64),
+                torch.tensor([0, len(recent_rows)]),
+                features=pooled_by_table,
             )
         return vector[0].numpy()
 
-    def _pooled(self, name: str, user: int | None, given: RowsAndWeights | None) -> np.ndarray:
-        """Return the weighted sum of the rows of a table, divided by the total weight for a list."""
-        table = self.tables[name]
-        if given is None and (user is None or name.startswith("context.")):
+    def _pooled_vector(self, table_name: str, user: int | None, given_feature: RowsAndWeights | None) -> np.ndarray:
+        """Return the weighted sum of the table rows of a feature. For a list feature, divide it by the total weight."""
+        table = self.tables[table_name]
+        if given_feature is None and (user is None or table_name.startswith("context.")):
             return np.zeros(table.shape[1], np.float32)
-        if name == "user":
+        if table_name == "user":
             return table[user]
-        rows, weights = values_of(self.features, name, user) if given is None else given  # type: ignore[arg-type]
+        rows, weights = values_of(self.features, table_name, user) if given_feature is None else given_feature  # type: ignore[arg-type]
         if not rows:
             return np.zeros(table.shape[1], np.float32)
         weight_L = np.array(weights if weights else [1.0] * len(rows), np.float32)
         weighted_sum_D = table[rows].T @ weight_L
-        return (weighted_sum_D / weight_L.sum(dtype=np.float64) if "list" in name else weighted_sum_D).astype(np.float32)
+        return (weighted_sum_D / weight_L.sum(dtype=np.float64) if "list" in table_name else weighted_sum_D).astype(np.float32)
 
     def best_ids(
-        self, query: np.ndarray, *, seen: Sequence[int], k: int, allowed: Collection[int] = range(NUM_ITEMS)
+        self, query_vector: np.ndarray, *, seen_rows: Sequence[int], k: int, allowed_rows: Collection[int] = range(NUM_ITEMS)
     ) -> list[str]:
-        """Return the ids of the k best items that are allowed and not seen, by a sort of the whole catalogue."""
-        candidates = {*allowed} - {*seen}
-        order = np.argsort(-(self.item_vectors @ query), kind="stable")
-        return [ITEM_IDS[row] for row in order if row in candidates][:k]
+        """Return the ids of the k best allowed and unseen items, from a sort of the whole catalogue."""
+        candidate_rows = {*allowed_rows} - {*seen_rows}
+        sorted_rows = np.argsort(-(self.item_vectors @ query_vector), kind="stable")
+        return [ITEM_IDS[row] for row in sorted_rows if row in candidate_rows][:k]
 
 
 def query_tower_of(exported_model: ExportedModel, *, quantization: str = "fp32") -> ServedQueryTower:
@@ -220,8 +224,8 @@ def query_tower_of(exported_model: ExportedModel, *, quantization: str = "fp32")
     )
 
 
-def _vocabularies(ingested_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
-    """Return the vocabulary file of each feature that has one. The value in row n of a feature is "<key> n"."""
+def _vocabulary_by_file_name(ingested_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
+    """Return the vocabularies of the features that are not numeric. The value in row n is "<key> n"."""
     return {
         f"{key}.vocabulary.parquet": pa.table({"value": [None, *(f"{key} {row}" for row in range(1, feature.num_rows))]})
         for key, feature in ingested_by_feature.items()
@@ -241,7 +245,7 @@ ModelBuilder = Callable[..., PackagedModel]
 
 @pytest.fixture(scope="session")
 def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuilder:
-    """A function that writes the stages and the package of a model. model: arguments of `small_model_config`."""
+    """A function that writes the stages and the package of a model. `model_settings`: arguments of `small_model_config`."""
 
     def build(
         *,
@@ -256,10 +260,10 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
         nprobe: int = 1,
         features: Sequence[str] = (),
         item_files: Mapping[str, pa.Table] | None = None,
-        **model: object,
+        **model_settings: object,
     ) -> PackagedModel:
         folder = tmp_path_factory.mktemp("stages")
-        exported_model = ExportedModel(small_model_config(**model), features=features)  # type: ignore[arg-type]
+        exported_model = ExportedModel(small_model_config(**model_settings), features=features)  # type: ignore[arg-type]
         interactions = write_interactions_stage(
             folder / "interactions",
             train=exported_model.train,
@@ -312,7 +316,7 @@ def build_packaged_model(tmp_path_factory: pytest.TempPathFactory) -> ModelBuild
                     folder / "features",
                     exported_model.features,
                     ingested_by_feature=exported_model.ingested_by_feature,
-                    table_by_file_name=_vocabularies(exported_model.ingested_by_feature) | dict(item_files or {}),
+                    table_by_file_name=_vocabulary_by_file_name(exported_model.ingested_by_feature) | dict(item_files or {}),
                 )
                 if features or item_files
                 else None,

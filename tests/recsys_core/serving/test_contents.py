@@ -94,6 +94,7 @@ def test_an_error_about_a_surplus_file_names_the_file(package_manifest: PackageM
         lambda description: description["model"]["config"]["history"].update(pooling="sum"),
         lambda description: description.update(similarity="dot"),
     ],
+    ids=["without a file", "other pooling", "other similarity"],
 )
 def test_an_edited_description_is_rejected_even_if_it_is_valid(
     package_manifest: PackageManifest, package_copy: Path, change: Callable[[dict[str, Any]], object]
@@ -120,19 +121,19 @@ def test_a_package_with_updated_records_loads_only_with_the_new_checksum_of_its_
     assert (read_package(package_copy, sha256=sha256).popularity.item_row_I == item_row_I[::-1]).all()
 
 
-def _array_file(values: np.ndarray) -> bytes:
+def _npy_content(values: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, values)
     return file.getvalue()
 
 
-def _item_file(ids: list[str]) -> bytes:
+def _items_content(ids: list[str]) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table({"item_id": ids}), file)
     return file.getvalue()
 
 
-def _index_file(num_items: int, dim: int) -> bytes:
+def _index_content(num_items: int, dim: int) -> bytes:
     index = faiss.IndexFlatIP(dim)
     index.add(np.ones((num_items, dim), np.float32))
     return faiss.serialize_index(index).tobytes()
@@ -143,13 +144,13 @@ def _index_file(num_items: int, dim: int) -> bytes:
     [
         *((name, b"") for name in ("tower.safetensors", "index.faiss", "items.parquet", "popularity.npy")),
         *((name, b"\x93NUMPY garbage" * 9) for name in ("tower.safetensors", "index.faiss", "users.arrow")),
-        ("popularity.npy", _array_file(np.zeros(NUM_ITEMS, np.int32))),
-        ("popularity.npy", _array_file(np.arange(NUM_ITEMS, dtype=np.int64))),
-        ("popularity_share.npy", _array_file(np.zeros(NUM_ITEMS - 1, np.float32))),
-        ("items.parquet", _item_file(ITEM_IDS[1:])),
-        ("index.faiss", _index_file(NUM_ITEMS - 1, DIM)),
-        ("index.faiss", _index_file(NUM_ITEMS, DIM + 4)),
-        ("index.faiss", _index_file(NUM_ITEMS, DIM)),  # of another kind than the configured one
+        ("popularity.npy", _npy_content(np.zeros(NUM_ITEMS, np.int32))),
+        ("popularity.npy", _npy_content(np.arange(NUM_ITEMS, dtype=np.int64))),
+        ("popularity_share.npy", _npy_content(np.zeros(NUM_ITEMS - 1, np.float32))),
+        ("items.parquet", _items_content(ITEM_IDS[1:])),
+        ("index.faiss", _index_content(NUM_ITEMS - 1, DIM)),
+        ("index.faiss", _index_content(NUM_ITEMS, DIM + 4)),
+        ("index.faiss", _index_content(NUM_ITEMS, DIM)),  # of another kind than the configured one
     ],
 )
 def test_contents_that_do_not_fit_together_are_rejected_even_with_valid_checksums(
@@ -170,15 +171,17 @@ def test_an_index_for_another_similarity_is_rejected(package_copy: Path) -> None
 
 def test_an_index_of_other_vectors_than_the_export_is_not_packaged(package_manifest: PackageManifest, tmp_path: Path) -> None:
     folder = package_manifest.folder.parent
-    index, export = (
+    index_manifest, export_manifest = (
         require_manifest(folder / name, manifest_type)
         for name, manifest_type in (("index", IndexManifest), ("export", ExportManifest))
     )
-    other_index = index.model_copy(update={"dim": DIM + 1, "similarity": "dot"})
+    other_index_manifest = index_manifest.model_copy(update={"dim": DIM + 1, "similarity": "dot"})
     unread_stages = {"dataset": None, "evaluation": None}  # the error is raised before they are read
     message = rf"has {NUM_ITEMS} vectors of width {DIM + 1} for dot similarity, but the export .* has {NUM_ITEMS} vectors of"
     with pytest.raises(StageError, match=message):
-        build_package(PackageConfig(), export=export, index=other_index, folder=tmp_path / "package", **unread_stages)  # type: ignore[arg-type]
+        build_package(
+            PackageConfig(), export=export_manifest, index=other_index_manifest, folder=tmp_path / "package", **unread_stages
+        )  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
 
 
@@ -243,13 +246,13 @@ def test_an_index_is_rejected_if_a_shard_repeats_another_shard_or_is_not_used(
     _, row_BK = search_exhaustively(Retriever.load(package_copy)._index, query_BD, kind=IvfFlat(), depth=9)
     assert np.array_equal(row_BK, np.argsort(-query_BD @ exported_model.item_vectors.T, axis=1)[:, :9])
     sha256 = update_record(package_copy, "index.1.faiss")
-    first_shard = (package_copy / "index.0.faiss").read_bytes()
+    content_of_shard_0 = (package_copy / "index.0.faiss").read_bytes()
     (package_copy / "index.0.faiss").write_bytes((package_copy / "index.1.faiss").read_bytes())
     with pytest.raises(StageError, match=r"index\.0\.faiss: the file has .* the file was changed"):
         read_package(package_copy, sha256=sha256)
     with pytest.raises(StageError, match=r"differs|answer"):
         Retriever.load(package_copy, sha256=update_record(package_copy, "index.0.faiss"))
-    (package_copy / "index.0.faiss").write_bytes(first_shard)
+    (package_copy / "index.0.faiss").write_bytes(content_of_shard_0)
     update_record(package_copy, "index.0.faiss")
     with pytest.raises(StageError, match=r"index\.2\.faiss: package.json lists it, but the model does not use it"):
         read_package(
@@ -258,18 +261,18 @@ def test_an_index_is_rejected_if_a_shard_repeats_another_shard_or_is_not_used(
 
 
 def test_a_mapped_index_returns_the_results_of_an_index_in_memory(build_packaged_model: ModelBuilder) -> None:
-    for kind in get_args(get_args(AnyIndexKind)[0]):
-        _, package = build_packaged_model(index_kind=kind.model_fields["kind"].default)
+    for kind_class in get_args(get_args(AnyIndexKind)[0]):
+        _, package = build_packaged_model(index_kind=kind_class.model_fields["kind"].default)
         path = package.folder / "package" / "index.faiss"
         index = Retriever.load(package.folder)._index
-        assert str(path) in Path("/proc/self/maps").read_text(), kind
+        assert str(path) in Path("/proc/self/maps").read_text(), kind_class
         query_BD = np.random.default_rng(0).normal(size=(5, DIM)).astype(np.float32)
         expected_arrays = faiss.read_index(str(path)).search(query_BD, 7)
-        for array, expected in zip(index.search(query_BD, 7), expected_arrays, strict=True):
-            assert (array == expected).all(), kind
+        for mapped_array, expected_array in zip(index.search(query_BD, 7), expected_arrays, strict=True):
+            assert (mapped_array == expected_array).all(), kind_class
 
 
-def test_a_package_with_a_huge_number_of_shards_is_rejected_before_their_names_are_made(package_copy: Path) -> None:
+def test_a_package_with_a_huge_number_of_shards_is_rejected_before_the_names_of_the_shards_are_made(package_copy: Path) -> None:
     sha256 = edit_description(package_copy, lambda description: description.update(index_shards=10**9))
     with pytest.raises(StageError, match=r"(?s)package\.json: .*index_shards.*less than or equal to 1024"):
         read_package(package_copy, sha256=sha256)
@@ -283,7 +286,7 @@ def _member_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...
 
 
 @given(st.data())
-def test_a_description_with_one_changed_value_answers_or_is_rejected_with_its_path(
+def test_a_package_with_one_changed_description_value_answers_or_an_error_names_its_folder(
     package_manifest: PackageManifest, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("edited")
@@ -315,7 +318,7 @@ def test_a_package_does_not_depend_on_the_number_of_log_shards(tmp_path: Path) -
     folder, sharded_folder = (
         build_pipeline(tmp_path / str(num_shards), shards=num_shards).package_folder for num_shards in (1, 7)
     )
-    names = {path.name for path in folder.iterdir()} - {"package.json"}
-    assert "users.arrow" in names and names == {path.name for path in sharded_folder.iterdir()} - {"package.json"}
-    for name in names:
+    file_names = {path.name for path in folder.iterdir()} - {"package.json"}
+    assert "users.arrow" in file_names and file_names == {path.name for path in sharded_folder.iterdir()} - {"package.json"}
+    for name in file_names:
         assert (folder / name).read_bytes() == (sharded_folder / name).read_bytes(), name

@@ -10,13 +10,13 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import (
-    FILTERS,
+    FILTERS_AND_ROWS,
     INDEX_KINDS,
     ITEM_FILES,
     ITEM_IDS,
     NUM_ITEMS,
     NUM_USERS,
-    TIMES,
+    SINCE_TIMES,
     USER_IDS,
     ExportedModel,
     ModelBuilder,
@@ -35,8 +35,8 @@ def model_and_filtering_retriever(
     return exported_model, load_retriever(package)
 
 
-@pytest.mark.parametrize(("item_filter", "allowed_rows"), FILTERS)
-@pytest.mark.parametrize("max_exact_items", [0, 10_000])
+@pytest.mark.parametrize(("item_filter", "allowed_rows"), FILTERS_AND_ROWS)
+@pytest.mark.parametrize("max_exact_items", [0, 10_000], ids=["search in the index", "exact search"])
 def test_a_filtered_answer_has_as_many_unseen_items_as_the_filter_allows(
     model_and_filtering_retriever: tuple[ExportedModel, Retriever],
     item_filter: dict[str, Any],
@@ -50,15 +50,15 @@ def test_a_filtered_answer_has_as_many_unseen_items_as_the_filter_allows(
     for k in (5, NUM_ITEMS):
         answers = retriever.recommend([*USER_IDS, UNKNOWN_USER_ID], k=k, filter=item_filter)
         for user, answer in enumerate(answers):
-            expected_ids = allowed_ids - (seen_ids_of(exported_model, user) if user < NUM_USERS else set())
-            assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(expected_ids))
-            assert {*answer.item_ids} <= expected_ids
+            allowed_unseen_ids = allowed_ids - (seen_ids_of(exported_model, user) if user < NUM_USERS else set())
+            assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(allowed_unseen_ids))
+            assert {*answer.item_ids} <= allowed_unseen_ids
         assert answers[-1].fallback == "popularity"
         if retriever.package.index_kind == "flat":
             for user in range(NUM_USERS):
-                query = exported_model.query_vector(user, exported_model.log[user])
+                query_vector = exported_model.query_vector(user, exported_model.log[user])
                 assert answers[user].item_ids == exported_model.best_ids(
-                    query, seen=exported_model.log[user], k=k, allowed=allowed_rows
+                    query_vector, seen_rows=exported_model.log[user], k=k, allowed_rows=allowed_rows
                 )
 
 
@@ -72,7 +72,7 @@ def test_threads_that_share_a_retriever_get_the_answers_of_one_thread(
         answers = retriever.recommend(USER_IDS, k=20, filter=item_filter, with_vectors=True)
         return [(answer.item_ids, answer.item_vectors) for answer in answers]
 
-    item_filters = [item_filter for item_filter, _ in FILTERS] * 5
+    item_filters = [item_filter for item_filter, _ in FILTERS_AND_ROWS] * 5
     expected_answers = [recommend(item_filter) for item_filter in item_filters]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(recommend, item_filters)) == expected_answers
@@ -94,7 +94,7 @@ def test_a_cached_filter_does_not_keep_the_exclusions_of_a_request(
 
 def test_a_filter_may_compare_with_a_datetime(model_and_filtering_retriever: tuple[ExportedModel, Retriever]) -> None:
     _, retriever = model_and_filtering_retriever
-    (answer,) = retriever.recommend([UNKNOWN_USER_ID], k=NUM_ITEMS, filter={"since": {"lt": TIMES[9]}})
+    (answer,) = retriever.recommend([UNKNOWN_USER_ID], k=NUM_ITEMS, filter={"since": {"lt": SINCE_TIMES[9]}})
     assert {*answer.item_ids} == {*ITEM_IDS[:9]}
 
 

@@ -50,18 +50,19 @@ FEATURES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
+def features_manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
     folder = tmp_path_factory.mktemp("ingest")
     log = [([user % 3], [], []) for user in range(NUM_USERS)]
     interactions = write_interactions(
         folder / "log", user_ids=[f"user {user}" for user in range(NUM_USERS)], item_ids=[1, 2, 3], log=log
     )
-    lists = {name: pa.array(COLUMNS[name], pa.list_(pa.string())) for name in ("tags", "topics")}
-    score = pa.array(COLUMNS["score"], pa.float32())  # 0.7 and 0.9 are smaller in single precision
-    columns = COLUMNS | lists | {"score": score}
-    path = write_parquet(folder / "users.parquet", id=[f"user {user}" for user in range(NUM_USERS)], **columns)
+    list_columns = {name: pa.array(COLUMNS[name], pa.list_(pa.string())) for name in ("tags", "topics")}
+    # The float32 values of 0.7 and 0.9 are below the boundaries 0.7 and 0.9.
+    score_column = pa.array(COLUMNS["score"], pa.float32())
+    columns = COLUMNS | list_columns | {"score": score_column}
+    users_path = write_parquet(folder / "users.parquet", id=[f"user {user}" for user in range(NUM_USERS)], **columns)
     return ingest_features(
-        FeaturesConfig.model_validate({"users": {"paths": path, "id_column": "id", "features": FEATURES}}),
+        FeaturesConfig.model_validate({"users": {"paths": users_path, "id_column": "id", "features": FEATURES}}),
         dataset=Dataset(interactions),
         previous=None,
         memory_limit="500MB",
@@ -70,12 +71,12 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
     )
 
 
-def test_a_value_gets_the_rows_and_weights_that_the_ingest_stored(manifest: FeaturesManifest) -> None:
-    features = {key: QueryFeature.of(key, manifest) for key in manifest.features}
-    encoded = RequestFeatures(features, folder=manifest.folder).encode(COLUMNS, num_rows=NUM_USERS)
-    stored_features = FeatureStore.open(manifest).feature_by_key
-    assert encoded.keys() == stored_features.keys()
-    for key, feature in encoded.items():
+def test_a_value_gets_the_rows_and_weights_that_the_ingest_stored(features_manifest: FeaturesManifest) -> None:
+    features = {key: QueryFeature.of(key, features_manifest) for key in features_manifest.features}
+    encoded_features = RequestFeatures(features, folder=features_manifest.folder).encode(COLUMNS, num_rows=NUM_USERS)
+    stored_features = FeatureStore.open(features_manifest).feature_by_key
+    assert encoded_features.keys() == stored_features.keys()
+    for key, feature in encoded_features.items():
         rows, weights = stored_features[key].rows_and_weights(np.arange(NUM_USERS))
         assert feature.is_given_B.all(), key
         np.testing.assert_array_equal(feature.rows.offset, rows.offset, err_msg=key)
@@ -85,25 +86,25 @@ def test_a_value_gets_the_rows_and_weights_that_the_ingest_stored(manifest: Feat
             np.testing.assert_array_equal(feature.weight_L, weights, err_msg=key)
 
 
-def test_a_value_that_the_ingest_has_not_seen_gets_row_0(manifest: FeaturesManifest, tmp_path: Path) -> None:
-    features = {key: QueryFeature.of(key, manifest) for key in ("user.country", "user.number", "user.tags")}
-    encoded = RequestFeatures(features, folder=manifest.folder).encode(
+def test_a_value_that_the_ingest_has_not_seen_gets_row_0(features_manifest: FeaturesManifest, tmp_path: Path) -> None:
+    features = {key: QueryFeature.of(key, features_manifest) for key in ("user.country", "user.number", "user.tags")}
+    encoded_features = RequestFeatures(features, folder=features_manifest.folder).encode(
         {"country": ["nowhere", None], "number": [10**6, -5.0], "tags": [["z"], []]}, num_rows=2
     )
-    assert encoded["user.country"].rows.values_L.tolist() == [0]
-    assert encoded["user.country"].is_given_B.tolist() == [True, False]
-    assert encoded["user.number"].rows.values_L[0] == 0 and encoded["user.number"].rows.values_L[1] > 0
-    assert encoded["user.tags"].rows.offset.tolist() == [0, 1, 1]
+    assert encoded_features["user.country"].rows.values_L.tolist() == [0]
+    assert encoded_features["user.country"].is_given_B.tolist() == [True, False]
+    assert encoded_features["user.number"].rows.values_L[0] == 0 and encoded_features["user.number"].rows.values_L[1] > 0
+    assert encoded_features["user.tags"].rows.offset.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("key", ["user.number", "user.hashed_number"])
-def test_an_integer_may_be_a_whole_float_or_a_decimal_string(manifest: FeaturesManifest, key: str) -> None:
+def test_an_integer_may_be_a_whole_float_or_a_decimal_string(features_manifest: FeaturesManifest, key: str) -> None:
     """pandas converts a column of integers with a missing value to floats."""
-    request_features = RequestFeatures({key: QueryFeature.of(key, manifest)}, folder=manifest.folder)
-    encoded = request_features.encode({"number": [-4, -4.0, "-4", None]}, num_rows=4)[key]
-    row, *other_rows = encoded.rows.values_L.tolist()
-    assert row > 0 and other_rows == [row, row]
-    assert encoded.is_given_B.tolist() == [True, True, True, False]
+    request_features = RequestFeatures({key: QueryFeature.of(key, features_manifest)}, folder=features_manifest.folder)
+    encoded_feature = request_features.encode({"number": [-4, -4.0, "-4", None]}, num_rows=4)[key]
+    row_of_integer, *rows_of_float_and_text = encoded_feature.rows.values_L.tolist()
+    assert row_of_integer > 0 and rows_of_float_and_text == [row_of_integer] * 2
+    assert encoded_feature.is_given_B.tolist() == [True, True, True, False]
     with pytest.raises(InputError, match=r"number: value 0\.5 is not an integer"):
         request_features.encode({"number": [0.5]}, num_rows=1)
 

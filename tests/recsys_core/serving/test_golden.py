@@ -1,4 +1,4 @@
-"""A package is rejected if its answers to its golden queries are not the stored ones, even if all checksums match."""
+"""Rejection of a package whose answers to the golden queries differ from the stored answers, although all checksums match."""
 
 import json
 import shutil
@@ -105,14 +105,15 @@ def test_golden_queries_cover_every_kind_of_request(package_manifest: PackageMan
 
 
 def test_only_items_with_nearly_equal_scores_may_change_places() -> None:
+    expected_scores = [0.9, 0.5, 0.4999]
+
     def difference(item_ids: list[int], scores: list[float], **fields: Any) -> str | None:
         expected = GoldenAnswer(item_ids=(1, 2, 3), scores=tuple(expected_scores), fallback=None)
         return _difference_text(Answer(item_ids, scores, "", "", **fields), expected)
 
-    expected_scores = [0.9, 0.5, 0.4999]
     assert difference([1, 2, 3], expected_scores) is None
     assert difference([1, 3, 2], expected_scores) is None
-    assert difference([1, 2, 4], expected_scores) is None  # the item after the last one may have nearly its score
+    assert difference([1, 2, 4], expected_scores) is None  # item 4 may have nearly the score of item 3
     assert "item 1 has no place in the answer" in str(difference([4, 2, 3], expected_scores))
     assert "item 1 has the score 0.5" in str(difference([2, 1, 3], expected_scores))
     assert "the answer has 2 items" in str(difference([1, 2], [0.9, 0.5]))

@@ -10,25 +10,25 @@ from hypothesis import strategies as st
 from recsys_core.errors import InputError
 from recsys_core.serving.ids import IdMap
 
-int_ids = st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=20)
-text_ids = st.lists(
+lists_of_integers = st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=20)
+lists_of_texts = st.lists(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20), unique=True, max_size=20
 )
 
 
-@given(st.one_of(st.tuples(int_ids, int_ids), st.tuples(text_ids, text_ids)))
+@given(st.one_of(st.tuples(lists_of_integers, lists_of_integers), st.tuples(lists_of_texts, lists_of_texts)))
 def test_ids_are_mapped_to_rows_and_back(known_and_requested_ids: tuple[list, list]) -> None:
     known_ids, requested_ids = known_and_requested_ids
     has_text_ids = bool(known_ids) and all(isinstance(known_id, str) for known_id in known_ids)
-    ids = IdMap(pa.array(known_ids, pa.string() if has_text_ids else pa.int64()), id_name="id")
+    id_map = IdMap(pa.array(known_ids, pa.string() if has_text_ids else pa.int64()), id_name="id")
     if not known_ids:
-        assert (ids.rows([]) == []).all()
+        assert (id_map.rows([]) == []).all()
         return
-    assert ids.rows(known_ids).tolist() == list(range(len(known_ids)))
-    assert ids.rows(requested_ids).tolist() == [
+    assert id_map.rows(known_ids).tolist() == list(range(len(known_ids)))
+    assert id_map.rows(requested_ids).tolist() == [
         known_ids.index(requested_id) if requested_id in known_ids else -1 for requested_id in requested_ids
     ]
-    assert ids.ids(np.arange(len(known_ids))).tolist() == known_ids
+    assert id_map.ids(np.arange(len(known_ids))).tolist() == known_ids
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_an_invalid_id_is_rejected_alone_and_after_a_valid_one(known_ids: list, 
 
 
 def test_integer_ids_may_be_decimal_strings_and_whole_floats() -> None:
-    ids = IdMap(pa.array([5, -7]), id_name="user_id")
-    assert ids.rows(["5", np.int32(5), 5.0, np.float64(-7), "-7", "6"]).tolist() == [0, 0, 0, 1, 1, -1]
-    assert ids.rows(np.array([5.0, -7.0])).tolist() == [0, 1]
+    id_map = IdMap(pa.array([5, -7]), id_name="user_id")
+    assert id_map.rows(["5", np.int32(5), 5.0, np.float64(-7), "-7", "6"]).tolist() == [0, 0, 0, 1, 1, -1]
+    assert id_map.rows(np.array([5.0, -7.0])).tolist() == [0, 1]
 
 
 def test_strings_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "pandas.util.hash_array", lambda values, categorize: np.array([len(text) for text in values], np.uint64)
     )
-    ids = IdMap(pa.array(["bb", "aa", "c", "dd"]), id_name="id")
-    assert ids.rows(["dd", "aa", "zz", "c", "bb", "q", "long"]).tolist() == [3, 1, -1, 2, 0, -1, -1]
+    id_map = IdMap(pa.array(["bb", "aa", "c", "dd"]), id_name="id")
+    assert id_map.rows(["dd", "aa", "zz", "c", "bb", "q", "long"]).tolist() == [3, 1, -1, 2, 0, -1, -1]

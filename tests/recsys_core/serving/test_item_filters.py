@@ -24,7 +24,7 @@ INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
 OPERANDS = st.one_of(INTEGERS, st.floats(-(2.0**62), 2.0**62), st.integers(-9, 9).map(lambda number: number / 2))
 
 
-def table_of(folder: Path, values: pa.Array) -> ItemTable:
+def write_item_table(folder: Path, values: pa.Array) -> ItemTable:
     columns = pa.table({"item_id": pa.array(range(len(values))), "value": values})
     write_items(folder / "items.parquet", columns=columns, item_vector_ID=np.zeros((len(values), 4), np.float32), space_id="s")
     return ItemTable(folder / "items.parquet", filter_columns=("value",), has_titles=False)
@@ -36,22 +36,22 @@ def table_of(folder: Path, values: pa.Array) -> ItemTable:
 @example(values=[-2, -1, 0, 1, 2], operand=1)
 @given(values=st.lists(st.one_of(INTEGERS, st.integers(-9, 9)), min_size=1, max_size=8), operand=OPERANDS)
 def test_integers_are_compared_exactly_with_integers_and_floats(tmp_path: Path, values: list[int], operand: float) -> None:
-    table = table_of(tmp_path, pa.array(values, pa.int64()))
+    table = write_item_table(tmp_path, pa.array(values, pa.int64()))
     for operator_name, comparison in COMPARISON_BY_OPERATOR.items():
-        expected = [comparison(value, operand) for value in values]
-        assert table.matching({"value": {operator_name: operand}}).tolist() == expected, operator_name
+        expected_matches = [comparison(value, operand) for value in values]
+        assert table.matching({"value": {operator_name: operand}}).tolist() == expected_matches, operator_name
     operands = [operand, values[0]]
     assert table.matching({"value": {"in": operands}}).tolist() == [value in operands for value in values]
 
 
 def test_a_column_of_floats_is_compared_exactly_with_large_integers(tmp_path: Path) -> None:
-    table = table_of(tmp_path, pa.array([1.0, 2.0, 1e300]))
+    table = write_item_table(tmp_path, pa.array([1.0, 2.0, 1e300]))
     assert table.matching({"value": {"in": [2, 2**60 + 1]}}).tolist() == [False, True, False]
     assert table.matching({"value": {"lt": 2**60 + 1, "ge": 1.5}}).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
-    ("values", "item_filter", "expected"),
+    ("values", "condition", "expected_matches"),
     [
         (pa.array([1, 2, 3]), np.int64(2), [False, True, False]),
         (pa.array([1, 2, 3]), np.array([3, 1], np.uint64), [True, False, True]),
@@ -63,17 +63,17 @@ def test_a_column_of_floats_is_compared_exactly_with_large_integers(tmp_path: Pa
     ],
 )
 def test_a_filter_may_have_numbers_and_arrays_of_numpy(
-    tmp_path: Path, values: pa.Array, item_filter: object, expected: list[bool]
+    tmp_path: Path, values: pa.Array, condition: object, expected_matches: list[bool]
 ) -> None:
-    assert table_of(tmp_path, values).matching({"value": item_filter}).tolist() == expected
+    assert write_item_table(tmp_path, values).matching({"value": condition}).tolist() == expected_matches
 
 
 def test_a_filter_on_text_may_have_characters_that_cannot_be_printed(tmp_path: Path) -> None:
-    table = table_of(tmp_path, pa.array(["rock\u00a0and roll", "rock\x00", None]))
+    table = write_item_table(tmp_path, pa.array(["rock\u00a0and roll", "rock\x00", None]))
     assert table.matching({"value": ["rock\u00a0and roll", "rock\x00"]}).tolist() == [True, True, False]
 
 
 def test_nan_satisfies_no_condition_and_is_never_the_most_frequent_value(tmp_path: Path) -> None:
-    table = table_of(tmp_path, pa.array([math.nan, math.nan, math.nan, 2.5, 1.5, 1.5, math.inf]))
+    table = write_item_table(tmp_path, pa.array([math.nan, math.nan, math.nan, 2.5, 1.5, 1.5, math.inf]))
     assert table.most_frequent("value") == 1.5
     assert table.matching({"value": {"le": 2}}).tolist() == [False, False, False, False, True, True, False]

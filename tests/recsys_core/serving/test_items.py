@@ -1,4 +1,4 @@
-"""Items of a package: vectors in items.parquet in the configured precision or only in the index, and joined columns."""
+"""Items of a package: their vectors, which are in items.parquet or only in the index, and their joined columns."""
 
 from pathlib import Path
 
@@ -58,5 +58,5 @@ def test_vectors_of_several_row_groups_are_returned_in_the_requested_order(tmp_p
 
 def test_columns_of_a_file_are_joined_by_item_row(tmp_path: Path) -> None:
     pq.write_table(pa.table({"row": [2, 0], "price": [5.0, 7.0], "title": ["c", None]}), tmp_path / "columns.parquet")
-    joined = join_columns(pa.table({"item_id": ["x", "y", "z"]}), [tmp_path / "columns.parquet"])
-    assert joined.to_pydict() == {"item_id": ["x", "y", "z"], "price": [7.0, None, 5.0], "title": [None, None, "c"]}
+    joined_table = join_columns(pa.table({"item_id": ["x", "y", "z"]}), [tmp_path / "columns.parquet"])
+    assert joined_table.to_pydict() == {"item_id": ["x", "y", "z"], "price": [7.0, None, 5.0], "title": [None, None, "c"]}

@@ -19,6 +19,7 @@ from recsys_core.errors import StageError
 from recsys_core.serving.quantise import IntegerTable, load_tower, make_table, save_tower
 from tests.recsys_core.serving.conftest import (
     CONTEXT_FEATURES,
+    DIM,
     NUM_ITEMS,
     NUM_USERS,
     USER_FEATURES,
@@ -27,9 +28,9 @@ from tests.recsys_core.serving.conftest import (
     small_model_config,
 )
 
-EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
+EMBEDDING_BAG_CONFIG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
 
-MODEL_BY_NAME = {
+MODEL_SETTINGS_BY_NAME = {
     "history": {},
     "history and user": {"learn_user_embedding": True},
     "user alone": {"learn_user_embedding": True, "history": {"length": 0, "last_item_feature": False}},
@@ -41,14 +42,14 @@ MODEL_BY_NAME = {
 }
 
 
-def _exported_model(*, features: tuple[str, ...] = (), **model: object) -> ExportedModel:
-    return ExportedModel(small_model_config(**model), features=features)  # type: ignore[arg-type]
+def _exported_model(*, features: tuple[str, ...] = (), **model_settings: object) -> ExportedModel:
+    return ExportedModel(small_model_config(**model_settings), features=features)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", MODEL_BY_NAME.values(), ids=MODEL_BY_NAME)
-def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_path: Path) -> None:
-    exported_model = _exported_model(**model)
-    # All users with their logs, an unknown user with a history, and an unknown user without a history (-1 is unknown).
+@pytest.mark.parametrize("model_settings", MODEL_SETTINGS_BY_NAME.values(), ids=MODEL_SETTINGS_BY_NAME)
+def test_the_served_tower_gives_the_vectors_of_the_float_tower(model_settings: dict, tmp_path: Path) -> None:
+    exported_model = _exported_model(**model_settings)
+    # All users with their logs, and an unknown user (-1) with and without a history.
     users, histories = [*range(NUM_USERS), -1, -1], [*exported_model.log, [5, 6], []]
     expected_BD = np.stack(
         [exported_model.query_vector(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)]
@@ -59,11 +60,11 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
         tower = query_tower_of(exported_model, quantization=quantization)
         save_tower(tower, tmp_path / "tower.safetensors")
         loaded_tower = load_tower(tmp_path / "tower.safetensors", spec=exported_model.spec, quantization=quantization)
-        loaded_BD, vector_BD = (
+        loaded_BD, unsaved_BD = (
             served_tower(user_row_B, history, features=exported_model.user_features).numpy()
             for served_tower in (loaded_tower, tower)
         )
-        np.testing.assert_array_equal(loaded_BD, vector_BD)
+        np.testing.assert_array_equal(loaded_BD, unsaved_BD)
         if quantization.startswith("fp"):
             tolerance = 1e-2 if quantization == "fp16" else 1e-5
             np.testing.assert_allclose(loaded_BD, expected_BD, rtol=10 * tolerance, atol=tolerance)
@@ -77,14 +78,14 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
 def test_an_empty_batch_has_no_query_vectors() -> None:
     exported_model = _exported_model(learn_user_embedding=True, features=USER_FEATURES)
     tower = query_tower_of(exported_model, quantization="int8")
-    assert tower(np.zeros(0, np.int64), JaggedArray.empty(0), features=exported_model.user_features).shape == (0, 16)
+    assert tower(np.zeros(0, np.int64), JaggedArray.empty(0), features=exported_model.user_features).shape == (0, DIM)
 
 
 def test_int8_rows_equal_the_rows_of_fbgemm() -> None:
     value_RD = np.random.default_rng(3).normal(size=(500, 12)).astype(np.float32)
     value_RD *= np.logspace(-6, 3, 500, dtype=np.float32)[:, None]
     value_RD[:3] = np.array([0, 3.25, 1e-9], np.float32)[:, None]  # rows of equal values
-    fbgemm_bags = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=[EMBEDDING_BAG], device=torch.device("cpu"))})
+    fbgemm_bags = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=[EMBEDDING_BAG_CONFIG], device=torch.device("cpu"))})
     fbgemm_bags["bags"].embedding_bags["t"].weight.data.copy_(torch.from_numpy(value_RD))
     quantize_embeddings(fbgemm_bags, dtype=torch.qint8, inplace=True)
     every_row = KeyedJaggedTensor(keys=["f"], values=torch.arange(500), lengths=torch.ones(500, dtype=torch.int32))
@@ -119,7 +120,7 @@ def test_int8_tables_are_stored_as_bytes(tmp_path: Path) -> None:
     save_tower(query_tower_of(_exported_model(), quantization="int8"), tmp_path / "tower")
     tensors = load_file(tmp_path / "tower")
     code, scale_offset = tensors["tables.history.code"], tensors["tables.history.scale_offset"]
-    assert (code.dtype, code.shape) == (torch.uint8, (NUM_ITEMS, 16))
+    assert (code.dtype, code.shape) == (torch.uint8, (NUM_ITEMS, DIM))
     assert (scale_offset.dtype, scale_offset.shape) == (torch.float16, (NUM_ITEMS, 2))
 
 
@@ -144,6 +145,6 @@ def test_an_error_about_a_tensor_that_does_not_fit_the_model_names_it(
     tensor = tensors.pop(name, None)
     if change is not None:
         tensors[name] = change(tensor)
-    save_file(tensors, tmp_path / "other")
-    with pytest.raises(StageError, match=f"other: tensor {name} {message}"):
-        load_tower(tmp_path / "other", spec=_exported_model().spec, quantization="int8")
+    save_file(tensors, tmp_path / "changed")
+    with pytest.raises(StageError, match=f"changed: tensor {name} {message}"):
+        load_tower(tmp_path / "changed", spec=_exported_model().spec, quantization="int8")

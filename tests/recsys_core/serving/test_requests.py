@@ -1,4 +1,4 @@
-"""Requests in the forms of MLflow: their columns or rows, their params, and the errors of invalid ones."""
+"""Requests in the formats of MLflow, their answers, and the errors of invalid requests."""
 
 import math
 from typing import Any
@@ -21,8 +21,10 @@ def retriever(build_packaged_model: ModelBuilder) -> Retriever:
 
 def test_a_request_has_columns_or_rows() -> None:
     assert parse({"inputs": {"user_id": [1, 2]}}) == Request({"user_id": [1, 2]}, 2, k=10, options={})
-    request = {"inputs": {"user_id": [1], "history": [[3]]}, "params": {"k": 2, "exclude_stored_history": False}}
-    assert parse(request) == Request({"user_id": [1], "history": [[3]]}, 1, k=2, options={"exclude_stored_history": False})
+    request_with_columns = {"inputs": {"user_id": [1], "history": [[3]]}, "params": {"k": 2, "exclude_stored_history": False}}
+    assert parse(request_with_columns) == Request(
+        {"user_id": [1], "history": [[3]]}, 1, k=2, options={"exclude_stored_history": False}
+    )
     request_with_rows = {
         "rows": [{"user_id": 1}, {"history": [3]}, {}],
         "params": {"filter": '{"price": {"lt": 3}}', "min_score": None},
@@ -111,6 +113,7 @@ def test_similar_items_are_requested_by_the_column_item_id(retriever: Retriever)
         {"inputs": {"item_id": [ITEM_IDS[5]], "user_id": [1]}},
         {"rows": [{"item_id": ITEM_IDS[5]}, {"user_id": 1}]},
     ],
+    ids=["columns", "rows"],
 )
 def test_a_request_with_item_ids_and_another_column_is_rejected(retriever: Retriever, request_object: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"has only the column item_id, not \['item_id', 'user_id'\]"):

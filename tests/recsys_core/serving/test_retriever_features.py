@@ -19,21 +19,24 @@ from tests.recsys_core.serving.conftest import (
 def test_features_of_known_users_are_read_from_the_package(build_packaged_model: ModelBuilder) -> None:
     exported_model, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
     retriever = load_retriever(package)
-    ids = retriever.recommend(USER_IDS, k=6).item_ids
-    for user, item_ids in enumerate(ids):
+    for user, item_ids in enumerate(retriever.recommend(USER_IDS, k=6).item_ids):
         assert item_ids.tolist() == exported_model.best_ids(
-            exported_model.query_vector(user, exported_model.log[user]), seen=exported_model.log[user], k=6
+            exported_model.query_vector(user, exported_model.log[user]), seen_rows=exported_model.log[user], k=6
         )
-    rows = [11, 250, 31]
-    histories = [[ITEM_IDS[row] for row in rows]] * 2
-    known_user_ids, unknown_user_ids = retriever.recommend([USER_IDS[5], 1], k=6, histories=histories).item_ids
-    seen_rows = [*rows, *exported_model.log[5]]
-    assert known_user_ids.tolist() == exported_model.best_ids(exported_model.query_vector(5, rows), seen=seen_rows, k=6)
-    assert unknown_user_ids.tolist() == exported_model.best_ids(exported_model.query_vector(None, rows), seen=rows, k=6)
-    # With an empty history in the request, only the features of a known user are left.
-    (known_user_ids,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
-    assert known_user_ids.tolist() == exported_model.best_ids(
-        exported_model.query_vector(5, []), seen=exported_model.log[5], k=6
+    history_rows = [11, 250, 31]
+    histories = [[ITEM_IDS[row] for row in history_rows]] * 2
+    ids_for_known_user, ids_for_unknown_user = retriever.recommend([USER_IDS[5], 1], k=6, histories=histories).item_ids
+    seen_rows = [*history_rows, *exported_model.log[5]]
+    assert ids_for_known_user.tolist() == exported_model.best_ids(
+        exported_model.query_vector(5, history_rows), seen_rows=seen_rows, k=6
+    )
+    assert ids_for_unknown_user.tolist() == exported_model.best_ids(
+        exported_model.query_vector(None, history_rows), seen_rows=history_rows, k=6
+    )
+    # If the history of the request is empty, the query_vector vector depends only on the features of the user.
+    (ids_for_known_user,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
+    assert ids_for_known_user.tolist() == exported_model.best_ids(
+        exported_model.query_vector(5, []), seen_rows=exported_model.log[5], k=6
     )
     assert not any((package.folder / "package").glob("context.*.row.npy"))
 
@@ -56,27 +59,27 @@ def test_features_of_a_request_are_encoded_as_in_the_ingest(build_packaged_model
         },
     )
     log = exported_model.log
-    queries = [
+    query_vectors = [
         exported_model.query_vector(5, log[5], given_features={"context.single": ([3], None), "context.number": ([1], [0.5])}),
         exported_model.query_vector(
             None, [], given_features={"context.single": ([2], None), "user.weighted_list": ([4, 0], [2.0, 1.0])}
         ),
         exported_model.query_vector(6, log[6], given_features={"user.single": ([2], None)}),
     ]
-    for answer, query, seen in zip(list(answers)[:3], queries, (log[5], [], log[6]), strict=True):
-        assert answer.item_ids == exported_model.best_ids(query, seen=seen, k=6)
+    for answer, query_vector, seen_rows in zip(list(answers)[:3], query_vectors, (log[5], [], log[6]), strict=True):
+        assert answer.item_ids == exported_model.best_ids(query_vector, seen_rows=seen_rows, k=6)
     assert answers.fallbacks == [None, "features", None, "popularity"]
 
 
 def test_a_request_whose_only_feature_is_an_empty_list_gets_the_most_popular_items(build_packaged_model: ModelBuilder) -> None:
     exported_model, package = build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES))
     retriever = load_retriever(package)
-    empty_list, popular = retriever.recommend([1, 1], k=6, features={"list": [[], None]})
-    assert empty_list == popular and popular.fallback == "popularity"
+    answer_to_empty_list, popular_answer = retriever.recommend([1, 1], k=6, features={"list": [[], None]})
+    assert answer_to_empty_list == popular_answer and popular_answer.fallback == "popularity"
     # For a known user, an empty list replaces the stored list.
     (answer,) = retriever.recommend([USER_IDS[5]], k=6, features={"list": [[]]})
-    query = exported_model.query_vector(5, exported_model.log[5], given_features={"user.list": ([], None)})
-    assert answer.item_ids == exported_model.best_ids(query, seen=exported_model.log[5], k=6)
+    query_vector = exported_model.query_vector(5, exported_model.log[5], given_features={"user.list": ([], None)})
+    assert answer.item_ids == exported_model.best_ids(query_vector, seen_rows=exported_model.log[5], k=6)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ vectors_by_file = {}
 for path, batches in json.load(open(sys.argv[1])).items():
     query = torch.export.load(path).module()
     vectors_by_file[path] = [
-        query({name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in inputs.items()}).tolist()
+        query({name: torch.tensor(values, dtype=getattr(torch, dtype)) for name, (dtype, values) in inputs.items()}).tolist()
         for inputs in batches
     ]
 print(json.dumps(vectors_by_file))
@@ -53,13 +53,13 @@ vectors_by_file = {}
 for path, batches in json.load(open(sys.argv[1])).items():
     session = onnxruntime.InferenceSession(path)
     vectors_by_file[path] = [
-        session.run(["query"], {name: numpy.array(value, dtype=kind) for name, (kind, value) in inputs.items()})[0].tolist()
+        session.run(["query"], {name: numpy.array(values, dtype=dtype) for name, (dtype, values) in inputs.items()})[0].tolist()
         for inputs in batches
     ]
 print(json.dumps(vectors_by_file))
 assert not {name for name in sys.modules if name.startswith(("recsys_core", "tasks", "flows", "torch"))}
 """
-MODELS: list[dict[str, Any]] = [
+MODEL_SETTINGS: list[dict[str, Any]] = [
     {"history": {"pooling": "mean"}, "features": (*USER_FEATURES, *CONTEXT_FEATURES), "learn_user_embedding": True},
     {
         "history": {"pooling": "recency", "last_item_feature": False},
@@ -82,10 +82,10 @@ def queries_for(exported_model: ExportedModel) -> tuple[np.ndarray, JaggedArray,
     user_row_B = np.array([0, 1, 2, 39, -1, -1])
     histories = JaggedArray.from_lengths(history_length_B, random.integers(0, 300, history_length_B.sum()))
     is_given_B = np.array([True, False, True, True, False, True])
-    weights = {"context.single": None, "context.number": random.normal(size=4).astype(np.float32)}
+    weights_by_key = {"context.single": None, "context.number": random.normal(size=4).astype(np.float32)}
     given_features = {
-        key: GivenFeature(is_given_B, JaggedArray.from_lengths(is_given_B, random.integers(0, 6, 4)), weight)
-        for key, weight in weights.items()
+        key: GivenFeature(is_given_B, JaggedArray.from_lengths(is_given_B, random.integers(0, 6, 4)), weights)
+        for key, weights in weights_by_key.items()
         if key in exported_model.tables
     }
     return user_row_B, histories, given_features
@@ -94,7 +94,7 @@ def queries_for(exported_model: ExportedModel) -> tuple[np.ndarray, JaggedArray,
 @pytest.mark.parametrize("features", [(), (*USER_FEATURES, *CONTEXT_FEATURES)], ids=["no features", "all features"])
 @pytest.mark.parametrize("pooling", ["mean", "sum", "recency", "attention", "self_attention"])
 @pytest.mark.parametrize(
-    "model",
+    "model_settings",
     [
         {},
         {"similarity": "dot", "layers": ()},
@@ -105,10 +105,10 @@ def queries_for(exported_model: ExportedModel) -> tuple[np.ndarray, JaggedArray,
 )
 @pytest.mark.parametrize("quantization", ["fp32", "int8", "int4"])
 def test_the_padded_tower_gives_the_vectors_of_the_served_tower(
-    pooling: str, model: dict[str, Any], features: tuple[str, ...], quantization: str
+    pooling: str, model_settings: dict[str, Any], features: tuple[str, ...], quantization: str
 ) -> None:
-    history = {"pooling": pooling} | model.get("history", {})
-    exported_model = ExportedModel(small_model_config(**(model | {"history": history})), features=features)
+    history_settings = {"pooling": pooling} | model_settings.get("history", {})
+    exported_model = ExportedModel(small_model_config(**(model_settings | {"history": history_settings})), features=features)
     tower = query_tower_of(exported_model, quantization=quantization)
     user_row_B, histories, given_features = queries_for(exported_model)
     expected_BD = tower(user_row_B, histories, features=exported_model.user_features, given_features=given_features).numpy()
@@ -133,18 +133,19 @@ def served_batches(
 ) -> tuple[list[dict[str, tuple[str, Any]]], list[np.ndarray]]:
     """Return the inputs of two batches for an exported file, and the query vectors of the served tower for them.
 
-    The first batch has all queries, and the second batch has a single query. An input is a type and a nested list.
+    The first batch has all queries, and the second batch has a single query. An input is a type and a nested list, such as
+    `("int64", [[3, 5]])`.
     """
     contents = open_contents(
         package_folder, PackageDescription.model_validate_json((package_folder / "package.json").read_bytes())
     )
-    user_row, histories, given_features = queries_for(exported_model)
+    user_row_B, histories, given_features = queries_for(exported_model)
     batches, served_vectors = [], []
-    for rows in (np.arange(6), np.array([3])):
-        users_and_histories = (user_row[rows], histories.take(rows))
+    for query_indices in (np.arange(6), np.array([3])):
+        users_and_histories = (user_row_B[query_indices], histories.take(query_indices))
         features = {
             "features": contents.users.features,
-            "given_features": {key: feature.take(rows) for key, feature in given_features.items()},
+            "given_features": {key: feature.take(query_indices) for key, feature in given_features.items()},
         }
         served_vectors.append(contents.tower(*users_and_histories, **features).numpy())
         inputs = padded_inputs(contents.tower, *users_and_histories, **features)
@@ -157,8 +158,8 @@ def test_exported_files_give_the_served_vectors_in_a_process_without_nightjar(
 ) -> None:
     batches_by_folder: dict[Path, list[dict[str, tuple[str, Any]]]] = {}
     served_vectors_by_folder: dict[Path, list[np.ndarray]] = {}
-    for model in MODELS:
-        exported_model, package = build_packaged_model(exports=("pt2", "onnx"), **model)
+    for model_settings in MODEL_SETTINGS:
+        exported_model, package = build_packaged_model(exports=("pt2", "onnx"), **model_settings)
         assert Retriever.load(package.folder).package.exports == ("pt2", "onnx")
         folder = package.folder / "package"
         batches_by_folder[folder], served_vectors_by_folder[folder] = served_batches(exported_model, folder)
@@ -167,12 +168,12 @@ def test_exported_files_give_the_served_vectors_in_a_process_without_nightjar(
         (tmp_path / "inputs.json").write_text(json.dumps(batches_by_file))
         # One process for all models, because the imports take longer than the models.
         command = [sys.executable, "-I", "-c", script, str(tmp_path / "inputs.json")]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-        assert result.returncode == 0, result.stderr[-2000:]
-        vectors_by_file = json.loads(result.stdout)
-        for model, (folder, served_vectors) in zip(MODELS, served_vectors_by_folder.items(), strict=True):
+        script_process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert script_process.returncode == 0, script_process.stderr[-2000:]
+        vectors_by_file = json.loads(script_process.stdout)
+        for model_settings, (folder, served_vectors) in zip(MODEL_SETTINGS, served_vectors_by_folder.items(), strict=True):
             for vectors, expected in zip(vectors_by_file[str(folder / name)], served_vectors, strict=True):
-                np.testing.assert_allclose(vectors, expected, atol=1e-5, err_msg=f"{name} of {model}")
+                np.testing.assert_allclose(vectors, expected, atol=1e-5, err_msg=f"{name} of {model_settings}")
 
 
 def test_a_pt2_file_contains_no_pickle(build_packaged_model: Callable[..., Any]) -> None:
@@ -207,7 +208,8 @@ def test_exactly_the_histories_that_are_marked_as_exportable_have_a_padded_form(
         encoder = make_encoder(history, dim=4, std=1.0)
         items, mask = torch.randn(2, 3, 4), torch.tensor([[True, True, False], [False, False, False]])
         if history.has_padded_form:
-            assert _pool_history(encoder, items, mask, torch.tensor([[1, 0, 0], [0, 0, 0]])).shape == (2, 4)
+            num_newer_items = torch.tensor([[1, 0, 0], [0, 0, 0]])
+            assert _pool_history(encoder, items, mask, num_newer_items).shape == (2, 4)
         else:
             with pytest.raises(NotImplementedError):
                 _pool_history(encoder, items, mask, torch.zeros(2, 3, dtype=torch.int64))

@@ -75,11 +75,11 @@ def test_queries_without_a_large_segment_are_answered_as_without_segments(
         build_packaged_model(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES).package.folder
     )
     small_segment_rows = [row for row in range(1, NUM_ROWS) if counts_by_row[row].total() < MIN_EVENTS]
-    large_value = f"{KEY} {next(row for row in range(1, NUM_ROWS) if row not in small_segment_rows)}"
+    large_segment_value = f"{KEY} {next(row for row in range(1, NUM_ROWS) if row not in small_segment_rows)}"
     rows = [
-        {"user_id": USER_IDS[5], COLUMN: large_value},
-        {"history": [ITEM_IDS[3]], COLUMN: large_value},
-        {COLUMN: large_value, "context.single": "context.single 2"},
+        {"user_id": USER_IDS[5], COLUMN: large_segment_value},
+        {"history": [ITEM_IDS[3]], COLUMN: large_segment_value},
+        {COLUMN: large_segment_value, "context.single": "context.single 2"},
         {},
     ]
     request = {"rows": rows, "params": {"k": 7}}
@@ -100,15 +100,16 @@ def test_an_answer_longer_than_its_segment_continues_with_overall_popular_items(
 ) -> None:
     exported_model, package = packaged_model
     retriever, counts_by_row = Retriever.load(package.folder), expected_item_counts(exported_model)
-    row = max(range(1, NUM_ROWS), key=lambda row: counts_by_row[row].total())
-    options = {"k": NUM_ITEMS, "features": {COLUMN: [f"{KEY} {row}"]}}
+    largest_row = max(range(1, NUM_ROWS), key=lambda row: counts_by_row[row].total())
+    options = {"k": NUM_ITEMS, "features": {COLUMN: [f"{KEY} {largest_row}"]}}
     (answer,) = retriever.recommend([None], **options)  # type: ignore[arg-type]
     assert sorted(answer.item_ids) == sorted(ITEM_IDS)
-    num_segment_items = len(counts_by_row[row])
-    assert {*answer.item_ids[:num_segment_items]} == {*counts_by_row[row]} and not any(answer.scores[num_segment_items:])
-    (answer_of_all_users,) = retriever.recommend([None], k=NUM_ITEMS)
-    other_ids = [item_id for item_id in answer_of_all_users.item_ids if item_id not in counts_by_row[row]]
-    assert answer.item_ids[num_segment_items:] == other_ids
+    num_segment_items = len(counts_by_row[largest_row])
+    assert {*answer.item_ids[:num_segment_items]} == {*counts_by_row[largest_row]}
+    assert not any(answer.scores[num_segment_items:])
+    (overall_answer,) = retriever.recommend([None], k=NUM_ITEMS)
+    ids_outside_segment = [item_id for item_id in overall_answer.item_ids if item_id not in counts_by_row[largest_row]]
+    assert answer.item_ids[num_segment_items:] == ids_outside_segment
     excluded_ids = answer.item_ids[:5]
     (filtered_answer,) = retriever.recommend([None], **options, exclude=excluded_ids, filter={"genre": "rock"})  # type: ignore[arg-type]
     genre_by_id = dict(zip(ITEM_IDS, ITEM_FILES["item_columns.parquet"]["genre"].to_pylist(), strict=False))
@@ -131,9 +132,9 @@ def test_golden_queries_cover_the_segments(packaged_model: PackagedModel) -> Non
 def test_without_a_large_segment_the_popular_items_of_all_users_are_the_answer(build_packaged_model: ModelBuilder) -> None:
     package = build_packaged_model(features=USER_FEATURES, popularity_by=KEY, popularity_min_events=10**9).package
     retriever = Retriever.load(package.folder)
-    (answer_of_all_users,) = retriever.recommend([None], k=7)
+    (overall_answer,) = retriever.recommend([None], k=7)
     (answer,) = retriever.recommend([None], k=7, features={"single": [f"{KEY} 2"]})
-    assert answer == answer_of_all_users and answer.fallback == "popularity"
+    assert answer == overall_answer and answer.fallback == "popularity"
 
 
 def test_segments_with_unknown_items_are_rejected(tmp_path: Path) -> None:

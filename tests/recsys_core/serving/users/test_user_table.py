@@ -84,27 +84,27 @@ def test_a_changed_block_fails_only_the_lookups_that_read_it(tmp_path: Path) -> 
     history_UH = np.random.default_rng(0).integers(0, NUM_ITEMS, (num_users, history_length))
     path, checksums = write_user_file(tmp_path, [f"user-{row}" for row in range(num_users)], list(history_UH))
     content = bytearray(path.read_bytes())
-    position = content.find(history_UH[changed_row].astype(np.int32).tobytes())
-    assert MAX_METADATA_BYTES < position < len(content) - MAX_METADATA_BYTES
-    content[position] ^= 1
+    history_position = content.find(history_UH[changed_row].astype(np.int32).tobytes())
+    assert MAX_METADATA_BYTES < history_position < len(content) - MAX_METADATA_BYTES
+    content[history_position] ^= 1
     path.write_bytes(content)
     table = open_user_table(path, checksums, num_users=num_users)
     max_users_per_block = BLOCK_BYTES // (4 * history_length) + 1
     intact_rows = np.array([0, changed_row - max_users_per_block, changed_row + max_users_per_block, num_users - 1])
     rows = table.ids.rows([f"user-{row}" for row in intact_rows])
     assert (table.histories(rows).values_L == history_UH[intact_rows].reshape(-1)).all()
-    row = table.ids.rows([f"user-{changed_row}"])
+    changed_rows = table.ids.rows([f"user-{changed_row}"])
     with pytest.raises(StageError, match=r"users.arrow: the bytes from [\d,]+ on were changed; download or package"):
-        table.histories(row)
+        table.histories(changed_rows)
 
 
 def test_the_number_of_blocks_read_to_open_a_file_does_not_depend_on_the_number_of_users(tmp_path: Path) -> None:
-    num_blocks_read = []
+    num_blocks_read_by_file = []
     for num_users in (100_000, 400_000):
         (folder := tmp_path / str(num_users)).mkdir()
         table = open_user_table(*write_user_file(folder, range(num_users), [[1]] * num_users), num_users=num_users)
-        num_blocks_read.append(int(table._event_item._file._is_verified_P.sum()))
-    assert num_blocks_read[0] == num_blocks_read[1] > 0
+        num_blocks_read_by_file.append(int(table._event_item._file._is_verified_P.sum()))
+    assert num_blocks_read_by_file[0] == num_blocks_read_by_file[1] > 0
 
 
 def test_checksums_of_another_file_are_rejected(tmp_path: Path) -> None:

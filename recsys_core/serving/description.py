@@ -40,7 +40,7 @@ CANDIDATE_NAME = "candidate.safetensors"
 SOURCES_NAME = "item_sources.npy"
 """File with one number per item: FROM_VECTORS if the vector files have the item, plus FROM_FEATURES if the item table does."""
 FROM_VECTORS, FROM_FEATURES = 1, 2
-FORMAT_VERSION: Final = 7
+FORMAT_VERSION: Final = 8
 QUERY_COLUMNS = ("user_id", "history")
 """Columns that a request for recommendations can have in addition to feature columns."""
 ITEM_COLUMN = "item_id"
@@ -121,7 +121,7 @@ class Metric(Frozen):
 class PackageDescription(Frozen):
     """package.json: properties of the package, and the size and checksum of every other file."""
 
-    format_version: Literal[7] = FORMAT_VERSION
+    format_version: Literal[8] = FORMAT_VERSION
     model: ModelSpec
     space_id: str = Field(description="hash of both towers: vectors with different ids must not be compared")
     similarity: Literal["cosine", "dot"]

@@ -196,7 +196,7 @@ class ServedQueryTower(nn.Module):
     def _feature_vectors(
         self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore, given_feature: "GivenFeature | None"
     ) -> Tensor:
-        """Look up and pool the rows of a table, [B, D]. The vector of a feature that is neither stored nor given is zero."""
+        """Look up and pool the rows of a table, [B, D]. The vector of a query without rows is zero."""
         table = self.spec.tables[table_name]
         row_lists, weight_L = self.rows_and_weights(table_name, user_row_B, features, given_feature)
         if not len(row_lists.values_L):
@@ -219,18 +219,26 @@ class ServedQueryTower(nn.Module):
     def _stored_rows(
         self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore
     ) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-        """Return the rows of each user in a table, and their weights. Unknown users and context features have no rows."""
-        is_weighted = self.spec.forms.get(table_name) in ("weighted_list", "number")
-        is_known_B = user_row_B >= 0
+        """Return the rows of each user in a table, and their weights.
+
+        A missing single value has row 0, as in the training. Unknown users have no value of a feature. Context features have
+        values in the request only.
+        """
+        form = self.spec.forms.get(table_name)
+        is_stored_B = user_row_B >= 0
         if table_name != "user" and table_name not in features.feature_by_key:
-            is_known_B = np.zeros(len(user_row_B), np.bool_)
-        if not is_known_B.any():
-            return JaggedArray.empty(len(user_row_B)), np.zeros(0, np.float32) if is_weighted else None
-        row_lists, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
-        if table_name != "user":
-            row_lists, weight_L = features.feature_by_key[table_name].rows_and_weights(user_row_B[is_known_B])
+            is_stored_B = np.zeros(len(user_row_B), np.bool_)
+        row_lists, weight_L = JaggedArray.empty(0), np.zeros(0, np.float32) if form in ("weighted_list", "number") else None
+        if is_stored_B.any():
+            row_lists = JaggedArray.from_single_values(user_row_B[is_stored_B])
+            if table_name != "user":
+                row_lists, weight_L = features.feature_by_key[table_name].rows_and_weights(user_row_B[is_stored_B])
+        if form == "single":
+            table_row_B = np.zeros(len(user_row_B), np.int64)
+            table_row_B[is_stored_B] = row_lists.values_L
+            return JaggedArray.from_single_values(table_row_B), None
         length_B = np.zeros(len(user_row_B), np.int64)
-        length_B[is_known_B] = row_lists.lengths
+        length_B[is_stored_B] = row_lists.lengths
         return JaggedArray.from_lengths(length_B, row_lists.values_L), weight_L
 
 

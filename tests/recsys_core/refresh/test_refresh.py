@@ -251,9 +251,9 @@ def test_too_many_missing_items_are_rejected(parent: SmallPipeline, write_tables
 def test_an_error_about_the_format_of_the_parent_package_names_both_formats(parent: SmallPipeline, tmp_path: Path) -> None:
     package_folder = tmp_path / "package"
     package_folder.mkdir()
-    description = json.loads((parent.package_folder / DESCRIPTION_NAME).read_bytes()) | {"format_version": 6}
+    description = json.loads((parent.package_folder / DESCRIPTION_NAME).read_bytes()) | {"format_version": 7}
     (package_folder / DESCRIPTION_NAME).write_text(json.dumps(description))
-    with pytest.raises(StageError, match=r"has format 6, but .* reads format 7; run the pipeline again"):
+    with pytest.raises(StageError, match=r"has format 7, but .* reads format 8; run the pipeline again"):
         refresh_small(parent, tmp_path / "new", package_folder=package_folder)
 
 

@@ -170,7 +170,7 @@ class ExportedModel:
         """Return the query vector of the float model, with features that are pooled in NumPy.
 
         Args:
-            user: user row; None for an unknown user, whose features are zeros.
+            user: user row; None for an unknown user, who has row 0 of a feature with a single value, and no other feature.
             history: item rows, oldest first.
             given_features: features of the request, which replace the features of the user.
         """
@@ -194,7 +194,7 @@ class ExportedModel:
         """Return the weighted sum of the table rows of a feature. For a list feature, divide it by the total weight."""
         table = self.tables[table_name]
         if given_feature is None and (user is None or table_name.startswith("context.")):
-            return np.zeros(table.shape[1], np.float32)
+            return table[0] if table_name.endswith(".single") else np.zeros(table.shape[1], np.float32)
         if table_name == "user":
             return table[user]
         rows, weights = values_of(self.features, table_name, user) if given_feature is None else given_feature  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ def test_an_edited_description_is_rejected_even_if_it_is_valid(
 
 def test_an_error_about_another_format_is_one_line_with_both_formats(package_copy: Path) -> None:
     sha256 = edit_description(package_copy, lambda description: description.update(format_version=3, removed_setting=True))
-    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 7; .* nightjar .*\w$"):
+    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 8; .* nightjar .*\w$"):
         read_package(package_copy, sha256=sha256)
 
 

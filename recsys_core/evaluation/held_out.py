@@ -73,7 +73,7 @@ def queries_of(
     history = store.items_before(user_row_B, split)
     queries = Queries(
         query_BD=query_BD,
-        is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B),
+        is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B, has_context=True),
         seen=history if exclude_seen else JaggedArray.empty(len(history)),
         targets=store.targets(user_row_B, split),
     )

@@ -224,16 +224,21 @@ class ModelSpec(Frozen):
         """Return the names of the declared features that the tower of `side` reads, in order."""
         return [feature_name for feature_name in self.forms if self.tables[feature_name].side == side]
 
-    def is_known(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_known(
+        self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64], has_context: bool
+    ) -> NDArray[np.bool_]:
         """Return whether the user of each query is known, bool [B]. Unknown users get the most popular items.
 
         A user with a history is known if the model reads histories. A user with a row is known if the model reads user
-        embeddings or user features.
+        embeddings or user features. All users are known if the model reads context features and the queries have a context.
 
         Args:
             history_length_B: number of items in the user's history.
             user_row_B: row of the user, -1 for a user without a row.
+            has_context: whether the queries have a context, as the events of the log have.
         """
+        if has_context and any(feature_name.startswith("context.") for feature_name in self.forms):
+            return np.ones(len(user_row_B), np.bool_)
         reads_user_row = self.config.learn_user_embedding or any(
             feature_name.startswith("user.") for feature_name in self.forms
         )

@@ -135,7 +135,7 @@ class QueryReader:
         if not options["exclude_seen"]:
             excluded_items = JaggedArray.empty(len(user_row_B))
         model = self._package.model
-        is_ranked_by_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
+        is_ranked_by_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B, has_context=False)
         for key, feature in given_features.items():
             if key != self._popularity.segment_key:
                 is_ranked_by_model_B = is_ranked_by_model_B | (feature.rows.lengths > 0)  # the model reads no empty list

@@ -54,7 +54,7 @@ class Validator:
         self._user_row_U = users_to_validate(config, store=self._store, cold_items=self._cold_rows)
         spec = encoder.spec
         history_length_U = self._store.items_before(self._user_row_U, "validation").lengths
-        self._is_known_U = spec.is_known(history_length_B=history_length_U, user_row_B=self._user_row_U)
+        self._is_known_U = spec.is_known(history_length_B=history_length_U, user_row_B=self._user_row_U, has_context=True)
         self._popularity_order_I = np.arange(spec.num_items, dtype=np.int32)
         if not self._is_known_U.all():  # only unknown users get this order, and computing it reads all ids
             self._popularity_order_I = popularity_order_before("validation", store=self._store, interactions=interactions)

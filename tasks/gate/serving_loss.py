@@ -31,7 +31,7 @@ def exact_metrics(context: StageContext, sample: UserSample) -> dict[str, UserMe
 
     The difference between TRAINED and PACKAGED is the cost of the quantization. The difference between PACKAGED and the served
     answers is the cost of the index. With `evaluation.exclude_seen: false`, the metrics of the trained model include seen items
-    and cannot be compared with a package, so the result is empty. It is also empty if `_packaged_metrics` leaves out all users.
+    and cannot be compared with a package, so the result is empty.
     """
     results = context.results
     user_metrics_file = results[EvaluationManifest].path(USER_METRICS_FILE)
@@ -46,8 +46,6 @@ def exact_metrics(context: StageContext, sample: UserSample) -> dict[str, UserMe
         order_I=np.load(results[EvaluationManifest].path("popularity.npy")),
         num_users=num_users,
     )
-    if not len(packaged.user_row_U):
-        return {}
     index = results[IndexManifest]
     user_rows, recalls = served_recall_by_user(index)
     index_recall = UserMetrics(user_rows, {f"recall@{index.reports[index.served_index].k}": recalls})
@@ -58,10 +56,6 @@ def _packaged_metrics(
     sample: UserSample, *, retriever: Retriever, item_vector_ID: torch.Tensor, order_I: np.ndarray, num_users: int
 ) -> UserMetrics:
     """Return the metrics of an exact search with the query vectors of the package, for the first `num_users` users.
-
-    A user without a history and without features is left out if the test event has a context that the model reads. The
-    evaluation recommends popular items to this user, but the package recommends items from the context, so the difference
-    between both would not be a loss of the package.
 
     Args:
         order_I: item rows in the order of popularity, for users without a history.
@@ -74,18 +68,14 @@ def _packaged_metrics(
     column_names = [name for name in retriever.request_features.columns if name in sample.context]
     values_by_column = {name: sample.context[name].slice(0, num_users).to_pylist() for name in column_names}
     given_features = retriever.request_features.encode(values_by_column, num_rows=num_users) if values_by_column else {}
-    is_known_B = retriever.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_U)
-    is_compared_B = np.ones(num_users, np.bool_)
-    for feature in given_features.values():
-        is_compared_B &= is_known_B | (feature.rows.lengths == 0)
     queries = Queries(
         query_BD=torch.from_numpy(retriever.query_reader.encode(user_row_U, history, given_features=given_features)),
-        is_known_B=is_known_B,
+        is_known_B=retriever.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_U, has_context=True),
         seen=seen,
         targets=targets,
-    ).take(np.flatnonzero(is_compared_B))
+    )
     ranking = rank_as_served(queries, item_vector_ID=item_vector_ID, order_I=order_I, k=0)
-    return UserMetrics.of(ranking.target_positions(), user_row_B=user_row_U[is_compared_B])
+    return UserMetrics.of(ranking.target_positions(), user_row_B=user_row_U)
 
 
 def mean_metrics(metrics_by_ranker: Mapping[str, UserMetrics]) -> dict[str, float]:

@@ -255,7 +255,10 @@ def test_a_spec_is_read_back_from_its_json() -> None:
         ({}, {"context.hour": "single"}, [True, False, True, False]),
     ],
 )
-def test_a_user_is_known_with_a_history_or_a_row_that_the_model_reads(settings, forms, is_known) -> None:
+def test_a_user_is_known_with_a_history_a_row_or_a_context_that_the_model_reads(settings, forms, is_known) -> None:
     spec = ModelSpec(config=TwoTowerConfig(**settings), num_users=2, num_items=3, tables={}, forms=forms)
     history_length_B, user_row_B = np.array([2, 0, 2, 0]), np.array([0, 1, -1, -1])
-    assert spec.is_known(history_length_B=history_length_B, user_row_B=user_row_B).tolist() == is_known
+    lengths_and_rows = {"history_length_B": history_length_B, "user_row_B": user_row_B}
+    assert spec.is_known(**lengths_and_rows, has_context=False).tolist() == is_known
+    reads_context = "context.hour" in forms
+    assert spec.is_known(**lengths_and_rows, has_context=True).tolist() == ([True] * 4 if reads_context else is_known)

@@ -44,7 +44,9 @@ def test_a_registration_has_metrics_of_each_step_from_training_to_serving(
     assert metrics["served/recall@20"] == pytest.approx(metrics[f"{PACKAGED}/recall@20"])  # a flat index is exact
 
 
-def test_users_who_are_known_only_from_the_context_are_left_out(build_packaged_model: ModelBuilder, tmp_path: Path) -> None:
+def test_users_who_are_known_only_from_the_context_are_ranked_by_the_context(
+    build_packaged_model: ModelBuilder, tmp_path: Path
+) -> None:
     model, package = build_packaged_model(features=CONTEXT_FEATURES)
     history_items = [model.train[0], model.train[1], [], []]
     histories = JaggedArray.from_lengths(np.array([*map(len, history_items)]), np.concatenate(history_items).astype(np.int64))
@@ -68,6 +70,13 @@ def test_users_who_are_known_only_from_the_context_are_left_out(build_packaged_m
         order_I=np.arange(num_items),
         num_users=4,
     )
-    assert metrics.user_row_U.tolist() == [0, 1, 3]
-    # The target of the user who is unknown without a context is the most popular item.
-    assert metrics.value_U_by_metric["recall@20"][2] == 1
+    assert metrics.user_row_U.tolist() == [0, 1, 2, 3]
+    # Only the third user has no history and a value of the context. The target of both users without a history is the most
+    # popular item.
+    value_row = 2
+    query_vector = model.query_vector(None, [], given_features={"context.single": ([value_row], None)})
+    best_ids = model.best_ids(query_vector, seen_rows=[], k=20)
+    assert metrics.value_U_by_metric["recall@20"][2] == (ITEM_IDS[0] in best_ids)
+    assert metrics.value_U_by_metric["recall@20"][3] == (
+        ITEM_IDS[0] in model.best_ids(model.query_vector(None, []), seen_rows=[], k=20)
+    )

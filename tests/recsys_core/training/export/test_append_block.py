@@ -214,7 +214,8 @@ def test_several_weights_need_validation_events(exported: Exported) -> None:
 def test_users_with_a_history_or_a_row_are_known_to_a_model_with_a_block() -> None:
     spec = spec_of(0, {"spectral_block": {"dim": BLOCK_DIM}})
     history_length_B, user_row_B = np.array([0, 3, 0, 3]), np.array([-1, -1, 2, 2])
-    assert spec.is_known(history_length_B=history_length_B, user_row_B=user_row_B).tolist() == [False, True, True, True]
+    is_known_B = spec.is_known(history_length_B=history_length_B, user_row_B=user_row_B, has_context=False)
+    assert is_known_B.tolist() == [False, True, True, True]
 
 
 def test_with_choices_sets_the_chosen_temperature_and_weight() -> None:

@@ -239,7 +239,7 @@ def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
     if facts.describes_items:
         reason = "on a sparse log, offsets learn which items follow an item, which its vector does not contain"
         yield _suggestion("model.history.learn_offsets", True, reason, False, True)
-    reason = "several models in one are better on a sparse log; a training takes nearly three times as long"
+    reason = "several models in one are better on a sparse log; a training takes up to three times as long"
     yield _suggestion("model.num_members", 3, reason)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -101,28 +101,30 @@ def create_app(follower: ReleaseFollower, *, limits: ServeConfig, token: str | N
 
     app = FastAPI(title="nightjar", version=recsys_core.__version__, lifespan=run_batcher, docs_url=None, redoc_url=None)
 
-    @app.post("/recommend", **_route_documentation(bodies.recommend, "Recommend items to users, or for histories."))
+    @app.post("/recommend", **_post_documentation("Recommend items to users, or for histories.", body=bodies.recommend))
     async def recommend(request: Request) -> Response:
         pending_response = predictor.answer(request, body_model=bodies.recommend, is_similar=False)
         return await _measured_response(pending_response, path="/recommend")
 
-    @app.post("/similar", **_route_documentation(bodies.similar, "Return the items that are most similar to an item."))
+    @app.post("/similar", **_post_documentation("Return the items that are most similar to an item.", body=bodies.similar))
     async def similar(request: Request) -> Response:
         pending_response = predictor.answer(request, body_model=bodies.similar, is_similar=True)
         return await _measured_response(pending_response, path="/similar")
 
-    @app.get("/healthz", **_route_documentation(None, "Return whether the process answers."))
+    @app.get("/healthz", **_route_documentation("Return whether the process answers."))
     async def healthz() -> Response:
         return Response(b'{"status":"ok"}', media_type=JSON)
 
-    @app.get("/readyz", **_route_documentation(None, "Return which version is served, and why a newer champion is not served."))
+    summary = "Return which version is served, and why a newer champion is not served."
+
+    @app.get("/readyz", **_route_documentation(summary, schema=_reference(Readiness)))
     async def readyz() -> Response:
         assert follower.champion is not None  # the server starts after the first version is loaded
         return Response(readiness(follower.state, follower.champion).model_dump_json(), media_type=JSON)
 
-    @app.get(
-        "/metrics", **_route_documentation(None, "Return the metrics in Prometheus' text format.", content_type="text/plain")
-    )
+    summary = "Return the metrics in Prometheus' text format."
+
+    @app.get("/metrics", **_route_documentation(summary, content_type="text/plain", error_statuses=(401, 500)))
     async def prometheus_metrics(request: Request) -> Response:
         return await _measured_response(predictor.metrics_text(request), path="/metrics")
 
@@ -181,22 +183,30 @@ def _time_text(timestamp_s: float) -> str:
     return f"{datetime.fromtimestamp(timestamp_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def _route_documentation(body: type[BaseModel] | None, summary: str, *, content_type: str = JSON) -> dict[str, Any]:
-    """Return the keyword arguments that document a route. body: model of the body of a POST request; None for a GET request."""
-    arguments: dict[str, Any] = {"summary": summary, "response_class": Response}
-    if body is None:
-        success_response = {"description": "The answer.", "content": {content_type: {}}}
-        return arguments | {"responses": {200: success_response}}
-    error_responses = {
-        status: {"description": reason, "content": {JSON: {"schema": _reference(Problem)}}}
-        for status, reason in _REASON_BY_STATUS.items()
-    }
-    success_response = {"description": "One prediction per row.", "content": {JSON: {"schema": _reference(Predictions)}}}
+def _post_documentation(summary: str, *, body: type[BaseModel]) -> dict[str, Any]:
+    """Return the keyword arguments that document a route for POST requests with predictions. body: model of the body."""
+    documentation = _route_documentation(summary, schema=_reference(Predictions), error_statuses=_REASON_BY_STATUS)
     request_body = {"required": True, "content": {JSON: {"schema": _reference(body)}}}
-    return arguments | {
-        "responses": {200: success_response, **error_responses},
-        "openapi_extra": {"requestBody": request_body, "security": [{"token": []}, {}]},
+    return documentation | {"openapi_extra": documentation["openapi_extra"] | {"requestBody": request_body}}
+
+
+def _route_documentation(
+    summary: str, *, schema: Mapping[str, str] | None = None, content_type: str = JSON, error_statuses: Iterable[int] = ()
+) -> dict[str, Any]:
+    """Return the keyword arguments that document a route.
+
+    Args:
+        schema: schema of a successful answer; None: not documented.
+        content_type: content type of a successful answer.
+        error_statuses: statuses of the errors. A route with status 401 needs the token.
+    """
+    problem_content = {JSON: {"schema": _reference(Problem)}}
+    responses: dict[int, dict[str, Any]] = {
+        200: {"description": "The answer.", "content": {content_type: {"schema": schema} if schema else {}}}
     }
+    responses |= {status: {"description": _REASON_BY_STATUS[status], "content": problem_content} for status in error_statuses}
+    operation: dict[str, Any] = {"security": [{"token": []}, {}]} if 401 in responses else {}
+    return {"summary": summary, "response_class": Response, "responses": responses, "openapi_extra": operation}
 
 
 def _openapi_schema(app: FastAPI, bodies: Bodies) -> dict[str, Any]:

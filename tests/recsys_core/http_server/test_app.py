@@ -213,6 +213,16 @@ def test_generated_requests_get_documented_statuses_and_never_5xx(start_client: 
     check_status()
 
 
+def test_the_openapi_document_names_the_token_and_the_answers_of_the_get_requests(start_client: ClientStarter) -> None:
+    paths = start_client(token=TOKEN).get("/openapi.json").json()["paths"]
+    assert [path for path, operations in paths.items() if "security" in next(iter(operations.values()))] == [
+        *("/recommend", "/similar", "/metrics")
+    ]
+    assert [*paths["/metrics"]["get"]["responses"]] == ["200", "401", "500"]
+    readiness_schema = paths["/readyz"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert readiness_schema == {"$ref": "#/components/schemas/Readiness"}
+
+
 def test_the_schema_of_the_params_has_every_param_of_a_request() -> None:
     params = request_bodies(ServeConfig()).recommend.model_json_schema()["$defs"]["Params"]["properties"]
     assert tuple(params) == PARAMS

@@ -82,7 +82,7 @@ def promote_version(version_number: int, decision: ManualDecision) -> str:
     champion = registry.champion()
     if version_number_text(champion) == version_number_text(version):
         raise InputError(f"{model_name}: version {version_number} is already champion; nothing changes")
-    own_log = _log_of(version, decision)
+    own_log = _interaction_log_of(version, decision)
     with _open_tester(registry, decision, interactions=own_log) as tester:
         # The smoke test would reject the items that a refresh added, because they are not in the log of the run.
         is_refresh = PARENT_TAG in version.tags
@@ -94,7 +94,7 @@ def roll_back(version_number: int | None, decision: ManualDecision) -> str:
     """Give the alias champion to a former champion; return one sentence about the change.
 
     Args:
-        version_number: version of the former champion; None: the newest former champion that loads.
+        version_number: number of a former champion; None: the newest former champion that loads.
 
     Raises:
         InputError: there is no former champion, or version `version_number` is not a former champion.
@@ -104,14 +104,14 @@ def roll_back(version_number: int | None, decision: ManualDecision) -> str:
     registry, model_name = decision.connect(), decision.config.model_name
     champion = registry.champion()
     champion_number = version_number_text(champion)
-    former_versions = [version for version in registry.former_champions() if version_number_text(version) != champion_number]
-    candidates = [version for version in former_versions if version_number in (None, int(version.version))]
+    former_champions = [version for version in registry.former_champions() if version_number_text(version) != champion_number]
+    candidates = [version for version in former_champions if version_number in (None, int(version.version))]
     if not candidates:
         problem = (
             "there is no former champion" if version_number is None else f"version {version_number} is not a former champion"
         )
         raise InputError(
-            f"{model_name}: {problem} (former champions: {_version_numbers(former_versions)}); list the versions with "
+            f"{model_name}: {problem} (former champions: {_version_numbers(former_champions)}); list the versions with "
             "`nightjar releases`, and make one of them the champion with `nightjar promote --version N`"
         )
     load_errors = []
@@ -130,7 +130,7 @@ def _version_numbers(versions: Sequence[ModelVersion]) -> str:
     return ", ".join(str(version.version) for version in versions[:10]) or "none"
 
 
-def _log_of(version: ModelVersion, decision: ManualDecision) -> InteractionsManifest | None:
+def _interaction_log_of(version: ModelVersion, decision: ManualDecision) -> InteractionsManifest | None:
     """Return the log of the run that registered a version; None if the workspace no longer has the log."""
     run_id = version.tags.get(RUN_ID_TAG)
     if run_id is None:
@@ -142,7 +142,7 @@ def _log_of(version: ModelVersion, decision: ManualDecision) -> InteractionsMani
 def _open_tester(
     registry: Registry, decision: ManualDecision, *, interactions: InteractionsManifest | None
 ) -> Iterator[VersionTester]:
-    """Yield a tester with users from a log; None selects the log of the newest run that has a log in the workspace."""
+    """Yield a tester with users of the log `interactions`; None: the newest log in the workspace."""
     workspace = Workspace(decision.workspace)
     interactions = interactions or workspace.newest_manifest(InteractionsManifest)
     if interactions is None:
@@ -166,7 +166,7 @@ def _make_champion(
     metrics: ServedMetrics,
     is_rollback: bool,
 ) -> str:
-    """Move the alias from `champion` to `version`, and tag both versions with the decision; return one sentence."""
+    """Make `version` the champion, tag the old and the new champion with the decision, and return one sentence about it."""
     registry, version_number = tester.registry, str(version.version)
     action = "rolled back by hand" if is_rollback else "promoted by hand"
     reason = f"{action}: {decision.reason}"
@@ -176,33 +176,33 @@ def _make_champion(
             f"{registry.model_name}: nothing has changed, because the champion was replaced while version {version_number} was "
             "tested; look at `nightjar releases`, then repeat the command"
         )
-    replaced_text = "no version" if champion is None else f"version {champion.version}"
+    old_champion_text = "no version" if champion is None else f"version {champion.version}"
     if not is_rollback:  # the tag may have the drop for which the gate rejected the version
         registry.set_tag(version, SPENT_DROP_TAG, "0")
-    _tag_decision(registry, version, f"{action}, replaces {replaced_text}", decision)
+    _tag_decision(registry, version, f"{action}, replaces {old_champion_text}", decision)
     if champion is not None:
         _tag_decision(registry, champion, f"replaced by version {version_number}, {action}", decision)
         if is_rollback:  # a later rollback must not return to this version, which another process may just have tagged
             registry.remove_tag(registry.version(champion.version), FORMER_CHAMPION_TAG)
     if registry.aliases().get("challenger") == version_number:
         registry.move_challenger(None, reason=reason)
-    replaced_clause = "" if champion is None else f" instead of {replaced_text}"
+    old_champion_clause = "" if champion is None else f" instead of {old_champion_text}"
     refitted_number = version.tags.get(REFIT_OF_TAG)
-    measurement = _measurement(metrics.user_metrics, decision.config.metric)
+    metric_text = _metric_text(metrics.user_metrics, decision.config.metric)
     if refitted_number is not None:
-        measurement = f"a refit of version {refitted_number}, without metrics, because it was trained on the test events too"
-    return f"{registry.model_name} version {version_number} is champion{replaced_clause}: {measurement}"
+        metric_text = f"a refit of version {refitted_number}, without metrics, because it was trained on the test events too"
+    return f"{registry.model_name} version {version_number} is champion{old_champion_clause}: {metric_text}"
 
 
-def _measurement(user_metrics: UserMetrics, metric_name: str) -> str:
-    """Return the mean of a metric and the number of users that have a value of it.
+def _metric_text(user_metrics: UserMetrics, metric_name: str) -> str:
+    """Return a text with the mean of a metric, and with the number of users that have the metric.
 
     >>> import numpy as np
-    >>> _measurement(UserMetrics(np.arange(3), {"recall@20": np.array([0.0, 0.5, 1.0])}), "recall@20")
+    >>> _metric_text(UserMetrics(np.arange(3), {"recall@20": np.array([0.0, 0.5, 1.0])}), "recall@20")
     'recall@20 is 0.5000 for 3 users'
     """
-    value = user_metrics.means("served")[f"served/{metric_name}"]
-    return f"{metric_name} is {value:.4f} for {len(user_metrics.user_row_U):,} users"
+    mean = user_metrics.means("served")[f"served/{metric_name}"]
+    return f"{metric_name} is {mean:.4f} for {len(user_metrics.user_row_U):,} users"
 
 
 def _tag_decision(registry: Registry, version: ModelVersion, change: str, decision: ManualDecision) -> None:

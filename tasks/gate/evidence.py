@@ -33,7 +33,7 @@ def version_evidence(
         baseline: name of the other version.
         spent_drop: relative drop of the metric in earlier promotions. It is subtracted from the margin, so that many small
             drops together do not exceed the margin.
-        min_users_by_slice: number of users that each slice by a feature needs; None means the number of the gate.
+        min_users_by_slice: smallest number of users for which a feature slice is compared; None: `gate.min_users`.
     """
     rule = config.gate.with_margin(max(0.0, config.gate.max_relative_drop - spent_drop))
     evidence = [_compare(config.metric, rule, new_metrics.user_metrics, other_metrics.user_metrics, baseline=baseline)]
@@ -67,39 +67,40 @@ def _metric_guardrails(
     user and `guardrails.slices` is set.
     """
     metric, guardrails = config.metric, config.guardrails
-    rule_for = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
-    compared_metrics = [name for name in guardrails.metrics if name != metric]
+    guardrail_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
+    metric_names = [name for name in guardrails.metrics if name != metric]
     rule_by_slice = {
-        name: rule_for(min_users=min_users_by_slice.get(name))
-        for name, slice_metrics in new_metrics.user_metrics_by_slice.items()
-        if name in min_users_by_slice or (guardrails.slices and len(slice_metrics.user_row_U))
+        slice_name: guardrail_rule(min_users=min_users_by_slice.get(slice_name))
+        for slice_name, slice_metrics in new_metrics.user_metrics_by_slice.items()
+        if slice_name in min_users_by_slice or (guardrails.slices and len(slice_metrics.user_row_U))
     }
     # Only a slice with enough users can reject the version by chance.
     large_slices = [
-        name
-        for name, rule in rule_by_slice.items()
-        if len(new_metrics.user_metrics_by_slice[name].user_row_U) >= rule.min_users
+        slice_name
+        for slice_name, rule in rule_by_slice.items()
+        if len(new_metrics.user_metrics_by_slice[slice_name].user_row_U) >= rule.min_users
     ]
-    compare = partial(_compare, baseline=baseline, num_guardrails=max(1, len(compared_metrics) + len(large_slices)))
+    compare = partial(_compare, baseline=baseline, num_guardrails=max(1, len(metric_names) + len(large_slices)))
     metric_evidence = [
-        compare(name, rule_for(), new_metrics.user_metrics, other_metrics.user_metrics) for name in compared_metrics
+        compare(metric_name, guardrail_rule(), new_metrics.user_metrics, other_metrics.user_metrics)
+        for metric_name in metric_names
     ]
     return metric_evidence + [
         compare(
             metric,
             rule,
-            new_metrics.user_metrics_by_slice[name],
-            other_metrics.user_metrics_by_slice[name],
-            subject=f"{metric} of {name}",
+            new_metrics.user_metrics_by_slice[slice_name],
+            other_metrics.user_metrics_by_slice[slice_name],
+            subject=f"{metric} of {slice_name}",
         )
-        for name, rule in rule_by_slice.items()
+        for slice_name, rule in rule_by_slice.items()
     ]
 
 
 def serving_evidence(
     config: RegistryConfig, new_metrics: ServedMetrics, exact_metrics: Mapping[str, UserMetrics]
 ) -> list[Evidence]:
-    """Compare the packaged query tower with the trained one, and the index with an exact search.
+    """Compare the packaged query tower with the trained query tower, and the index with an exact search.
 
     Args:
         exact_metrics: result of `serving_loss.exact_metrics`.
@@ -107,11 +108,13 @@ def serving_evidence(
     if not exact_metrics:
         return []
     guardrails = config.guardrails
-    index_rule, rule = (config.gate.for_guardrail(loss) for loss in (guardrails.max_index_loss, guardrails.max_serving_loss))
-    trained, packaged = exact_metrics[TRAINED], exact_metrics[PACKAGED]
+    index_rule, metric_rule = (
+        config.gate.for_guardrail(max_loss) for max_loss in (guardrails.max_index_loss, guardrails.max_serving_loss)
+    )
+    trained_metrics, packaged_metrics = exact_metrics[TRAINED], exact_metrics[PACKAGED]
     serving_comparisons = (
-        ("with the packaged query tower", packaged, trained, "the trained one"),
-        ("with the index", new_metrics.user_metrics, packaged, "an exact search"),
+        ("with the packaged query tower", packaged_metrics, trained_metrics, "the trained one"),
+        ("with the index", new_metrics.user_metrics, packaged_metrics, "an exact search"),
     )
     ((recall_name, recall_U),) = exact_metrics[INDEX].value_U_by_metric.items()
     comparison = index_rule.compare(
@@ -123,21 +126,21 @@ def serving_evidence(
     return [index_evidence] + [
         _compare(
             config.metric,
-            rule,
-            measured,
-            exact,
+            metric_rule,
+            measured_metrics,
+            reference_metrics,
             baseline=baseline,
             subject=f"{config.metric} {subject}",
             num_guardrails=len(serving_comparisons),
         )
-        for subject, measured, exact, baseline in serving_comparisons
+        for subject, measured_metrics, reference_metrics, baseline in serving_comparisons
     ]
 
 
 def baseline_evidence(
     config: RegistryConfig, new_metrics: ServedMetrics, metrics_by_baseline: Mapping[str, UserMetrics]
 ) -> list[Evidence]:
-    """Compare the new version with each baseline in `registry.baselines`, which it must beat."""
+    """Compare the new version, which must be better, with each baseline in `registry.baselines`."""
     rule = config.gate.for_baseline()
     return [
         _compare(config.metric, rule, new_metrics.user_metrics, metrics_by_baseline[name], baseline=name.replace("_", "-"))
@@ -178,7 +181,7 @@ def _compare_coverage(
 
 
 def _compare_costs(cost_name: str, new_cost: float, other_cost: float, *, baseline: str, max_increase: float) -> Evidence:
-    """Accept the new cost if it is not much higher than the other cost. A cost that was not measured is NaN."""
+    """Accept the new cost if it is at most `1 + max_increase` times the other cost. A cost that was not measured is NaN."""
     max_ratio = 1 + max_increase
     outcome: Outcome = "accepted" if new_cost <= max_ratio * other_cost else "rejected"
     relation = f"at most {max_ratio:g}" if outcome == "accepted" else f"more than {max_ratio:g}"

@@ -58,12 +58,12 @@ class Decision:
     Attributes:
         verdict: whether the new version becomes champion.
         reasons: the reasons, each in one sentence, the most important one first.
-        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and the means of
-            `exact_metrics`.
+        metrics: mean metrics of the compared versions, such as `served/recall@20` of the new version and
+            `champion/recall@20`, and of `exact_metrics`.
         evidence: the comparisons of metrics and costs, with their outcomes.
         spent_drop: relative drop of the metric from the best champion so far to the new version. If the new version becomes
             champion, this drop reduces the margin of later versions.
-        alarm: error of a champion that does not load, and the version that replaces the champion; None if it loads.
+        alarm: why the champion does not load, and which version replaces it; None if there is no such problem.
         reinstated_champion: the former champion that becomes champion again, if any.
     """
 
@@ -91,7 +91,7 @@ class _Gate:
     registry: Registry
     tester: VersionTester
     interactions: InteractionsManifest
-    baseline_metrics: Mapping[str, UserMetrics]
+    metrics_by_baseline: Mapping[str, UserMetrics]
     exact_metrics: Mapping[str, UserMetrics]
 
 
@@ -105,7 +105,7 @@ def run_champion_gate(
     folder: Path,
     feature_slices: Sequence[FeatureSlice] = (),
 ) -> dict[str, Any]:
-    """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
+    """Test `version`, compare it with the champion, set its alias and tags, and return the fields of RegistrationManifest.
 
     Args:
         context: context of the stage. Its option `promote` decides whether the comparison counts, and its option `reason`
@@ -126,13 +126,13 @@ def run_champion_gate(
     )
     tester = VersionTester(registry, sample, context.run.workspace, process)
     user_metrics_file = context.results[EvaluationManifest].path(USER_METRICS_FILE)
-    baseline_metrics = read_user_metrics(user_metrics_file, user_rows=sample.user_row_U)
+    metrics_by_baseline = read_user_metrics(user_metrics_file, user_rows=sample.user_row_U)
     registry.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
         registry.set_tag(version, RUN_REASON_TAG, options.reason)
     new_metrics = tester.smoke_test(version)
     interactions = context.dataset.interactions
-    gate = _Gate(version, config, options, registry, tester, interactions, baseline_metrics, exact_metrics(context, sample))
+    gate = _Gate(version, config, options, registry, tester, interactions, metrics_by_baseline, exact_metrics(context, sample))
     decision = _compare_and_promote(gate, new_metrics)
     assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
     registry.call(log_metrics, registry.client, version.run_id, as_metrics(decision.metrics))
@@ -176,13 +176,13 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
             registry.set_tag(version, CHAMPION_ERROR_TAG, decision.alarm)
         winner = version if decision.is_promoted else decision.reinstated_champion
         if winner is None:
-            is_compared_with_champion = version_number_text(registry.champion()) == version_number_text(champion)
+            is_champion_unchanged = version_number_text(registry.champion()) == version_number_text(champion)
         else:
             # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
-            is_compared_with_champion = registry.move_champion(
+            is_champion_unchanged = registry.move_champion(
                 winner, expected_champion=champion, reason=reason, mark_as_former=decision.alarm is None
             )
-        if is_compared_with_champion:
+        if is_champion_unchanged:
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if champion is not None and winner is None and decision.evidence and decision.alarm is None:
@@ -200,34 +200,34 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
 
 
 def _watch_champion(gate: _Gate, champion: ModelVersion, decision: Decision) -> Decision:
-    """Update the evidence that new versions are better than the champion; add a reason if it has reached ALARM_E_VALUE.
+    """Update the evidence against the champion, and add a reason to the decision if the evidence reaches ALARM_E_VALUE.
 
-    The evidence is the product of the e-values of all runs, in a tag of the champion. A run that is resumed after it has
-    updated the tag does not update it again.
+    The evidence is the product of the e-values of all versions that lost to the champion, and is stored in a tag of the
+    champion. A resumed run does not update the tag twice.
     """
     registry, champion_number = gate.registry, str(champion.version)
-    evidence = float(champion.tags.get(CHALLENGERS_TAG, 1))
+    e_value_product = float(champion.tags.get(CHALLENGERS_TAG, 1))
     if registry.version(gate.version.version).tags.get(COUNTED_BY_TAG) != champion_number:
         comparison = decision.evidence[0].comparison
-        evidence *= e_value(comparison.num_better_users, comparison.num_worse_users)
-        registry.set_tag(champion, CHALLENGERS_TAG, f"{evidence:.4g}")
+        e_value_product *= e_value(comparison.num_better_users, comparison.num_worse_users)
+        registry.set_tag(champion, CHALLENGERS_TAG, f"{e_value_product:.4g}")
         registry.set_tag(gate.version, COUNTED_BY_TAG, champion_number)
-    if evidence < ALARM_E_VALUE:
+    if e_value_product < ALARM_E_VALUE:
         return decision
     warning = (
         f"version {champion.version} has been losing to versions that were not promoted: they are better for more users "
-        f"(evidence {evidence:.3g}, reported from {ALARM_E_VALUE:g})"
+        f"(evidence {e_value_product:.3g}, reported from {ALARM_E_VALUE:g})"
     )
     LOG.warning("%s: %s", champion.name, warning)
     return replace(decision, reasons=(*decision.reasons, warning))
 
 
 def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion | None) -> Decision:
-    """Compare the new version, whose metrics are `new_metrics`, with the champion, and apply `promote` to the result."""
+    """Compare the new version with the champion, and apply the option `promote` to the decision."""
     version = gate.version
     if champion is not None and str(champion.version) == str(version.version):
         return _earlier_decision(gate, new_metrics)
-    decision = _compare(gate, new_metrics, champion=champion)
+    decision = _compare_with_champion(gate, new_metrics, champion=champion)
     match gate.options.promote:
         case "never":
             reasons = ("; ".join(["promote is never", *decision.reasons]),)
@@ -238,8 +238,8 @@ def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion |
     if decision.alarm is None:
         return decision
     winner = version if decision.is_promoted else decision.reinstated_champion
-    outcome = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
-    return replace(decision, alarm=f"{decision.alarm}; {outcome}")
+    outcome_text = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
+    return replace(decision, alarm=f"{decision.alarm}; {outcome_text}")
 
 
 def _earlier_decision(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
@@ -249,9 +249,9 @@ def _earlier_decision(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
     """
     tags = gate.registry.version(gate.version.version).tags
     reasons = [tags[REASONS_TAG]] if REASONS_TAG in tags else []
-    change = tags.get(MANUAL_CHANGE_TAG)
-    if not reasons or (change is not None and change not in reasons[0]):
-        reasons.insert(0, "the champion was changed by hand" + (f": {change}" if change else ""))
+    manual_change = tags.get(MANUAL_CHANGE_TAG)
+    if not reasons or (manual_change is not None and manual_change not in reasons[0]):
+        reasons.insert(0, "the champion was changed by hand" + (f": {manual_change}" if manual_change else ""))
     return Decision(
         "promoted",
         tuple(reasons),
@@ -261,7 +261,7 @@ def _earlier_decision(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
     )
 
 
-def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion | None) -> Decision:
+def _compare_with_champion(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion | None) -> Decision:
     """Compare the new version with the champion or, if the champion does not load, with a former champion or baselines."""
     if champion is None:
         return _compare_with_baselines(gate, new_metrics, situation="there was no champion")
@@ -310,7 +310,7 @@ def _compare_with_former_champion(gate: _Gate, new_metrics: ServedMetrics) -> De
 def _compare_with_version(
     gate: _Gate, new_metrics: ServedMetrics, other_version: ModelVersion, other_metrics: ServedMetrics, *, role: str
 ) -> Decision:
-    """Compare with another version. The keys of the other version's metrics begin with `role`."""
+    """Compare with another version, whose metrics get the keys `<role>/<metric>` in the decision."""
     spent_drop = float(other_version.tags.get(SPENT_DROP_TAG, 0))
     evidence = version_evidence(
         gate.config,
@@ -320,7 +320,7 @@ def _compare_with_version(
         spent_drop=spent_drop,
         min_users_by_slice=gate.tester.sample.min_users_by_slice,
     )
-    popularity_metrics = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
+    popularity_metrics = {name: metrics for name, metrics in gate.metrics_by_baseline.items() if name == "popularity"}
     evidence += baseline_evidence(gate.config, new_metrics, popularity_metrics)
     evidence += serving_evidence(gate.config, new_metrics, gate.exact_metrics)
     verdict, reasons = _verdict_with_reasons(gate, evidence, has_other_version=True)
@@ -347,16 +347,16 @@ def _verdict_with_reasons(
     """Return the verdict and its reasons, with sentences about comparisons that have too few users.
 
     Args:
-        has_other_version: whether the first comparison is with another version. A promotion then has only the reason of this
-            comparison, and a sentence about the margin if the users are too few for it.
+        has_other_version: whether the first comparison is with another version. If so, a promotion has only the reason of this
+            comparison, and a sentence if the test users are too few for the margin.
     """
     verdict, reasons = decide(evidence)
     match verdict:
         case "promoted":
             if not has_other_version:
                 return verdict, (*reasons, *missing_evidence(evidence))
-            margin_sentence = small_margin_sentences(evidence[0].comparison, config=gate.config)
-            return verdict, (reasons[0], *missing_evidence(evidence), *margin_sentence)
+            margin_sentences = small_margin_sentences(evidence[0].comparison, config=gate.config)
+            return verdict, (reasons[0], *missing_evidence(evidence), *margin_sentences)
         case "not_enough_data":
             sample = gate.tester.sample
             return verdict, (
@@ -369,7 +369,7 @@ def _verdict_with_reasons(
 
 def _compare_with_baselines(gate: _Gate, new_metrics: ServedMetrics, *, situation: str) -> Decision:
     """Compare with the baselines of the config. Without a champion, the new version must beat each baseline."""
-    evidence = baseline_evidence(gate.config, new_metrics, gate.baseline_metrics)
+    evidence = baseline_evidence(gate.config, new_metrics, gate.metrics_by_baseline)
     evidence += serving_evidence(gate.config, new_metrics, gate.exact_metrics)
     verdict, reasons = _verdict_with_reasons(gate, evidence, has_other_version=False)
     reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)

@@ -21,7 +21,7 @@ from tasks.registry.config import RegistryConfig
 def needed_users_sentences(
     evidence: Sequence[Evidence], *, config: RegistryConfig, sample: UserSample, interactions: InteractionsManifest
 ) -> tuple[str, ...]:
-    """Return a sentence with the number of users that is enough for a decision, and the number of days that have these users.
+    """Return a sentence with the number of test users that is enough for a decision, and the test days that have these users.
 
     The tuple is empty if every main comparison has enough users.
     """
@@ -33,39 +33,36 @@ def needed_users_sentences(
     if not undecided_comparisons:
         return ()
     # Only a part of the sampled users is compared: a user whose test items are all in the history is left out.
-    num_needed = max(
+    num_needed_users = max(
         math.ceil((comparison.num_needed_users or 0) * sample.num_users / max(1, comparison.num_users))
         for comparison in undecided_comparisons
     )
-    sentence = f"about {num_needed:,} test users would be enough for a decision"
+    sentence = f"about {num_needed_users:,} test users would be enough for a decision"
     store = EventStore.open(interactions)
     num_test_users = len(store.users_with_targets("test"))
-    if num_needed > num_test_users and interactions.test_days is not None and store.has_times:
-        days = days_with_users(store, num_needed)
-        setting_text = f"interactions.split.test_days: {days}, now {interactions.test_days:g}"
-        if days is None:
+    if num_needed_users > num_test_users and interactions.test_days is not None and store.has_times:
+        num_days = days_with_users(store, num_needed_users)
+        setting_text = f"interactions.split.test_days: {num_days}, now {interactions.test_days:g}"
+        if num_days is None:
             sentence += f", but the whole log has {int(np.sum(store.event_count_U > 0)):,}"
         else:
-            sentence += f", as many as in the last {counted(days, 'day')} ({setting_text})"
-    if num_needed > config.smoke_test_users:
-        sentence += f"; set registry.smoke_test_users to {num_needed:,} or more, now {config.smoke_test_users:,}"
+            sentence += f", as many as in the last {counted(num_days, 'day')} ({setting_text})"
+    if num_needed_users > config.smoke_test_users:
+        sentence += f"; set registry.smoke_test_users to {num_needed_users:,} or more, now {config.smoke_test_users:,}"
     return (sentence,)
 
 
 def days_with_users(store: EventStore, num_users: int) -> int | None:
-    """Return the smallest number of days up to the newest event in which `num_users` users have an event.
-
-    Return None if fewer users have an event in the log.
-    """
+    """Return the number of newest days in which `num_users` users have an event; None if the log has fewer users."""
     newest_time_U = store.newest_times()
     if num_users > len(newest_time_U):
         return None
-    start_time = np.partition(newest_time_U, len(newest_time_U) - num_users)[len(newest_time_U) - num_users]
-    return int((newest_time_U.max() - start_time) // DAY_US) + 1
+    start_time_us = np.partition(newest_time_U, len(newest_time_U) - num_users)[len(newest_time_U) - num_users]
+    return int((newest_time_U.max() - start_time_us) // DAY_US) + 1
 
 
 def small_margin_sentences(comparison: Comparison, *, config: RegistryConfig) -> tuple[str, ...]:
-    """Return a sentence if the users of a comparison are too few for the margin of the gate; empty if they are enough."""
+    """Return a sentence if a comparison has too few users for the margin of the gate; otherwise an empty tuple."""
     detectable_drop, margin = comparison.detectable_drop, config.gate.max_relative_drop
     if detectable_drop is None or not margin < detectable_drop < math.inf:
         return ()

@@ -71,9 +71,9 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
     metrics = evaluation.metrics
     registration = RegistrationManifest.model_construct(**registration_fields)
     evidence = read_evidence(folder)
-    compared_versions = [entry.baseline.removeprefix("version ") for entry in evidence if entry.baseline.startswith("version ")]
-    recommended_by_version = _read_recommended(
-        folder / "smoke_test", results[InteractionsManifest], versions=[registration.version, *compared_versions[:1]]
+    compared_numbers = [fact.baseline.removeprefix("version ") for fact in evidence if fact.baseline.startswith("version ")]
+    items_by_version = _read_recommended_items(
+        folder / "smoke_test", results[InteractionsManifest], version_numbers=[registration.version, *compared_numbers[:1]]
     )
     page = render_page(
         _TEMPLATE,
@@ -90,7 +90,7 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
         metric=config.metric,
         margin=config.gate.max_relative_drop,
         num_unknown_items_by_version={
-            version_name: int(np.sum(items.item_row_L < 0)) for version_name, items in recommended_by_version.items()
+            version_name: int(np.sum(items.item_row_L < 0)) for version_name, items in items_by_version.items()
         },
         data_metrics=results[DataReportManifest].metrics,
         tables={
@@ -101,9 +101,9 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
         },
         slices=slice_rows(evaluation.slices) if evaluation.slices else [],
         index=results[IndexManifest].reports[results[IndexManifest].served_index],
-        plots=_plots(registration, context, evidence, recommended_by_version, metric=config.metric),
+        plots=_plots_by_title(registration, context, evidence, items_by_version, metric=config.metric),
         sample_users=_sample_users(
-            folder / "smoke_test", version=registration.version, title_by_id=_title_by_id(context.dataset)
+            folder / "smoke_test", version_number=registration.version, title_by_id=_title_by_id(context.dataset)
         ),
     )
     page_path = folder / Path(RegistrationManifest.pages["decision"]).name
@@ -111,11 +111,11 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
     return page_path
 
 
-def _plots(
+def _plots_by_title(
     registration: RegistrationManifest,
     context: StageContext,
     evidence: Sequence[Evidence],
-    recommended_by_version: Mapping[str, RecommendedItems],
+    items_by_version: Mapping[str, RecommendedItems],
     *,
     metric: str,
 ) -> dict[str, Markup]:
@@ -124,9 +124,9 @@ def _plots(
     figure_by_title = {
         "Difference to the champion": draw_differences(evidence),
         f"{metric} of the last runs": draw_trend(registration, context, metric=metric),
-        "Scores of the recommended items": draw_scores(recommended_by_version),
+        "Scores of the recommended items": draw_scores(items_by_version),
         "Popularity of the recommended items": draw_popularity(
-            recommended_by_version, train_count_I=store.train_count_I, target_item_T=target_item_T
+            items_by_version, train_count_I=store.train_count_I, target_item_T=target_item_T
         ),
         "Training": draw_loss(context.results[TrainManifest]),
         "Index": draw_indexes(index),
@@ -143,24 +143,24 @@ def format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:+z.1f} %"
 
 
-def _read_recommended(
-    folder: Path, interactions: InteractionsManifest, *, versions: Sequence[str]
+def _read_recommended_items(
+    folder: Path, interactions: InteractionsManifest, *, version_numbers: Sequence[str]
 ) -> dict[str, RecommendedItems]:
-    """Read the recommended items of each version, by name of the version."""
+    """Read the recommended items of each version, by version name, such as `version 3`."""
     item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
-    recommended_by_version = {}
-    for version in versions:
-        table = pq.read_table(folder / f"answers-{version}.parquet")
-        ids_L, scores = (table[name].combine_chunks().flatten() for name in ("item_ids", "scores"))
-        item_rows = pc.fill_null(pc.index_in(ids_L, value_set=item_ids), -1)
-        recommended_by_version[f"version {version}"] = RecommendedItems(
-            scores.to_numpy(), item_rows.to_numpy().astype(np.int64)
+    items_by_version = {}
+    for version_number in version_numbers:
+        answer_table = pq.read_table(folder / f"answers-{version_number}.parquet")
+        item_id_L, score_L = (answer_table[name].combine_chunks().flatten() for name in ("item_ids", "scores"))
+        item_rows = pc.fill_null(pc.index_in(item_id_L, value_set=item_ids), -1)
+        items_by_version[f"version {version_number}"] = RecommendedItems(
+            score_L.to_numpy(), item_rows.to_numpy().astype(np.int64)
         )
-    return recommended_by_version
+    return items_by_version
 
 
 def _title_by_id(dataset: Dataset) -> dict[Id, str]:
-    """Return the titles of the items; empty if there is no title column."""
+    """Return the title of each item by item id; empty if there is no title column."""
     if dataset.features is None or ITEM_TITLES_FILE not in dataset.features.files:
         return {}
     title_table = pq.read_table(dataset.features.path(ITEM_TITLES_FILE))
@@ -168,10 +168,10 @@ def _title_by_id(dataset: Dataset) -> dict[Id, str]:
     return dict(zip(item_ids.take(title_table["row"]).to_pylist(), title_table["title"].to_pylist(), strict=True))
 
 
-def _sample_users(folder: Path, *, version: str, title_by_id: Mapping[Id, str]) -> list[SampleUser]:
+def _sample_users(folder: Path, *, version_number: str, title_by_id: Mapping[Id, str]) -> list[SampleUser]:
     """Return the first users of the smoke test, with the recommendations of the version."""
     cases = pq.read_table(folder / "cases.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
-    answers = pq.read_table(folder / f"answers-{version}.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
+    answers = pq.read_table(folder / f"answers-{version_number}.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
     return [
         SampleUser(
             str(case["user_id"]),

@@ -41,12 +41,12 @@ def draw_differences(evidence: Sequence[Evidence]) -> Any:
     if not shown_evidence:
         return None
     figure, axes = plots.new_figure(grid_axis="x", size=(6.4, 1.2 + 0.34 * len(shown_evidence)))
-    colours = {"accepted": plots.GREEN, "rejected": plots.RED, "not_enough_data": plots.GREY}
+    colour_by_outcome = {"accepted": plots.GREEN, "rejected": plots.RED, "not_enough_data": plots.GREY}
     for position, fact in enumerate(reversed(shown_evidence)):
         comparison = fact.comparison
         assert comparison.interval is not None
         low, high = (100 * bound for bound in comparison.interval)
-        colour = colours[comparison.outcome]
+        colour = colour_by_outcome[comparison.outcome]
         axes.plot([low, high], [position, position], color=colour, linewidth=3, solid_capstyle="round")
         axes.scatter(100 * (comparison.relative_difference or 0.0), position, 34, colour, zorder=3)
     axes.axvline(0, color=plots.INK, linewidth=0.8)
@@ -69,13 +69,16 @@ def draw_trend(registration: RegistrationManifest, context: StageContext, *, met
     if len(points) < 2:
         return None
     figure, axes = plots.new_figure(grid_axis="y", size=(6.4, 3.0))
-    positions, values = range(len(points)), [value for _, value, _ in points]
-    axes.plot(positions, values, color=plots.BLUE, linewidth=1.4)
+    positions = range(len(points))
+    versions, metric_values, promotions = zip(*points, strict=True)
+    axes.plot(positions, metric_values, color=plots.BLUE, linewidth=1.4)
     for is_promoted, colour, label in ((True, plots.GREEN, "promoted"), (False, plots.ORANGE, "not promoted")):
-        shown_positions = [position for position in positions if points[position][2] == is_promoted]
-        axes.scatter(shown_positions, [values[position] for position in shown_positions], 30, colour, label=label, zorder=3)
+        shown_positions = [position for position in positions if promotions[position] == is_promoted]
+        axes.scatter(
+            shown_positions, [metric_values[position] for position in shown_positions], 30, colour, label=label, zorder=3
+        )
     tick_step = -(-len(points) // 10)
-    axes.set_xticks(positions[::tick_step], [str(version) for version, _, _ in points[::tick_step]])
+    axes.set_xticks(positions[::tick_step], [str(version) for version in versions[::tick_step]])
     axes.set_xlabel("version")
     axes.set_ylabel(metric)
     axes.margins(y=0.2)
@@ -83,14 +86,14 @@ def draw_trend(registration: RegistrationManifest, context: StageContext, *, met
     return figure
 
 
-def draw_scores(recommended_by_version: Mapping[str, RecommendedItems]) -> Any:
+def draw_scores(items_by_version: Mapping[str, RecommendedItems]) -> Any:
     """Draw the score distribution of the recommended items, for each version."""
     figure, axes = plots.new_figure(grid_axis="y", size=(6.4, 3.0))
-    scores = [recommended.score_L for recommended in recommended_by_version.values()]
-    edges = np.histogram_bin_edges(np.concatenate(scores), bins=NUM_SCORE_BINS)
-    for colour, (version, recommended) in zip(_COLOURS, recommended_by_version.items(), strict=False):
-        num_scores, _ = np.histogram(recommended.score_L, bins=edges)
-        axes.stairs(100 * num_scores / max(1, len(recommended.score_L)), edges, color=colour, linewidth=1.6, label=version)
+    scores = [items.score_L for items in items_by_version.values()]
+    bin_edges = np.histogram_bin_edges(np.concatenate(scores), bins=NUM_SCORE_BINS)
+    for colour, (version, items) in zip(_COLOURS, items_by_version.items(), strict=False):
+        count_by_bin, _ = np.histogram(items.score_L, bins=bin_edges)
+        axes.stairs(100 * count_by_bin / max(1, len(items.score_L)), bin_edges, color=colour, linewidth=1.6, label=version)
     axes.set_xlabel("score")
     axes.set_ylabel("% of the recommendations")
     plots.legend_above(axes)
@@ -98,21 +101,21 @@ def draw_scores(recommended_by_version: Mapping[str, RecommendedItems]) -> Any:
 
 
 def draw_popularity(
-    recommended_by_version: Mapping[str, RecommendedItems], *, train_count_I: NDArray[Any], target_item_T: NDArray[Any]
+    items_by_version: Mapping[str, RecommendedItems], *, train_count_I: NDArray[Any], target_item_T: NDArray[Any]
 ) -> Any:
     """Draw how popular the recommended items are: the share of the recommendations whose item has at most x training events.
 
     Args:
-        target_item_T: item rows of the test events, which are drawn in the same way.
+        target_item_T: item rows of the test events, which are drawn for comparison.
     """
     figure, axes = plots.new_figure(grid_axis="both", size=(6.4, 3.0))
-    item_rows_by_label = {version: recommended.item_row_L for version, recommended in recommended_by_version.items()}
+    item_rows_by_label = {version: items.item_row_L for version, items in items_by_version.items()}
     item_rows_by_label["test events"] = target_item_T
-    colours = (*_COLOURS[: len(recommended_by_version)], plots.GREY)
+    colours = (*_COLOURS[: len(items_by_version)], plots.GREY)
     for (label, item_row_L), colour in zip(item_rows_by_label.items(), colours, strict=True):
-        count_L = np.sort(train_count_I[item_row_L[item_row_L >= 0]])
-        share_L = 100 * np.arange(1, len(count_L) + 1) / max(1, len(count_L))
-        axes.step(count_L, share_L, where="post", color=colour, linewidth=1.6, label=label)
+        train_count_L = np.sort(train_count_I[item_row_L[item_row_L >= 0]])
+        share_L = 100 * np.arange(1, len(train_count_L) + 1) / max(1, len(train_count_L))
+        axes.step(train_count_L, share_L, where="post", color=colour, linewidth=1.6, label=label)
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(left=0)
     axes.set_xlabel("training events of the item")

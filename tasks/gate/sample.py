@@ -27,7 +27,7 @@ from recsys_core.seeds import SMOKE_TEST_USERS_SEED
 from recsys_core.serving.description import ITEM_COLUMN, QUERY_COLUMNS
 
 K = 20
-"""Number of items that a version recommends to each user: the largest cut-off of the metrics of the recommendations."""
+"""Number of items that a version recommends to each user: the largest cut-off of a `ServedMetric`."""
 
 MIN_CPU_S = 1.0
 """Smallest total CPU time that is compared between versions. A smaller time varies by more than a tenth."""
@@ -42,16 +42,16 @@ class UserSample:
     Attributes:
         histories_file: parquet file with one row per user: `user_id`, `history` (the ids of the items that the user had before
             the test period), and the columns of `context`.
-        context: context columns of each user's first test event. A column has the key context.<column> and, unless
-            <column> has another meaning in a request, also the key <column>.
+        context: context columns of each user's first test event, with the key context.<column>. A column whose name has no
+            other meaning in a request also has the key <column>.
         user_row_U: row of each user, ascending.
         item_ids: ids of the catalogue by item row.
         history: item rows of each user before the test period, oldest first.
         num_seen_U: number of distinct items in each user's history.
         seen_pair_L: the pairs of each user with the items in the user's history, ascending.
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
-        target_mask_by_slice: [T] whether each target belongs to a slice of the users or items, by name of the slice.
-        min_users_by_slice: smallest number of users for which a feature slice is compared; None: the number of the gate.
+        target_mask_by_slice: [T] whether each target belongs to a slice of the users or items, by slice name.
+        min_users_by_slice: smallest number of users for which a feature slice is compared; None: `gate.min_users`.
     """
 
     histories_file: Path
@@ -103,7 +103,7 @@ def prepare_sample(
     history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))
     folder.mkdir()
     histories_file = folder / "cases.parquet"
-    context = _context(interactions, event_index_U=event_store.first_event_index(user_row_U, "test"))
+    context = _context_columns(interactions, event_index_U=event_store.first_event_index(user_row_U, "test"))
     pq.write_table(pa.table({"user_id": user_ids, "history": history_ids, **context}), histories_file)
     seen_items = history.distinct(bound=len(item_ids))
     new_targets = targets.distinct(bound=len(item_ids)).difference(seen_items, bound=len(item_ids))
@@ -136,11 +136,10 @@ def prepare_sample(
     )
 
 
-def _context(interactions: InteractionsManifest, *, event_index_U: IntArray) -> dict[str, pa.Array]:
+def _context_columns(interactions: InteractionsManifest, *, event_index_U: IntArray) -> dict[str, pa.Array]:
     """Return the context columns of the log at the events `event_index_U`.
 
-    A column has the key context.<column> and, unless <column> has another meaning in a request, also the key <column>. The
-    signature of a version determines which of these keys the version reads.
+    `UserSample` describes the keys. The signature of a version determines which of these keys the version reads.
     """
     if shard_files(CONTEXT_FILE, num_shards=interactions.num_shards)[0] not in interactions.files:  # no context columns
         return {}
@@ -194,21 +193,22 @@ class Answers(NamedTuple):
 
 
 def answer_problems(answers: Answers, *, sample: UserSample, rejects_unknown_items: bool = True) -> list[str]:
-    """Return a text with the count of each problem: too few or too many items, unknown items, seen items, repeated items.
+    """Return one text per problem, with its count: wrong number of items, unknown items, seen items, repeated items.
 
-    rejects_unknown_items: whether an item that is not in the catalogue is a problem.
+    Args:
+        rejects_unknown_items: whether an item that is not in the catalogue is a problem.
     """
     recommendations = _parse_answers(answers.item_ids, sample)
     expected_num_items_U = np.minimum(K, sample.num_items - sample.num_seen_U)
     is_known_L = recommendations.item_row_L >= 0
-    recommended_pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
+    recommended_pair_L = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
     count_by_problem = {
         f"users whose number of items is not min({K}, number of unseen items)": int(
             np.sum(recommendations.num_items_U != expected_num_items_U)
         ),
         "items that are not in the catalogue": int(np.sum(~is_known_L)) if rejects_unknown_items else 0,
-        "items that the user had before": int(np.isin(recommended_pairs, sample.seen_pair_L).sum()),
-        "items that are recommended twice to one user": len(recommended_pairs) - len(np.unique(recommended_pairs)),
+        "items that the user had before": int(np.isin(recommended_pair_L, sample.seen_pair_L).sum()),
+        "items that are recommended twice to one user": len(recommended_pair_L) - len(np.unique(recommended_pair_L)),
     }
     return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in count_by_problem.items() if count]
 

@@ -23,7 +23,7 @@ TRAINED, PACKAGED = "exact_trained", "exact_packaged"
 INDEX = "index"
 """Key of the recall of the served index against an exact search, for a sample of the test users."""
 MAX_SCORES = 4_000_000_000
-"""Largest number of scores (users times items) that the exact search computes. Users beyond this number are not ranked."""
+"""Largest number of scores (users times items) that the exact search computes. It leaves out the users that do not fit."""
 
 
 def exact_metrics(context: StageContext, sample: UserSample) -> dict[str, UserMetrics]:
@@ -35,11 +35,11 @@ def exact_metrics(context: StageContext, sample: UserSample) -> dict[str, UserMe
     """
     results = context.results
     user_metrics_file = results[EvaluationManifest].path(USER_METRICS_FILE)
-    trained = read_user_metrics(user_metrics_file, user_rows=sample.user_row_U).get("model")
-    if trained is None:
+    trained_metrics = read_user_metrics(user_metrics_file, user_rows=sample.user_row_U).get("model")
+    if trained_metrics is None:
         return {}
     num_users = min(sample.num_users, max(1, MAX_SCORES // sample.num_items))
-    packaged = _packaged_metrics(
+    packaged_metrics = _packaged_metrics(
         sample,
         retriever=Retriever.load(results[PackageManifest].folder),
         item_vector_ID=torch.from_numpy(np.load(results[ExportManifest].path("item_vectors.npy"))),
@@ -47,9 +47,9 @@ def exact_metrics(context: StageContext, sample: UserSample) -> dict[str, UserMe
         num_users=num_users,
     )
     index = results[IndexManifest]
-    user_rows, recalls = served_recall_by_user(index)
-    index_recall = UserMetrics(user_rows, {f"recall@{index.reports[index.served_index].k}": recalls})
-    return {TRAINED: trained.common_with(packaged), PACKAGED: packaged, INDEX: index_recall}
+    user_row_B, recall_B = served_recall_by_user(index)
+    index_recall = UserMetrics(user_row_B, {f"recall@{index.reports[index.served_index].k}": recall_B})
+    return {TRAINED: trained_metrics.common_with(packaged_metrics), PACKAGED: packaged_metrics, INDEX: index_recall}
 
 
 def _packaged_metrics(
@@ -79,5 +79,5 @@ def _packaged_metrics(
 
 
 def mean_metrics(metrics_by_ranker: Mapping[str, UserMetrics]) -> dict[str, float]:
-    """Return the mean over the users of each metric, by `<ranker>/<metric>`."""
-    return {name: value for ranker, metrics in metrics_by_ranker.items() for name, value in metrics.means(ranker).items()}
+    """Return the mean of each metric over the users, by `<ranker>/<metric>`."""
+    return {key: mean for ranker, metrics in metrics_by_ranker.items() for key, mean in metrics.means(ranker).items()}

@@ -25,14 +25,14 @@ import torch  # noqa: E402, F401
 
 def main() -> None:
     """Answer requests until stdin is closed."""
-    for line in sys.stdin:
-        fork_id = os.fork()
-        if fork_id == 0:
+    for request_line in sys.stdin:
+        fork_pid = os.fork()
+        if fork_pid == 0:
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is for exit codes only
-            answer(json.loads(line))
+            answer(json.loads(request_line))
             return
-        _, status = os.waitpid(fork_id, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        _, wait_status = os.waitpid(fork_pid, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(wait_status)}\n")
         sys.stdout.flush()
 
 
@@ -52,10 +52,10 @@ def answer(request: dict[str, Any]) -> None:
     answers: Any = model.predict(users, params={"k": request["k"], "exclude_stored_history": False})
     cpu_s = time.process_time() - start_cpu_s
     item_type = sample_table.schema.field("history").type
-    item_ids = pa.array([answer["item_ids"] for answer in answers], type=item_type)
-    scores = pa.array([answer["scores"] for answer in answers], type=pa.list_(pa.float64()))
-    table = pa.table({"item_ids": item_ids, "scores": scores})
-    pq.write_table(table.replace_schema_metadata({"cpu_s": str(cpu_s)}), request["output_path"])
+    item_ids = pa.array([row_answer["item_ids"] for row_answer in answers], type=item_type)
+    scores = pa.array([row_answer["scores"] for row_answer in answers], type=pa.list_(pa.float64()))
+    answer_table = pa.table({"item_ids": item_ids, "scores": scores})
+    pq.write_table(answer_table.replace_schema_metadata({"cpu_s": str(cpu_s)}), request["output_path"])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ _ALLOWED_VARIABLE_PATTERN = re.compile(
     r"(PATH|HOME|USER|TMPDIR|TZ|LANG|LC_\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON\w+|\w+_NUM_THREADS|CUDA_\w+|DO_NOT_TRACK"
     r"|MLFLOW_ALLOW_PICKLE_DESERIALIZATION|MLFLOW_DISABLE_TELEMETRY)$"
 )
-"""Environment variables that the process with the code of a version gets. None of them is a secret."""
+"""Environment variables, without secrets, for the process that runs the code of a version."""
 _KILL_EXIT_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -42,7 +42,7 @@ class NotFetchedError(TrackingServerError):
 
 
 class ModelProcess:
-    """A process that loads versions and recommends with them, each in a fork of itself.
+    """A process that loads each version and recommends with it in a fork of itself.
 
     The process imports the libraries of a model, which takes seconds, while the caller does other work. If the process has
     ended, the next request starts another process.
@@ -50,7 +50,7 @@ class ModelProcess:
 
     def __init__(self) -> None:
         self._stderr = TemporaryFile(buffering=0)  # noqa: SIM115  __exit__ closes it
-        self._num_read_bytes = 0
+        self._num_read_stderr_bytes = 0
         self._process = self._start()
 
     def __enter__(self) -> Self:
@@ -61,7 +61,7 @@ class ModelProcess:
         self._stderr.close()
 
     def answer(self, request: Mapping[str, object]) -> tuple[int, str]:
-        """Answer a request of `tasks.gate.smoke_process`; return the exit code and the last line of stderr.
+        """Send a request to `tasks.gate.smoke_process`; return the exit code of the fork and its last line of stderr.
 
         Raises:
             TimeoutError: there was no answer within _TIMEOUT_S.
@@ -79,9 +79,9 @@ class ModelProcess:
             raise TimeoutError
         exit_code_line = process.stdout.readline()
         exit_code = int(exit_code_line) if exit_code_line else process.wait()
-        self._stderr.seek(self._num_read_bytes)
+        self._stderr.seek(self._num_read_stderr_bytes)
         stderr = self._stderr.read()
-        self._num_read_bytes += len(stderr)
+        self._num_read_stderr_bytes += len(stderr)
         return exit_code, (stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
 
     def _start(self) -> "subprocess.Popen[str]":
@@ -114,9 +114,9 @@ def predict_in_subprocess(
     """Return the K items that the version at `model_uri` recommends to each user, computed in a fresh process.
 
     Raises:
-        UnusableVersionError: the process failed; the message ends with the last line of its stderr.
+        UnusableVersionError: the fork failed, did not answer in time, or did not write one list of items per user.
         NotFetchedError: the version could not be downloaded.
-        StageError: a signal ended the process.
+        StageError: SIGKILL or SIGTERM ended the process.
     """
     with TemporaryDirectory(prefix="nightjar-", ignore_cleanup_errors=True) as folder_name:
         model_folder, model_config = _fetch(model_uri, client=client, workspace=workspace, download_folder=Path(folder_name))
@@ -150,19 +150,19 @@ def read_answers(output_file: Path, *, sample: UserSample, model_uri: str) -> tu
     """
     try:
         table = pq.read_table(output_file)
-        answers = table["item_ids"].combine_chunks()
+        item_id_lists = table["item_ids"].combine_chunks()
     except (OSError, KeyError, pa.ArrowException) as error:
         problem = f"its process ended without a readable file of answers with the column item_ids ({type(error).__name__})"
         raise UnusableVersionError(f"{model_uri}: {problem}") from None
-    if len(answers) != sample.num_users:
-        raise UnusableVersionError(f"{model_uri}: {sample.num_users:,} users, but {len(answers):,} answers")
-    if not pa.types.is_list(answers.type) or answers.type.value_type != sample.item_ids.type:
+    if len(item_id_lists) != sample.num_users:
+        raise UnusableVersionError(f"{model_uri}: {sample.num_users:,} users, but {len(item_id_lists):,} answers")
+    if not pa.types.is_list(item_id_lists.type) or item_id_lists.type.value_type != sample.item_ids.type:
         raise UnusableVersionError(
-            f"{model_uri}: the answers have the type {answers.type}, but lists of {sample.item_ids.type} are expected"
+            f"{model_uri}: the answers have the type {item_id_lists.type}, but lists of {sample.item_ids.type} are expected"
         )
-    if answers.null_count:
-        raise UnusableVersionError(f"{model_uri}: {answers.null_count:,} of {sample.num_users:,} users have no answer")
-    return answers, float((table.schema.metadata or {}).get(b"cpu_s", "nan"))
+    if item_id_lists.null_count:
+        raise UnusableVersionError(f"{model_uri}: {item_id_lists.null_count:,} of {sample.num_users:,} users have no answer")
+    return item_id_lists, float((table.schema.metadata or {}).get(b"cpu_s", "nan"))
 
 
 def _fetch(

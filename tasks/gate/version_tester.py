@@ -21,7 +21,7 @@ _MAX_TAG_LENGTH = 500
 
 @dataclass(frozen=True)
 class VersionTester:
-    """Tester of versions on a sample of users that is the same for all versions.
+    """Tester of versions, all on the same sample of users.
 
     Attributes:
         metrics_by_version: metrics of the versions that were tested, by version number.
@@ -34,11 +34,14 @@ class VersionTester:
     metrics_by_version: dict[str, ServedMetrics] = field(default_factory=dict)
 
     def smoke_test(self, version: ModelVersion, *, is_own_log: bool = True) -> ServedMetrics:
-        """Return the metrics of a version, and remove its LOAD_ERROR_TAG; raise UnusableVersionError if an answer is invalid.
+        """Validate the answers of a version, record the result in SMOKE_TAG, and return the metrics.
 
         Args:
-            is_own_log: whether the sample is from the log with which the version was trained. If it is from another log, the
-                version may recommend items that this log does not have.
+            is_own_log: whether the version was trained on the log of the sample. Otherwise, the version may recommend items
+                that are not in this log.
+
+        Raises:
+            UnusableVersionError: the version does not load, or an answer is invalid.
         """
         try:
             answers = self._predict(version)
@@ -54,14 +57,13 @@ class VersionTester:
         return self._measure_and_save(version, answers)
 
     def measure(self, version: ModelVersion, *, control_version: ModelVersion | None = None) -> ServedMetrics:
-        """Return the metrics of a version of an earlier run.
+        """Return the metrics of a version without validating its answers.
 
         If the version does not load, set LOAD_ERROR_TAG and raise UnusableVersionError. If it loads, remove the tag.
 
         Args:
-            control_version: a version whose files exist. It is downloaded if `version` cannot be downloaded. If this download
-                works, MLflow works, so the files of `version` are missing and `version` is unusable. Without a control version,
-                raise NotFetchedError if `version` cannot be downloaded.
+            control_version: a version whose files exist. If it can be downloaded and `version` cannot, the files of `version`
+                are missing, so `version` is unusable. None: a failed download of `version` raises NotFetchedError.
         """
         saved_metrics = self.metrics_by_version.get(str(version.version))
         if saved_metrics is not None:
@@ -75,7 +77,7 @@ class VersionTester:
         return self._measure_and_save(version, answers)
 
     def _measure_and_save(self, version: ModelVersion, answers: Answers) -> ServedMetrics:
-        """Return the metrics of the answers. Save them for later comparisons, and in a file next to the answers."""
+        """Return the metrics of the answers. Save them in `metrics_by_version`, and in a file next to the answers."""
         metrics = measure_answers(answers, sample=self.sample)
         write_user_metrics(
             {"served": metrics.user_metrics}, self.sample.histories_file.with_name(f"metrics-{version.version}.parquet")

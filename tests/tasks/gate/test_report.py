@@ -103,7 +103,7 @@ def test_the_trend_has_thirty_versions_and_ends_with_the_new_version(tmp_path: P
 def test_sample_users_have_titles_of_items_and_ids_of_items_without_title(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user_id": ["ann"], "history": [[5, 7]]}), tmp_path / "cases.parquet")
     pq.write_table(pa.table({"item_ids": [[7, 9]], "scores": [[0.9, 0.8]]}), tmp_path / "answers-3.parquet")
-    users = _sample_users(tmp_path, version="3", title_by_id={7: "Seven", 5: "Five"})
+    users = _sample_users(tmp_path, version_number="3", title_by_id={7: "Seven", 5: "Five"})
     assert users == [("ann", ["Seven", "Five"], [("Seven", 0.9), ("9", 0.8)])]
 
 

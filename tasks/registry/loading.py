@@ -27,7 +27,7 @@ PACKAGE_SHA256_TAG = "nightjar.package_sha256"
 PACKAGE_SHA256_KEY = "package_sha256"
 """Key of the model config in MLmodel that holds the sha256 of package.json."""
 VERSION_KEY = "version"
-"""Key of the model config for the number of the version, which its answers contain."""
+"""Key of the model config that holds the version number, which is part of every answer."""
 
 LOGGED_MODELS_FILE_NAME = "logged-models.sha256"
 """File with the sha256 of each model that a run of the workspace logged to the workspace's MLflow.
@@ -87,11 +87,13 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
             f"{redacted(client.tracking_uri)}; list the aliases with `nightjar releases`"
         )
     if version_number is None:
-        challenger = version_number_with_alias(workspace, model_name=model_name, alias="challenger")
-        promotion = "" if challenger is None else f"promote the challenger with `nightjar promote --version {challenger}`, or "
+        challenger_number = version_number_with_alias(workspace, model_name=model_name, alias="challenger")
+        promotion_advice = ""
+        if challenger_number is not None:
+            promotion_advice = f"promote the challenger with `nightjar promote --version {challenger_number}`, or "
         raise InputError(
             f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
-            f"{promotion}register a version with `nightjar run`"
+            f"{promotion_advice}register a version with `nightjar run`"
         )
     if len(version_number) > _MAX_VERSION_DIGITS:
         raise InputError(
@@ -133,7 +135,7 @@ def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncMode
 
 
 def _remove_folder(folder: Path, *, process_id: int) -> None:
-    """Remove a folder in the process that created it; do nothing in a fork of this process, which may end first."""
+    """Remove a folder, except in a fork of the process that created it, because a fork may end first."""
     if os.getpid() == process_id:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -141,16 +143,15 @@ def _remove_folder(folder: Path, *, process_id: int) -> None:
 def fetch_model(
     uri: str, *, client: MlflowClient, workspace: Path, download_folder: Path, copies_local_files: bool = False
 ) -> tuple[Path, dict[str, str]]:
-    """Return the folder of the version at `uri`, downloaded if it is remote, and the model config for MLflow.
+    """Return the folder of the version at `uri`, and the model config for MLflow. Remote files are downloaded.
 
-    The model config contains the sha256 from the version's tag, with which the package is verified when it is loaded. A
-    version in the MLflow of the workspace must be a model that a run of the workspace logged: its files are below the
+    The model config contains the sha256 from the version's tag, with which loading verifies the package. If the version is in
+    the MLflow of the workspace, a run of the workspace must have logged the model: the files of the model must be below the
     workspace and unchanged. Code of the model is not executed.
 
     Args:
         download_folder: folder for the copy of a version whose files are not on a local disk.
-        copies_local_files: whether to also copy a version whose files are on a local disk, unless it is in the MLflow of the
-            workspace.
+        copies_local_files: whether to also copy files on a local disk, except files in the MLflow of the workspace.
 
     Raises:
         StageError: the version does not have the tag, or no run of the workspace logged its model.
@@ -165,13 +166,13 @@ def fetch_model(
     is_embedded = client.tracking_uri == f"sqlite:///{workspace.absolute()}/mlflow.db"
     location = urlparse(client.get_model_version_download_uri(model_name, version_number))
     is_copied = not is_embedded and (copies_local_files or location.scheme not in ("", "file"))
-    folder = _download(f"models:/{model_name}/{version_number}", client, folder=download_folder if is_copied else None)
+    folder = _download_model(f"models:/{model_name}/{version_number}", client, folder=download_folder if is_copied else None)
     if is_embedded:
         _require_logged_model(folder, workspace, uri)
     return folder, {PACKAGE_SHA256_KEY: sha256, VERSION_KEY: str(version_number)}
 
 
-def _download(uri: str, client: MlflowClient, *, folder: Path | None = None) -> Path:
+def _download_model(uri: str, client: MlflowClient, *, folder: Path | None = None) -> Path:
     mlflow.set_tracking_uri(client.tracking_uri)  # MLflow reads the address of the registry from the global settings
     return Path(
         mlflow.artifacts.download_artifacts(
@@ -182,7 +183,7 @@ def _download(uri: str, client: MlflowClient, *, folder: Path | None = None) -> 
 
 def record_logged_model(uri: str, *, client: MlflowClient, workspace: Path) -> None:
     """Add the sha256 of a logged model to LOGGED_MODELS_FILE_NAME. The caller registers the model as a version afterwards."""
-    folder, hashes_file = _download(uri, client), workspace / LOGGED_MODELS_FILE_NAME
+    folder, hashes_file = _download_model(uri, client), workspace / LOGGED_MODELS_FILE_NAME
     # A full disk may have cut off the last line.
     line_break = "\n" if hashes_file.is_file() and not hashes_file.read_bytes().endswith(b"\n") else ""
     with hashes_file.open("a") as file:
@@ -199,8 +200,10 @@ def model_sha256(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         relative_path = path.relative_to(folder)
-        is_in_package = relative_path.parts[:2] == ("artifacts", "package") and path.name != "package.json"
-        if path.is_symlink() or (path.is_file() and not is_in_package and not set(_UNHASHED_NAMES) & set(relative_path.parts)):
+        is_package_data = relative_path.parts[:2] == ("artifacts", "package") and path.name != "package.json"
+        if path.is_symlink() or (
+            path.is_file() and not is_package_data and not set(_UNHASHED_NAMES) & set(relative_path.parts)
+        ):
             content = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes()
             digest.update(f"{relative_path}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -93,7 +93,7 @@ def call_with_deadline(call: Callable[[], T], *, uri: str, timeout_s: float | No
 
 
 def call_or_warn(call: Callable[[MlflowClient], T], *, workspace: Path, warning: str) -> T | None:
-    """Return call(client). If MLflow fails, has a full disk or exceeds a deadline, log `warning` and the reason; return None.
+    """Return call(client). If MLflow fails or exceeds a deadline, log `warning` with the reason and return None.
 
     The connection and the call each have a deadline of ANSWER_TIMEOUT_S.
     """

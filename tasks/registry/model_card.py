@@ -30,18 +30,18 @@ def model_card(
         refit_of: number of the refitted version; None if this version is no refit.
     """
     evaluation = context.results[EvaluationManifest]
-    table = to_markdown(metric_table(evaluation.metrics, half_widths=evaluation.half_widths))
+    metrics_markdown = to_markdown(metric_table(evaluation.metrics, half_widths=evaluation.half_widths))
     run_info = mlflow_run.info
     metrics_intro = "On the test events" if refit_of is None else f"Metrics of version {refit_of}, on the test events"
     sections = [
         _model_section(context, package),
         _data_section(context),
-        f"## Metrics\n\n{metrics_intro}, over the full catalogue, with confidence intervals over users:\n\n{table}",
+        f"## Metrics\n\n{metrics_intro}, over the full catalogue, with confidence intervals over users:\n\n{metrics_markdown}",
         _limits_section(context, package, refit_of=refit_of),
         _serving_section(model_name, package),
         f"Run {context.run.run_id}: [MLflow run](#/experiments/{run_info.experiment_id}/runs/{run_info.run_id})",
     ]
-    # The slices of a feature are named <feature>=<value>. They may be many, so the card does not have them.
+    # The slices of a feature are named <feature>=<value>. There may be many, so they are left out.
     slices = [report for report in evaluation.slices if "=" not in report.name]
     if slices:
         slice_section = f"## Slices\n\n{slices_to_markdown(slices, shown=('recall@20', 'ndcg@10'))}"
@@ -53,26 +53,26 @@ def model_card(
 
 def _model_section(context: StageContext, package: PackageDescription) -> str:
     results = context.results
-    train, package_manifest, index = results[TrainManifest], results[PackageManifest], results[IndexManifest]
-    training_text = f"trained for {counted(train.num_epochs, 'epoch')} on {train.num_examples:,} examples"
-    if train.warm_from is not None:
-        training_text += f", starting from the model of run {train.warm_from}"
-    index_report = index.reports[index.served_index]
+    train_manifest, index_manifest = results[TrainManifest], results[IndexManifest]
+    training_text = f"trained for {counted(train_manifest.num_epochs, 'epoch')} on {train_manifest.num_examples:,} examples"
+    if train_manifest.warm_from is not None:
+        training_text += f", starting from the model of run {train_manifest.warm_from}"
+    index_report = index_manifest.reports[index_manifest.served_index]
     return (
         f"Two-tower retrieval model: {package.quantization} query tower, {package.model.num_items:,} item vectors of "
         f"{package.model.config.output_dim} numbers ({package.similarity} similarity, space_id `{package.space_id}`), "
-        f"{index.served_index} index with recall@{index_report.k} {index_report.recall:.4f} of exact search, "
-        f"{package_manifest.size_bytes / MIB:,.1f} MiB; {training_text}."
+        f"{index_manifest.served_index} index with recall@{index_report.k} {index_report.recall:.4f} of exact search, "
+        f"{results[PackageManifest].size_bytes / MIB:,.1f} MiB; {training_text}."
     )
 
 
 def _data_section(context: StageContext) -> str:
     interactions = context.dataset.interactions
     period_text = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
-    users_text = describe_held_out_users(context.results[DataReportManifest].metrics)
+    held_out_users_text = describe_held_out_users(context.results[DataReportManifest].metrics)
     return (
         f"## Data\n\n{interactions.num_events:,} events{period_text}, {interactions.num_users:,} users, "
-        f"{interactions.num_items:,} items; {interactions.num_train_events:,} training events; {users_text}."
+        f"{interactions.num_items:,} items; {interactions.num_train_events:,} training events; {held_out_users_text}."
     )
 
 

@@ -39,9 +39,9 @@ class NightjarModel(PythonModel):
 
         Args:
             context: not used.
-            model_input: the optional columns user_id and history and an optional column for each feature; or only the column
-                item_id for similar items. A history is a list of item ids in time order, and replaces the user's history in the
-                log. A missing value is null.
+            model_input: optional columns user_id, history, and one per feature. A request for similar items has only the
+                column item_id. A history is a list of item ids in time order, and replaces the user's history in the log. A
+                missing value is null.
             params: see recsys_core.serving.requests. `filter` is a JSON object as a string. An invalid value fails the whole
                 request.
         """

@@ -93,9 +93,9 @@ class Registry:
         """Make `version` the champion and return True; return False if `expected_champion` is no longer the champion.
 
         MLflow sets an alias unconditionally. The alias is therefore read before and after the move. If another process has
-        overwritten the move, it counts as failed.
+        overwritten the alias, the move counts as failed.
 
-        The publishers are informed of each move at least once: if the process is killed before, the next move informs them.
+        The publishers are informed of each move at least once: if the process is killed first, the next move informs them.
 
         Args:
             mark_as_former: tag the replaced champion, so that the gate can return to this version later.
@@ -126,8 +126,8 @@ class Registry:
             self.remove_tag(champion, UNPUBLISHED_TAG)
 
     def _mark_as_former(self, version: ModelVersion) -> None:
-        """Tag a version with the later of two times: the current time, and one second after the newest such tag."""
-        newest_time_s = max((int(former.tags[FORMER_CHAMPION_TAG]) for former in self.former_champions()), default=0)
+        """Tag a version with the current time, or with the second after the newest such tag if this is later."""
+        newest_time_s = max((int(champion.tags[FORMER_CHAMPION_TAG]) for champion in self.former_champions()), default=0)
         self.set_tag(version, FORMER_CHAMPION_TAG, str(max(int(time.time()), newest_time_s + 1)))
 
     def move_challenger(self, version: ModelVersion | None, *, reason: str) -> None:

@@ -47,8 +47,8 @@ STATE_TAG = "nightjar.state"
 _FAILED_STATES = ("Failed", "DataRejected")
 _METRICS_PER_CALL = 900
 _PARAMS_PER_CALL = 100
-_MAX_PATHS = 100
-"""Number of input paths in the source of an MLflow dataset; data_fingerprints.json holds all of them."""
+_MAX_SOURCE_PATHS = 100
+"""Largest number of input paths that are logged for an MLflow dataset; data_fingerprints.json has all paths."""
 
 
 def open_mlflow_run(client: MlflowClient, context: StageContext) -> str:
@@ -68,8 +68,8 @@ def open_mlflow_run(client: MlflowClient, context: StageContext) -> str:
     with FileLock(context.run.workspace / ".mlflow.lock"):
         experiment = client.get_experiment_by_name(context.experiment)
         if experiment is None:
-            # A server chooses the artifact location. The default of a database, a path relative to the current folder, is
-            # replaced by an absolute path, because the location of an existing experiment cannot change.
+            # A server chooses the artifact location. A database would store a path relative to the current folder by default,
+            # and the location of an existing experiment cannot change.
             has_server = tracking_uri(context.run.workspace).startswith(("http://", "https://"))
             artifact_location = None if has_server else (context.run.workspace.absolute() / "mlartifacts").as_uri()
             experiment_id = client.create_experiment(context.experiment, artifact_location=artifact_location)
@@ -169,7 +169,7 @@ def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext,
         results[EvaluationManifest],
         results[IndexManifest],
     )
-    recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index_manifest.reports.items()}
+    recall_by_metric = {f"index/{index_name}/recall": report.recall for index_name, report in index_manifest.reports.items()}
     value_by_metric = {**evaluation_manifest.metrics, **recall_by_metric, "train/final_loss": train_manifest.final_loss}
     if train_manifest.best_epoch is not None:
         value_by_metric["train/best_epoch"] = train_manifest.best_epoch
@@ -209,7 +209,7 @@ def log_input_files(client: MlflowClient, mlflow_run_id: str, context: StageCont
             dataset_name,
             fingerprint_of(records_by_dataset_name[dataset_name])[:36],
             "local",
-            json.dumps([source.path for source in sources[:_MAX_PATHS]]),
+            json.dumps([source.path for source in sources[:_MAX_SOURCE_PATHS]]),
         )
         for dataset_name, sources in sources_by_dataset_name.items()
     ]
@@ -243,7 +243,7 @@ def log_data_report_or_warn(context: StageContext, data_report: DataReportManife
 
 
 def log_run_end(context: StageContext, *, state: str, message: str) -> None:
-    """Log how a run ended, and for each complete stage its duration and size, as stage/<stage>/seconds and stage/<stage>/bytes.
+    """Log how a run ended, and the metrics stage/<stage>/seconds and stage/<stage>/bytes of each complete stage.
 
     The state becomes a tag. State, message and a link to Prefect become the description. If MLflow does not work, log a
     warning.

@@ -43,14 +43,16 @@ class VersionComparison(Frozen):
     movers: tuple[Mover, ...]
 
 
-def compare_recommendations(before: Retriever, after: Retriever, *, num_users: int, k: int) -> VersionComparison:
+def compare_recommendations(
+    retriever_before: Retriever, retriever_after: Retriever, *, num_users: int, k: int
+) -> VersionComparison:
     """Compare the top k items of a random sample of the users that both versions know.
 
     Raises:
-        InputError: no user is in both versions, or their ids have different types.
+        InputError: no user is in both versions, or the user ids of the versions have different types.
     """
-    user_ids = _common_users(before, after, num_users=num_users)
-    lists_before, lists_after = (retriever.recommend(user_ids, k).item_ids for retriever in (before, after))
+    user_ids = _common_users(retriever_before, retriever_after, num_users=num_users)
+    lists_before, lists_after = (retriever.recommend(user_ids, k).item_ids for retriever in (retriever_before, retriever_after))
     list_pairs = [
         (ids_before.tolist(), ids_after.tolist()) for ids_before, ids_after in zip(lists_before, lists_after, strict=True)
     ]
@@ -66,31 +68,31 @@ def compare_recommendations(before: Retriever, after: Retriever, *, num_users: i
         num_users=len(list_pairs),
         mean_overlap=float(np.mean(overlap_shares)),
         num_equal_lists=sum(ids_before == ids_after for ids_before, ids_after in list_pairs),
-        movers=_movers(num_users_before, num_users_after, title_sources=(after, before)),
+        movers=_movers(num_users_before, num_users_after, title_retrievers=(retriever_after, retriever_before)),
     )
 
 
-def _common_users(before: Retriever, after: Retriever, *, num_users: int) -> Any:
+def _common_users(retriever_before: Retriever, retriever_after: Retriever, *, num_users: int) -> Any:
     """Return a random sample of the user ids that both versions have."""
-    user_rows = np.random.default_rng(SAMPLE_SEED).permutation(len(before.user_ids))
-    user_ids = before.user_ids.ids(user_rows)
-    common_ids = user_ids[after.is_known(user_ids.tolist())] if len(user_ids) else user_ids
+    user_rows = np.random.default_rng(SAMPLE_SEED).permutation(len(retriever_before.user_ids))
+    user_ids = retriever_before.user_ids.ids(user_rows)
+    common_ids = user_ids[retriever_after.is_known(user_ids.tolist())] if len(user_ids) else user_ids
     if not len(common_ids):
         raise InputError(
-            f"version {before.version} and version {after.version} have no user in common, so their recommendations cannot be "
-            "compared"
+            f"version {retriever_before.version} and version {retriever_after.version} have no user in common, "
+            "so their recommendations cannot be compared"
         )
     return common_ids[:num_users]
 
 
 def _movers(
-    num_users_before: Mapping[Id, int], num_users_after: Mapping[Id, int], *, title_sources: tuple[Retriever, ...]
+    num_users_before: Mapping[Id, int], num_users_after: Mapping[Id, int], *, title_retrievers: tuple[Retriever, ...]
 ) -> tuple[Mover, ...]:
     """Return the items whose number of users changes most.
 
     Args:
         num_users_before, num_users_after: number of users who get an item from each version, by item id.
-        title_sources: versions that may have the titles, the preferred version first.
+        title_retrievers: retrievers that may have the titles, the preferred retriever first.
     """
     change_by_item = {
         item_id: num_users_after.get(item_id, 0) - num_users_before.get(item_id, 0)
@@ -101,7 +103,7 @@ def _movers(
     return tuple(
         Mover(
             item_id=item_id,
-            title=_title(item_id, title_sources),
+            title=_title_of(item_id, title_retrievers),
             num_users_before=num_users_before.get(item_id, 0),
             num_users_after=num_users_after.get(item_id, 0),
         )
@@ -109,9 +111,9 @@ def _movers(
     )
 
 
-def _title(item_id: Id, retrievers: tuple[Retriever, ...]) -> str | None:
+def _title_of(item_id: Id, retrievers: tuple[Retriever, ...]) -> str | None:
     for retriever in retrievers:
-        row = retriever.item_ids.rows([item_id])
-        if row[0] >= 0 and (title := retriever.items.titles(row)[0]) is not None:
+        item_rows = retriever.item_ids.rows([item_id])
+        if item_rows[0] >= 0 and (title := retriever.items.titles(item_rows)[0]) is not None:
             return title
     return None

@@ -124,9 +124,9 @@ def _log_model(package: PackageManifest, *, client: MlflowClient, mlflow_run: Ml
     model = client.create_logged_model(
         mlflow_run.info.experiment_id, "retriever", source_run_id=run_id, params=mlflow_run.data.params
     )
-    with TemporaryDirectory(prefix="nightjar-") as folder:
+    with TemporaryDirectory(prefix="nightjar-") as folder_name:
         mlflow.pyfunc.save_model(
-            f"{folder}/model",
+            f"{folder_name}/model",
             mlflow_model=Model(
                 artifact_path=model.artifact_location, run_id=run_id, model_uuid=model.model_id, model_id=model.model_id
             ),
@@ -141,7 +141,7 @@ def _log_model(package: PackageManifest, *, client: MlflowClient, mlflow_run: Ml
             signature=signature_for(description_of(package), item_id_type=_item_id_type(package)),
             input_example=_input_example(package),
         )
-        client.log_model_artifacts(model.model_id, f"{folder}/model")
+        client.log_model_artifacts(model.model_id, f"{folder_name}/model")
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
     return client.finalize_logged_model(model.model_id, "READY")
 

@@ -55,7 +55,7 @@ def require_disk_space(config: RetentionConfig, run: Run) -> None:
 
 
 def estimated_bytes(run: Run) -> int:
-    """Return the size of the newest unreduced run with a registered version, minus the files that `run` already has.
+    """Return the size of the newest unreduced run with a registered version, minus the size of the files that `run` has.
 
     Return 0 if there is no such run. The package counts twice, because MLflow keeps a copy. Files that the run shares with
     earlier runs by hard links do not count.
@@ -78,9 +78,9 @@ def _new_file_bytes(folder: Path) -> int:
     num_bytes = 0
     with suppress(FileNotFoundError):
         start_ns = (folder / MARKER_NAME).stat().st_mtime_ns
-        for parent, _, file_names in os.walk(folder):
+        for folder_name, _, file_names in os.walk(folder):
             for file_name in file_names:
                 with suppress(FileNotFoundError):
-                    status = (Path(parent) / file_name).lstat()
-                    num_bytes += status.st_size if status.st_mtime_ns >= start_ns else 0
+                    file_status = (Path(folder_name) / file_name).lstat()
+                    num_bytes += file_status.st_size if file_status.st_mtime_ns >= start_ns else 0
     return num_bytes

@@ -19,7 +19,7 @@ from tasks.retention.run_folders import RunRemoval, find_removals, remove_files
 
 
 class Removals(NamedTuple):
-    """Files of runs and model versions that retention removes.
+    """Run files and model versions that retention removes.
 
     Attributes:
         freed_bytes: decrease of the workspace's size; 0 if nothing has been removed yet.
@@ -56,8 +56,8 @@ def clean(workspace: Path, config: RetentionConfig, *, model_name: str, dry_run:
     run_removals = find_removals(workspace, config, aliased_run_ids=aliased_run_ids)
     if dry_run:
         return Removals(run_removals, versions)
-    bytes_before = used_bytes(workspace)
+    used_bytes_before = used_bytes(workspace)
     run_removals = remove_files(workspace, run_removals)
     if client is not None:
         versions = retry(partial(delete_versions, client, versions))
-    return Removals(run_removals, versions, freed_bytes=bytes_before - used_bytes(workspace))
+    return Removals(run_removals, versions, freed_bytes=used_bytes_before - used_bytes(workspace))

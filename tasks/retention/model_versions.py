@@ -31,7 +31,7 @@ from tasks.retention.run_folders import own_runs
 
 _LOGGED_MODEL_PATTERN = re.compile(r"models:/(m-[0-9a-f]+)")
 MAX_COMPARISON_MS = 1_000 * DAY_S
-"""Retention assumes that no run is still comparing a version older than this with the champion."""
+"""Retention assumes that a run compares its version with the champion within this time after the registration."""
 
 
 def registered_run_ids_by_model(workspace: Path) -> dict[str, set[str]]:
@@ -47,8 +47,8 @@ def registered_run_ids_by_model(workspace: Path) -> dict[str, set[str]]:
 def find_aliased_run_ids(client: MlflowClient, workspace: Path, *, model_name: str) -> set[str]:
     """Return the ids of the runs whose model version has an alias.
 
-    Several models may be trained in one workspace. Runs of a model that the registry does not have are returned too: the model
-    is in another registry, and it may have an alias there.
+    Several models may be trained in one workspace. Runs of a model that the registry does not have are returned too,
+    because a version of this model may have an alias in another registry.
 
     Args:
         model_name: the model of this pipeline; names of other models are read from the runs.
@@ -70,8 +70,8 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_newest: int)
     Retention keeps
 
     - the newest `num_newest` versions, and versions with an alias,
-    - the latest former champions, and the latest former champion of each of the latest other runs,
-    - the refitted versions, if one of these versions is a refit, because the gate compares new versions with them,
+    - the latest former champions, and one former champion for each of the latest other runs,
+    - the refitted version, if a version above is a refit, because the gate compares new versions with the refitted version,
     - versions that another run may still be comparing with the champion,
     - versions whose files are behind a link.
     """

@@ -85,16 +85,16 @@ def _find_kept_stages(
 ) -> dict[str, frozenset[StageName]]:
     """Return the stages whose files must all be kept, by run id.
 
-    All stages are kept of the newest `config.keep_full_runs` runs, of locked runs, of runs whose model version has an alias,
-    and of runs whose model is the start of the training of one of the newest or locked runs.
+    All stages are kept for the newest `config.keep_full_runs` runs, for locked runs, and for runs whose model version has an
+    alias. If a newest or locked run trains from the model of an earlier run, all stages of the earlier run are kept too.
 
-    An older run keeps its interactions, features or data report if a new run, or one of the newest or locked runs, reads them.
-    Without these files, a resumed run would repeat its stages, and a new run would build its vocabulary again.
+    Another run keeps its interactions, features or data report if a new run, or the resume of a newest or locked run, reads
+    them. Without these files, a resumed run would repeat its stages, and a new run would build its vocabulary again.
     """
     newest_or_locked_runs = [*runs[-config.keep_full_runs :], *(run for run in runs if run.is_locked())]
-    starting_run_ids = filter(None, (_starting_run_id(run.folder) for run in newest_or_locked_runs))
+    warm_start_run_ids = filter(None, (_warm_start_run_id(run.folder) for run in newest_or_locked_runs))
     kept_stages_by_run = dict.fromkeys(
-        [*(run.run_id for run in newest_or_locked_runs), *starting_run_ids, *aliased_run_ids], frozenset(STAGES)
+        [*(run.run_id for run in newest_or_locked_runs), *warm_start_run_ids, *aliased_run_ids], frozenset(STAGES)
     )
     # A resume of one of the newest or locked runs reads stages of earlier runs. A new run may read stages of all runs.
     for num_earlier_runs in {*(runs.index(run) for run in newest_or_locked_runs), len(runs)}:
@@ -106,23 +106,23 @@ def _find_kept_stages(
 def _stages_read_by_next(earlier_runs: list[Run]) -> Iterator[tuple[str, StageName]]:
     """Yield run id and stage for each stage of `earlier_runs` that the next run reads with `StageContext.previous_manifest`."""
 
-    def newest_run_with(manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True) -> str | None:
+    def newest_run_id(manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True) -> str | None:
         for run in reversed(earlier_runs):
             manifest = load_manifest(run.stage_folder(manifest_type), manifest_type, verify=False)
             if manifest is not None and where(manifest):
                 return run.run_id
         return None
 
-    if (run_id := newest_run_with(InteractionsManifest)) is not None:
+    if (run_id := newest_run_id(InteractionsManifest)) is not None:
         yield run_id, "ingest_interactions"
-    if (run_id := newest_run_with(FeaturesManifest)) is not None:
+    if (run_id := newest_run_id(FeaturesManifest)) is not None:
         yield run_id, "ingest_features"
-    if (run_id := newest_run_with(DataReportManifest, where=lambda report: not report.breaches)) is not None:
+    if (run_id := newest_run_id(DataReportManifest, where=lambda report: not report.breaches)) is not None:
         yield run_id, "check_data"
         yield run_id, "ingest_interactions"  # the next data report compares its events with the events of this run
 
 
-def _starting_run_id(folder: Path) -> str | None:
+def _warm_start_run_id(folder: Path) -> str | None:
     """Return the id of the run whose model is the start of the training in `folder`; None for a training from scratch."""
     try:
         run_id = json.loads((folder / CHAMPION_FILE_NAME).read_bytes())["run_id"]

@@ -22,12 +22,12 @@ The download may have been damaged, or the memory or the disk may have been full
 
 
 class RegistryChampion:
-    """The version of a registered model that has an alias, and its package on this machine.
+    """The version with an alias of a registered model, and the package of the version on this machine.
 
     Args:
         workspace: workspace of the pipeline, whose MLflow is used unless MLFLOW_TRACKING_URI is set.
         alias: alias of the version to serve.
-        folder: folder for the versions of another MLflow, which are copied there.
+        folder: folder for copies of versions from another MLflow.
     """
 
     def __init__(self, workspace: Path, *, model_name: str, alias: str, folder: Path) -> None:
@@ -52,8 +52,8 @@ class RegistryChampion:
             down_since = self._champion.registry_down_since or time.time()
             if self._champion.registry_problem is None:
                 LOG.warning("%s; version %s is still served", redacted(first_line(error)), self._champion.release.version)
-            update = {"registry_problem": redacted(first_line(error)), "registry_down_since": down_since}
-            self._champion = self._champion.model_copy(update=update)
+            problem_fields = {"registry_problem": redacted(first_line(error)), "registry_down_since": down_since}
+            self._champion = self._champion.model_copy(update=problem_fields)
             return self._champion
         if self._champion is not None and self._champion.registry_problem is not None:
             LOG.info("the registry answers again")
@@ -67,7 +67,7 @@ class RegistryChampion:
             self._refused_version = None
 
     def refuse(self, problem: str) -> Champion | None:
-        """Go back to the former version, because a process cannot serve the current one. Return None if no former one exists.
+        """Serve the former version, because a process cannot serve the current version. Return None without a former version.
 
         The refused version is tried again after FIRST_REFUSAL_S, with a new copy of its package if the copy is damaged. If it
         is refused again, the time doubles, up to MAX_REFUSAL_S. If another version was the champion in the meantime, the

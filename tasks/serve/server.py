@@ -27,7 +27,7 @@ from tasks.serve.registry_champion import RegistryChampion
 LOG = logging.getLogger("nightjar")
 START_TIMEOUT_S = 600.0
 MAX_RESTARTS = 10
-"""Largest number of restarts in a row of a worker that dies before it serves. More restarts would not help against a bug."""
+"""Largest number of consecutive restarts of a worker that dies before it serves. More restarts would not help against a bug."""
 BACKLOG = 2048
 METRICS_FOLDER = "metrics"
 CHECK_INTERVAL_S = 0.2
@@ -48,7 +48,7 @@ class _Worker:
         return state if state is not None and state.pid == self.process.pid else None
 
     def problem_with(self, version: str) -> str | None:
-        """Return why the process cannot serve `version`: it refused the version, or ended before serving it; otherwise None.
+        """Return the reason if the process has refused `version`, or has ended before it served `version`; otherwise None.
 
         A process that ends while it loads a new version may have needed too much memory.
         """
@@ -75,13 +75,13 @@ class _Worker:
         self.process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        descriptor = self._listener.fileno()
+        listener_fd = self._listener.fileno()
         metrics_folder = self._folder / METRICS_FOLDER
         # FAISS reads the number of threads when it is imported; omp_set_num_threads has no effect on threads that start later.
-        variables = {"OMP_NUM_THREADS": str(self._num_threads), "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder)}
-        environment = os.environ | parent_environment() | variables
-        command = [sys.executable, "-m", "recsys_core.http_server", str(descriptor), str(self._folder), str(self._index)]
-        return subprocess.Popen(command, env=environment, pass_fds=[descriptor], process_group=0)
+        worker_variables = {"OMP_NUM_THREADS": str(self._num_threads), "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder)}
+        environment = os.environ | parent_environment() | worker_variables
+        command = [sys.executable, "-m", "recsys_core.http_server", str(listener_fd), str(self._folder), str(self._index)]
+        return subprocess.Popen(command, env=environment, pass_fds=[listener_fd], process_group=0)
 
 
 def serve(
@@ -127,7 +127,7 @@ def serve(
             )
         finally:
             listener.close()  # refuses new connections, which would wait for a process that ends
-            _end(workers, timeout_s=config.shutdown_timeout_s + 5.0)
+            _end_workers(workers, timeout_s=config.shutdown_timeout_s + 5.0)
 
 
 @contextmanager
@@ -138,12 +138,12 @@ def _temporary_folder() -> Iterator[Path]:
     locked, because systemd-tmpfiles skips a locked folder.
     """
     with TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True) as folder_name:
-        descriptor = os.open(folder_name, os.O_RDONLY)
+        folder_fd = os.open(folder_name, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            fcntl.flock(folder_fd, fcntl.LOCK_SH)
             yield Path(folder_name)
         finally:
-            os.close(descriptor)
+            os.close(folder_fd)
 
 
 def _open_listener(config: ServeConfig) -> socket.socket:
@@ -167,8 +167,10 @@ def _wait_until_ready(workers: list[_Worker], *, stop_event: threading.Event) ->
         for worker, state in zip(workers, states, strict=True):
             if (exit_status := worker.process.poll()) is not None:
                 problem = None if state is None else state.problem
-                ended = f"a worker ended with status {exit_status} before all workers were ready; its last line has the reason"
-                raise StageError(f"the champion cannot be served: {problem or ended}")
+                end_text = (
+                    f"a worker ended with status {exit_status} before all workers were ready; its last line has the reason"
+                )
+                raise StageError(f"the champion cannot be served: {problem or end_text}")
         if all(state is not None and state.version is not None for state in states):
             return True
         if time.monotonic() > deadline_s:
@@ -201,7 +203,7 @@ def _follow_champion(
             registry_champion.accept()
         if poll_future is None and problem is not None and (former_champion := registry_champion.refuse(problem)) is not None:
             champion = former_champion
-            _write(champion, release_path)
+            _write_release(champion, release_path)
         # A problem is handled after the poll. Until then, a dead worker is not restarted, because its state may be the only
         # sign of the problem.
         if poll_future is None or problem is None:
@@ -211,11 +213,11 @@ def _follow_champion(
             poll_future = _start_in_thread(registry_champion.poll)
         if poll_future is not None and poll_future.done():
             champion = poll_future.result()
-            _write(champion, release_path)
+            _write_release(champion, release_path)
             poll_future, next_poll_s = None, time.monotonic() + config.poll_interval_s
 
 
-def _write(champion: Champion, release_path: Path) -> None:
+def _write_release(champion: Champion, release_path: Path) -> None:
     """Write release.json; log an error of the disk, because the workers can serve without the file."""
     try:
         champion.write(release_path)
@@ -247,7 +249,7 @@ def _start_in_thread(call: Callable[[], Champion]) -> Future[Champion]:
     return future
 
 
-def _end(workers: list[_Worker], *, timeout_s: float) -> None:
+def _end_workers(workers: list[_Worker], *, timeout_s: float) -> None:
     """End the workers. They finish open requests, and are killed after the timeout."""
     for worker in workers:
         if worker.process.poll() is None:

@@ -37,8 +37,8 @@ def check_data(context: StageContext, config: DataReportConfig, *, split: Split)
             f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violation_list}\nsee {page_path}; "
             f"fix the data, or relax the limit and rerun with --resume {context.run.run_id}"
         )
-    users_text = describe_held_out_users(manifest.metrics)
-    return manifest, f"{users_text}, no limit is violated, reference run: {manifest.compared_with or 'none'}"
+    held_out_users_text = describe_held_out_users(manifest.metrics)
+    return manifest, f"{held_out_users_text}, no limit is violated, reference run: {manifest.compared_with or 'none'}"
 
 
 def _reference_run(context: StageContext) -> PreviousRun | None:

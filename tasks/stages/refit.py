@@ -82,7 +82,7 @@ def refit(
     champion, promoted_number = registry.champion(), registration.version
     if champion is not None and champion.tags.get(REFIT_OF_TAG) == promoted_number:
         if not (run.folder / REFIT_FILE_NAME).exists():  # the run was interrupted after the refit had become champion
-            _finish(run, version=champion)
+            _finish_refit(run, version=champion)
         return f"version {champion.version}, its refit, is champion"
     if champion is None or not (str(champion.version) == promoted_number or _is_refresh_of_run(champion, run)):
         return f"version {promoted_number} is not champion any more, so it gets no refit"
@@ -107,7 +107,7 @@ def refit(
     )
     if new_champion is None:
         return f"another version became champion before version {version.version}, the refit of version {promoted_number}"
-    _finish(run, version=new_champion)
+    _finish_refit(run, version=new_champion)
     log.finish_step(f"version {new_champion.version} is champion: {reason}")
     return f"version {new_champion.version}, its refit, is champion"
 
@@ -125,11 +125,11 @@ def _replace_champion(
     """Make the refit `version`, or its refresh, the champion. Return the new champion, or None if another version is champion.
 
     A refresh may have replaced the promoted version during the training. The refit does not have the items of this refresh, so
-    it is refreshed too.
+    the refit is refreshed too.
     """
     champion = registry.champion()
     if champion is not None and _is_refresh_of_run(champion, context.run):
-        refreshed = refresh_champion(
+        refreshed_version = refresh_champion(
             refresh_config,
             inputs,
             registry,
@@ -137,13 +137,13 @@ def _replace_champion(
             pipeline=context.pipeline,
             successor=registry.version(version.version),  # with the tags that were set after the registration
         )
-        if refreshed is not None and refreshed.problems:
+        if refreshed_version is not None and refreshed_version.problems:
             raise StageError(
-                f"version {refreshed.version}, the refit of version {promoted_number} with the current items, does not become "
-                f"champion: {'; '.join(refreshed.problems)}"
+                f"version {refreshed_version.version}, the refit of version {promoted_number} with the current items, does not "
+                f"become champion: {'; '.join(refreshed_version.problems)}"
             )
-        if refreshed is not None:
-            return registry.version(refreshed.version)
+        if refreshed_version is not None:
+            return registry.version(refreshed_version.version)
     elif champion is None or str(champion.version) != promoted_number:
         return None
     is_champion = registry.move_champion(version, expected_champion=champion, reason=reason)
@@ -155,8 +155,8 @@ def _is_refresh_of_run(champion: ModelVersion, run: Run) -> bool:
     return bool(PARENT_TAG in champion.tags and champion.tags.get(RUN_ID_TAG) == run.run_id)
 
 
-def _finish(run: Run, *, version: ModelVersion) -> None:
-    """Record the version of the refit, and remove the folder with its stages."""
+def _finish_refit(run: Run, *, version: ModelVersion) -> None:
+    """Record the version of the refit, and remove the folder with the stages of the refit."""
     write_text(run.folder / REFIT_FILE_NAME, json.dumps({"version": str(version.version)}))
     remove_own_folder(run.folder / REFIT_FOLDER_NAME)
 
@@ -167,21 +167,21 @@ def _train_on_all_events(
     """Run the stages from training to package in `folder`; return the results of the run, updated with the new results.
 
     The training and a spectral block use the validation and test events as training events. The other stages use the splits of
-    the run, so the index is tuned on its validation and test queries.
+    the run, so the index is tuned on the validation and test queries.
     """
     results, dataset = Results(context.results), context.dataset
     merged_interactions = merge_splits(dataset.interactions, folder / InteractionsManifest.stage)
-    original_train = results[TrainManifest]
-    num_epochs = original_train.best_epoch or original_train.num_epochs
+    original_training = results[TrainManifest]
+    num_epochs = original_training.best_epoch or original_training.num_epochs
     training = setup.training.model_copy(update={"epochs": num_epochs, "validation": None})
-    export = results[ExportManifest]
+    original_export = results[ExportManifest]
     model = setup.model.with_choices(
-        temperature=original_train.temperature,
-        block_weight=export.spectral_block_weight,
-        popularity_weight=export.popularity_weight,
+        temperature=original_training.temperature,
+        block_weight=original_export.spectral_block_weight,
+        popularity_weight=original_export.popularity_weight,
     )
     refit_setup = replace(setup, training=training, model=model)
-    warm_from = original_train.warm_from
+    warm_from = original_training.warm_from
     train = train_core.train(
         refit_setup,
         dataset=replace(dataset, interactions=merged_interactions),
@@ -228,8 +228,8 @@ def _show_progress(progress: Progress) -> None:
 def _smoke_test(version: ModelVersion, registry: Registry, context: StageContext, *, max_users: int) -> None:
     """Raise StageError if the version gives an invalid answer for a user of the log."""
     dataset = context.dataset
-    with TemporaryDirectory(prefix="nightjar-") as folder, ModelProcess() as process:
+    with TemporaryDirectory(prefix="nightjar-") as folder_name, ModelProcess() as process:
         sample = prepare_sample(
-            dataset.interactions, max_users=max_users, folder=Path(folder) / "smoke_test", features=dataset.features
+            dataset.interactions, max_users=max_users, folder=Path(folder_name) / "smoke_test", features=dataset.features
         )
         VersionTester(registry, sample, context.run.workspace, process).smoke_test(version)

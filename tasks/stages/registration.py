@@ -131,7 +131,7 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
         for ranker, metrics in metrics_by_ranker.items()
         if metrics.keys() >= set(metric_names)  # leave out the entry `index`, which has only the recall of the index
     }
-    lines = [
+    paragraphs = [
         f"## {registration.model_name} version {registration.version} is {registration.alias}",
         *registration.reasons,
         f"Users of the split: {describe_held_out_users(data_report.metrics)}",
@@ -143,4 +143,4 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
         to_markdown(metric_table(evaluation.metrics)),
         f"MLflow run `{registration.mlflow_run_id}`",
     ]
-    return "\n\n".join(lines)
+    return "\n\n".join(paragraphs)

@@ -27,7 +27,7 @@ class StoppedEarly(Exception):
 
 
 class Stage(Generic[P, ManifestT]):
-    """A stage of a run. A call runs its function, in a flow as a Prefect task, and returns the manifest.
+    """A stage of a run. A call runs the function and returns the manifest. In a flow, the call is a Prefect task.
 
     Attributes:
         manifest_type: type of the manifest, which declares the name of the stage.
@@ -41,8 +41,8 @@ class Stage(Generic[P, ManifestT]):
     def __call__(self, context: StageContext, *args: P.args, **kwargs: P.kwargs) -> ManifestT | None:
         """Run the stage; raise StoppedEarly if `context.until` names it."""
         task_decorator = task(name=self.manifest_type.stage, cache_policy=NO_CACHE)
-        run = self.run if FlowRunContext.get() is None else task_decorator(self.run)
-        manifest = run(context, *args, **kwargs)
+        run_stage = self.run if FlowRunContext.get() is None else task_decorator(self.run)
+        manifest = run_stage(context, *args, **kwargs)
         # The exception is raised outside of the task, because Prefect would mark the task as failed.
         if context.until == self.manifest_type.stage:
             raise StoppedEarly(context.until)

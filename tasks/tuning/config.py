@@ -93,9 +93,9 @@ class RangeConfig(Settings):
             raise ValueError("the setting is not a number; set {choices: [...]}")
         if number_type is int and self.step is not None and self.step != int(self.step):
             raise ValueError(f"step is {self.step:g}, but the setting takes whole numbers; set step to a whole number")
-        bound_by_name = {"low": self.low, "high": self.high, "step": self.step}
+        number_by_key = {"low": self.low, "high": self.high, "step": self.step}
         return self.model_copy(
-            update={name: None if bound is None else number_type(bound) for name, bound in bound_by_name.items()}
+            update={key: None if number is None else number_type(number) for key, number in number_by_key.items()}
         )
 
 

@@ -53,7 +53,7 @@ class FinishedTrial(Frozen):
     Attributes:
         settings: values of the searched settings.
         value: metric of a complete trial's best epoch, or of a pruned trial's last epoch; None if the trial failed.
-        seconds: duration of the last start of the trial's training; 0 if the trial failed before its training.
+        seconds: duration of the training since its last start; 0 if the trial failed before its training.
         reason: why the trial failed.
         epochs: metric by epoch (1-based).
     """
@@ -102,7 +102,7 @@ def finished_trials(study: optuna.Study) -> list[FinishedTrial]:
 
 
 def start_trial(study: optuna.Study, config: TuningConfig, *, first_settings: Sequence[Mapping[str, Any]] = ()) -> optuna.Trial:
-    """Resume the interrupted trial, or start a new trial. Its user attribute `settings` has its settings.
+    """Resume the interrupted trial, or start a new trial. Store the settings in the user attribute `settings` of the trial.
 
     Args:
         first_settings: settings of the first trials, in order. The sampler chooses the settings of later trials.
@@ -163,8 +163,8 @@ def run_trial(
     """
 
     last_validation: dict[str, float] = {}
-    num_complete = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
-    can_prune = num_complete >= startup_trials
+    num_complete_trials = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+    can_prune = num_complete_trials >= startup_trials
     start_s = time.monotonic()
 
     def on_progress(progress: Progress) -> None:
@@ -173,10 +173,10 @@ def run_trial(
             with warnings.catch_warnings():  # a resumed trial reports some epochs again, which Optuna ignores with a warning
                 warnings.simplefilter("ignore", UserWarning)
                 trial.report(progress.validation[metric], progress.epoch)
-            # `should_prune` is also called for a trial that must not be pruned, because it stores the value for later trials.
+            # Call `should_prune` also for a trial that must not be pruned, because the call stores the value for later trials.
             if trial.should_prune() and can_prune and progress.step < progress.total_steps:
                 raise optuna.TrialPruned
-        if num_complete and time.monotonic() > deadline_s and progress.step < progress.total_steps:
+        if num_complete_trials and time.monotonic() > deadline_s and progress.step < progress.total_steps:
             raise BudgetSpent
         note = training_note(progress, validation=last_validation)
         show_bar(label, num_done=progress.step, num_total=progress.total_steps, note=note)
@@ -288,7 +288,7 @@ def log_missing_trials(context: StageContext, trials: Iterable[FinishedTrial], *
 
 
 def log_study(context: StageContext, *, best_trial: FinishedTrial | None, metric: str, paths: Iterable[Path]) -> None:
-    """Log the config, the value of the best trial and `paths` to the study's MLflow run, and end this run."""
+    """Log the config, the value of the best trial and the files `paths` to the study's MLflow run, and end the MLflow run."""
 
     def log(client: MlflowClient) -> None:
         run_id = open_mlflow_run(client, context)

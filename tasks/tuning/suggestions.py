@@ -37,7 +37,7 @@ MAX_FACTORISATION_ITEMS = 20_000
 MOSTLY_COLD_SHARE = 0.5
 """If a larger share of the events is of cold items, the settings are for cold items (suggestions.json, citeulike_t cold)."""
 MAX_ROWS_WITHOUT_BLOCK = 200
-"""A spectral block, with 80 singular vectors, is suggested for more users and items than this."""
+"""A spectral block, with 80 singular vectors, is suggested if there are more users and more items than this."""
 MAX_DIM = 128
 """Largest suggested width of the item embeddings."""
 MIN_EVENTS_FOR_POPULARITY = 20
@@ -56,7 +56,7 @@ class DataFacts(Frozen):
     """Facts about an ingested log on which the suggestions depend.
 
     Attributes:
-        density: share of all pairs of a user and an item that are in the training events.
+        density: share of all (user, item) pairs that are in the training events.
         history_median, history_p95: median and 95th percentile of the training events per user.
         is_ordered: whether the events of a user have an order.
         vector_share: share of the training events whose item has a pretrained vector.
@@ -89,10 +89,10 @@ class DataFacts(Frozen):
         history_lengths = train_count_U[train_count_U > 0]
         num_users, num_items, num_events = len(history_lengths), int((train_count_I > 0).sum()), interactions.num_train_events
         vector_row_I = store.vector_rows("item")
-        before_test_I, count_I = store.item_counts_before("test"), store.event_count_I()
+        count_before_test_I, event_count_I = store.item_counts_before("test"), store.event_count_I()
 
-        def cold_share(held_out_I: NDArray[np.int64]) -> float:
-            return float(held_out_I[train_count_I == 0].sum() / max(1, held_out_I.sum()))
+        def cold_share(held_out_count_I: NDArray[np.int64]) -> float:
+            return float(held_out_count_I[train_count_I == 0].sum() / max(1, held_out_count_I.sum()))
 
         return cls(
             num_users=num_users,
@@ -106,9 +106,9 @@ class DataFacts(Frozen):
             and any(key.startswith("item.") for key in dataset.features.features),
             vector_share=0.0 if vector_row_I is None else float(train_count_I[vector_row_I >= 0].sum() / max(1, num_events)),
             vector_dim=0 if vector_row_I is None or dataset.embeddings is None else dataset.embeddings.tables["item"].dim,
-            cold_share=cold_share(count_I - train_count_I),
-            cold_validation_share=cold_share(before_test_I - train_count_I),
-            cold_test_share=cold_share(count_I - before_test_I),
+            cold_share=cold_share(event_count_I - train_count_I),
+            cold_validation_share=cold_share(count_before_test_I - train_count_I),
+            cold_test_share=cold_share(event_count_I - count_before_test_I),
             is_validation_sampled=isinstance(split, FileSplit) and split.validation_share > 0,
         )
 
@@ -119,7 +119,7 @@ class DataFacts(Frozen):
 
     @property
     def lacks_order_and_vectors(self) -> bool:
-        """Whether events have no order and items have no pretrained vectors, which needs other settings: suggestions.json."""
+        """Whether events have no order and items no pretrained vectors, so that other settings fit (suggestions.json)."""
         return not self.is_ordered and self.vector_share == 0
 
     @property
@@ -149,8 +149,9 @@ def suggestions(facts: DataFacts) -> list[Suggestion]:
 
 
 def _suggestion(setting: str, value: Any, reason: str, *choices: Any, low: Any = None, high: Any = None) -> Suggestion:
-    """Return a suggestion. `nightjar tune` searches the choices, or the range from `low` to `high`, which is logarithmic if
-    `low` is above 0.
+    """Return a suggestion with the choices, or the range from `low` to `high`, that `nightjar tune` searches.
+
+    The range is logarithmic if `low` is above 0.
     """
     search = None
     if choices:
@@ -162,8 +163,8 @@ def _suggestion(setting: str, value: Any, reason: str, *choices: Any, low: Any =
 
 def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
     """Yield the settings of a matrix factorisation with a softmax over the whole catalogue."""
-    density = f"{_percent(facts.density)} of all pairs are in the log"
-    reason = f"{density}, and the log has no order, so an embedding per user is better than a mean of items"
+    density_text = f"{_percent(facts.density)} of all pairs are in the log"
+    reason = f"{density_text}, and the log has no order, so an embedding per user is better than a mean of items"
     yield _suggestion("model.learn_user_embedding", True, reason)
     reason = "the model reads the embedding of the user instead of the history"
     yield _suggestion("model.history.last_item_feature", False, reason)
@@ -172,7 +173,7 @@ def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
     reason = f"{facts.num_items:,} items are few, and large batches make a softmax over all of them fast"
     yield _suggestion("loss.kind", "softmax", reason)
     yield _suggestion("loss.negatives", "all", reason)
-    reason = f"{density}: a dense log needs a higher temperature than a sparse one"
+    reason = f"{density_text}: a dense log needs a higher temperature than a sparse one"
     yield _suggestion(
         "model.temperature", 0.25 if facts.num_train_events < SMALL_LOG_EVENTS else 0.18, reason, low=0.1, high=0.4
     )
@@ -197,16 +198,16 @@ def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
 
 def _loss(facts: DataFacts) -> Iterator[Suggestion]:
     """Yield the settings of the loss and of the popularity for a model that reads histories."""
-    density = f"{_percent(facts.density)} of all pairs are in the log"
+    density_text = f"{_percent(facts.density)} of all pairs are in the log"
     if facts.is_dense:
-        reason = f"{density}: a dense log needs a higher temperature than a sparse one"
+        reason = f"{density_text}: a dense log needs a higher temperature than a sparse one"
         yield _suggestion("model.temperature", 0.2, reason, low=0.1, high=0.4)
-        reason = f"{density}, so many sampled negatives are items that the user has had"
+        reason = f"{density_text}, so many sampled negatives are items that the user has had"
         yield _suggestion("loss.mask_negatives", "seen", reason, "positive", "seen")
         reason = f"{facts.num_items:,} items can be negatives; more of them approximate the softmax over all items better"
         yield _suggestion("loss.num_negatives", 2048 if facts.num_items > 2048 else 512, reason, 512, 2048)
     else:
-        reason = f"{density}: a sparse log needs a low temperature"
+        reason = f"{density_text}: a sparse log needs a low temperature"
         temperature = 0.15 if facts.lacks_order_and_vectors else 0.1
         yield _suggestion("model.temperature", temperature, reason, low=0.05, high=0.2)
     if not facts.is_ordered and not facts.is_dense:
@@ -219,14 +220,14 @@ def _loss(facts: DataFacts) -> Iterator[Suggestion]:
 
 def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
     """Yield the settings of a model whose histories have an order."""
-    length = int(min(MAX_HISTORY_LENGTH, max(10, 10 * math.ceil(facts.history_p95 / 10))))
+    history_length = int(min(MAX_HISTORY_LENGTH, max(10, 10 * math.ceil(facts.history_p95 / 10))))
     reason = f"95 % of the users have at most {facts.history_p95:,.0f} events"
-    yield _suggestion("model.history.length", length, reason, 10, 20, 50)
+    yield _suggestion("model.history.length", history_length, reason, 10, 20, 50)
     reason = "the log has an order, so newer items can count more"
     yield _suggestion("model.history.pooling", "recency", reason, "mean", "recency")
     if facts.describes_items:
-        description = "features" if facts.has_item_features else "pretrained vectors"
-        reason = f"items have {description}, which then also describe the histories"
+        item_data = "features" if facts.has_item_features else "pretrained vectors"
+        reason = f"items have {item_data}, which then also describe the histories"
         yield _suggestion("model.history.item_representation", "candidate_tower", reason, "embedding", "candidate_tower")
     has_many_cold_items = facts.vector_share > 0 and facts.cold_share > 0.2
     if has_many_cold_items:
@@ -298,8 +299,8 @@ def _vectors_with_offsets(facts: DataFacts) -> Iterator[Suggestion]:
 
 
 def _training(facts: DataFacts) -> Iterator[Suggestion]:
-    smallest_size = 1024 if facts.lacks_order_and_vectors else 512
-    batch_size = _batch_size(facts, steps_per_epoch=STEPS_PER_EPOCH, smallest_size=smallest_size)
+    min_batch_size = 1024 if facts.lacks_order_and_vectors else 512
+    batch_size = _batch_size(facts, steps_per_epoch=STEPS_PER_EPOCH, min_batch_size=min_batch_size)
     yield _suggestion("training.batch_size", batch_size, _steps_reason(facts, batch_size))
     if facts.is_ordered and not facts.is_dense and not facts.describes_items:
         return  # constant rates are better for ids alone (suggestions.json, Amazon Beauty, ids alone)
@@ -308,9 +309,9 @@ def _training(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion("training.dense_optimizer.lr_decay", "cosine", reason)
 
 
-def _batch_size(facts: DataFacts, *, steps_per_epoch: int, smallest_size: int = 512) -> int:
-    """Return a power of two from `smallest_size` to 8,192 with which an epoch has about `steps_per_epoch` steps."""
-    return int(2 ** round(math.log2(min(8192, max(smallest_size, facts.num_train_events / steps_per_epoch)))))
+def _batch_size(facts: DataFacts, *, steps_per_epoch: int, min_batch_size: int = 512) -> int:
+    """Return a power of two from `min_batch_size` to 8,192 with which an epoch has about `steps_per_epoch` steps."""
+    return int(2 ** round(math.log2(min(8192, max(min_batch_size, facts.num_train_events / steps_per_epoch)))))
 
 
 def _steps_reason(facts: DataFacts, batch_size: int) -> str:

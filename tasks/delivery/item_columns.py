@@ -34,7 +34,7 @@ def vectors_of(items: pa.Table) -> NDArray[np.float32]:
 
 
 def with_finite_numbers(items: pa.Table) -> pa.Table:
-    """Replace NaN by null, and infinity by the largest number of the type, because JSON and Milvus have neither."""
+    """Replace NaN by null, and infinity by the largest number of the type: JSON and Milvus accept only finite numbers."""
     for index, field in enumerate(items.schema):
         if pa.types.is_floating(field.type):
             values, max_number = items[field.name], pa.scalar(np.finfo(field.type.to_pandas_dtype()).max, field.type)

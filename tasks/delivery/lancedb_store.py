@@ -83,7 +83,7 @@ class _LanceDb:
         ]
 
     def aliased_collection(self, alias: str) -> str | None:
-        return dict(self._alias_rows()).get(alias)
+        return dict(self._alias_collection_pairs()).get(alias)
 
     def switch(self, alias: str, collection: str) -> None:
         import pyarrow as pa
@@ -108,7 +108,7 @@ class _LanceDb:
             if not page_token:
                 return table_names
 
-    def _alias_rows(self) -> Iterator[tuple[str, str]]:
+    def _alias_collection_pairs(self) -> Iterator[tuple[str, str]]:
         if ALIASES_TABLE in self._table_names():
-            rows = self._database.open_table(ALIASES_TABLE).to_arrow().to_pylist()
-            yield from ((row["alias"], row["collection"]) for row in rows)
+            alias_rows = self._database.open_table(ALIASES_TABLE).to_arrow().to_pylist()
+            yield from ((row["alias"], row["collection"]) for row in alias_rows)

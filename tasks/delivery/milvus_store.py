@@ -118,9 +118,10 @@ class _Milvus:
 
     def add(self, collection: str, items: pa.Table) -> None:
         item_columns = delivery.item_columns
-        columns = item_columns.with_finite_numbers(item_columns.with_integer_times(items)).drop_columns(["vector"])
+        scalar_columns = item_columns.with_finite_numbers(item_columns.with_integer_times(items)).drop_columns(["vector"])
         rows = [
-            row | {"vector": vector} for row, vector in zip(columns.to_pylist(), item_columns.vectors_of(items), strict=True)
+            row | {"vector": vector}
+            for row, vector in zip(scalar_columns.to_pylist(), item_columns.vectors_of(items), strict=True)
         ]
         self._client.insert(collection, rows)
 

@@ -13,7 +13,7 @@ class AliasChange:
     """An alias that moved to another version of a model.
 
     Attributes:
-        old_version: version that had the alias; None if there was none.
+        old_version: version that had the alias; None if no version had it.
         new_version: version that has the alias; None if the alias was removed.
         reason: why the alias moved.
         is_late: whether the process that moved the alias was killed before it could inform the publishers.

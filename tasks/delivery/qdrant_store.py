@@ -135,7 +135,7 @@ class _Qdrant:
 
     def aliased_collection(self, alias: str) -> str | None:
         collection_by_alias = {
-            description.alias_name: description.collection_name for description in self._client.get_aliases().aliases
+            alias_entry.alias_name: alias_entry.collection_name for alias_entry in self._client.get_aliases().aliases
         }
         return collection_by_alias.get(alias)
 

@@ -111,14 +111,14 @@ def write_recommendations(
         settings: all settings that change the recommendations, as JSON values; `is_written` compares them.
 
     Raises:
-        InputError: a file, a column, a value or an option is invalid, the model has no users and `user_paths` is empty, or
-            `folder` has other files. The message names the file and its rows.
+        InputError: a file, a column, a value or an option is invalid; the message names the file and its rows. Also if
+            `folder` has other files, or if `user_paths` is empty and the model has no users.
     """
     if not user_paths and not len(retriever.user_ids):
         raise InputError(
             f"version {retriever.version} stores no users; set delivery.recommendations.user_paths to files with the histories"
         )
-    with _replacement(folder) as new_folder, explain_disk_full(folder.parent):
+    with _replacement_folder(folder) as new_folder, explain_disk_full(folder.parent):
         # Copies of remote files are in the new folder too, so that they are removed with it if the process is killed.
         columns, num_rows, batches = _read_users(retriever, user_paths, batch_rows=_batch_rows(k), scratch_folder=new_folder)
         num_rows_by_code = np.zeros(len(FALLBACKS), np.int64)
@@ -160,7 +160,7 @@ def _num_bytes_by_file(folder: Path) -> dict[str, int]:
 
 
 @contextmanager
-def _replacement(folder: Path) -> Iterator[Path]:
+def _replacement_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` after the block. After an error, `folder` is as before.
 
     Raises InputError if `folder` has files that are not recommendations.
@@ -205,7 +205,7 @@ def _read_users(
 ) -> tuple[list[str], int, Generator[_InputBatch]]:
     """Return the columns that are read, the number of rows, and the batches."""
     if not user_paths:
-        return ["user_id"], len(retriever.user_ids), _known_users(retriever, batch_rows=batch_rows)
+        return ["user_id"], len(retriever.user_ids), _known_user_batches(retriever, batch_rows=batch_rows)
     sources = open_sources(user_paths, setting="users")
     model_columns = [*QUERY_COLUMNS, *retriever.request_features.columns]
     columns = [name for name in model_columns if any(name in source.schema.names for source in sources)]
@@ -247,7 +247,7 @@ def _batch_rows(k: int) -> int:
     return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_ITEMS // max(1, k)))
 
 
-def _known_users(retriever: Retriever, *, batch_rows: int) -> Generator[_InputBatch]:
+def _known_user_batches(retriever: Retriever, *, batch_rows: int) -> Generator[_InputBatch]:
     for row_slice in chunk_slices(len(retriever.user_ids), length=batch_rows):
         user_rows = np.arange(row_slice.start, row_slice.stop)
         yield _InputBatch({"user_id": _id_column(retriever.user_ids.ids(user_rows))}, "the users of the model")

@@ -48,7 +48,7 @@ class VectorStore(Protocol):
         """Add items."""
 
     def finish(self, collection: str) -> None:
-        """Make all added items searchable, and build the index if the store needs one and does not have it yet."""
+        """Make all added items searchable. If the store needs an index that it does not have, build the index."""
 
     def count(self, collection: str) -> int:
         """Return the number of items."""

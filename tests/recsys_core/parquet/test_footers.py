@@ -16,52 +16,57 @@ from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.forged_parquet import patch_footer
 from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
-NUM_ROWS = 3000
+NUM_GROUP_ROWS = 3000
+FILE_WITH_INVALID_FOOTER = b"PAR1" + b"\0" * 50 + (43).to_bytes(4, "little") + b"PAR1"
+"""Content of a file that declares 43 zero bytes as its footer."""
 
 
 def write_valid_file(tmp_path: Path) -> str:
     """Write a valid file with the columns a and b in two row groups of 3,000 rows. Return its path.
 
-    The number 6,000 occurs once in the footer. Then 3,000 occurs five times for each row group: as the number of values and of
-    levels of a, of values and of levels of b, and as the number of rows.
+    In the footer, the number 6,000 occurs once. Then, for each row group, the number 3,000 occurs five times in this order:
+    values of a, levels of a, values of b, levels of b, rows.
     """
     rng = np.random.default_rng(0)
-    columns = {name: rng.integers(0, 2**60, 2 * NUM_ROWS) for name in ("a", "b")}
+    columns = {name: rng.integers(0, 2**60, 2 * NUM_GROUP_ROWS) for name in ("a", "b")}
     path = tmp_path / "x.parquet"
     write_options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-    pq.write_table(pa.table(columns), path, row_group_size=NUM_ROWS, **write_options)
+    pq.write_table(pa.table(columns), path, row_group_size=NUM_GROUP_ROWS, **write_options)
     return str(path)
 
 
 def assert_rejected(path: str, *message_parts: str) -> None:
-    """Assert that the file x.parquet is rejected with `message_parts` in this order."""
-    with raises_input_error("x.parquet: not a readable parquet file (", " bytes): ", *message_parts):
-        open_sources([path], setting="s")
+    """Assert that x.parquet is rejected with a message that has the file size, then `message_parts` in this order."""
+    size_bytes = Path(path).stat().st_size
+    with raises_input_error(f"x.parquet: not a readable parquet file ({size_bytes:,} bytes): ", *message_parts):
+        open_sources([path], setting="paths")
 
 
 def test_a_valid_file_is_read(tmp_path: Path) -> None:
-    (source,) = open_sources([write_valid_file(tmp_path)], setting="s")
-    assert source.record.num_rows == 2 * NUM_ROWS
+    (source,) = open_sources([write_valid_file(tmp_path)], setting="paths")
+    assert source.record.num_rows == 2 * NUM_GROUP_ROWS
     with source.open() as file:
-        assert file.read().num_rows == 2 * NUM_ROWS
+        assert file.read().num_rows == 2 * NUM_GROUP_ROWS
 
 
 def test_after_an_error_of_duckdb_the_next_footer_is_parsed_in_a_new_database(tmp_path: Path) -> None:
-    (tmp_path / "x.parquet").write_bytes(b"PAR1" + b"\0" * 50 + (43).to_bytes(4, "little") + b"PAR1")
+    (tmp_path / "x.parquet").write_bytes(FILE_WITH_INVALID_FOOTER)
     database = footers._footer_database()
     assert_rejected(str(tmp_path / "x.parquet"))
     assert footers._footer_database() is not database
-    open_sources([write_valid_file(tmp_path)], setting="s")
+    open_sources([write_valid_file(tmp_path)], setting="paths")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "it is empty; write it again"),
+        (b"x", "it has no parquet footer; list only parquet files"),
+        (b"PAR1", "it begins as parquet, but its end is missing, so it is truncated"),
         (b"id,item\n1,2\n3,4\n", "it has no parquet footer; list only parquet files"),
         (b"PAR1" + b"\0" * 100, "it begins as parquet, but its end is missing, so it is truncated"),
         (b"PAR1" + b"\0" * 50 + b"PARE", "its footer is encrypted"),
-        (b"PAR1" + b"\0" * 50 + (43).to_bytes(4, "little") + b"PAR1", ""),
+        (FILE_WITH_INVALID_FOOTER, ""),
         (
             b"PAR1" + b"\0" * 50 + (51).to_bytes(4, "little") + b"PAR1",
             "its footer claims 51 bytes, more than fit into the file",
@@ -70,50 +75,52 @@ def test_after_an_error_of_duckdb_the_next_footer_is_parsed_in_a_new_database(tm
         (b"PAR1" + b"\0" * 50 + b"\0\0\0\0PAR1", ""),
     ],
 )
-def test_the_message_about_a_missing_footer_describes_the_file(tmp_path: Path, content: bytes, message: str) -> None:
+def test_the_message_about_an_unreadable_footer_has_the_reason(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.parquet").write_bytes(content)
     assert_rejected(str(tmp_path / "x.parquet"), message)
 
 
-@pytest.mark.parametrize("length", [0, 1, 100, 200, 100_000])
-def test_a_wrong_footer_length_is_rejected(tmp_path: Path, length: int) -> None:
+def test_a_wrong_footer_length_is_rejected(tmp_path: Path) -> None:
     path = Path(write_valid_file(tmp_path))
     content = path.read_bytes()
     true_length = int.from_bytes(content[-8:-4], "little")
-    for wrong_length in (length, true_length - 1, true_length + 1):
+    for wrong_length in (0, 1, 100, 200, true_length - 1, true_length + 1, 100_000):
         path.write_bytes(content[:-8] + wrong_length.to_bytes(4, "little") + b"PAR1")
         assert_rejected(str(path))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "occurrence", "message_parts"),
+    ("written_count", "forged_count", "occurrence", "message"),
     [
-        (2 * NUM_ROWS, 5999, 0, ("its footer claims 5,999 rows, but its row groups have 6,000",)),
-        (2 * NUM_ROWS, -2 * NUM_ROWS, 0, ("negative number of rows",)),
-        (NUM_ROWS, 2999, 0, ("row group 0, column 'a' claims 2,999 values for 3,000 rows",)),
-        (NUM_ROWS, 3001, 2, ("row group 0, column 'b' claims 3,001 values for 3,000 rows",)),
-        (NUM_ROWS, -NUM_ROWS, 5, ("row group 1, column 'a' claims -3,000 values",)),
-        (NUM_ROWS, 3001, 4, ("row group 0, column 'a' claims 3,000 values for 3,001 rows",)),
-        (NUM_ROWS, -NUM_ROWS, 4, ("row group 0, column 'a' claims -3,000 rows",)),
+        (2 * NUM_GROUP_ROWS, 5999, 0, "its footer claims 5,999 rows, but its row groups have 6,000"),
+        (2 * NUM_GROUP_ROWS, -2 * NUM_GROUP_ROWS, 0, "negative number of rows"),
+        (NUM_GROUP_ROWS, 2999, 0, "row group 0, column 'a' claims 2,999 values for 3,000 rows"),
+        (NUM_GROUP_ROWS, 3001, 2, "row group 0, column 'b' claims 3,001 values for 3,000 rows"),
+        (NUM_GROUP_ROWS, -NUM_GROUP_ROWS, 5, "row group 1, column 'a' claims -3,000 values"),
+        (NUM_GROUP_ROWS, 3001, 4, "row group 0, column 'a' claims 3,000 values for 3,001 rows"),
+        (NUM_GROUP_ROWS, -NUM_GROUP_ROWS, 4, "row group 0, column 'a' claims -3,000 rows"),
     ],
 )
 def test_contradicting_counts_are_rejected(
-    tmp_path: Path, old: int, new: int, occurrence: int, message_parts: tuple[str, ...]
+    tmp_path: Path, written_count: int, forged_count: int, occurrence: int, message: str
 ) -> None:
     path = write_valid_file(tmp_path)
-    patch_footer(path, old=old, new=new, occurrence=occurrence)
-    assert_rejected(path, *message_parts)
+    patch_footer(path, old=written_count, new=forged_count, occurrence=occurrence)
+    assert_rejected(path, message)
 
 
 def test_bytes_beyond_the_end_of_the_data_are_rejected(tmp_path: Path) -> None:
     path = write_valid_file(tmp_path)
-    chunk = pq.read_metadata(path).row_group(1).column(1)
-    end = chunk.data_page_offset + chunk.total_compressed_size
-    start = chunk.data_page_offset
-    patch_footer(path, old=start, new=start + 1, occurrence=0)
-    assert_rejected(path, f"row group 1, column 'b' claims bytes {start + 1:,} to {end + 1:,}, but the data ends at {end:,}")
-    patch_footer(path, old=start + 1, new=-start, occurrence=0)
-    assert_rejected(path, "row group 1, column 'b' claims 3,000 values in ", f" at -{start:,}")
+    column_chunk = pq.read_metadata(path).row_group(1).column(1)
+    chunk_end = column_chunk.data_page_offset + column_chunk.total_compressed_size
+    chunk_start = column_chunk.data_page_offset
+    patch_footer(path, old=chunk_start, new=chunk_start + 1, occurrence=0)
+    assert_rejected(
+        path,
+        f"row group 1, column 'b' claims bytes {chunk_start + 1:,} to {chunk_end + 1:,}, but the data ends at {chunk_end:,}",
+    )
+    patch_footer(path, old=chunk_start + 1, new=-chunk_start, occurrence=0)
+    assert_rejected(path, "row group 1, column 'b' claims 3,000 values in ", f" at -{chunk_start:,}")
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -142,11 +149,11 @@ def test_a_flipped_bit_of_a_footer_is_rejected_or_harmless(tmp_path: Path) -> No
         damaged_content[position] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged_content)
         try:
-            (source,) = open_sources([str(path)], setting="s")
+            (source,) = open_sources([str(path)], setting="paths")
         except ValueError as error:  # InputError is a ValueError; no other ValueError may be raised
             assert type(error).__name__ == "InputError" and "\n" not in str(error)
             continue
-        assert source.record.num_rows == source.footer.num_group_rows.sum() == 2 * NUM_ROWS
+        assert source.record.num_rows == source.footer.num_group_rows.sum() == 2 * NUM_GROUP_ROWS
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
@@ -155,17 +162,17 @@ def test_a_footer_that_is_longer_than_the_first_read_is_read_completely(tmp_path
     wide_path = write_parquet(
         tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * num_rows, pa.float64()) for index in range(2000)}
     )
-    sources = open_sources([str(tmp_path)], setting="s")
+    sources = open_sources([str(tmp_path)], setting="paths")
     assert pq.read_metadata(wide_path).serialized_size > 64 * 1024
     assert [(len(source.schema), source.record.num_rows) for source in sources] == [(2000, 1), (2000, num_rows)]
 
 
 def test_columns_of_any_name_are_read(tmp_path: Path) -> None:
-    names = ['a"; DROP TABLE log; --', "it's", "a.b", "a", "ключ\u202e", "x" * 10_000, ""]
-    (source,) = open_sources([write_parquet(tmp_path / "x.parquet", **{name: [1] for name in names})], setting="s")
-    assert source.schema.names == names
-    check_expansion([source], columns=names, max_expansion_ratio=1000, setting="s")
-    verify_pages(source, names)
+    column_names = ['a"; DROP TABLE log; --', "it's", "a.b", "a", "ключ\u202e", "x" * 10_000, ""]
+    (source,) = open_sources([write_parquet(tmp_path / "x.parquet", **{name: [1] for name in column_names})], setting="paths")
+    assert source.schema.names == column_names
+    check_expansion([source], columns=column_names, max_expansion_ratio=1000, setting="max_expansion_ratio")
+    verify_pages(source, column_names)
 
 
 def test_reading_many_footers_is_logged(
@@ -175,6 +182,6 @@ def test_reading_many_footers_is_logged(
     for index in range(3):
         pq.write_table(pa.table({"a": [index]}), tmp_path / f"{index}.parquet")
     with caplog.at_level(logging.INFO, logger="recsys_core"):
-        read_footers(list(find_files(str(tmp_path), setting="s")))
+        read_footers(list(find_files(str(tmp_path), setting="paths")))
     assert "read the footers of 2 of 3 parquet files" in caplog.messages
     assert "checked the footers of 2 of 3 parquet files" in caplog.messages

@@ -16,21 +16,23 @@ from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.forged_parquet import list_bomb, text_bomb
 from tests.recsys_core.ingest.parquet_files import damage_data, raises_input_error, write_parquet
 
-COLUMNS = ["user", "item", "t"]
+RANDOM_FILE_COLUMNS = ["user", "item", "t"]
 CHECK_SCRIPT = """
 import resource, sys
 from recsys_core.parquet.guards import check_expansion
 from recsys_core.parquet.sources import open_sources
 from recsys_core.errors import InputError
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-open_sources([sys.argv[1]], setting="s")
-before = peak()
+peak_kib = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+path, *columns = sys.argv[1:]
+open_sources([path], setting="paths")
+peak_before_kib = peak_kib()
 try:
-    check_expansion(open_sources([sys.argv[1]], setting="s"), columns=sys.argv[2:], max_expansion_ratio=1000, setting="s")
+    sources = open_sources([path], setting="paths")
+    check_expansion(sources, columns=columns, max_expansion_ratio=1000, setting="max_expansion_ratio")
 except InputError as error:
-    print((peak() - before) // 1024, "MiB", error)
+    print((peak_kib() - peak_before_kib) // 1024, "MiB", error)
 """
-"""Script that checks some columns of a file and prints the growth of its peak memory and the error."""
+"""Script that checks columns of a file. It prints by how many MiB the check raised the peak memory, then the error."""
 
 
 def is_accepted(paths: str | list[str], *columns: str, max_expansion_ratio: float = 1000) -> bool:
@@ -44,7 +46,7 @@ def is_accepted(paths: str | list[str], *columns: str, max_expansion_ratio: floa
 
 def check_files(paths: str | list[str], *columns: str, max_expansion_ratio: float = 1000) -> None:
     """Raise InputError if the files decode to more than `max_expansion_ratio` times their size."""
-    sources = open_sources([paths] if isinstance(paths, str) else paths, setting="s")
+    sources = open_sources([paths] if isinstance(paths, str) else paths, setting="paths")
     check_expansion(
         sources, columns=columns, max_expansion_ratio=max_expansion_ratio, setting="interactions.max_expansion_ratio"
     )
@@ -62,7 +64,7 @@ def test_bombs_are_rejected_within_a_few_megabytes(tmp_path: Path) -> None:
         )
         memory_growth_mib, _, message = process.stdout.partition(" MiB ")
         assert int(memory_growth_mib) < 64
-        assert "is this a decompression bomb? s is 1000; raise it if the file is sound" in message
+        assert "is this a decompression bomb? max_expansion_ratio is 1000; raise it if the file is sound" in message
 
 
 def test_a_decompression_bomb_is_rejected_with_its_sizes_unless_the_setting_allows_it(tmp_path: Path) -> None:
@@ -91,19 +93,20 @@ def test_one_long_string_among_short_strings_is_accepted(tmp_path: Path) -> None
     assert is_accepted(write_parquet(tmp_path / "a.parquet", id=ids, short=short_strings), "id", "short")
 
 
-def test_strings_in_lists_are_counted_too(tmp_path: Path) -> None:
-    values = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["x" * 4096]))
-    tags = pa.ListArray.from_arrays(pa.array(np.arange(0, 400_001, 4), pa.int32()), values)
+def test_strings_in_lists_are_counted(tmp_path: Path) -> None:
+    long_strings = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["x" * 4096]))
+    tags = pa.ListArray.from_arrays(pa.array(np.arange(0, 400_001, 4), pa.int32()), long_strings)
     with raises_input_error("a.parquet: ", "is this a decompression bomb?"):
         check_files(write_parquet(tmp_path / "a.parquet", tags=tags), "tags")
 
 
 def test_the_sizes_of_all_files_are_added(tmp_path: Path) -> None:
-    column = pa.array(np.zeros(30_000_000, np.int64))
-    path = Path(write_parquet(tmp_path / "part-0.parquet", row_group_size=30_000_000, x=column))
+    """Each file decodes to 240 MB, and up to 1 GiB is always accepted."""
+    zeros = pa.array(np.zeros(30_000_000, np.int64))
+    path = Path(write_parquet(tmp_path / "part-0.parquet", row_group_size=30_000_000, x=zeros))
     paths = [str(path)] + [str(tmp_path / f"part-{index}.parquet") for index in range(1, 6)]
-    for copy_path in paths[1:]:
-        Path(copy_path).write_bytes(path.read_bytes())
+    for path_of_copy in paths[1:]:
+        Path(path_of_copy).write_bytes(path.read_bytes())
     assert is_accepted(paths[:4], "x")
     with raises_input_error("part-0.parquet and 5 more: ", "is this a decompression bomb?"):
         check_files(paths, "x")
@@ -140,9 +143,9 @@ def write_random_file(path: Path, *, has_checksums: bool, compression: str = "sn
 def damage_message(path: Path) -> str | None:
     """Return the message about a damaged page; None if the guards accept the file."""
     try:
-        (source,) = open_sources([str(path)], setting="s")
-        check_expansion([source], columns=COLUMNS, max_expansion_ratio=1000, setting="s")
-        verify_pages(source, COLUMNS)
+        (source,) = open_sources([str(path)], setting="paths")
+        check_expansion([source], columns=RANDOM_FILE_COLUMNS, max_expansion_ratio=1000, setting="max_expansion_ratio")
+        verify_pages(source, RANDOM_FILE_COLUMNS)
     except InputError as error:
         return str(error)
     return None
@@ -183,7 +186,7 @@ def test_with_checksums_a_flipped_bit_anywhere_is_detected_or_changes_no_value(t
         damaged_content[position] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged_content)
         if damage_message(path) is None:
-            (source,) = open_sources([str(path)], setting="s")
+            (source,) = open_sources([str(path)], setting="paths")
             with source.open() as file:
                 assert file.read().equals(undamaged_table)
         else:
@@ -208,7 +211,7 @@ def test_without_checksums_undecodable_pages_are_rejected(tmp_path: Path) -> Non
 def test_hive_keys_have_no_pages(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "dt=1" / "a.parquet", x=list(range(1000)))
     damage_data(path)
-    (source,) = open_sources([path], setting="s")
+    (source,) = open_sources([path], setting="paths")
     assert source.columns == ("x", "dt")
     verify_pages(source, ["dt"])
     with raises_input_error("a.parquet: column 'x', rows 0 to 999: a page is damaged"):

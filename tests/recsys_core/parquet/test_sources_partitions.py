@@ -14,8 +14,8 @@ from tests.recsys_core.ingest.parquet_files import raises_input_error, write_par
 def test_hive_keys_are_columns_with_a_type_that_fits_all_files(tmp_path: Path) -> None:
     for day, shop, code in (("2026-11-18", "01", "7"), ("2026-11-19", "2", "x")):
         write_parquet(tmp_path / f"dt={day}" / f"shop={shop}" / f"code={code}" / "a.parquet", x=[1])
-    sources = open_sources([str(tmp_path)], setting="s")
-    assert [require_column(sources[0], key, setting="t") for key in ("dt", "shop", "code")] == [
+    sources = open_sources([str(tmp_path)], setting="paths")
+    assert [require_column(sources[0], key, setting="context_columns") for key in ("dt", "shop", "code")] == [
         pa.date32(),
         pa.int64(),
         pa.string(),
@@ -25,39 +25,39 @@ def test_hive_keys_are_columns_with_a_type_that_fits_all_files(tmp_path: Path) -
         [date(2026, 11, 19), 2, "x"],
     ]
     assert sources[0].columns == ("x", "dt", "shop", "code")
-    assert id_type(sources, "shop", setting="t") == "int64"
+    assert id_type(sources, "shop", setting="context_columns") == "int64"
 
 
-@pytest.mark.parametrize("value", ["9223372036854775808", "2026-02-31", "1.5", "", "٣"])
-def test_hive_keys_other_than_integers_and_dates_are_text(tmp_path: Path, value: str) -> None:
-    write_parquet(tmp_path / f"key={value}" / "a.parquet", x=[1])
-    (source,) = open_sources([str(tmp_path)], setting="s")
-    assert require_column(source, "key", setting="t") == pa.string()
-    assert source.partition_value("key") == value
+@pytest.mark.parametrize("key_text", ["9223372036854775808", "2026-02-31", "1.5", "", "٣"])
+def test_hive_keys_other_than_integers_and_dates_are_text(tmp_path: Path, key_text: str) -> None:
+    write_parquet(tmp_path / f"key={key_text}" / "a.parquet", x=[1])
+    (source,) = open_sources([str(tmp_path)], setting="paths")
+    assert require_column(source, "key", setting="context_columns") == pa.string()
+    assert source.partition_value("key") == key_text
 
 
 def test_files_with_different_keys_are_rejected(tmp_path: Path) -> None:
     write_parquet(tmp_path / "dt=1" / "a.parquet", x=[1])
     write_parquet(tmp_path / "dt=1" / "hour=2" / "b.parquet", x=[1])
     with raises_input_error("hour=2/b.parquet: its folders have the keys ['dt', 'hour'], but ['dt'] in ", "dt=1/a.parquet"):
-        open_sources([str(tmp_path)], setting="s")
+        open_sources([str(tmp_path)], setting="paths")
 
 
 def test_a_key_that_occurs_twice_in_the_path_is_rejected(tmp_path: Path) -> None:
     write_parquet(tmp_path / "dt=1" / "dt=2" / "a.parquet", x=[1])
     with raises_input_error("a.parquet: two folders in the path have the key 'dt'"):
-        open_sources([str(tmp_path)], setting="s")
+        open_sources([str(tmp_path)], setting="paths")
 
 
 def test_a_null_key_is_rejected_if_it_is_used(tmp_path: Path) -> None:
     write_parquet(tmp_path / "dt=__HIVE_DEFAULT_PARTITION__" / "a.parquet", x=[1])
     write_parquet(tmp_path / "dt=3" / "a.parquet", x=[1])
     source_with_null_key, source_with_key = sorted(
-        open_sources([str(tmp_path)], setting="s"), key=lambda source: "HIVE" not in source.name
+        open_sources([str(tmp_path)], setting="paths"), key=lambda source: "HIVE" not in source.name
     )
-    assert require_column(source_with_key, "dt", setting="t") == pa.int64()
-    with raises_input_error("the key 'dt' of its path is null (t)"):
-        require_column(source_with_null_key, "dt", setting="t")
+    assert require_column(source_with_key, "dt", setting="context_columns") == pa.int64()
+    with raises_input_error("the key 'dt' of its path is null (context_columns)"):
+        require_column(source_with_null_key, "dt", setting="context_columns")
 
 
 @pytest.mark.parametrize(
@@ -67,29 +67,31 @@ def test_a_null_key_is_rejected_if_it_is_used(tmp_path: Path) -> None:
 )
 def test_a_hive_key_and_a_column_of_one_name_have_to_agree(tmp_path: Path, column: object) -> None:
     write_parquet(tmp_path / "shop=2" / "a.parquet", shop=column)
-    (source,) = open_sources([str(tmp_path)], setting="s")
-    with raises_input_error("a.parquet: column 'shop' (t) is '2' in the path, but the file has a column of that name"):
-        require_column(source, "shop", setting="t")
+    (source,) = open_sources([str(tmp_path)], setting="paths")
+    with raises_input_error(
+        "a.parquet: column 'shop' (context_columns) is '2' in the path, but the file has a column of that name"
+    ):
+        require_column(source, "shop", setting="context_columns")
 
 
 def test_a_text_in_the_path_may_also_be_a_column_of_the_file(tmp_path: Path) -> None:
     write_parquet(tmp_path / "shop=2" / "a.parquet", shop=["2", "2"])
-    (source,) = open_sources([str(tmp_path)], setting="s")
-    assert require_column(source, "shop", setting="t") == pa.string()
+    (source,) = open_sources([str(tmp_path)], setting="paths")
+    assert require_column(source, "shop", setting="context_columns") == pa.string()
 
 
 def test_a_day_in_the_path_may_also_be_a_column_of_the_file(tmp_path: Path) -> None:
     for day_type in (pa.date32(), pa.timestamp("us"), pa.string()):
         write_parquet(tmp_path / "dt=2026-11-19" / "a.parquet", dt=pa.array(["2026-11-19"] * 2).cast(day_type))
-        (source,) = open_sources([str(tmp_path)], setting="s")
-        assert require_column(source, "dt", setting="t") == day_type
+        (source,) = open_sources([str(tmp_path)], setting="paths")
+        assert require_column(source, "dt", setting="context_columns") == day_type
 
 
 def test_the_message_about_a_missing_key_has_the_nearest_key(tmp_path: Path) -> None:
     write_parquet(tmp_path / "country=NO" / "a.parquet", x=[1])
-    (source,) = open_sources([str(tmp_path)], setting="s")
-    with raises_input_error("no column 'contry' (t); did you mean 'country'? it has ['x', 'country']"):
-        require_column(source, "contry", setting="t")
+    (source,) = open_sources([str(tmp_path)], setting="paths")
+    with raises_input_error("no column 'contry' (context_columns); did you mean 'country'? it has ['x', 'country']"):
+        require_column(source, "contry", setting="context_columns")
 
 
 @pytest.mark.parametrize(
@@ -108,8 +110,8 @@ def test_columns_of_different_types_are_rejected_with_both_files_and_types(
 ) -> None:
     write_parquet(tmp_path / "a.parquet", y=[0], x=first_column)
     write_parquet(tmp_path / "b.parquet", y=[0], x=second_column)
-    sources = open_sources([str(tmp_path)], setting="s")
-    require_same_type_in_files(sources, "y", setting="t")
+    sources = open_sources([str(tmp_path)], setting="paths")
+    require_same_type_in_files(sources, "y", setting="context_columns")
     with raises_input_error(
         "b.parquet: column 'x' is ",
         str(second_column.type)[:4],
@@ -117,7 +119,7 @@ def test_columns_of_different_types_are_rejected_with_both_files_and_types(
         str(first_column.type)[:4],
         "a.parquet; write one type in all files",
     ):
-        require_same_type_in_files(sources, "x", setting="t")
+        require_same_type_in_files(sources, "x", setting="context_columns")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,6 @@ def test_the_widths_and_units_of_a_column_may_differ_between_files(
 ) -> None:
     write_parquet(tmp_path / "a.parquet", x=first_column)
     write_parquet(tmp_path / "b.parquet", x=second_column)
-    sources = open_sources([str(tmp_path)], setting="s")
+    sources = open_sources([str(tmp_path)], setting="paths")
     assert len({source.schema.field("x").type for source in sources}) == 2
-    require_same_type_in_files(sources, "x", setting="t")
+    require_same_type_in_files(sources, "x", setting="context_columns")

@@ -1,6 +1,6 @@
 """Fixture that runs tests with several numbers of shards: `pytestmark = usefixtures("num_shards")`.
 
-Modules use it if the results that they assert do not depend on the number of shards.
+A module uses it if its expected results are the same for every number of shards.
 """
 
 from collections.abc import Iterator

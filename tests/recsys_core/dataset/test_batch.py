@@ -46,9 +46,9 @@ def batch_of(
 
 def rows_of(jagged: KeyedJaggedTensor, key: str, *, num_samples: int | None = None) -> list[list[int]]:
     """Return the rows that each of the first `num_samples` samples looks up. The later samples must look up no row."""
-    rows = [values.tolist() for values in jagged[key].to_dense()]
-    assert num_samples is None or not any(rows[num_samples:])
-    return rows[:num_samples]
+    rows_by_sample = [sample_rows.tolist() for sample_rows in jagged[key].to_dense()]
+    assert num_samples is None or not any(rows_by_sample[num_samples:])
+    return rows_by_sample[:num_samples]
 
 
 @given(histories=history_lists, candidates=st.lists(st.integers(0, NUM_ITEMS - 1), max_size=6))
@@ -104,10 +104,12 @@ def test_a_batch_has_the_features_and_weights_of_its_users_items_and_events(
     for owner_kind in OWNER_KINDS:
         for form in FORMS:
             key = f"{owner_kind}.{form}"
-            expected_values = [values_of(store, key, owner) for owner in owners_by_kind[owner_kind]]
+            expected_rows_and_weights = [values_of(store, key, owner) for owner in owners_by_kind[owner_kind]]
             jagged = batch.sparse[UNPOOLED if owner_kind == "item" else POOLED_WEIGHTED if key in weighted_keys else POOLED]
-            assert rows_of(jagged, key, num_samples=len(expected_values)) == [rows for rows, _ in expected_values]
-            expected_weights = [weight for _, owner_weights in expected_values for weight in owner_weights or ()]
+            assert rows_of(jagged, key, num_samples=len(expected_rows_and_weights)) == [
+                rows for rows, _ in expected_rows_and_weights
+            ]
+            expected_weights = [weight for _, owner_weights in expected_rows_and_weights for weight in owner_weights or ()]
             if key in weighted_keys:
                 assert jagged[key].weights().tolist() == expected_weights
             elif form in ("weighted_list", "number"):
@@ -116,7 +118,7 @@ def test_a_batch_has_the_features_and_weights_of_its_users_items_and_events(
                 assert jagged.weights_or_none() is None and key not in batch.item_feature_weight
 
 
-def test_users_are_under_the_given_batch_key_and_missing_features_have_no_key() -> None:
+def test_users_are_looked_up_under_the_user_batch_key_and_missing_features_have_no_key() -> None:
     def keys_by_lookup_kind(user_batch_key: str | None) -> dict[str, list[str]]:
         batch = batch_of([[1]], [2], user_batch_key=user_batch_key)
         return {lookup_kind: jagged.keys() for lookup_kind, jagged in batch.sparse.items()}
@@ -130,7 +132,7 @@ def test_users_are_under_the_given_batch_key_and_missing_features_have_no_key() 
     assert set(batch_of([[1]], [2], user_batch_key=None, features=user_numbers).sparse) == {UNPOOLED, POOLED_WEIGHTED}
 
 
-def test_a_batch_has_the_loss_weights_of_its_queries_or_none() -> None:
+def test_a_batch_has_the_loss_weights_of_its_queries_if_there_are_any() -> None:
     batch = batch_of([[1], []], [2, 3, 4], loss_weight=[0.5, 2.0])
     assert batch.loss_weight is not None and batch.loss_weight.tolist() == [0.5, 2.0]
     assert batch_of([[1]], [2]).loss_weight is None

@@ -3,7 +3,7 @@
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -38,40 +38,42 @@ def store_of(log: Log, *, is_ordered: bool = True, event_weights: list[float] | 
         remaining_weights = iter(event_weights)
         weights_by_user = [[next(remaining_weights) for split_items in user_events for _ in split_items] for user_events in log]
     shards = [
-        arrays_of(log[users], event_weights=weights_by_user and [weight for user in weights_by_user[users] for weight in user])
-        for users in users_by_shard()
+        arrays_of(log[user_slice], event_weights=weights_by_user and list(chain.from_iterable(weights_by_user[user_slice])))
+        for user_slice in user_slices_by_shard()
     ]
     return EventStore(in_shards(arrays_of(log, event_weights=event_weights), shards), is_ordered=is_ordered)
 
 
-def users_by_shard() -> list[slice]:
-    """Return the users of each shard as a slice of all users."""
+def user_slices_by_shard() -> list[slice]:
+    """Return a slice for each shard that selects its users among all users."""
     return [slice(shard, None, num_store_shards) for shard in range(num_store_shards)]
 
 
 def in_shards(arrays: EventArrays, shards: Sequence[EventArrays]) -> EventArrays:
-    """Return `arrays`, but with the users and the events divided into these shards."""
+    """Return `arrays` with its users and events replaced by the arrays of `shards`."""
     if len(shards) == 1:
         return arrays
     first_example_U = np.searchsorted(arrays.train_user, np.arange(len(arrays.train_end)))
     event_offsets = [
-        shard.user_offset[:-1] - first_example_U[users] for shard, users in zip(shards, users_by_shard(), strict=True)
+        shard.user_offset[:-1] - first_example_U[user_slice]
+        for shard, user_slice in zip(shards, user_slices_by_shard(), strict=True)
     ]
     stored_names = [name for name in SHARDED_ARRAYS if getattr(arrays, name) is not None]
-    parts_by_name = {name: ShardArrays.of(*(getattr(shard, name) for shard in shards)) for name in stored_names}
-    return replace(arrays, **parts_by_name, event_offset=ShardArrays.of(*event_offsets))
+    shard_arrays_by_name = {name: ShardArrays.of(*(getattr(shard, name) for shard in shards)) for name in stored_names}
+    return replace(arrays, **shard_arrays_by_name, event_offset=ShardArrays.of(*event_offsets))
 
 
 def arrays_of(log: Log, *, event_weights: list[float] | None = None) -> EventArrays:
     """Return the arrays of a store with one shard."""
-    num_events_U3 = np.array([[len(split_items) for split_items in user] for user in log], np.int64).reshape(-1, 3)
-    offset = np.concatenate([[0], np.cumsum(num_events_U3.sum(axis=1))])
+    num_events = [[len(split_items) for split_items in user_events] for user_events in log]
+    num_events_U3 = np.array(num_events, np.int64).reshape(-1, 3)
+    user_offset = np.concatenate([[0], np.cumsum(num_events_U3.sum(axis=1))])
     all_train_items = np.array([item for train_items, _, _ in log for item in train_items], np.int64)
     return EventArrays(
-        user_offset=offset,
-        train_end=offset[:-1] + num_events_U3[:, 0],
-        validation_end=offset[:-1] + num_events_U3[:, 0] + num_events_U3[:, 1],
-        event_item=np.array([item for user in log for split_items in user for item in split_items], np.int32),
+        user_offset=user_offset,
+        train_end=user_offset[:-1] + num_events_U3[:, 0],
+        validation_end=user_offset[:-1] + num_events_U3[:, 0] + num_events_U3[:, 1],
+        event_item=np.array([item for user_events in log for split_items in user_events for item in split_items], np.int32),
         train_user=np.repeat(np.arange(len(log), dtype=np.int32), num_events_U3[:, 0]),
         item_count=np.bincount(all_train_items, minlength=NUM_ITEMS),
         vector_row=np.full(NUM_ITEMS, -1),
@@ -86,23 +88,24 @@ def lists_of(jagged: JaggedArray) -> list[list[int]]:
 
 
 def training_events_and_users(store: EventStore) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index in the log and the user of every training event."""
+    """Return the event index and the user of every training event."""
     user_E, event_index_E = store.training_events(np.arange(store.num_train_events))
     return event_index_E, user_E
 
 
 def event_indices(log: Log) -> Log:
     """Return `log` with the index of each event in the store instead of its item."""
-    counter = iter(range(10_000))
+    index_counter = iter(range(10_000))
     indices_by_user = {
-        user: tuple([next(counter) for _ in split_items] for split_items in log[user]) for user in users_in_store_order(log)
+        user: tuple([next(index_counter) for _ in split_items] for split_items in log[user])
+        for user in users_in_store_order(log)
     }
     return [indices_by_user[user] for user in range(len(log))]
 
 
 def users_in_store_order(log: Log) -> list[int]:
     """Return the rows of the users in the order in which the store has their events."""
-    return [user for users in users_by_shard() for user in range(len(log))[users]]
+    return [user for user_slice in user_slices_by_shard() for user in range(len(log))[user_slice]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6))))
@@ -114,10 +117,10 @@ def test_ragged_ranges_count_up_from_every_start(starts_and_lengths: list[tuple[
 
 @given(log=logs, max_history=st.integers(0, 6))
 def test_an_ordered_history_has_only_earlier_training_events(log: Log, max_history: int) -> None:
-    """In `index_store`, the item of an event is the index of the event, so a history shows its events."""
+    """In `index_store`, the item of an event is the index of the event, so a history is a list of event indices."""
 
     def expected_histories(log: Log) -> list[list[int]]:
-        return [train[max(0, index - max_history) : index] for train, _, _ in log for index in range(len(train))]
+        return [items[max(0, index - max_history) : index] for items, _, _ in log for index in range(len(items))]
 
     index_store, store = store_of(event_indices(log)), store_of(log)
     event_index_E, user_E = training_events_and_users(store)
@@ -145,8 +148,8 @@ def test_all_training_events_of_a_user_are_in_equally_many_unordered_histories(l
     event_index_E, user_E = training_events_and_users(index_store)
     histories = index_store.histories(event_index_E, user_E, max_history=max_history)
     num_histories_E = np.bincount(histories.values_L, minlength=int(index_store.event_count_U.sum()))
-    for train, _, _ in event_indices(log):
-        assert len(set(num_histories_E[train].tolist())) == 1
+    for train_indices, _, _ in event_indices(log):
+        assert len(set(num_histories_E[train_indices].tolist())) == 1
 
 
 @given(log=logs, split=st.sampled_from(["validation", "test"]), max_items=st.none() | st.integers(0, 6), data=st.data())
@@ -158,8 +161,10 @@ def test_targets_and_histories_equal_the_results_of_plain_python(
     user_B = np.array(users, np.int64)
     split_index = {"validation": 1, "test": 2}[split]
     assert lists_of(store.targets(user_B, split)) == [log[user][split_index] for user in users]
-    all_items_before = [[item for items in log[user][:split_index] for item in items] for user in users]
-    expected_histories = [items if max_items is None else items[max(0, len(items) - max_items) :] for items in all_items_before]
+    items_before_split = [[item for items in log[user][:split_index] for item in items] for user in users]
+    expected_histories = [
+        items if max_items is None else items[max(0, len(items) - max_items) :] for items in items_before_split
+    ]
     assert lists_of(store.items_before(user_B, split, max_items=max_items)) == expected_histories
     assert store.users_with_targets(split).tolist() == [
         user for user, items_by_split in enumerate(log) if items_by_split[split_index]
@@ -167,7 +172,7 @@ def test_targets_and_histories_equal_the_results_of_plain_python(
 
 
 @pytest.mark.parametrize("has_times", [True, False])
-def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, has_times: bool) -> None:
+def test_the_store_has_the_events_of_an_ingested_log(tmp_path: Path, has_times: bool) -> None:
     train_path = write_log(tmp_path / "train.parquet", [("ann", 10 + time, time) for time in range(6)] + [("bob", 11, 1)])
     test_path = write_log(tmp_path / "test.parquet", [("ann", 99, 50)])
     time_settings = {} if has_times else {"timestamp_column": None}
@@ -239,7 +244,7 @@ def test_held_out_events_leave_out_skipped_validation_events(log: Log, data: st.
     user_E, event_index_E = store.held_out_events(skip_validation_U=skip_validation_U)
     expected_events = [
         (user, item)
-        for user, (_, validation, test) in enumerate(log)
-        for item in ([] if skip_validation_U[user] else validation) + test
+        for user, (_, validation_items, test_items) in enumerate(log)
+        for item in ([] if skip_validation_U[user] else validation_items) + test_items
     ]
     assert list(zip(user_E.tolist(), store.items_at(event_index_E).tolist(), strict=True)) == expected_events

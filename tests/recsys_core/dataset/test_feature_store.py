@@ -28,7 +28,7 @@ VALUES_BY_FEATURE = {
     "item.brand": [f"b{row % 3}" for row in range(NUM_ITEMS)],
     "item.tags": [[f"t{index}" for index in range(row % 4)] for row in range(NUM_ITEMS)],
 }
-"""For each feature, its value for each user or item."""
+"""The value of each user or item, by feature."""
 WEIGHTS_BY_FEATURE = {
     "user.likes": [[0.5 + index for index in range(row)] for row in range(NUM_USERS)],
     "item.tags": [[1.0 + row + index / 8 for index in range(row % 4)] for row in range(NUM_ITEMS)],
@@ -41,7 +41,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
     folder = tmp_path_factory.mktemp("features")
     rng = np.random.default_rng(3)
     log = [tuple(rng.integers(0, NUM_ITEMS, num_events).tolist() for num_events in (5 + row, 2, 1)) for row in range(NUM_USERS)]
-    num_all_events = sum(len(split_items) for user in log for split_items in user)
+    num_all_events = sum(len(split_items) for user_events in log for split_items in user_events)
     interactions = write_interactions(
         folder / "log",
         user_ids=list(range(NUM_USERS)),
@@ -50,15 +50,15 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
         context={"device": [f"d{event}" for event in range(num_all_events)]},  # each event has its own device
         event_weights=[event / 4 for event in range(num_all_events)],
     )
-    text_list = pa.list_(pa.string())
-    weight_columns = {key: pa.array(value, pa.list_(pa.float64())) for key, value in WEIGHTS_BY_FEATURE.items()}
+    text_list_type = pa.list_(pa.string())
+    weight_columns = {key: pa.array(weights, pa.list_(pa.float64())) for key, weights in WEIGHTS_BY_FEATURE.items()}
     users_path = write_parquet(
         folder / "users.parquet", id=list(range(NUM_USERS)), age=VALUES_BY_FEATURE["user.age"],
-        likes=pa.array(VALUES_BY_FEATURE["user.likes"], text_list), value_weights=weight_columns["user.likes"],
+        likes=pa.array(VALUES_BY_FEATURE["user.likes"], text_list_type), value_weights=weight_columns["user.likes"],
     )  # fmt: skip
     items_path = write_parquet(
         folder / "items.parquet", id=list(range(NUM_ITEMS)), brand=VALUES_BY_FEATURE["item.brand"],
-        tags=pa.array(VALUES_BY_FEATURE["item.tags"], text_list), value_weights=weight_columns["item.tags"],
+        tags=pa.array(VALUES_BY_FEATURE["item.tags"], text_list_type), value_weights=weight_columns["item.tags"],
     )  # fmt: skip
     config = FeaturesConfig.model_validate(
         {
@@ -99,7 +99,7 @@ def loader_of(stores: tuple[EventStore, FeatureStore], *, with_features: bool = 
 
 
 def lists_by_key(jagged: KeyedJaggedTensor, *, of_weights: bool = False) -> dict[str, list[list[float]]]:
-    """Return, for each key, a list per sample: the rows that it looks up, or their weights."""
+    """Return the rows that each sample looks up, by key. If `of_weights` is true, return the weights of these rows instead."""
     return {
         key: [values.tolist() for values in (feature.to_dense_weights() if of_weights else feature.to_dense())]
         for key, feature in jagged.to_dict().items()
@@ -134,15 +134,15 @@ def test_a_batch_has_the_features_of_its_users_events_and_items(stores: tuple[Ev
             assert unpooled_rows["item.brand"][item_index] == [feature_store.feature_by_key["item.brand"].table_rows[item]]
             assert len(unpooled_rows["item.tags"][item_index]) == len(VALUES_BY_FEATURE["item.tags"][item])
             assert weights_by_item(batch, "item.tags")[item_index] == WEIGHTS_BY_FEATURE["item.tags"][item]
-        for sample in range(batch.batch_size):
-            (user,) = unpooled_rows["user"][sample]
-            assert pooled_rows["user.age"][sample] == [age_bucket_by_user[user]]
-            assert len(like_rows[sample]) == len(VALUES_BY_FEATURE["user.likes"][user])
-            assert like_weights[sample] == WEIGHTS_BY_FEATURE["user.likes"][user]
+        for sample_index in range(batch.batch_size):
+            (user,) = unpooled_rows["user"][sample_index]
+            assert pooled_rows["user.age"][sample_index] == [age_bucket_by_user[user]]
+            assert len(like_rows[sample_index]) == len(VALUES_BY_FEATURE["user.likes"][user])
+            assert like_weights[sample_index] == WEIGHTS_BY_FEATURE["user.likes"][user]
             # Each event has its own device, so the device identifies the event. Weight, item and user must belong to it.
-            event = int(np.flatnonzero(device_rows == pooled_rows["context.device"][sample])[0])
-            assert batch.loss_weight[sample].item() == pytest.approx(event / 4 / event_store.mean_weight())
-            assert event_store.items_at(np.array([event]))[0] == batch.item_row_V[batch.candidate_index_C[sample]]
+            event = int(np.flatnonzero(device_rows == pooled_rows["context.device"][sample_index])[0])
+            assert batch.loss_weight[sample_index].item() == pytest.approx(event / 4 / event_store.mean_weight())
+            assert event_store.items_at(np.array([event]))[0] == batch.item_row_V[batch.candidate_index_C[sample_index]]
             assert user_by_event[event] == user
             seen_events.append(event)
     assert len(set(seen_events)) == len(seen_events) == event_store.num_train_events
@@ -162,7 +162,8 @@ def test_a_query_has_the_event_features_of_the_first_event_of_the_split(stores: 
 
 
 def test_each_item_has_the_values_and_weights_of_its_own_list(stores: tuple[EventStore, FeatureStore]) -> None:
-    jagged, weights = stores[1].feature_by_key["item.tags"].rows_and_weights(np.array([7, 0, 3]))
+    _, feature_store = stores
+    jagged, weights = feature_store.feature_by_key["item.tags"].rows_and_weights(np.array([7, 0, 3]))
     # t0 is the most frequent tag and has row 1; t2 is the rarest tag and has row 3.
     assert (jagged.values_L.tolist(), jagged.lengths.tolist()) == ([1, 2, 3, 1, 2, 3], [3, 0, 3])
     assert weights is not None and weights.tolist() == WEIGHTS_BY_FEATURE["item.tags"][7] + WEIGHTS_BY_FEATURE["item.tags"][3]
@@ -189,34 +190,41 @@ def test_the_form_of_a_feature_depends_on_its_kind_and_settings(tmp_path: Path) 
     manifest = ingest_features(
         config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=tmp_path / "features"
     )
-    forms = {key: feature_form(feature) for key, feature in manifest.features.items()}
-    assert forms == {
+    form_by_key = {key: feature_form(feature) for key, feature in manifest.features.items()}
+    assert form_by_key == {
         "item.single": "single", "item.list": "list", "item.weighted_list": "weighted_list", "item.number": "number",
         "item.bucket": "single",
     }  # fmt: skip
     store = FeatureStore.read(manifest.folder, {"item.number": "number"})
     assert set(store.feature_by_key) == {"item.number"}
     jagged, weights = store.feature_by_key["item.number"].rows_and_weights(np.array([1, 0]))
-    assert jagged.lengths.tolist() == [1, 1] and weights is not None and weights.tolist() == [1.0, -1.0]
+    assert jagged.lengths.tolist() == [1, 1]
+    assert weights is not None and weights.tolist() == [1.0, -1.0]  # the prices 3 and 1 with mean 2 and standard deviation 1
 
 
 def test_features_do_not_change_the_users_items_and_histories_of_a_batch(stores: tuple[EventStore, FeatureStore]) -> None:
-    with_features, without_features = loader_of(stores).batch(1, 2), loader_of(stores, with_features=False).batch(1, 2)
-    assert set(without_features.sparse) == {UNPOOLED} and without_features.item_feature_weight == {}
-    assert without_features.sparse[UNPOOLED].keys() == ["item", "user"]
+    batch_with_features, batch_without_features = (
+        loader_of(stores).batch(1, 2),
+        loader_of(stores, with_features=False).batch(1, 2),
+    )
+    assert set(batch_without_features.sparse) == {UNPOOLED} and batch_without_features.item_feature_weight == {}
+    assert batch_without_features.sparse[UNPOOLED].keys() == ["item", "user"]
     for name in ("item_row_V", "candidate_index_C", "history_index_H", "history_offset"):
-        assert torch.equal(getattr(without_features, name), getattr(with_features, name))
-    assert lists_by_key(without_features.sparse[UNPOOLED])["user"] == lists_by_key(with_features.sparse[UNPOOLED])["user"]
+        assert torch.equal(getattr(batch_without_features, name), getattr(batch_with_features, name))
+    assert (
+        lists_by_key(batch_without_features.sparse[UNPOOLED])["user"]
+        == lists_by_key(batch_with_features.sparse[UNPOOLED])["user"]
+    )
 
 
 def test_all_tensors_of_a_batch_with_features_move_to_the_device(stores: tuple[EventStore, FeatureStore]) -> None:
     batch = loader_of(stores).batch(0, 0).to(torch.device("meta"))
     assert batch.loss_weight is not None
-    weighted = batch.sparse["pooled_weighted"]
+    weighted_lookups = batch.sparse["pooled_weighted"]
     tensors = [
-        weighted.values(),
-        weighted.weights(),
-        weighted.lengths(),
+        weighted_lookups.values(),
+        weighted_lookups.weights(),
+        weighted_lookups.lengths(),
         batch.loss_weight,
         batch.item_feature_weight["item.tags"],
     ]

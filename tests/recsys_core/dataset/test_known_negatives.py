@@ -26,18 +26,19 @@ def logs_with_negatives(draw: st.DrawFn) -> tuple[Log, NegativeTimes]:
     """Draw a log and the times of its known negatives."""
     log = draw(logs)
     negative_times = [
-        tuple(sorted(draw(st.lists(st.integers(0, len(split_items)), max_size=6))) for split_items in user) for user in log
+        tuple(sorted(draw(st.lists(st.integers(0, len(split_items)), max_size=6))) for split_items in user_events)
+        for user_events in log
     ]
     return log, negative_times
 
 
 def store_with_negatives(log: Log, negative_times: NegativeTimes, *, is_ordered: bool = True) -> EventStore:
-    """Return a store with known negatives at these times, whose items are `negative_items(times)`."""
+    """Return a store with known negatives at these times. Their items are `negative_items(negative_times)`."""
     items = negative_items(negative_times)
     arrays = arrays_with_negatives(log, negative_times, items, is_ordered=is_ordered)
     shards = [
         arrays_with_negatives(log[user_slice], negative_times[user_slice], items[user_slice], is_ordered=is_ordered)
-        for user_slice in test_events.users_by_shard()
+        for user_slice in test_events.user_slices_by_shard()
     ]
     return EventStore(test_events.in_shards(arrays, shards), is_ordered=is_ordered)
 
@@ -46,24 +47,24 @@ def arrays_with_negatives(
     log: Log, negative_times: NegativeTimes, items: list[list[list[int]]], *, is_ordered: bool
 ) -> EventArrays:
     """Return the arrays of a store with one shard. If `is_ordered` is false, `negative_event` is None."""
-    split_starts = np.concatenate([[0], np.cumsum([len(split_items) for user in log for split_items in user])])
-    times_by_split = [split_times for user in negative_times for split_times in user]
+    split_starts = np.concatenate([[0], np.cumsum([len(split_items) for user_events in log for split_items in user_events])])
+    times_by_split = [split_times for user_times in negative_times for split_times in user_times]
     negative_offset = np.concatenate([[0], np.cumsum([len(split_times) for split_times in times_by_split])])
-    event_index = [
+    event_indices = [
         start + time for start, split_times in zip(split_starts, times_by_split, strict=False) for time in split_times
     ]
     return replace(
         arrays_of(log),
         negative_offset=negative_offset.astype(np.int64),
-        negative_item=np.array([item for user in items for split_items in user for item in split_items], np.int32),
-        negative_event=np.array(event_index, np.int64) if is_ordered else None,
+        negative_item=np.array([item for user_items in items for split_items in user_items for item in split_items], np.int32),
+        negative_event=np.array(event_indices, np.int64) if is_ordered else None,
     )
 
 
 def negative_items(negative_times: NegativeTimes) -> list[list[list[int]]]:
     """Return the item of each known negative: FIRST_NEGATIVE_ITEM, FIRST_NEGATIVE_ITEM + 1, ..."""
-    counter = count(FIRST_NEGATIVE_ITEM)
-    return [[[next(counter) for _ in split_times] for split_times in user] for user in negative_times]
+    item_counter = count(FIRST_NEGATIVE_ITEM)
+    return [[[next(item_counter) for _ in split_times] for split_times in user_times] for user_times in negative_times]
 
 
 def negatives_of(store: EventStore) -> KnownNegatives:
@@ -81,11 +82,11 @@ def test_an_event_has_the_newest_negatives_of_its_user_before_or_at_the_event(
     draw_B = np.full(len(user_B), 0.5)
     negatives = negatives_of(store).at_events(event_index_B, user_B, max_items=max_items, draw_B=draw_B)
     expected_items = [
-        [item for item, time in zip(items_by_split[0], times_by_split[0], strict=True) if time <= train_index][-max_items:]
-        for (train, _, _), times_by_split, items_by_split in zip(
+        [item for item, time in zip(items_by_split[0], times_by_split[0], strict=True) if time <= train_position][-max_items:]
+        for (train_items, _, _), times_by_split, items_by_split in zip(
             log, negative_times, negative_items(negative_times), strict=True
         )
-        for train_index in range(len(train))
+        for train_position in range(len(train_items))
     ]
     assert lists_of(negatives) == expected_items
 
@@ -98,9 +99,11 @@ def test_the_negatives_before_a_split_are_the_negatives_of_the_earlier_splits(
     negatives = negatives_of(store_with_negatives(log, negative_times))
     items_by_user = negative_items(negative_times)
     user_B = np.arange(len(items_by_user))[::-1]
-    assert lists_of(negatives.before(user_B, "validation")) == [train for train, _, _ in items_by_user[::-1]]
-    assert lists_of(negatives.before(user_B, "test")) == [train + validation for train, validation, _ in items_by_user[::-1]]
-    assert negatives.num_train_negatives_U.tolist() == [len(train) for train, _, _ in items_by_user]
+    assert lists_of(negatives.before(user_B, "validation")) == [train_items for train_items, _, _ in items_by_user[::-1]]
+    assert lists_of(negatives.before(user_B, "test")) == [
+        train_items + validation_items for train_items, validation_items, _ in items_by_user[::-1]
+    ]
+    assert negatives.num_train_negatives_U.tolist() == [len(train_items) for train_items, _, _ in items_by_user]
 
 
 @given(log_with_negatives=logs_with_negatives(), max_items=st.integers(1, 5), draw=st.floats(0, 0.999))

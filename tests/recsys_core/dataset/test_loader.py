@@ -51,14 +51,16 @@ def loader_of(
         include_target=include_target,
         max_known_negatives=max_known_negatives,
     )
-    defaults = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
-    return TrainLoader(examples, rank_share=RankShare(rank, world_size, num_planned_ranks), **(defaults | loader_settings))
+    default_settings = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
+    return TrainLoader(
+        examples, rank_share=RankShare(rank, world_size, num_planned_ranks), **(default_settings | loader_settings)
+    )
 
 
 def log_of_distinct_items(num_events_by_user: list[int]) -> Log:
     """Return a log of training events with the items 0, 1, 2, ..., so that an item identifies its event."""
-    counter = itertools.count()
-    return [([next(counter) for _ in range(num_events)], [], []) for num_events in num_events_by_user]
+    item_counter = itertools.count()
+    return [([next(item_counter) for _ in range(num_events)], [], []) for num_events in num_events_by_user]
 
 
 def first_batch(loader: TrainLoader) -> Batch:
@@ -133,9 +135,17 @@ def test_an_epoch_of_all_ranks_has_each_example_at_most_once(
 def test_positives_users_and_histories_belong_to_one_example(
     log: Log, batch_size: int, num_negatives: int, max_history: int, is_ordered: bool, include_target: bool
 ) -> None:
-    counter = itertools.count()
-    log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item identifies an event
-    event_by_item = {item: (user, index) for user, (train, _, _) in enumerate(log) for index, item in enumerate(train)}
+    item_counter = itertools.count()
+    # Each training event has its own item, so an item identifies an event.
+    log = [
+        ([next(item_counter) for _ in train_items], validation_items, test_items)
+        for train_items, validation_items, test_items in log
+    ]
+    event_by_item = {
+        item: (user, train_index)
+        for user, (train_items, _, _) in enumerate(log)
+        for train_index, item in enumerate(train_items)
+    }
     loader = loader_of(
         store_of(log, is_ordered=is_ordered),
         batch_size=batch_size,
@@ -147,11 +157,11 @@ def test_positives_users_and_histories_belong_to_one_example(
         assert len(batch.candidate_index_C) == batch.batch_size + num_negatives
         users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
         for item, history, looked_up_users in zip(positives(batch), histories(batch), users_B, strict=True):
-            user, index = event_by_item[item]
-            train = log[user][0]
-            ordered_history = train[max(0, index - max_history) : index] if max_history else []
-            target = train[index : index + 1] if include_target else []
-            unordered_history = (target + train[index + 1 :] + train[:index])[:max_history]
+            user, train_index = event_by_item[item]
+            train_items = log[user][0]
+            ordered_history = train_items[max(0, train_index - max_history) : train_index] if max_history else []
+            target_items = train_items[train_index : train_index + 1] if include_target else []
+            unordered_history = (target_items + train_items[train_index + 1 :] + train_items[:train_index])[:max_history]
             assert looked_up_users.tolist() == [user]
             assert history == (ordered_history if is_ordered else unordered_history)
 

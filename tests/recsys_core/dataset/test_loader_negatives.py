@@ -38,10 +38,10 @@ def test_the_last_candidates_are_known_negatives_or_copies_of_the_positive(
     max_known_negatives: int,
     is_ordered: bool,
 ) -> None:
-    """The candidates before them are the candidates of a loader with max_known_negatives 0."""
+    """All earlier candidates are equal to the candidates of a loader with max_known_negatives 0."""
     log, negative_times = log_with_negatives
     store = store_with_negatives(log, negative_times, is_ordered=is_ordered)
-    train_negatives_by_user = [train for train, _, _ in negative_items(negative_times)]
+    train_negatives_by_user = [train_items for train_items, _, _ in negative_items(negative_times)]
     loader_settings = {"batch_size": batch_size, "num_negatives": num_negatives}
     loader, plain_loader = (
         loader_of(store, max_known_negatives=max_known_negatives, **loader_settings),
@@ -70,7 +70,7 @@ def test_known_negatives_of_an_unordered_log_differ_by_epoch_rank_and_batch() ->
     assert len({tuple(candidates(batch)[batch.batch_size :]) for batch in batches}) == 8
 
 
-def test_known_negatives_that_the_store_does_not_have_are_rejected() -> None:
+def test_explicit_negatives_are_rejected_if_the_store_has_no_training_negatives() -> None:
     log: Log = [([1, 2], [3], [4])]
     times_after_training: NegativeTimes = [([], [0, 0], [1])]
     message = r"explicit_negatives is 2, but the ingest did not keep .*; set interactions.explicit_negatives to true"

@@ -17,7 +17,7 @@ from recsys_core.dataset.shards import ShardedEventArray, ShardedEventIndices, S
 from recsys_core.manifests import EventShard
 
 NUM_IDS = 2**31 + 10
-"""Number of users, and of items, of a store whose rows do not fit into 32 bits."""
+"""Number of users and number of items of a store. Its last rows do not fit into 32 bits."""
 lists_by_shard = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=9)
 
 
@@ -35,7 +35,7 @@ def test_an_event_array_is_the_concatenation_of_its_shards(values_by_shard: list
 @given(numbers=st.lists(st.integers(0, 99), max_size=20), num_shards=st.integers(1, 9), data=st.data())
 def test_a_user_array_takes_its_users_from_the_shards_in_turn(numbers: list[int], num_shards: int, data: st.DataObject) -> None:
     values_U, start_S = np.array(numbers, np.int64), 1_000 * np.arange(num_shards)
-    # As in an offset array, the last entry of each part belongs to no user.
+    # As in an offset array, the last entry of each shard belongs to no user.
     shard_arrays = ShardArrays.of(*(np.append(values_U[shard::num_shards], -1) for shard in range(num_shards)))
     array = ShardedUserArray(shard_arrays, num_users=len(values_U), index_start_S=start_S)
     expected_U = values_U + start_S[np.arange(len(values_U)) % num_shards]
@@ -64,8 +64,8 @@ def test_searchsorted_counts_earlier_shards_and_searches_in_the_shard_of_the_eve
     )
     for shard, (num_events, start) in enumerate(zip(num_events_S, start_S.tolist(), strict=True)):
         for event in range(num_events):
-            num_before = sum(len(shard_indices) for shard_indices in indices_by_shard[:shard])
-            expected_position = num_before + sum(event_index <= event for event_index in indices_by_shard[shard])
+            num_earlier_indices = sum(len(shard_indices) for shard_indices in indices_by_shard[:shard])
+            expected_position = num_earlier_indices + sum(event_index <= event for event_index in indices_by_shard[shard])
             assert array.searchsorted(np.array([start + event]), side="right").tolist() == [expected_position]
 
 
@@ -81,7 +81,7 @@ def large_store(tmp_path: Path, num_shards: int) -> EventStore:
     """
     users = np.arange(NUM_IDS - 12, NUM_IDS)
     items_U5 = np.stack([users % 5, users, users - 1, users - 2, users - 3], axis=1)
-    first_example = 3 * np.arange(12)
+    first_example_U = 3 * np.arange(12)
     num_users_S = num_users_by_shard(NUM_IDS, num_shards=num_shards).tolist()
     paths = {
         name: [tmp_path / file_name for file_name in array_files(name, num_shards=num_shards)]
@@ -91,15 +91,15 @@ def large_store(tmp_path: Path, num_shards: int) -> EventStore:
     for shard, num_users in enumerate(num_users_S):
         shard_users = np.flatnonzero(users % num_shards == shard)
         list_ends = 5 * np.arange(1, len(shard_users) + 1)
-        _write_sparse(paths["user_offset"][shard], num_users + 1, last=list_ends)
-        _write_sparse(paths["train_end"][shard], num_users, last=list_ends - 2)
-        _write_sparse(paths["validation_end"][shard], num_users, last=list_ends - 1)
-        _write_sparse(paths["event_offset"][shard], num_users, last=list_ends - 5 - first_example[shard_users])
+        _write_sparse_array(paths["user_offset"][shard], num_users + 1, last_values=list_ends)
+        _write_sparse_array(paths["train_end"][shard], num_users, last_values=list_ends - 2)
+        _write_sparse_array(paths["validation_end"][shard], num_users, last_values=list_ends - 1)
+        _write_sparse_array(paths["event_offset"][shard], num_users, last_values=list_ends - 5 - first_example_U[shard_users])
         np.save(paths["event_item"][shard], items_U5[shard_users].ravel())
         num_events_S.append(5 * len(shard_users))
     np.save(tmp_path / "train_user.npy", np.repeat(users, 3))
     for name in ("item_count", "vector_row"):
-        _write_sparse(tmp_path / f"{name}.npy", NUM_IDS, last=np.ones(12, np.int64))
+        _write_sparse_array(tmp_path / f"{name}.npy", NUM_IDS, last_values=np.ones(12, np.int64))
     manifest = SimpleNamespace(
         num_shards=num_shards,
         num_users=NUM_IDS,
@@ -110,14 +110,14 @@ def large_store(tmp_path: Path, num_shards: int) -> EventStore:
     return EventStore(EventArrays.open(manifest), is_ordered=True)  # type: ignore[arg-type]
 
 
-def _write_sparse(path: Path, length: int, *, last: np.ndarray) -> None:
-    """Write an int64 array of zeros that ends in the values `last`. The zeros take no disk space."""
+def _write_sparse_array(path: Path, length: int, *, last_values: np.ndarray) -> None:
+    """Write an int64 array of zeros that ends in `last_values`. The zeros take no disk space."""
     allocate_npy(path, dtype=np.int64, shape=(0,))
     with path.open("r+b") as file:
         header = {"descr": "<i8", "fortran_order": False, "shape": (length,)}
         np.lib.format.write_array_header_1_0(file, header)
         file.truncate(file.tell() + 8 * length)
-    np.load(path, mmap_mode="r+")[length - len(last) :] = last
+    np.load(path, mmap_mode="r+")[length - len(last_values) :] = last_values
 
 
 def test_batches_have_users_and_items_above_2_to_the_31(large_store: EventStore, num_shards: int) -> None:
@@ -138,8 +138,8 @@ def test_batches_have_users_and_items_above_2_to_the_31(large_store: EventStore,
     for batch in loader.epoch(0):
         users = batch.sparse[UNPOOLED]["user"].values().tolist()
         positives = batch.item_row_V[batch.candidate_index_C].tolist()[: batch.batch_size]
-        for index, (user, item) in enumerate(zip(users, positives, strict=True)):
-            history_index = batch.history_index_H[batch.history_offset[index] : batch.history_offset[index + 1]]
+        for query_index, (user, item) in enumerate(zip(users, positives, strict=True)):
+            history_index = batch.history_index_H[batch.history_offset[query_index] : batch.history_offset[query_index + 1]]
             loaded_examples.append((user, item, *batch.item_row_V[history_index].tolist()))
     assert sorted(loaded_examples) == sorted(
         example

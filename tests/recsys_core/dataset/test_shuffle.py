@@ -1,4 +1,4 @@
-"""The shuffle, a permutation of the indices that a key selects."""
+"""The shuffle: a permutation of indices, which depends on a key."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def test_the_shuffle_is_a_permutation_of_any_length(num_indices: int, key: tuple
 
 
 @given(num_indices=st.integers(1, 5000), key=key_tuples, data=st.data())
-def test_some_indices_are_shuffled_as_they_are_among_all_indices(
+def test_an_index_moves_to_the_same_position_whichever_other_indices_are_shuffled(
     num_indices: int, key: tuple[int, int], data: st.DataObject
 ) -> None:
     some_indices = np.array(data.draw(st.lists(st.integers(0, num_indices - 1), min_size=1)))

@@ -20,8 +20,8 @@ def listening_sockets(root: psutil.Process | None = None) -> Listening:
             addresses = {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
             if addresses:
                 command = process.cmdline()
-                name = command[command.index("-m") + 1] if "-m" in command else " ".join(command)
-                sockets |= {(name, address) for address in addresses}
+                module_or_command = command[command.index("-m") + 1] if "-m" in command else " ".join(command)
+                sockets |= {(module_or_command, address) for address in addresses}
     return sockets
 
 

@@ -20,12 +20,12 @@ TWO_HOSTS = TorchxLauncher(scheduler="local_cwd", env={"OMP_NUM_THREADS": "1"}, 
 
 def agents_and_ranks() -> list[psutil.Process]:
     """Return the agents and ranks below this process, which may have other children too."""
-    modules, found_processes = {AGENT_MODULE, RANK_MODULE}, list[psutil.Process]()
+    modules, matching_processes = {AGENT_MODULE, RANK_MODULE}, list[psutil.Process]()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # the process has ended, or is a zombie
             if modules & set(process.cmdline()):
-                found_processes.append(process)
-    return found_processes
+                matching_processes.append(process)
+    return matching_processes
 
 
 def launch_ranks(
@@ -49,10 +49,15 @@ def launch_ranks(
     )
 
 
-REMOTE = TWO_HOSTS.model_copy(update={"env": {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: ""}, "lease_timeout_s": 6.0})
-"""Hosts that do not end with the launching process, as if they were other machines."""
-REMOTE_LONG_LEASE = REMOTE.model_copy(update={"lease_timeout_s": 60.0})
-LAUNCHER_BY_NAME = {"local": ONE_HOST, "torchx": TWO_HOSTS, "remote": REMOTE, "remote, long lease": REMOTE_LONG_LEASE}
+REMOTE_LAUNCHER = TWO_HOSTS.model_copy(update={"env": {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: ""}, "lease_timeout_s": 6.0})
+"""Launcher of hosts that do not end with the launching process, as if they were other machines."""
+REMOTE_LAUNCHER_WITH_LONG_LEASE = REMOTE_LAUNCHER.model_copy(update={"lease_timeout_s": 60.0})
+LAUNCHER_BY_NAME = {
+    "local": ONE_HOST,
+    "torchx": TWO_HOSTS,
+    "remote": REMOTE_LAUNCHER,
+    "remote, long lease": REMOTE_LAUNCHER_WITH_LONG_LEASE,
+}
 
 
 if __name__ == "__main__":  # a launching process that a test can kill

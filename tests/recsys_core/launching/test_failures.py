@@ -18,7 +18,9 @@ BUG_TRACEBACK = "Traceback (most recent call last):\nKeyError: 'no such key'\n"
 
 
 def rank_report(rank: int, *, traceback: str = "", signal: str | None = None, timestamp: int = 100) -> RankReport:
-    host = Host(index=min(rank, 1), name=("alpha", "beta")[min(rank, 1)])
+    """Return the report of a failed rank. Rank 0 is on host 0 (alpha), and the later ranks are on host 1 (beta)."""
+    host_index = min(rank, 1)
+    host = Host(index=host_index, name=("alpha", "beta")[host_index])
     return RankReport(
         rank=rank,
         host=host,
@@ -41,9 +43,9 @@ def error_of(*host_reports: HostReport, num_hosts: int = 2) -> InputError | Stag
 
 
 def test_the_error_names_a_killed_rank_instead_of_an_earlier_failure_on_another_host() -> None:
-    peer_report = host_report(0, rank_report(0, traceback=LOST_PEER_TRACEBACK, timestamp=90))
-    killed_report = host_report(1, rank_report(1, signal="SIGKILL"), num_oom_kills=0, memory_bytes=2**34)
-    error = error_of(peer_report, killed_report)
+    lost_peer_report = host_report(0, rank_report(0, traceback=LOST_PEER_TRACEBACK, timestamp=90))
+    killed_rank_report = host_report(1, rank_report(1, signal="SIGKILL"), num_oom_kills=0, memory_bytes=2**34)
+    error = error_of(lost_peer_report, killed_rank_report)
     assert str(error).startswith("rank 1 on host beta was the first to fail, with signal SIGKILL (possibly out of memory:")
     assert "limit of this host is 16.0 GiB" in str(error) and "its last line" in str(error) and isinstance(error, LaunchError)
 
@@ -67,11 +69,11 @@ def test_an_exhausted_gpu_is_reported_with_advice_and_traceback() -> None:
 
 
 def test_an_exception_is_the_cause_and_not_a_lost_peer_or_the_sigterm_of_torchrun() -> None:
-    peer_report = host_report(
+    lost_peer_report = host_report(
         0, rank_report(0, traceback=LOST_PEER_TRACEBACK, timestamp=90), rank_report(1, signal="SIGTERM", timestamp=80)
     )
-    report_with_bug = host_report(1, rank_report(2, traceback=BUG_TRACEBACK, signal="SIGTERM"))
-    assert str(error_of(peer_report, report_with_bug)).startswith(
+    bug_report = host_report(1, rank_report(2, traceback=BUG_TRACEBACK, signal="SIGTERM"))
+    assert str(error_of(lost_peer_report, bug_report)).startswith(
         "rank 2 on host beta was the first to fail, with an exception:\n" + BUG_TRACEBACK
     )
 
@@ -94,15 +96,17 @@ def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(error_cla
 
 
 def test_a_rejected_host_is_an_input_error_unless_another_attempt_may_succeed() -> None:
-    rejection = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", is_retryable=False)
-    waiting_report = host_report(0, reason="host 0 (alpha) could not connect to the other hosts")
-    assert isinstance(error_of(rejection, waiting_report), InputError)
-    assert type(error_of(waiting_report)) is LaunchError
+    rejected_host_report = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", is_retryable=False)
+    unconnected_host_report = host_report(0, reason="host 0 (alpha) could not connect to the other hosts")
+    assert isinstance(error_of(rejected_host_report, unconnected_host_report), InputError)
+    assert type(error_of(unconnected_host_report)) is LaunchError
 
 
 def test_a_full_disk_in_a_traceback_is_an_input_error_with_the_file_and_the_free_space() -> None:
-    full_disk = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device: '/scratch/x'\nin write\n"
-    error = error_of(host_report(1, rank_report(1, traceback=full_disk)))
+    full_disk_traceback = (
+        "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device: '/scratch/x'\nin write\n"
+    )
+    error = error_of(host_report(1, rank_report(1, traceback=full_disk_traceback)))
     assert isinstance(error, InputError) and str(error).startswith(
         "/logs: the output of rank 1 on host beta does not fit (OSError: [Errno 28] No space left on device: '/scratch/x'), "
         "but the disk has "

@@ -16,8 +16,8 @@ def test_the_timeout_is_ten_times_the_longest_duration_and_at_least_a_minute(tmp
     assert heartbeat_file.current_timeout_s() == UNMEASURED_TIMEOUT_S
     writer.begin("steps")
     assert heartbeat_file.current_timeout_s() == UNMEASURED_TIMEOUT_S
-    for seconds in (30.0, 1.0):
-        writer.record("validation", seconds)
+    for duration_s in (30.0, 1.0):
+        writer.record("validation", duration_s)
     writer.record("steps", 1.0)
     writer.begin("steps")
     assert heartbeat_file.current_timeout_s() == MIN_TIMEOUT_S
@@ -41,10 +41,10 @@ def test_only_rank_0_writes_the_heartbeat_file(tmp_path: Path) -> None:
 
 
 def test_heartbeats_continue_after_a_heartbeat_that_could_not_be_written(caplog: pytest.LogCaptureFixture) -> None:
-    counter, has_recovered = itertools.count(), threading.Event()
+    attempt_counter, has_recovered = itertools.count(), threading.Event()
 
     def fail_at_first() -> None:
-        if next(counter) < 2:
+        if next(attempt_counter) < 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         has_recovered.set()
 

@@ -1,4 +1,4 @@
-"""Launches whose ranks fail, hang or are killed. Each raises an error with the cause and leaves no process."""
+"""Launches whose ranks fail, hang or are killed. A launch raises an error with the cause and leaves no process."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from recsys_core.launching.config import LocalLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import LaunchFolder, RankLayout
-from tests.recsys_core.launching.scripted_launches import REMOTE, agents_and_ranks, launch_ranks
+from tests.recsys_core.launching.scripted_launches import REMOTE_LAUNCHER, agents_and_ranks, launch_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_torchx = pytest.mark.skipif(find_spec("torchx") is None, reason="torchx is not installed")
@@ -68,7 +68,7 @@ def test_a_disk_that_a_rank_fills_is_reported_with_the_folder_and_the_free_space
 
 
 def test_a_disk_that_is_full_after_launch_json_is_named_in_the_error(small_disk: Path) -> None:
-    (small_disk / "other").write_bytes(bytes(2**20 - 3 * PAGE_BYTES))
+    (small_disk / "filler").write_bytes(bytes(2**20 - 3 * PAGE_BYTES))
     with pytest.raises(InputError, match=rf"^{small_disk}/logs: .*, but the disk has 0\.000 GiB free; free some"):
         launch_ranks(small_disk, {})
 
@@ -76,7 +76,7 @@ def test_a_disk_that_is_full_after_launch_json_is_named_in_the_error(small_disk:
 def test_a_launch_without_torchx_names_the_extra_and_creates_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recsys_core.launching.launch.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"install nightjar with the extra torchx, e\.g\. pip install \"\.\[torchx\]\""):
-        launch_ranks(tmp_path, {}, launcher=REMOTE)
+        launch_ranks(tmp_path, {}, launcher=REMOTE_LAUNCHER)
     assert not (tmp_path / "logs").exists()
 
 
@@ -95,10 +95,12 @@ def test_the_local_launcher_rejects_a_layout_of_two_hosts_before_it_creates_a_fo
 
 @contextmanager
 def running_launch(folder: Path, launcher_name: str) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
-    """Launch two ranks from a new process. Once both work, yield this process and all processes below it."""
+    """Launch two ranks from a new process. Once both ranks work, yield the new process and all processes below it."""
     command = [sys.executable, "-m", "tests.recsys_core.launching.scripted_launches", str(folder), launcher_name]
-    with (folder / "output").open("wb") as output:
-        launching_process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+    with (folder / "output").open("wb") as output_file:
+        launching_process = subprocess.Popen(
+            command, stdout=output_file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + 120
         while not all((folder / f"num-ranks-{rank}").is_file() for rank in range(2)):
@@ -111,10 +113,10 @@ def running_launch(folder: Path, launcher_name: str) -> Iterator[tuple[subproces
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:
-    """Assert that there are processes, and that they end within END_TIMEOUT_S."""
+    """Assert that `processes` is not empty and that each process ends within END_TIMEOUT_S."""
     assert processes
-    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
-    assert not alive, [process.cmdline() for process in alive]
+    _, remaining_processes = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
+    assert not remaining_processes, [process.cmdline() for process in remaining_processes]
 
 
 @pytest.mark.drill
@@ -145,11 +147,11 @@ def test_remote_hosts_end_when_the_lease_expires_or_another_launch_takes_it_over
     with running_launch(tmp_path, launcher_name) as (launching_process, descendants):
         launching_process.kill()
         launching_process.wait()
-        _, alive = psutil.wait_procs(descendants, timeout=1.0)
-        assert alive, "the hosts ended with the launching process and not because of the lease"
+        _, remaining_processes = psutil.wait_procs(descendants, timeout=1.0)
+        assert remaining_processes, "the hosts ended with the launching process and not because of the lease"
         if launcher_name == "remote, long lease":
             LaunchFolder(tmp_path / "logs").renew_lease("another", 0)
-        assert_all_end(alive)
+        assert_all_end(remaining_processes)
 
 
 @pytest.mark.parametrize("launcher_name", LAUNCHER_NAMES)

@@ -44,7 +44,7 @@ def no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
 def error_of_launch(
     folder: Path, *, num_ready_hosts: int, num_started_ranks: int, poll: Callable[[], None] = lambda: None
 ) -> str:
-    """Return the error of a launch in which only some hosts and ranks start, and assert that its hosts were ended."""
+    """Return the message of a launch in which only some hosts and ranks start. Assert that the monitor ended the hosts."""
     spec = LaunchSpec(
         token="t",
         versions={},
@@ -95,17 +95,17 @@ def test_the_content_of_the_heartbeat_file_limits_the_time_until_the_next_heartb
 
 def test_complete_lines_of_rank_0_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    output = RankOutput(tmp_path / "host-0")
-    output.relay()  # no rank has started
+    rank_output = RankOutput(tmp_path / "host-0")
+    rank_output.relay()  # no rank has started
     for rank in (0, 1):
-        folder = tmp_path / "host-0" / "token" / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
-        (folder / "stderr.log").write_text(f"a warning of rank {rank}\nhalf a")
-    output.relay()
+        rank_folder = tmp_path / "host-0" / "token" / "attempt_0" / str(rank)
+        rank_folder.mkdir(parents=True)
+        (rank_folder / "stderr.log").write_text(f"a warning of rank {rank}\nhalf a")
+    rank_output.relay()
     with (tmp_path / "host-0" / "token" / "attempt_0" / "0" / "stderr.log").open("a") as file:
         file.write(" line\n")
-    output.relay()
-    output.relay()
+    rank_output.relay()
+    rank_output.relay()
     assert [record.getMessage() for record in caplog.records] == ["rank 0: a warning of rank 0", "rank 0: half a line"]
     assert {record.__dict__["rank"] for record in caplog.records} == {0}
 
@@ -117,8 +117,8 @@ def test_only_the_first_lines_of_a_rank_are_logged_and_then_the_path_of_its_outp
     output_path = tmp_path / "host-0" / "token" / "attempt_0" / "0" / "stdout.log"
     output_path.parent.mkdir(parents=True)
     output_path.write_text("line\n" * (MAX_LOGGED_LINES + 100))
-    output = RankOutput(tmp_path / "host-0")
-    output.relay()
-    output.relay()
+    rank_output = RankOutput(tmp_path / "host-0")
+    rank_output.relay()
+    rank_output.relay()
     assert len(caplog.records) == MAX_LOGGED_LINES + 1
     assert str(output_path) in caplog.records[-1].getMessage()

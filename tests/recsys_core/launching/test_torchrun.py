@@ -24,17 +24,17 @@ from tests.recsys_core.launching.test_launch import END_TIMEOUT_S, ranks_import_
 __all__ = ["ranks_import_this_tree"]  # a fixture that pytest uses for the tests of this module
 LOOPBACK = {"127.0.0.1", "::1"}
 C10D_POLL_S = 6.0
-"""Time in which torchrun's c10d rendezvous, which nightjar does not use, would unpickle the store: it does so every 5 s."""
+"""Time in which torchrun's c10d rendezvous would unpickle the store, which it does every 5 s. nightjar does not use it."""
 
 
 class EndedLaunch(NamedTuple):
-    """What a launch on one host shows while its two ranks work, and the end of its processes after SIGKILL.
+    """Observations of a launch on one host, while its two ranks work and after its launching process is killed.
 
     Attributes:
         sockets: listening sockets of the launching process and of all processes below it.
         rank_environments: environment variables of each rank.
         store_folder_modes: permissions of the folders in which the ranks meet.
-        remaining_commands: commands of the processes that still run END_TIMEOUT_S after the launching process was killed.
+        remaining_commands: command of each process that still runs END_TIMEOUT_S after the kill.
     """
 
     sockets: Listening
@@ -53,8 +53,8 @@ def ended_launch(tmp_path_factory: pytest.TempPathFactory) -> EndedLaunch:
         folder_modes = {stat.S_IMODE(folder.stat().st_mode) for folder in store_folders}
         sockets = listening_sockets(psutil.Process(launching_process.pid))
         launching_process.kill()
-        _, alive = psutil.wait_procs(descendants, timeout=END_TIMEOUT_S)
-        return EndedLaunch(sockets, rank_environments, folder_modes, [process.cmdline() for process in alive])
+        _, remaining_processes = psutil.wait_procs(descendants, timeout=END_TIMEOUT_S)
+        return EndedLaunch(sockets, rank_environments, folder_modes, [process.cmdline() for process in remaining_processes])
 
 
 def test_on_one_host_only_ranks_listen_and_only_on_loopback(ended_launch: EndedLaunch) -> None:
@@ -112,6 +112,6 @@ def test_the_store_of_the_first_host_opens_no_second_socket() -> None:
 
     addresses_before = listening_addresses()
     store = connect_store(endpoint, listener=listener, timeout_s=5.0)
-    handler = StaticRendezvous(spec, host_index=0, store=store, endpoint=endpoint)
-    assert handler.next_rendezvous().world_size == 1
+    rendezvous = StaticRendezvous(spec, host_index=0, store=store, endpoint=endpoint)
+    assert rendezvous.next_rendezvous().world_size == 1
     assert listening_addresses() == addresses_before and endpoint in addresses_before

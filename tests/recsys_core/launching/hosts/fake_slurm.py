@@ -20,12 +20,12 @@ def sbatch(script_path: str) -> None:
     (STATE_FOLDER / f"{job_id}.sh").write_text(Path(script_path).read_text())
     (STATE_FOLDER / f"{job_id}.state").write_text("PENDING")
     environment = os.environ | {"SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST_HET_GROUP_0": os.uname().nodename}
-    with (STATE_FOLDER / f"{job_id}.out").open("wb") as output:
+    with (STATE_FOLDER / f"{job_id}.out").open("wb") as output_file:
         process = subprocess.Popen(
             ["bash", str(STATE_FOLDER / f"{job_id}.sh")],
             env=environment,
-            stdout=output,
-            stderr=output,
+            stdout=output_file,
+            stderr=output_file,
             start_new_session=True,
             cwd=STATE_FOLDER,
         )
@@ -42,31 +42,31 @@ def srun(*arguments: str) -> int:
             arguments_by_task.append([])
         else:
             arguments_by_task[-1].append(argument)
-    tasks = []
+    task_processes = []
     for task_arguments in arguments_by_task:
         options = dict(argument[2:].split("=", 1) for argument in task_arguments if argument.startswith("--"))
         command_index = next(index for index, argument in enumerate(task_arguments) if not argument.startswith("--"))
         command = task_arguments[command_index:]
-        environment = os.environ | dict(pair.split("=", 1) for pair in options["export"].split(",")[1:])
-        with Path(options["output"]).open("wb") as output, Path(options["error"]).open("wb") as error:
-            tasks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=error))
+        environment = os.environ | dict(assignment.split("=", 1) for assignment in options["export"].split(",")[1:])
+        with Path(options["output"]).open("wb") as output_file, Path(options["error"]).open("wb") as error_file:
+            task_processes.append(subprocess.Popen(command, env=environment, stdout=output_file, stderr=error_file))
     state_path.write_text("RUNNING")
-    while any(task.poll() is None for task in tasks):
-        if any(task.poll() for task in tasks):
-            for task in tasks:
-                task.terminate()
+    while any(process.poll() is None for process in task_processes):
+        if any(process.poll() for process in task_processes):
+            for process in task_processes:
+                process.terminate()
         time.sleep(0.1)
-    exit_code = max(abs(task.returncode) for task in tasks)
+    exit_code = max(abs(process.returncode) for process in task_processes)
     state_path.write_text("FAILED" if exit_code else "COMPLETED")
     return exit_code
 
 
 def sacct(job_id: str) -> None:
     """Print the state of a job and its tasks."""
-    state = (STATE_FOLDER / f"{job_id}.state").read_text()
+    job_state = (STATE_FOLDER / f"{job_id}.state").read_text()
     num_tasks = (STATE_FOLDER / f"{job_id}.sh").read_text().count("#SBATCH --job-name")
-    rows = "".join(f"{job_id}+{task}|nightjar-{task}|{state}\n" for task in range(num_tasks))
-    sys.stdout.write(f"JobID|JobName|State\n{rows}")
+    task_lines = "".join(f"{job_id}+{task}|nightjar-{task}|{job_state}\n" for task in range(num_tasks))
+    sys.stdout.write(f"JobID|JobName|State\n{task_lines}")
 
 
 def scancel(job_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks of an agent before it starts a rank. test_torchx.py tests how the launching process reports them."""
+"""Checks of an agent before it starts a rank. test_torchx.py tests how the launching process reports failed checks."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def no_wait_for_storage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_spec(folder_path: Path, **changes: object) -> LaunchFolder:
-    """Write the files of a launch on two hosts, with the changed fields, and return their folder."""
+    """Write the files of a launch on two hosts, with `changes` to the spec. Return the folder of the launch."""
     job_path = folder_path / "job.json"
     job_path.write_text("{}")
     spec = LaunchSpec(
@@ -43,6 +43,7 @@ def write_spec(folder_path: Path, **changes: object) -> LaunchFolder:
 
 
 def only_failure(folder: LaunchFolder) -> HostReport:
+    """Return the report of the only host that has failed."""
     (host_report,) = folder.end_reports()
     return host_report
 
@@ -94,8 +95,8 @@ def test_a_host_that_its_scheduler_starts_a_second_time_is_rejected(tmp_path: Pa
 
 
 def test_a_host_waits_for_the_first_host_only_until_the_timeout(tmp_path: Path) -> None:
-    folder, counter = write_spec(tmp_path), itertools.count()
-    with heartbeat(lambda: folder.renew_lease("ours", next(counter)), interval_s=0.1):
+    folder, heartbeat_counter = write_spec(tmp_path), itertools.count()
+    with heartbeat(lambda: folder.renew_lease("ours", next(heartbeat_counter)), interval_s=0.1):
         assert run_agent(folder, host=1) == agent.EXIT_REJECTED
     assert "waited 0.1 s, but host 0 did not start" in only_failure(folder).reason and only_failure(folder).is_retryable
     assert list(folder.ready_reports()) == [1]

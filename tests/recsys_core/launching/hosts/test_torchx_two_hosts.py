@@ -1,4 +1,4 @@
-"""Training and export on two hosts, both of which are this machine, compared bit by bit with one host."""
+"""Training and export on two hosts compared bit by bit with one host. Both hosts are this machine."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tests.recsys_core.launching.scripted_launches import ONE_HOST, TWO_HOSTS
 from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment
 
 pytest.importorskip("torchx")
-CONFIG = TrainingConfig(epochs=1, batch_size=64, log_every_steps=5, seed=3)
+TRAINING_CONFIG = TrainingConfig(epochs=1, batch_size=64, log_every_steps=5, seed=3)
 
 
 def plan_for(experiment: Experiment, folder: Path, *, num_hosts: int) -> PlanManifest:
@@ -29,7 +29,7 @@ def plan_for(experiment: Experiment, folder: Path, *, num_hosts: int) -> PlanMan
             tables={name: TableConstraint(sharding_types=("row_wise",)) for name in experiment.spec.tables},
         ),
         model=experiment.spec,
-        batch_size=CONFIG.batch_size,
+        batch_size=TRAINING_CONFIG.batch_size,
         folder=folder,
     )
 
@@ -37,16 +37,16 @@ def plan_for(experiment: Experiment, folder: Path, *, num_hosts: int) -> PlanMan
 def train_and_export(
     experiment: Experiment, folder: Path, *, launcher: Launcher
 ) -> tuple[TrainManifest, list[Progress], ExportManifest]:
-    """Run both stages, and return their manifests and the metrics lines of the training."""
-    setup = TrainingSetup(experiment.spec, CONFIG, experiment.loss, launcher=launcher)
+    """Train and export. Return the manifest of the training, its metrics lines, and the manifest of the export."""
+    setup = TrainingSetup(experiment.spec, TRAINING_CONFIG, experiment.loss, launcher=launcher)
     plan = plan_for(experiment, folder / "plan", num_hosts=1 if launcher.kind == "local" else 2)
-    lines: list[Progress] = []
+    metrics_lines: list[Progress] = []
     train_manifest = train(
         setup,
         dataset=experiment.dataset,
         plan=plan,
         folder=folder / "train",
-        on_progress=lines.append,
+        on_progress=metrics_lines.append,
     )
     export_manifest = export_vectors(
         setup,
@@ -54,18 +54,22 @@ def train_and_export(
         train=train_manifest,
         folder=folder / "export",
     )
-    return train_manifest, lines, export_manifest
+    return train_manifest, metrics_lines, export_manifest
 
 
 @pytest.mark.drill
 def test_two_hosts_with_one_rank_each_train_the_same_model_as_one_host_with_two_ranks(tmp_path: Path) -> None:
-    experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "plan", training=CONFIG)
-    expected_training, expected_lines, expected_export = train_and_export(experiment, tmp_path / "one host", launcher=ONE_HOST)
-    training, lines, export = train_and_export(experiment, tmp_path / "two hosts", launcher=TWO_HOSTS)
-    assert [line.loss for line in lines] == [line.loss for line in expected_lines] and len(lines) > 3
-    assert (training.final_loss, training.num_attempts) == (expected_training.final_loss, 1)
-    assert training.validation == expected_training.validation
-    array_names = [name for name in expected_export.files if name.endswith(".npy")]
+    experiment = make_experiment(generate_dataset(tmp_path), tmp_path / "plan", training=TRAINING_CONFIG)
+    expected_train_manifest, expected_metrics_lines, expected_export_manifest = train_and_export(
+        experiment, tmp_path / "one host", launcher=ONE_HOST
+    )
+    train_manifest, metrics_lines, export_manifest = train_and_export(experiment, tmp_path / "two hosts", launcher=TWO_HOSTS)
+    assert [line.loss for line in metrics_lines] == [line.loss for line in expected_metrics_lines] and len(metrics_lines) > 3
+    assert (train_manifest.final_loss, train_manifest.num_attempts) == (expected_train_manifest.final_loss, 1)
+    assert train_manifest.validation == expected_train_manifest.validation
+    array_names = [name for name in expected_export_manifest.files if name.endswith(".npy")]
     assert "item_vectors.npy" in array_names
     for name in array_names:
-        np.testing.assert_array_equal(np.load(export.path(name)), np.load(expected_export.path(name)), err_msg=name)
+        np.testing.assert_array_equal(
+            np.load(export_manifest.path(name)), np.load(expected_export_manifest.path(name)), err_msg=name
+        )

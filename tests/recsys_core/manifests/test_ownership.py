@@ -1,4 +1,4 @@
-"""Files that nightjar did not create: they are neither deleted nor overwritten."""
+"""Files that nightjar did not create, which it neither deletes nor overwrites."""
 
 from pathlib import Path
 
@@ -15,28 +15,28 @@ def write_plan(folder: Path) -> dict[str, object]:
     return {"world_size": 2, "device": "cpu"}
 
 
-@pytest.mark.parametrize("name", ["plan", "plan.tmp"])
-@pytest.mark.parametrize("user_kind", ["folder", "link", "file"])
-def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, name: str, user_kind: str) -> None:
-    user_path = tmp_path / ("elsewhere" if user_kind == "link" else name)
-    if user_kind == "file":
+@pytest.mark.parametrize("folder_name", ["plan", "plan.tmp"])
+@pytest.mark.parametrize("user_path_kind", ["folder", "link", "file"])
+def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, folder_name: str, user_path_kind: str) -> None:
+    user_path = tmp_path / ("elsewhere" if user_path_kind == "link" else folder_name)
+    if user_path_kind == "file":
         user_path.write_text("kept")
     else:
         user_path.mkdir()
         (user_path / "mine.npy").write_text("kept")
-    if user_kind == "link":
-        (tmp_path / name).symlink_to(user_path)
-    with pytest.raises(InputError, match=str(tmp_path / name)):
+    if user_path_kind == "link":
+        (tmp_path / folder_name).symlink_to(user_path)
+    with pytest.raises(InputError, match=str(tmp_path / folder_name)):
         commit_stage(tmp_path / "plan", PlanManifest, inputs=["f"], build=write_plan)
-    assert (user_path if user_kind == "file" else user_path / "mine.npy").read_text() == "kept"
-    assert (tmp_path / name).is_symlink() == (user_kind == "link")
+    assert (user_path if user_path_kind == "file" else user_path / "mine.npy").read_text() == "kept"
+    assert (tmp_path / folder_name).is_symlink() == (user_path_kind == "link")
 
 
 def test_a_stage_replaces_an_older_stage_or_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
-    for text in ("a", "b"):
-        manifest = commit_stage(tmp_path / "plan", PlanManifest, inputs=[text], build=write_plan)
-        assert manifest.fingerprint == fingerprint_of(text) and set(manifest.files) == {"plan.json"}
+    for input_text in ("a", "b"):
+        manifest = commit_stage(tmp_path / "plan", PlanManifest, inputs=[input_text], build=write_plan)
+        assert manifest.fingerprint == fingerprint_of(input_text) and set(manifest.files) == {"plan.json"}
 
 
 def test_the_removal_of_a_folder_removes_links_but_not_their_targets(tmp_path: Path) -> None:

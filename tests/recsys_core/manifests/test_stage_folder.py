@@ -121,10 +121,10 @@ def test_an_unknown_manifest_field_leaves_nothing_behind(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["squares.txt", "deep/cubes.txt", MANIFEST_NAME])
-def test_a_flipped_bit_in_any_file_makes_the_stage_incomplete(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("file_name", ["squares.txt", "deep/cubes.txt", MANIFEST_NAME])
+def test_a_flipped_bit_in_any_file_makes_the_stage_incomplete(tmp_path: Path, file_name: str) -> None:
     manifest = commit_squares(tmp_path / "stage")
-    path = tmp_path / "stage" / name
+    path = tmp_path / "stage" / file_name
     intact_content = path.read_bytes()
     for position in range(len(intact_content)):
         damaged_content = bytearray(intact_content)
@@ -132,25 +132,26 @@ def test_a_flipped_bit_in_any_file_makes_the_stage_incomplete(tmp_path: Path, na
         path.write_bytes(damaged_content)
         # A flipped bit in the manifest may have no effect, for example if it changes 1e-05 to 1E-05.
         loaded_manifest = load_manifest(tmp_path / "stage", SquaresManifest)
-        assert loaded_manifest is None or (name == MANIFEST_NAME and loaded_manifest == manifest), (
+        assert loaded_manifest is None or (file_name == MANIFEST_NAME and loaded_manifest == manifest), (
             f"byte {position}: {bytes(damaged_content[max(0, position - 20) : position + 20])!r}"
         )
     assert commit_squares(tmp_path / "stage").path("squares.txt").read_text() == "0 1 4 9"
-    assert path.read_bytes() == intact_content or name == MANIFEST_NAME  # the duration in a new manifest differs
+    if file_name != MANIFEST_NAME:  # the duration in a new manifest differs
+        assert path.read_bytes() == intact_content
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"7", b"null", b"{}", b"\xff\xfe\x00", b'{"sha256": "x"}'])
-def test_a_damaged_manifest_is_read_as_none_and_the_stage_is_built_again(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize("damaged_content", [b"", b"{", b"[]", b"7", b"null", b"{}", b"\xff\xfe\x00", b'{"sha256": "x"}'])
+def test_a_damaged_manifest_is_read_as_none_and_the_stage_is_built_again(tmp_path: Path, damaged_content: bytes) -> None:
     commit_squares(tmp_path / "stage")
-    (tmp_path / "stage" / MANIFEST_NAME).write_bytes(damage)
+    (tmp_path / "stage" / MANIFEST_NAME).write_bytes(damaged_content)
     assert load_manifest(tmp_path / "stage", SquaresManifest) is None
     assert commit_squares(tmp_path / "stage").count == 4
 
 
 def test_a_stage_with_a_missing_or_longer_file_is_incomplete_even_without_hashing(tmp_path: Path) -> None:
-    for damage in (Path.unlink, lambda path: path.write_text("0 1 4 9 16")):
+    for damage_file in (Path.unlink, lambda path: path.write_text("0 1 4 9 16")):
         manifest = commit_squares(tmp_path / "stage")
-        damage(manifest.path("squares.txt"))
+        damage_file(manifest.path("squares.txt"))
         assert load_manifest(tmp_path / "stage", SquaresManifest, verify=False) is None
         with pytest.raises(StageError, match="the squares stage is incomplete"):
             require_manifest(tmp_path / "stage", SquaresManifest)
@@ -163,54 +164,54 @@ def test_a_manifest_of_another_stage_or_format_is_read_as_none(tmp_path: Path) -
 
     commit_squares(tmp_path / "stage")
     assert load_manifest(tmp_path / "stage", CubesManifest) is None
-    content = json.loads((tmp_path / "stage" / MANIFEST_NAME).read_text())
-    del content["sha256"]
-    content["format_version"] = 2
-    content["sha256"] = stage_folder._content_sha256(content)
-    (tmp_path / "stage" / MANIFEST_NAME).write_text(json.dumps(content))
+    manifest_content = json.loads((tmp_path / "stage" / MANIFEST_NAME).read_text())
+    del manifest_content["sha256"]
+    manifest_content["format_version"] = 2
+    manifest_content["sha256"] = stage_folder._content_sha256(manifest_content)
+    (tmp_path / "stage" / MANIFEST_NAME).write_text(json.dumps(manifest_content))
     assert load_manifest(tmp_path / "stage", SquaresManifest) is None
     with pytest.raises(StageError, match=r"^\S+/stage: the squares stage .* another version of nightjar wrote it; run .*\w$"):
         require_manifest(tmp_path / "stage", SquaresManifest)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-320])
-def test_every_number_is_read_back_unchanged(tmp_path: Path, value: float) -> None:
-    commit_squares(tmp_path / "stage", build=lambda folder: {"count": 1, "mean": value})
-    assert commit_squares(tmp_path / "stage", build=fail_if_called).mean == pytest.approx(value, rel=0, abs=0, nan_ok=True)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-320])
+def test_every_number_is_read_back_unchanged(tmp_path: Path, number: float) -> None:
+    commit_squares(tmp_path / "stage", build=lambda folder: {"count": 1, "mean": number})
+    assert commit_squares(tmp_path / "stage", build=fail_if_called).mean == pytest.approx(number, rel=0, abs=0, nan_ok=True)
 
 
-def _build_and_die(point: str, folder: Path) -> None:
-    """Build the stage, and kill this process with SIGKILL just before `point`."""
+def _build_and_die(kill_point: str, folder: Path) -> None:
+    """Build the stage, and kill this process with SIGKILL just before `kill_point`."""
 
     def kill_this_process(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def build(output_folder: Path) -> dict[str, object]:
-        if point == "first file":
+        if kill_point == "first file":
             kill_this_process()
         (output_folder / "squares.txt").write_text("0 1 4")
-        if point == "last file":
+        if kill_point == "last file":
             kill_this_process()
         return write_squares(output_folder)
 
     function_name_by_point = {"hashing": "record_files", "manifest": "_write_durably"}
-    if point in function_name_by_point:
-        mock.patch.object(stage_folder, function_name_by_point[point], kill_this_process).start()
-    if point == "rename":
+    if kill_point in function_name_by_point:
+        mock.patch.object(stage_folder, function_name_by_point[kill_point], kill_this_process).start()
+    if kill_point == "rename":
         mock.patch.object(Path, "rename", kill_this_process).start()
     commit_squares(folder, build=build, inputs=["b"])
 
 
-@pytest.mark.parametrize("old_fingerprint", [None, "a"], ids=["no older stage", "an older stage"])
-@pytest.mark.parametrize("point", ["first file", "last file", "hashing", "manifest", "rename"])
-def test_a_build_that_was_killed_at_any_point_is_repeated(tmp_path: Path, point: str, old_fingerprint: str | None) -> None:
+@pytest.mark.parametrize("older_input", [None, "a"], ids=["no older stage", "an older stage"])
+@pytest.mark.parametrize("kill_point", ["first file", "last file", "hashing", "manifest", "rename"])
+def test_a_build_that_was_killed_at_any_point_is_repeated(tmp_path: Path, kill_point: str, older_input: str | None) -> None:
     folder = tmp_path / "stage"
-    if old_fingerprint is not None:
-        commit_squares(folder, inputs=[old_fingerprint])
-    child = multiprocessing.get_context("fork").Process(target=_build_and_die, args=(point, folder))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
+    if older_input is not None:
+        commit_squares(folder, inputs=[older_input])
+    build_process = multiprocessing.get_context("fork").Process(target=_build_and_die, args=(kill_point, folder))
+    build_process.start()
+    build_process.join()
+    assert build_process.exitcode == -signal.SIGKILL
     assert load_manifest(folder, SquaresManifest) is None
     manifest = commit_squares(folder, inputs=["b"])
     assert manifest.path("squares.txt").read_text() == "0 1 4 9"
@@ -224,33 +225,35 @@ class Settings(Frozen):
     rate: float = 0.1
 
 
-def test_a_manifest_has_the_fingerprints_of_the_stages_of_the_same_run_that_it_depends_on(tmp_path: Path) -> None:
+def test_a_manifest_has_the_fingerprints_of_its_inputs_of_the_same_run_and_is_outdated_without_them(tmp_path: Path) -> None:
     class CubesManifest(SquaresManifest):
         stage: ClassVar[str] = "cubes"
 
-    squares = commit_squares(tmp_path / "run" / "squares")
-    other_run = commit_squares(tmp_path / "other run" / "squares", inputs=["b"])
-    inputs = ["cubes", squares, [other_run]]
-    manifest = commit_stage(tmp_path / "run" / "cubes", CubesManifest, inputs=inputs, build=write_squares)
-    assert manifest.input_fingerprints == {squares.stage: squares.fingerprint}
-    assert list(without_outdated([squares, manifest])) == [squares, manifest]
-    assert list(without_outdated([manifest])) == []  # a run that is resumed with other settings first removes the input
-    new_squares = squares.model_copy(update={"fingerprint": "new"})
-    dependent = manifest.model_copy(update={"input_fingerprints": {"cubes": manifest.fingerprint}})
-    assert list(without_outdated([new_squares, manifest, dependent])) == [new_squares]
-    of_other_run = commit_stage(tmp_path / "run" / "alone", CubesManifest, inputs=[other_run], build=write_squares)
-    assert of_other_run.input_fingerprints == {}
+    squares_manifest = commit_squares(tmp_path / "run" / "squares")
+    manifest_of_other_run = commit_squares(tmp_path / "other run" / "squares", inputs=["b"])
+    inputs = ["cubes", squares_manifest, [manifest_of_other_run]]
+    cubes_manifest = commit_stage(tmp_path / "run" / "cubes", CubesManifest, inputs=inputs, build=write_squares)
+    assert cubes_manifest.input_fingerprints == {squares_manifest.stage: squares_manifest.fingerprint}
+    assert list(without_outdated([squares_manifest, cubes_manifest])) == [squares_manifest, cubes_manifest]
+    assert list(without_outdated([cubes_manifest])) == []  # a run that is resumed with other settings first removes the input
+    new_squares_manifest = squares_manifest.model_copy(update={"fingerprint": "new"})
+    dependent_manifest = cubes_manifest.model_copy(update={"input_fingerprints": {"cubes": cubes_manifest.fingerprint}})
+    assert list(without_outdated([new_squares_manifest, cubes_manifest, dependent_manifest])) == [new_squares_manifest]
+    manifest_without_inputs_of_its_run = commit_stage(
+        tmp_path / "run" / "alone", CubesManifest, inputs=[manifest_of_other_run], build=write_squares
+    )
+    assert manifest_without_inputs_of_its_run.input_fingerprints == {}
 
 
 def test_the_fingerprint_depends_on_the_stage_its_settings_and_upstream_stages(tmp_path: Path) -> None:
-    upstream = commit_squares(tmp_path / "one", inputs=["a"])
-    equal_upstream = commit_squares(tmp_path / "two", inputs=["a"])
-    other_upstream = commit_squares(tmp_path / "three", inputs=["b"])
-    fingerprint = fingerprint_of("train", Settings(), upstream, {"x": Path("data")})
-    assert fingerprint == fingerprint_of("train", Settings(layers=(64,)), equal_upstream, {"x": "data"})
-    assert fingerprint != fingerprint_of("train", Settings(rate=0.2), upstream, {"x": Path("data")})
-    assert fingerprint != fingerprint_of("train", Settings(), other_upstream, {"x": Path("data")})
-    assert fingerprint != fingerprint_of("index", Settings(), upstream, {"x": Path("data")})
+    upstream_manifest = commit_squares(tmp_path / "one", inputs=["a"])
+    equal_upstream_manifest = commit_squares(tmp_path / "two", inputs=["a"])
+    other_upstream_manifest = commit_squares(tmp_path / "three", inputs=["b"])
+    fingerprint = fingerprint_of("train", Settings(), upstream_manifest, {"x": Path("data")})
+    assert fingerprint == fingerprint_of("train", Settings(layers=(64,)), equal_upstream_manifest, {"x": "data"})
+    assert fingerprint != fingerprint_of("train", Settings(rate=0.2), upstream_manifest, {"x": Path("data")})
+    assert fingerprint != fingerprint_of("train", Settings(), other_upstream_manifest, {"x": Path("data")})
+    assert fingerprint != fingerprint_of("index", Settings(), upstream_manifest, {"x": Path("data")})
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

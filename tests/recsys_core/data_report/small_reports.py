@@ -31,7 +31,7 @@ def report_of(
     """Write a data report. Return its manifest and its content.
 
     Args:
-        previous: interactions of the previous run; None if the run is the first one.
+        previous: interactions of the previous run; None for the first run.
         limits: limits that differ from the defaults. The minimum numbers of users are off, because the logs are small.
     """
     limits = {"min_validation_users": None, "min_test_users": None} | limits

@@ -51,29 +51,31 @@ def test_all_counts_equal_the_counts_of_plain_python_for_any_chunk_size(log: lis
     assert counts.num_repeated_train_pairs == len(train_pairs) - len(set(train_pairs))
     assert counts.num_repeated_test_pairs == sum(part == 2 and (user, item) in train_pairs for user, part, item, _ in events)
 
-    earliest_part: dict[tuple[int, int, int], int] = {}  # by user, item and time
+    earliest_part_by_event: dict[tuple[int, int, int], int] = {}
     for user, part, item, time in events:  # the training events of a user come first, and the test events last
-        earliest_part.setdefault((user, item, time), part)
-    assert counts.num_leaked_events == sum(part > earliest_part[user, item, time] for user, part, item, time in events)
+        earliest_part_by_event.setdefault((user, item, time), part)
+    assert counts.num_leaked_events == sum(part > earliest_part_by_event[user, item, time] for user, part, item, time in events)
 
-    first_test_time = {user: min(time for _, time in test) for user, (_, _, test) in enumerate(log) if test}
+    first_test_time_by_user = {
+        user: min(time for _, time in test_events) for user, (_, _, test_events) in enumerate(log) if test_events
+    }
     assert counts.num_future_events == sum(
-        part == 0 and user in first_test_time and time > first_test_time[user] for user, part, _, time in events
+        part == 0 and user in first_test_time_by_user and time > first_test_time_by_user[user] for user, part, _, time in events
     )
     assert (counts.num_unordered_events, counts.num_misplaced_events) == (0, 0)
 
 
 @given(log=logs)
-def test_a_time_split_counts_events_after_the_start_of_the_next_split(log: list[UserEvents]) -> None:
-    times_by_part = [[time for user in log for _, time in user[part]] for part in range(3)]
+def test_a_time_split_counts_events_after_the_start_of_the_next_part(log: list[UserEvents]) -> None:
+    times_by_part = [[time for user_events in log for _, time in user_events[part]] for part in range(3)]
     first_validation_time, first_test_time = (min(times_by_part[part], default=99 * DAY_US) for part in (1, 2))
-    num_misplaced = sum(time > min(first_validation_time, first_test_time) for time in times_by_part[0])
-    num_misplaced += sum(time > first_test_time for time in times_by_part[1])
-    assert counts_of(log, TimeSplit()).num_misplaced_events == num_misplaced
+    num_misplaced_events = sum(time > min(first_validation_time, first_test_time) for time in times_by_part[0])
+    num_misplaced_events += sum(time > first_test_time for time in times_by_part[1])
+    assert counts_of(log, TimeSplit()).num_misplaced_events == num_misplaced_events
 
 
 @pytest.mark.parametrize(
-    ("user", "num_misplaced"),
+    ("user_events", "num_misplaced_events"),
     [
         pytest.param(([(0, 1), (1, 2)], [(2, 3)], [(3, 4)]), 0, id="one held-out event per part"),
         pytest.param(([(0, 1), (1, 4)], [(2, 4)], [(3, 4)]), 0, id="parts meet at one time"),
@@ -84,11 +86,13 @@ def test_a_time_split_counts_events_after_the_start_of_the_next_split(log: list[
         pytest.param(([(0, 5)], [], []), 0, id="training events only"),
     ],
 )
-def test_leave_last_out_counts_surplus_events_and_users_with_overlapping_splits(user: UserEvents, num_misplaced: int) -> None:
+def test_leave_last_out_counts_surplus_events_and_users_with_overlapping_splits(
+    user_events: UserEvents, num_misplaced_events: int
+) -> None:
     user_without_held_out_events: UserEvents = ([(0, 1)], [], [])
     user_without_events: UserEvents = ([], [], [])
-    log = [user_without_held_out_events, user, user_without_events]
-    assert counts_of(log, LeaveLastOut()).num_misplaced_events == num_misplaced
+    log = [user_without_held_out_events, user_events, user_without_events]
+    assert counts_of(log, LeaveLastOut()).num_misplaced_events == num_misplaced_events
 
 
 def test_events_stored_after_a_later_event_of_the_same_user_and_part_are_counted() -> None:

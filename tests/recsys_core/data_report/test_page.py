@@ -51,11 +51,11 @@ def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path)
     assert "**1 limit violated**" in markdown and "<script>" not in markdown
 
 
-def test_the_page_shows_removed_events_by_filter_and_no_users_among_them(tmp_path: Path) -> None:
+def test_the_page_shows_removed_events_by_filter_and_the_bot_users_in_the_row_of_their_events(tmp_path: Path) -> None:
     removed_counts = {"duplicates": 7, "bot_users": 2, "bot_events": 1_234}
     interactions = interactions_of(
         tmp_path / "log", [user_events(0, 1)], item_ids=["a", "b"], num_removed_events_by_filter=removed_counts
     )
     page = report_manifest_of(tmp_path, interactions).path("report.html").read_text(encoding="utf-8")
-    rows = re.findall(r'<td class="id">filter: (.*?)</td><td class="n">(.*?)</td>', page)
-    assert rows == [("duplicates", "7"), ("bot_events of 2 users", "1,234")]
+    filter_rows = re.findall(r'<td class="id">filter: (.*?)</td><td class="n">(.*?)</td>', page)
+    assert filter_rows == [("duplicates", "7"), ("bot_events of 2 users", "1,234")]

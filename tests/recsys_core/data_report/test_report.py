@@ -29,25 +29,25 @@ def test_the_first_run_breaks_no_limit_and_is_compared_with_no_run(tmp_path: Pat
     assert (manifest.breaches, manifest.compared_with, report.previous_metrics, report.movers) == ((), None, {}, ())
     assert "event_drop_share" not in manifest.metrics
     assert manifest.metrics["item_vector_share"] == pytest.approx(2 / 3)
-    assert manifest.metrics["train_event_vector_share"] == 0.75
+    assert manifest.metrics["train_event_vector_share"] == 0.75  # one of the four events has item c, without a vector
     assert [(day.day, day.train, day.test) for day in report.days] == [
         ("1970-01-01", 2, 0), ("1970-01-02", 2, 0), ("1970-04-01", 0, 2),
     ]  # fmt: skip
-    assert manifest.metrics["empty_day_share"] == pytest.approx(88 / 91)
+    assert manifest.metrics["empty_day_share"] == pytest.approx(88 / 91)  # of the days 0 to 90, three have events
     assert manifest.metrics["files_without_checksums"] == 1
     assert set(manifest.files) == {"report.json", "report.html"}
 
 
 def test_a_log_with_less_than_half_the_events_breaks_the_default_limit(tmp_path: Path) -> None:
-    previous = interactions_of(tmp_path / "previous", [user_events(*[0] * 10)], item_ids=[7])
-    current = interactions_of(tmp_path / "current", [user_events(*[0] * 4)], item_ids=[7])
-    manifest, report = report_of(tmp_path, current, previous=previous)
+    previous_stage = interactions_of(tmp_path / "previous", [user_events(*[0] * 10)], item_ids=[7])
+    current_stage = interactions_of(tmp_path / "current", [user_events(*[0] * 4)], item_ids=[7])
+    manifest, report = report_of(tmp_path, current_stage, previous=previous_stage)
     assert manifest.breaches == (
         "drop of training events since the previous run: 60 %, but data_report.max_event_drop_share requires at most 50 %",
     )
     assert [check.setting for check in report.checks if not check.is_passed] == ["max_event_drop_share"]
     assert "1 limit violated: the run stops before training" in manifest.path("report.html").read_text()
-    assert report_manifest_of(tmp_path, current, previous=previous, max_event_drop_share=None).breaches == ()
+    assert report_manifest_of(tmp_path, current_stage, previous=previous_stage, max_event_drop_share=None).breaches == ()
 
 
 def test_the_nulls_of_a_context_column_are_counted_among_the_events(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_nulls_of_a_context_column_are_counted_among_the_events(tmp_path: Pa
     interactions = ingest(tmp_path / "log", path, split={"kind": "leave_last_out"}, **settings)
     manifest, report = report_of(tmp_path, interactions, split=LeaveLastOut(), max_null_share=0.5)
     assert {name: column.num_nulls for name, column in report.columns.items() if column.num_nulls} == {"device": 4}
-    assert manifest.metrics["null_share"] == pytest.approx(4 / 6)
+    assert manifest.metrics["null_share"] == pytest.approx(4 / 6)  # of the 6 events with 5 stars, 4 have no device
     assert manifest.breaches == (
         "nulls in the column with the largest share of nulls: 66.67 %, but data_report.max_null_share requires at most 50 %",
     )
@@ -67,8 +67,11 @@ def test_the_nulls_of_a_context_column_are_counted_among_the_events(tmp_path: Pa
 def test_too_few_validation_or_test_users_break_a_limit_by_default(tmp_path: Path) -> None:
     log: list[UserEvents] = [([(0, 1)], [(1, 2)], [(0, 3)]), ([(0, 1)], [], [(1, 3)])]
     interactions = interactions_of(tmp_path / "log", log, item_ids=range(2))
-    defaults = DataReportConfig()
-    default_limits = {"min_validation_users": defaults.min_validation_users, "min_test_users": defaults.min_test_users}
+    default_config = DataReportConfig()
+    default_limits = {
+        "min_validation_users": default_config.min_validation_users,
+        "min_test_users": default_config.min_test_users,
+    }
     manifest, _ = report_of(tmp_path, interactions, split=LeaveLastOut(), **default_limits)
     assert (manifest.metrics["validation_users"], manifest.metrics["test_users"]) == (1, 2)
     assert manifest.breaches == (
@@ -132,6 +135,6 @@ def test_the_report_is_standard_json_with_the_metrics_of_the_manifest(tmp_path: 
     interactions = interactions_of(tmp_path / "log", [user_events(0, 1), user_events(1)], item_ids=range(2))
     manifest, _ = report_of(tmp_path, interactions)
     # parse_constant is called for NaN and Infinity, which JSON does not allow.
-    content = json.loads(manifest.path("report.json").read_text(), parse_constant=lambda constant: pytest.fail(constant))
-    assert content["metrics"] == manifest.metrics
-    assert content["history_lengths"] == [["0", 0], ["1", 1], ["2-3", 1]]
+    report_content = json.loads(manifest.path("report.json").read_text(), parse_constant=lambda constant: pytest.fail(constant))
+    assert report_content["metrics"] == manifest.metrics
+    assert report_content["history_lengths"] == [["0", 0], ["1", 1], ["2-3", 1]]

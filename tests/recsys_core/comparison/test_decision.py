@@ -1,4 +1,4 @@
-"""Verdicts about a version, and alarms over many runs: rare for an equal champion, and nearly certain for a worse champion."""
+"""Verdicts about a version, and alarms about a champion over many runs."""
 
 from typing import get_args
 
@@ -13,7 +13,7 @@ NUM_SERIES, NUM_RUNS, NUM_CHANGED_USERS = 500, 60, 200
 
 def evidence_of(subject: str, outcome: Outcome, *, is_guardrail: bool = False) -> Evidence:
     comparison = Comparison(
-        outcome=outcome, reason="r", num_users=1, new_mean=0.5, baseline_mean=0.5, num_better_users=0, num_worse_users=0
+        outcome=outcome, reason="0.5", num_users=1, new_mean=0.5, baseline_mean=0.5, num_better_users=0, num_worse_users=0
     )
     return Evidence(subject=subject, baseline="version 1", is_guardrail=is_guardrail, comparison=comparison)
 
@@ -27,12 +27,12 @@ ACCEPTED_GUARDRAIL, REJECTED_GUARDRAIL, UNDECIDED_GUARDRAIL = (
 @pytest.mark.parametrize(
     ("evidence", "verdict", "reasons"),
     [
-        ([ACCEPTED, ACCEPTED_GUARDRAIL], "promoted", ["accepted is r"]),
-        ([ACCEPTED, UNDECIDED_GUARDRAIL], "promoted", ["accepted is r"]),
-        ([ACCEPTED, UNDECIDED], "not_enough_data", ["not_enough_data is r"]),
-        ([ACCEPTED, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is r"]),
-        ([UNDECIDED, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is r"]),
-        ([UNDECIDED, REJECTED_GUARDRAIL, REJECTED], "not_promoted", ["rejected is r"]),
+        ([ACCEPTED, ACCEPTED_GUARDRAIL], "promoted", ["accepted is 0.5"]),
+        ([ACCEPTED, UNDECIDED_GUARDRAIL], "promoted", ["accepted is 0.5"]),
+        ([ACCEPTED, UNDECIDED], "not_enough_data", ["not_enough_data is 0.5"]),
+        ([ACCEPTED, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is 0.5"]),
+        ([UNDECIDED, REJECTED_GUARDRAIL], "not_promoted", ["guardrail rejected is 0.5"]),
+        ([UNDECIDED, REJECTED_GUARDRAIL, REJECTED], "not_promoted", ["rejected is 0.5"]),
     ],
 )
 def test_a_rejection_outweighs_too_few_users_and_guardrails_can_only_prevent_a_promotion(
@@ -54,7 +54,9 @@ def largest_products(win_rate: float) -> np.ndarray:
     win_rate: probability that a user with a changed value is better off with the new version than with the champion.
     """
     num_wins = np.random.default_rng(0).binomial(NUM_CHANGED_USERS, win_rate, size=(NUM_SERIES, NUM_RUNS))
-    e_value_by_num_wins = {int(count): e_value(int(count), NUM_CHANGED_USERS - int(count)) for count in np.unique(num_wins)}
+    e_value_by_num_wins = {
+        int(win_count): e_value(int(win_count), NUM_CHANGED_USERS - int(win_count)) for win_count in np.unique(num_wins)
+    }
     products = np.cumprod(np.vectorize(e_value_by_num_wins.get)(num_wins), axis=1)
     return np.asarray(products.max(axis=1))
 
@@ -67,6 +69,6 @@ def test_a_champion_that_keeps_losing_raises_an_alarm_in_most_series() -> None:
     assert np.mean(largest_products(0.57) >= ALARM_E_VALUE) >= 0.95
 
 
-def test_the_evidence_grows_with_the_users_that_are_better_off() -> None:
+def test_the_e_value_grows_with_the_number_of_users_that_are_better_off() -> None:
     e_values = [e_value(num_better, 100 - num_better) for num_better in range(101)]
     assert e_values == sorted(e_values)

@@ -100,14 +100,14 @@ def test_several_comparisons_need_more_users_and_reject_fewer_versions() -> None
     new_U = baseline_U.copy()
     new_U[:40:2], new_U[1:80:2] = 1, 0  # 20 users are better, and 40 users are worse
     rule = PairedBootstrap(num_resamples=1000)
-    only_comparison, one_of_twenty = (
-        rule.compare(new_U, baseline_U, baseline="version 1", num_comparisons=number) for number in (1, 20)
+    only_comparison, one_of_twenty_comparisons = (
+        rule.compare(new_U, baseline_U, baseline="version 1", num_comparisons=num_comparisons) for num_comparisons in (1, 20)
     )
-    for comparison in (only_comparison, one_of_twenty):
+    for comparison in (only_comparison, one_of_twenty_comparisons):
         assert (comparison.num_better_users, comparison.num_worse_users) == (20, 40)
-    assert (only_comparison.outcome, one_of_twenty.outcome) == ("rejected", "not_enough_data")
-    assert only_comparison.detectable_drop is not None and one_of_twenty.detectable_drop is not None
-    assert one_of_twenty.detectable_drop > 1.2 * only_comparison.detectable_drop
+    assert (only_comparison.outcome, one_of_twenty_comparisons.outcome) == ("rejected", "not_enough_data")
+    assert only_comparison.detectable_drop is not None and one_of_twenty_comparisons.detectable_drop is not None
+    assert one_of_twenty_comparisons.detectable_drop > 1.2 * only_comparison.detectable_drop
     assert only_comparison.absolute_interval is not None and only_comparison.interval is not None
     for (low, high), difference in ((only_comparison.absolute_interval, -0.05), (only_comparison.interval, -0.1)):
         assert low < difference < high < 0
@@ -139,7 +139,7 @@ def test_too_few_users_or_hits_are_no_evidence(new_U: np.ndarray, baseline_U: np
 
 
 @pytest.mark.parametrize(
-    ("relative_drop", "num_users", "num_runs", "min_rates"),
+    ("relative_drop", "num_users", "num_runs", "min_rate_by_outcome"),
     [
         (0.05, 5_000, 300, {}),  # exactly the margin
         (0.10, 5_000, 100, {"rejected": 0.90}),
@@ -147,14 +147,14 @@ def test_too_few_users_or_hits_are_no_evidence(new_U: np.ndarray, baseline_U: np
     ],
 )
 def test_few_worse_versions_are_accepted_over_many_simulated_runs(
-    relative_drop: float, num_users: int, num_runs: int, min_rates: dict[Outcome, float]
+    relative_drop: float, num_users: int, num_runs: int, min_rate_by_outcome: dict[Outcome, float]
 ) -> None:
     rule = PairedBootstrap(num_resamples=200)
-    rates = outcome_rates(rule, relative_drop=relative_drop, num_users=num_users, num_runs=num_runs)
+    rate_by_outcome = outcome_rates(rule, relative_drop=relative_drop, num_users=num_users, num_runs=num_runs)
     if relative_drop >= 0.05:  # the error rate is 5 %, and three standard deviations are allowed
-        assert rates["accepted"] <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / num_runs)
-    for outcome, min_rate in min_rates.items():
-        assert rates[outcome] >= min_rate, rates
+        assert rate_by_outcome["accepted"] <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / num_runs)
+    for outcome, min_rate in min_rate_by_outcome.items():
+        assert rate_by_outcome[outcome] >= min_rate, rate_by_outcome
 
 
 def test_the_means_of_resamples_have_the_standard_error_and_covariance_of_the_mean() -> None:

@@ -27,11 +27,11 @@ def test_operational_settings_are_not_part_of_the_fingerprint() -> None:
 
 
 def test_settings_that_change_the_result_are_never_operational() -> None:
-    for config, result_settings in (
+    for config_class, result_settings in (
         (TrainingConfig, {"seed", "epochs", "precision"}),
         (InteractionsConfig, {"paths", "split"}),
     ):
-        assert config.operational_settings() and not config.operational_settings() & result_settings
+        assert config_class.operational_settings() and not config_class.operational_settings() & result_settings
     assert EmbeddingsConfig.operational_settings() == {"batch_rows", "threads", "max_expansion_ratio"}
 
 
@@ -56,7 +56,7 @@ def test_a_path_without_a_secret_is_accepted(uri: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "is_secret"),
+    ("variable", "value", "is_secret"),
     [
         ("AWS_SECRET_ACCESS_KEY", "x", True),
         ("HF_TOKEN", "x", True),
@@ -65,10 +65,10 @@ def test_a_path_without_a_secret_is_accepted(uri: str) -> None:
         ("NCCL_SOCKET_IFNAME", "ib0", False),
     ],
 )
-def test_a_secret_among_the_environment_variables_of_the_hosts_is_rejected(name: str, value: str, is_secret: bool) -> None:
-    settings = {"scheduler": "slurm", "env": {name: value}}
+def test_a_secret_among_the_environment_variables_of_the_hosts_is_rejected(variable: str, value: str, is_secret: bool) -> None:
+    settings = {"scheduler": "slurm", "env": {variable: value}}
     if is_secret:
-        with pytest.raises(ValidationError, match=f"env.{name} is a secret, which every run would copy"):
+        with pytest.raises(ValidationError, match=f"env.{variable} is a secret, which every run would copy"):
             TorchxLauncher.model_validate(settings)
     else:
-        assert TorchxLauncher.model_validate(settings).env == {name: value}
+        assert TorchxLauncher.model_validate(settings).env == {variable: value}

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, or not at all after an error, and files that are linked or copied."""
+"""Files that are replaced completely or not at all, and files that are linked or copied."""
 
 import errno
 from pathlib import Path
@@ -49,6 +49,6 @@ def test_a_file_is_linked_on_the_same_disk_and_copied_to_another_disk(tmp_path: 
         (small_disk / "file").hardlink_to(tmp_path / "file")
     assert error_info.value.errno == errno.EXDEV
     link_or_copy(str(tmp_path / "file"), str(small_disk / "file"))
-    link_or_copy(str(tmp_path / "file"), str(tmp_path / "other"))
+    link_or_copy(str(tmp_path / "file"), str(tmp_path / "link"))
     assert (small_disk / "file").read_bytes() == b"state"
-    assert (tmp_path / "other").samefile(tmp_path / "file")
+    assert (tmp_path / "link").samefile(tmp_path / "file")

@@ -73,8 +73,8 @@ def test_the_environment_of_the_tests_has_no_problem(tmp_path: Path) -> None:
     assert problems == []
     assert facts.items() >= installed_versions().items()
     assert {"python", "cores", "memory", "gpus", "free disk"} <= set(facts)
-    usable, total = re.fullmatch(r"([\d.]+) usable of (\d+)", facts["cores"]).groups()  # type: ignore[union-attr]
-    assert 0 < float(usable) <= int(total)
+    usable_cores, all_cores = re.fullmatch(r"([\d.]+) usable of (\d+)", facts["cores"]).groups()  # type: ignore[union-attr]
+    assert 0 < float(usable_cores) <= int(all_cores)
 
 
 def test_reading_the_versions_imports_no_package() -> None:
@@ -95,7 +95,8 @@ def test_if_the_packages_cannot_be_imported_the_problem_has_the_import_error(
 def test_packages_of_unsuitable_versions_are_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(preflight, "installed_versions", lambda: CPU_VERSIONS | {"torch": "2.13.0"})
     monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert len(check_environment(tmp_path)[1]) == 1
+    _, problems = check_environment(tmp_path)
+    assert len(problems) == 1
     assert not (tmp_path / "ran").exists()
 
 
@@ -145,11 +146,11 @@ def test_no_quota_and_no_cgroups_mean_no_limit(tmp_path: Path) -> None:
 
 
 def test_a_memory_limit_below_the_memory_of_the_machine_is_described() -> None:
-    machine = SimpleNamespace(total=64 * 2**30, available=60 * 2**30)
+    machine_memory = SimpleNamespace(total=64 * 2**30, available=60 * 2**30)
     limits = CgroupLimits(memory_bytes=8 * 2**30, memory_used_bytes=2 * 2**30)
-    expected = "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
-    assert describe_memory(limits, machine_memory=machine) == expected
-    assert describe_memory(CgroupLimits(), machine_memory=machine) == "60.0 GiB available of 64.0 GiB"
+    expected_description = "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
+    assert describe_memory(limits, machine_memory=machine_memory) == expected_description
+    assert describe_memory(CgroupLimits(), machine_memory=machine_memory) == "60.0 GiB available of 64.0 GiB"
 
 
 def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("membership", "relative_counter_path", "content"),
+    ("membership_line", "relative_counter_path", "counter_content"),
     [
         ("0::/job\n", "job/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"),
         ("4:memory:/docker/abc\n", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
@@ -167,11 +168,11 @@ def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, 
     ids=["v2", "v1 container"],
 )
 def test_processes_ended_by_the_out_of_memory_killer_are_counted(
-    tmp_path: Path, membership: str, relative_counter_path: str, content: str
+    tmp_path: Path, membership_line: str, relative_counter_path: str, counter_content: str
 ) -> None:
-    (tmp_path / "self").write_text(membership)
+    (tmp_path / "self").write_text(membership_line)
     assert count_oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") is None
     counter_path = tmp_path / "sys" / relative_counter_path
     counter_path.parent.mkdir(parents=True)
-    counter_path.write_text(content)
+    counter_path.write_text(counter_content)
     assert count_oom_kills(mount_folder=tmp_path / "sys", membership_path=tmp_path / "self") == 2

@@ -1,4 +1,4 @@
-"""Processes that end when their parent, or the reader of their output, ends, and stages that end after a signal."""
+"""Processes that end with their parent or with the reader of their output, and stages that end after a signal."""
 
 import os
 import signal
@@ -19,14 +19,14 @@ CHILD_CODE = (
 )
 
 
-def start_parent_and_child(delay: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """Start a parent that starts a child with CHILD_CODE and waits for it. Return both.
+def start_parent_and_child(delay_statement: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """Start a parent that starts a child with CHILD_CODE and waits for the child. Return the parent and the child.
 
-    delay: statement that the child executes before `die_with_parent`.
+    delay_statement: statement that the child executes before `die_with_parent`.
     """
     parent_code = (
         "import os, subprocess, sys; from recsys_core.termination import parent_environment; "
-        f"p = subprocess.Popen([sys.executable, '-c', {CHILD_CODE.format(delay=delay)!r}], "
+        f"p = subprocess.Popen([sys.executable, '-c', {CHILD_CODE.format(delay=delay_statement)!r}], "
         "env=os.environ | parent_environment()); "
         "print(p.pid, flush=True); p.wait()"
     )
@@ -35,15 +35,15 @@ def start_parent_and_child(delay: str) -> tuple[subprocess.Popen[str], psutil.Pr
     return parent, psutil.Process(int(parent.stdout.readline()))
 
 
-@pytest.mark.parametrize("delay", ["pass", "import time; time.sleep(2)"])
-def test_a_child_ends_with_its_parent_even_if_the_parent_is_killed_before_the_call(delay: str) -> None:
-    parent, child = start_parent_and_child(delay)
-    if delay == "pass":
+@pytest.mark.parametrize("delay_statement", ["pass", "import time; time.sleep(2)"])
+def test_a_child_ends_with_its_parent_even_if_the_parent_is_killed_before_the_call(delay_statement: str) -> None:
+    parent, child = start_parent_and_child(delay_statement)
+    if delay_statement == "pass":
         assert parent.stdout is not None and parent.stdout.readline() == "alive\n"
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    _, alive = psutil.wait_procs([child], timeout=10)
-    assert not alive
+    _, remaining_processes = psutil.wait_procs([child], timeout=10)
+    assert not remaining_processes
 
 
 def test_a_process_without_the_variable_of_its_parent_continues() -> None:
@@ -58,17 +58,17 @@ def test_a_process_without_the_variable_of_its_parent_continues() -> None:
     child.wait()
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_child_ends_with_the_reader_of_its_output(is_late: bool) -> None:
+@pytest.mark.parametrize("is_called_late", [False, True])
+def test_a_child_ends_with_the_reader_of_its_output(is_called_late: bool) -> None:
     child_code = (
         "import sys, time; from recsys_core.termination import die_with_stdout_reader; "
-        f"time.sleep({2 if is_late else 0}); die_with_stdout_reader(); print('alive', file=sys.stderr, flush=True); "
+        f"time.sleep({2 if is_called_late else 0}); die_with_stdout_reader(); print('alive', file=sys.stderr, flush=True); "
         "time.sleep(60)"
     )
     parent_code = (
         "import subprocess, sys; "
         f"p = subprocess.Popen([sys.executable, '-c', {child_code!r}], stdout=subprocess.PIPE, stderr=subprocess.PIPE); "
-        f"{'pass' if is_late else 'p.stderr.readline()'}; print(p.pid, flush=True); p.wait()"
+        f"{'pass' if is_called_late else 'p.stderr.readline()'}; print(p.pid, flush=True); p.wait()"
     )
     parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -76,8 +76,8 @@ def test_a_child_ends_with_the_reader_of_its_output(is_late: bool) -> None:
     assert child.is_running()
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    _, alive = psutil.wait_procs([child], timeout=10)
-    assert not alive
+    _, remaining_processes = psutil.wait_procs([child], timeout=10)
+    assert not remaining_processes
 
 
 def test_a_signal_during_a_query_raises_the_exception_of_its_handler() -> None:

@@ -1,6 +1,6 @@
 """Creation of flow runs by Prefect's scheduler, with the installed versions of Prefect and of its dependencies.
 
-Some combinations create none: Prefect 3.8.8 with SQLAlchemy 2.1, and Prefect 3.9.1 with whenever 0.10 on Python 3.11.
+Some combinations create no flow run: Prefect 3.8.8 with SQLAlchemy 2.1, and Prefect 3.9.1 with whenever 0.10 on Python 3.11.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = """
+SCHEDULER_SCRIPT = """
 import asyncio
 from prefect.server import models
 from prefect.server.database import provide_database_interface
@@ -38,5 +38,5 @@ asyncio.run(main())
 def test_the_scheduler_creates_the_runs_of_a_cron_deployment(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment["PREFECT_HOME"] = str(tmp_path)
-    process = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", SCHEDULER_SCRIPT], env=environment, capture_output=True, text=True)
     assert process.stdout == "Scheduled 03:00\n", process.stderr

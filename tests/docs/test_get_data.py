@@ -13,17 +13,17 @@ import pytest
 import torch
 
 SCRIPT_PATH = Path(__file__).resolve().parents[2] / "examples" / "get_data.py"
-RATINGS = "1::10::5::978300760\n1::20::3::978302109\n2::10::4::978301968\n"
-MOVIES = "10::Toy Story (1995)::Animation|Comedy\n20::Misérables, Les (1995)::Drama\n"
+RATINGS_DAT = "1::10::5::978300760\n1::20::3::978302109\n2::10::4::978301968\n"
+MOVIES_DAT = "10::Toy Story (1995)::Animation|Comedy\n20::Misérables, Les (1995)::Drama\n"
 
 
 @pytest.fixture
 def get_data() -> ModuleType:
     """The module examples/get_data.py, which is not in a package."""
-    spec = importlib.util.spec_from_file_location("get_data", SCRIPT_PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module_spec = importlib.util.spec_from_file_location("get_data", SCRIPT_PATH)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
     return module
 
 
@@ -36,8 +36,8 @@ def test_movielens_becomes_tables_of_ratings_movies_training_pairs_and_test_pair
 ) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as zip_file:
-        zip_file.writestr("ml-1m/ratings.dat", RATINGS.encode("latin-1"))
-        zip_file.writestr("ml-1m/movies.dat", MOVIES.encode("latin-1"))
+        zip_file.writestr("ml-1m/ratings.dat", RATINGS_DAT.encode("latin-1"))
+        zip_file.writestr("ml-1m/movies.dat", MOVIES_DAT.encode("latin-1"))
     monkeypatch.setattr(get_data, "download", lambda url: archive.getvalue())
     monkeypatch.setitem(get_data.SHA256, "ml-1m.zip", sha256(archive.getvalue()))
     tables = get_data.movielens_tables()
@@ -57,10 +57,10 @@ def test_beauty_becomes_tables_of_events_attributes_and_vectors(get_data: Module
         "Beauty-epochs-150.pt": checkpoint.getvalue(),
     }
     monkeypatch.setattr(get_data, "download", lambda url: content_by_name[url.rpartition("/")[2]])
-    events = np.array([[1, 1, 0], [1, 2, 1], [2, 1, 0]])
-    monkeypatch.setitem(get_data.SHA256, "Beauty.txt", sha256(events.tobytes()))
-    attributes = json.dumps([(1, [8, 9]), (2, [7])]).encode()
-    monkeypatch.setitem(get_data.SHA256, "Beauty_item2attributes.json", sha256(attributes))
+    expected_events = np.array([[1, 1, 0], [1, 2, 1], [2, 1, 0]])
+    monkeypatch.setitem(get_data.SHA256, "Beauty.txt", sha256(expected_events.tobytes()))
+    expected_attributes = json.dumps([(1, [8, 9]), (2, [7])]).encode()
+    monkeypatch.setitem(get_data.SHA256, "Beauty_item2attributes.json", sha256(expected_attributes))
     monkeypatch.setitem(get_data.SHA256, "Beauty-epochs-150.pt", sha256(vectors[1:3].tobytes()))
     tables = get_data.beauty_tables()
     assert tables["interactions"].to_pydict() == {"user_id": [1, 1, 2], "item_id": [1, 2, 1], "position": [0, 1, 0]}

@@ -37,41 +37,41 @@ BASE_CONFIG = {
 """Settings that the YAML blocks of the documentation leave out."""
 SETTING_KEYS = set(setting_keys(PipelineConfig))
 SETTING_GROUPS = {key.partition(".")[0] for key in SETTING_KEYS}
-COMMAND = get_command(app)
+ROOT_COMMAND = get_command(app)
 
 
 def code_blocks(language: str) -> list[Any]:
     """Return the code blocks of the pages as test parameters."""
     pattern = re.compile(rf"^( *)```{language}\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
     return [
-        pytest.param(match[2], id=f"{page.relative_to(ROOT)}-{block_index}")
-        for page in PAGE_PATHS
-        for block_index, match in enumerate(pattern.finditer(page.read_text(encoding="utf-8")))
+        pytest.param(match[2], id=f"{page_path.relative_to(ROOT)}-{block_index}")
+        for page_path in PAGE_PATHS
+        for block_index, match in enumerate(pattern.finditer(page_path.read_text(encoding="utf-8")))
     ]
 
 
 def commands() -> Iterator[Any]:
     """Yield the `nightjar` commands of the pages as test parameters."""
-    for page in PAGE_PATHS:
-        for line_number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-            code = [line] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
-            for text in code:
-                match = re.match(r"\s*(?:\$ )?(nightjar [a-z].*)", text)
+    for page_path in PAGE_PATHS:
+        for line_number, line in enumerate(page_path.read_text(encoding="utf-8").splitlines(), start=1):
+            code_texts = [line] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
+            for code_text in code_texts:
+                match = re.match(r"\s*(?:\$ )?(nightjar [a-z].*)", code_text)
                 if match:
-                    yield pytest.param(match[1].partition("  #")[0], id=f"{page.relative_to(ROOT)}:{line_number}")
+                    yield pytest.param(match[1].partition("  #")[0], id=f"{page_path.relative_to(ROOT)}:{line_number}")
 
 
 def named_settings() -> Iterator[Any]:
     """Yield the dotted names of settings on the pages as test parameters."""
-    for page in PAGE_PATHS:
-        if page == PAGE_PATH or page.parent.name == "adr":
+    for page_path in PAGE_PATHS:
+        if page_path == PAGE_PATH or page_path.parent.name == "adr":
             continue
-        for line_number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-            for text in re.findall(r"`([^`]+)`", line):
-                name = text.partition(":")[0].removeprefix("--set ").partition("=")[0].strip()
-                is_dotted = re.fullmatch(r"[a-z_]+(\.(<name>|[a-z_]+|\"[a-z_.]+\"))+", name) is not None
-                if is_dotted and name.partition(".")[0] in SETTING_GROUPS and not name.endswith(".json"):
-                    yield pytest.param(name, id=f"{page.relative_to(ROOT)}:{line_number}-{name}")
+        for line_number, line in enumerate(page_path.read_text(encoding="utf-8").splitlines(), start=1):
+            for code_text in re.findall(r"`([^`]+)`", line):
+                setting_name = code_text.partition(":")[0].removeprefix("--set ").partition("=")[0].strip()
+                is_dotted = re.fullmatch(r"[a-z_]+(\.(<name>|[a-z_]+|\"[a-z_.]+\"))+", setting_name) is not None
+                if is_dotted and setting_name.partition(".")[0] in SETTING_GROUPS and not setting_name.endswith(".json"):
+                    yield pytest.param(setting_name, id=f"{page_path.relative_to(ROOT)}:{line_number}-{setting_name}")
 
 
 def merged(base: Any, update: Any) -> Any:
@@ -109,18 +109,22 @@ def test_an_example_is_a_valid_config_with_the_name_of_its_file(path: Path) -> N
 
 @pytest.mark.parametrize("command", [*commands()])
 def test_a_command_of_the_documentation_exists_with_its_options(command: str) -> None:
-    name, *arguments = shlex.split(command)[1:]
-    subcommand = COMMAND.commands.get(name)  # type: ignore[attr-defined]
-    assert subcommand is not None, f"nightjar {name} does not exist"
-    options = {option for parameter in subcommand.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    unknown_options = [word for word in arguments if word.startswith("-") and word.partition("=")[0] not in options]
-    assert not unknown_options, f"nightjar {name} has no {unknown_options}; it has {sorted(options)}"
+    subcommand_name, *arguments = shlex.split(command)[1:]
+    subcommand = ROOT_COMMAND.commands.get(subcommand_name)  # type: ignore[attr-defined]
+    assert subcommand is not None, f"nightjar {subcommand_name} does not exist"
+    known_options = {option for parameter in subcommand.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    unknown_options = [
+        argument for argument in arguments if argument.startswith("-") and argument.partition("=")[0] not in known_options
+    ]
+    assert not unknown_options, f"nightjar {subcommand_name} has no {unknown_options}; it has {sorted(known_options)}"
 
 
-@pytest.mark.parametrize("name", [*named_settings()])
-def test_a_setting_named_in_the_documentation_exists(name: str) -> None:
-    pattern = re.sub(r"<name>|\"[a-z_.]+\"", "*", name)
-    assert any(fnmatchcase(pattern, setting) or fnmatchcase(setting, pattern) for setting in SETTING_KEYS), name
+@pytest.mark.parametrize("setting_name", [*named_settings()])
+def test_a_setting_named_in_the_documentation_exists(setting_name: str) -> None:
+    key_pattern = re.sub(r"<name>|\"[a-z_.]+\"", "*", setting_name)
+    assert any(
+        fnmatchcase(key_pattern, setting_key) or fnmatchcase(setting_key, key_pattern) for setting_key in SETTING_KEYS
+    ), setting_name
 
 
 def test_the_config_reference_is_current() -> None:
@@ -137,23 +141,23 @@ def test_the_config_reference_describes_each_class_once_and_links_to_it_elsewher
     )
     assert "| `max_user_events` | no limit |" in section_by_title["`interactions.filter`"]
     assert "those of [`features.users.features`](#featuresusersfeatures)" in section_by_title["`features.items.features`"]
-    rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
-    num_repeated_rows = len(rows) - len(set(rows))  # rows such as those of `paths` are equal in several tables
+    setting_rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
+    num_repeated_rows = len(setting_rows) - len(set(setting_rows))  # a setting such as `paths` has equal rows in several tables
     assert num_repeated_rows <= 6
 
 
 def test_every_link_of_the_documentation_leads_to_a_file_and_heading() -> None:
     broken_links = []
-    for page in PAGE_PATHS:
-        for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text(encoding="utf-8")):
-            path, _, anchor = target.partition("#")
-            file = (page.parent / path).resolve() if path else page
-            if not file.exists() or (anchor and anchor not in anchors(file)):
-                broken_links.append(f"{page.relative_to(ROOT)}: {target}")
+    for page_path in PAGE_PATHS:
+        for link_target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", page_path.read_text(encoding="utf-8")):
+            relative_path, _, anchor = link_target.partition("#")
+            target_path = (page_path.parent / relative_path).resolve() if relative_path else page_path
+            if not target_path.exists() or (anchor and anchor not in anchors(target_path)):
+                broken_links.append(f"{page_path.relative_to(ROOT)}: {link_target}")
     assert broken_links == []
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page_path: Path) -> set[str]:
     """Return the link targets of the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", page_path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

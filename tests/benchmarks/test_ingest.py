@@ -16,15 +16,15 @@ def test_all_methods_ingest_the_same_events(tmp_path: Path, monkeypatch: pytest.
     for method in ingest_interactions.METHODS:
         folder = tmp_path / method
         folder.mkdir()
-        result = ingest_interactions._measure_one(method, paths, folder, "1GB")
-        assert result["events"] == 2_000 and result["seconds"] > 0
-    nightjar_counts = np.load(tmp_path / "nightjar" / "stage" / "item_count.npy")
-    for method in ingest_interactions.METHODS[:-1]:
-        counts = np.load(tmp_path / method / "item_count.npy")
-        assert sorted(counts[counts > 0]) == sorted(nightjar_counts[nightjar_counts > 0]), method
-    result_by_run = ingest_interactions._measure_one("second_run", paths, tmp_path, "1GB")
-    assert (result_by_run["first"]["files_read"], result_by_run["second"]["files_read"]) == (3, 1)
-    assert (result_by_run["second"]["events"], result_by_run["second"]["rows_changed"]) == (2_000, 0)
+        measurement = ingest_interactions._measure_one(method, paths, folder, "1GB")
+        assert measurement["events"] == 2_000 and measurement["seconds"] > 0
+    nightjar_count_I = np.load(tmp_path / "nightjar" / "stage" / "item_count.npy")
+    for method in ingest_interactions.METHODS[:-1]:  # the last method is nightjar
+        count_I = np.load(tmp_path / method / "item_count.npy")
+        assert sorted(count_I[count_I > 0]) == sorted(nightjar_count_I[nightjar_count_I > 0]), method
+    measurement_by_run = ingest_interactions._measure_one("second_run", paths, tmp_path, "1GB")
+    assert (measurement_by_run["first"]["files_read"], measurement_by_run["second"]["files_read"]) == (3, 1)
+    assert (measurement_by_run["second"]["events"], measurement_by_run["second"]["rows_changed"]) == (2_000, 0)
 
 
 @pytest.mark.parametrize("layout", ingest_embeddings.METHODS_BY_LAYOUT)
@@ -41,11 +41,14 @@ def test_all_methods_read_the_same_vectors(layout: str, tmp_path: Path) -> None:
 
 
 def test_the_loader_yields_batches_with_the_features_of_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"NUM_EVENTS": 2_000, "NUM_USERS": 100, "NUM_ITEMS": 50}
-    full_sizes = {getattr(loader, name): size for name, size in sizes.items()}
-    shapes = {name: (full_sizes[size], length) for name, (size, length) in loader.SHAPE_BY_FEATURE.items()}
-    for name, value in {**sizes, "SHAPE_BY_FEATURE": shapes}.items():
-        monkeypatch.setattr(loader, name, value)
+    size_by_constant = {"NUM_EVENTS": 2_000, "NUM_USERS": 100, "NUM_ITEMS": 50}
+    small_size_by_full_size = {getattr(loader, constant): small_size for constant, small_size in size_by_constant.items()}
+    shape_by_feature = {
+        feature: (small_size_by_full_size[full_size], length)
+        for feature, (full_size, length) in loader.SHAPE_BY_FEATURE.items()
+    }
+    for constant, value in {**size_by_constant, "SHAPE_BY_FEATURE": shape_by_feature}.items():
+        monkeypatch.setattr(loader, constant, value)
     loader.write_store(tmp_path)
     for case_name, (max_history, feature_names) in loader.CONTENT_BY_CASE.items():
         batch = next(iter(loader._loader(tmp_path, case_name, batch_size=64, rank=0, world_size=1).epoch(0)))

@@ -22,10 +22,12 @@ TO_MARKDOWN_BY_NAME: dict[str, Callable[[Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TO_MARKDOWN_BY_NAME)
-def test_a_report_shows_the_numbers_of_the_stored_result(name: str) -> None:
-    result = json.loads((BENCHMARKS_FOLDER / f"{name}.json").read_text())
-    assert TO_MARKDOWN_BY_NAME[name](result).strip() == (BENCHMARKS_FOLDER / f"{name}.md").read_text().strip()
+@pytest.mark.parametrize("benchmark_name", TO_MARKDOWN_BY_NAME)
+def test_a_report_shows_the_numbers_of_the_stored_result(benchmark_name: str) -> None:
+    result = json.loads((BENCHMARKS_FOLDER / f"{benchmark_name}.json").read_text())
+    assert (
+        TO_MARKDOWN_BY_NAME[benchmark_name](result).strip() == (BENCHMARKS_FOLDER / f"{benchmark_name}.md").read_text().strip()
+    )
 
 
 def test_the_report_of_the_quality_benchmark_shows_the_numbers_of_the_stored_result(tmp_path: Path) -> None:
@@ -60,9 +62,16 @@ def test_a_small_simulation_of_the_gate_writes_a_result_and_its_report(tmp_path:
     assert (tmp_path / "gate.md").read_text() == gate.to_markdown(result)
 
 
-@pytest.mark.parametrize("name", evaluate.CASES)
-def test_the_contestants_of_the_evaluation_compute_the_same_recall(name: str) -> None:
-    case = evaluate.Case(40, 300, 5, 4, 20, reference=evaluate.CASES[name].reference)
+@pytest.mark.parametrize("case_name", evaluate.CASES)
+def test_the_contestants_of_the_evaluation_compute_the_same_recall(case_name: str) -> None:
+    case = evaluate.Case(
+        num_queries=40,
+        num_items=300,
+        targets_per_query=5,
+        seen_per_target=4,
+        k=20,
+        reference=evaluate.CASES[case_name].reference,
+    )
     result_by_contestant = {
         contestant: evaluate.measure(case, contestant) for contestant in ("nightjar", "numpy", case.reference)
     }

@@ -58,7 +58,7 @@ _PATH_COLUMNS = (
     ("logged_models", "artifact_location"),
     ("model_versions", "storage_location"),
 )
-"""Tables and columns of MLflow's database that have paths below the workspace."""
+"""Table and column of each path below the workspace in MLflow's database."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,15 +77,15 @@ def workspace(tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def in_process_predictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Load and call models in this process instead of a new process, which is faster. The value lists the URI of each call."""
+    """Load and call models in this process, which is faster than in a new process. Return the model URI of each call."""
     return _predict_in_process(monkeypatch)
 
 
 def _predict_in_process(patch: pytest.MonkeyPatch) -> list[str]:
-    uris: list[str] = []
+    model_uris: list[str] = []
 
     def predict(sample: UserSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> Answers:
-        uris.append(model_uri)
+        model_uris.append(model_uri)
         mlflow.set_tracking_uri(client.tracking_uri)
         query_columns = pq.read_table(sample.histories_file).to_pydict()
         try:
@@ -100,7 +100,7 @@ def _predict_in_process(patch: pytest.MonkeyPatch) -> list[str]:
     for module in (registration, by_hand):
         patch.setattr(module, "ModelProcess", nullcontext)
     patch.setattr(version_tester, "predict_in_subprocess", predict)
-    return uris
+    return model_uris
 
 
 @pytest.fixture
@@ -133,12 +133,12 @@ AddVersions = Callable[..., None]
 
 @pytest.fixture(scope="session")
 def build_stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
-    """A function that returns the stages of a good model, or with shuffled=True of a bad model: items have swapped vectors."""
+    """A function that returns the stages of a good model. With `shuffled=True`, swapped item vectors make it bad."""
     stages_by_shuffled: dict[bool, Stages] = {}
 
     def build(*, shuffled: bool = False) -> Stages:
         if shuffled not in stages_by_shuffled:
-            stages_by_shuffled[shuffled] = _build(tmp_path_factory.mktemp("stages"), shuffled=shuffled)
+            stages_by_shuffled[shuffled] = _build_stages(tmp_path_factory.mktemp("stages"), shuffled=shuffled)
         return stages_by_shuffled[shuffled]
 
     return build
@@ -148,23 +148,23 @@ def build_stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stag
 def register_once(
     tmp_path_factory: pytest.TempPathFactory, new_database: Path, build_stages: Callable[..., Stages]
 ) -> Callable[..., Path]:
-    """A function that registers versions of good or bad models in a new workspace, or returns the workspace that has them."""
+    """A function that returns a workspace with versions of good or bad models. Equal arguments give the same workspace."""
     from tests.tasks.registration import prepare_run, register_version
 
-    workspace_by_models: dict[tuple[str, ...], Path] = {}
+    workspace_by_qualities: dict[tuple[str, ...], Path] = {}
 
-    def register(*models: str) -> Path:
-        if models not in workspace_by_models:
+    def register(*qualities: str) -> Path:
+        if qualities not in workspace_by_qualities:
             workspace = tmp_path_factory.mktemp("versions")
             shutil.copy(new_database, workspace)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("MLFLOW_TRACKING_URI", "")  # so that the patch removes the value that MLflow sets
                 _predict_in_process(patch)
                 _save_empty_plots(patch)
-                for model, run_id in zip(models, ("one", "two", "three"), strict=False):
-                    register_version(build_stages(shuffled=model == "bad"), prepare_run(workspace, run_id))
-            workspace_by_models[models] = workspace
-        return workspace_by_models[models]
+                for quality, run_id in zip(qualities, ("one", "two", "three"), strict=False):
+                    register_version(build_stages(shuffled=quality == "bad"), prepare_run(workspace, run_id))
+            workspace_by_qualities[qualities] = workspace
+        return workspace_by_qualities[qualities]
 
     return register
 
@@ -177,17 +177,18 @@ def add_versions(workspace: Path, register_once: Callable[..., Path]) -> Callabl
     run `two`. The versions are registered once and copied, because a registration takes a third of a second.
     """
 
-    def add(*models: str) -> None:
-        source = register_once(*models)
-        shutil.copytree(source, workspace, dirs_exist_ok=True)
+    def add(*qualities: str) -> None:
+        workspace_with_versions = register_once(*qualities)
+        shutil.copytree(workspace_with_versions, workspace, dirs_exist_ok=True)
         with closing(sqlite3.connect(workspace / "mlflow.db")) as database, database:
             for table, column in _PATH_COLUMNS:
-                database.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", [str(source), str(workspace)])
+                paths = [str(workspace_with_versions), str(workspace)]
+                database.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", paths)
 
     return add
 
 
-def _build(folder: Path, *, shuffled: bool) -> Stages:
+def _build_stages(folder: Path, *, shuffled: bool) -> Stages:
     """Build the stages of a run up to the package. Shuffled item vectors give a model with a low recall."""
     random = np.random.default_rng(5)
     cluster_I = np.arange(NUM_ITEMS) % NUM_CLUSTERS
@@ -197,9 +198,9 @@ def _build(folder: Path, *, shuffled: bool) -> Stages:
     ]
     interactions = write_interactions_stage(
         folder / "interactions",
-        train=[rows[:6] for rows in item_rows_by_user],
+        train=[item_rows[:6] for item_rows in item_rows_by_user],
         validation=[[] for _ in item_rows_by_user],
-        test=[rows[6:9] for rows in item_rows_by_user],
+        test=[item_rows[6:9] for item_rows in item_rows_by_user],
         num_items=NUM_ITEMS,
         item_ids=[5000 + 3 * row for row in range(NUM_ITEMS)],
         user_ids=[f"user-{user}" for user in range(NUM_USERS)],
@@ -209,7 +210,7 @@ def _build(folder: Path, *, shuffled: bool) -> Stages:
     config = TwoTowerConfig(embedding_dim=DIM, query=TowerConfig(layers=()), history=MeanHistory(length=5))
     spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS)
     unit_vector_ID = item_vector_ID / np.linalg.norm(item_vector_ID, axis=1, keepdims=True)
-    query_UD = np.stack([unit_vector_ID[rows[1:6]].mean(axis=0) for rows in item_rows_by_user])
+    query_UD = np.stack([unit_vector_ID[item_rows[1:6]].mean(axis=0) for item_rows in item_rows_by_user])
     export = write_export_stage(
         folder / "export",
         item_vectors=unit_vector_ID,
@@ -217,7 +218,7 @@ def _build(folder: Path, *, shuffled: bool) -> Stages:
         spec=spec,
         tables={"item": item_vector_ID},
         history_items=item_vector_ID,
-        dense={f"query.{name}": value for name, value in QueryTower(spec).state_dict().items()},
+        dense={f"query.{name}": weight for name, weight in QueryTower(spec).state_dict().items()},
     )
     index = build_indexes(IndexConfig(served="flat"), export=export, folder=folder / "index")
     evaluation = evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation")
@@ -237,11 +238,18 @@ def _build(folder: Path, *, shuffled: bool) -> Stages:
         folder=folder / "data_report",
     )
     return Stages(
-        Dataset(interactions), data_report, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package, export
+        Dataset(interactions),
+        data_report,
+        _write_plan_stage(folder / "plan"),
+        _write_train_stage(folder / "train"),
+        evaluation,
+        index,
+        package,
+        export,
     )
 
 
-def _plan(folder: Path) -> PlanManifest:
+def _write_plan_stage(folder: Path) -> PlanManifest:
     def build(output_folder: Path) -> dict[str, object]:
         (output_folder / "plan.json").write_text("{}")
         return {"world_size": 2, "device": "cpu"}
@@ -254,7 +262,7 @@ def progress(step: int) -> Progress:
     return Progress(step=step, total_steps=STEPS[-1], epoch=1, loss=1 / step, learning_rate=0.1, samples_per_s=10.0)
 
 
-def _train(folder: Path) -> TrainManifest:
+def _write_train_stage(folder: Path) -> TrainManifest:
     def build(output_folder: Path) -> dict[str, object]:
         (output_folder / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
         return {

@@ -1,14 +1,17 @@
-"""Helpers that register a version in the MLflow of a workspace and read the resulting aliases and tags."""
+"""Helpers that register a version in the MLflow of a workspace, and that observe its answers, aliases and tags."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from mlflow import MlflowClient
 
 from recsys_core.comparison.rules import Margin
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.manifests import RegistrationManifest
+from tasks.delivery.publishers import AliasChange
+from tasks.gate.sample import Answers, K, UserSample
 from tasks.registry.config import RegistryConfig
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.workspace import Workspace
@@ -16,8 +19,27 @@ from tasks.stages.registration import register
 from tests.tasks.conftest import Stages
 
 
+class RecordingPublisher:
+    """Publisher that appends each change to `changes`."""
+
+    def __init__(self) -> None:
+        self.changes: list[AliasChange] = []
+
+    def publish(self, change: AliasChange) -> None:
+        self.changes.append(change)
+
+    def moves(self) -> list[tuple[str, str | None, str | None]]:
+        """Return alias, old version and new version of each change."""
+        return [(change.alias, change.old_version, change.new_version) for change in self.changes]
+
+
+def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
+    """Return answers that contain no item of the catalogue, in place of `predict_in_subprocess`."""
+    return Answers(pa.array([[-1] * K] * sample.num_users), cpu_s=1.0, num_bytes=1)
+
+
 def prepare_run(workspace: Path, run_id: str, **options: Any) -> StageContext:
-    """Write the run folder with the files that the registration logs, unless it exists. Return the context of the run."""
+    """Write the files that the registration logs into the run folder. Return the context of the run."""
     run = Workspace(workspace).run(run_id)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.config_file.write_text("name: tests\n")
@@ -27,13 +49,13 @@ def prepare_run(workspace: Path, run_id: str, **options: Any) -> StageContext:
 
 
 def register_version(
-    stages: Stages, context: StageContext, *, feature_slices: Sequence[FeatureSlice] = (), **config: Any
+    stages: Stages, context: StageContext, *, feature_slices: Sequence[FeatureSlice] = (), **settings: Any
 ) -> RegistrationManifest:
-    """Register a version of the model m. Unless `config` has other values, the gate is `Margin` and there are no baselines."""
+    """Register a version of the model m. By default, the gate is `Margin` and there are no baselines."""
     for manifest in (stages.dataset.interactions, *stages[1:]):
         context.results.add(manifest)
-    config = {"gate": Margin(), "baselines": ()} | config  # 30 test users are too few for the default gate
-    return register(context, RegistryConfig(model_name="m", **config), feature_slices)
+    settings = {"gate": Margin(), "baselines": ()} | settings  # 30 test users are too few for the default gate
+    return register(context, RegistryConfig(model_name="m", **settings), feature_slices)
 
 
 def version_by_alias(client: MlflowClient) -> dict[str, str]:

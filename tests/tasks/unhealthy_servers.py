@@ -13,8 +13,8 @@ HOST = "127.0.0.1"
 def answering_server(*answers: tuple[int, str]) -> Iterator[str]:
     """Run an HTTP server and yield its address.
 
-    Each request gets the next status and body of `answers`. The last answer is repeated. As in Prefect, a path with // does not
-    exist.
+    Each request gets the next status and body of `answers`. The last answer is repeated. A path with // gets the
+    status 404, as in Prefect.
     """
     remaining_answers = list(answers)
 

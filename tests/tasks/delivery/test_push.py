@@ -35,10 +35,10 @@ def package(build_packaged_model: Callable[..., Any]) -> PackageManifest:  # noq
 
 @pytest.fixture(params=KINDS)
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> AnyStore:
-    return store_config(request.param, tmp_path)
+    return store_settings(request.param, tmp_path)
 
 
-def store_config(kind: str, folder: Path, **options: Any) -> AnyStore:
+def store_settings(kind: str, folder: Path, **options: Any) -> AnyStore:
     """Return the settings of a store of this kind with its files in `folder`."""
     location = {"file": folder / "milvus.db"} if kind == "milvus" else {"folder": folder / kind}
     return STORE_ADAPTER.validate_python({"kind": kind, **location, **options})
@@ -72,11 +72,11 @@ def test_a_store_returns_the_ids_of_the_exact_best_items(settings: AnyStore, pac
     query_BD = golden_vectors(retriever)
     assert len(query_BD) > 20
     with settings.connect() as store:
-        item_ids = store.search(collection_name(retriever), query_BD, 10)
+        nearest_ids_by_query = store.search(collection_name(retriever), query_BD, 10)
         assert store.count(collection_name(retriever)) == NUM_ITEMS
     item_vector_ID = retriever.item_vectors(np.arange(NUM_ITEMS))
-    for query, ids in zip(query_BD, item_ids, strict=True):
-        assert ids == [ITEM_IDS[row] for row in np.argsort(-(item_vector_ID @ query), kind="stable")[:10]]
+    for query_D, nearest_ids in zip(query_BD, nearest_ids_by_query, strict=True):
+        assert nearest_ids == [ITEM_IDS[row] for row in np.argsort(-(item_vector_ID @ query_D), kind="stable")[:10]]
 
 
 def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path: Path) -> None:
@@ -86,31 +86,33 @@ def test_titles_and_filter_columns_are_stored(package: PackageManifest, tmp_path
 
     retriever = load_version(package, 1)
     for kind in KINDS:
-        push(retriever, store_config(kind, tmp_path), model_name="films")
-    item_row = 4  # its item has a title and the genre pop
+        push(retriever, store_settings(kind, tmp_path), model_name="films")
+    item_row = 4  # the item of this row has a title and the genre pop
     collection = lancedb.connect(tmp_path / "lancedb").open_table(collection_name(retriever))
-    query = collection.search().where(f"item_id = '{ITEM_IDS[item_row]}'")
-    (lancedb_item,) = query.select(["title", "genre", "price", "is_new"]).to_list()
+    search = collection.search().where(f"item_id = '{ITEM_IDS[item_row]}'")
+    (lancedb_item,) = search.select(["title", "genre", "price", "is_new"]).to_list()
     assert lancedb_item == {"title": "title 4", "genre": "pop", "price": 4.0, "is_new": True}
     client = qdrant_client.QdrantClient(path=str(tmp_path / "qdrant"))
     models = qdrant_client.models
     condition = models.FieldCondition(key="since", range=models.DatetimeRange(gte="2026-01-05", lt="2026-01-06"))
-    (point,), _ = client.scroll("films", scroll_filter=models.Filter(must=[condition]))
+    (qdrant_point,), _ = client.scroll("films", scroll_filter=models.Filter(must=[condition]))
     client.close()
-    assert point.payload == {
+    assert qdrant_point.payload == {
         "item_id": ITEM_IDS[item_row], "title": "title 4", "genre": "pop", "price": 4.0, "stock": 4, "is_new": True,
         "since": "2026-01-05T00:00:00.000000Z",
     }  # fmt: skip
-    with store_config("milvus", tmp_path).connect():
+    with store_settings("milvus", tmp_path).connect():
         milvus = pymilvus.MilvusClient(str(tmp_path / "milvus.db"))
         milvus.load_collection("films")
         day_us = 86_400_000_000
-        since = f"since >= {20_458 * day_us} and since < {20_459 * day_us}"  # 20,458 days from 1970 to 2026-01-05
-        (milvus_item,) = milvus.query("films", filter=since, output_fields=["item_id", "title", "genre", "stock", "is_new"])
+        since_filter = f"since >= {20_458 * day_us} and since < {20_459 * day_us}"  # 20,458 days from 1970 to 2026-01-05
+        (milvus_item,) = milvus.query(
+            "films", filter=since_filter, output_fields=["item_id", "title", "genre", "stock", "is_new"]
+        )
     assert milvus_item == {"item_id": ITEM_IDS[item_row], "title": "title 4", "genre": "pop", "stock": 4, "is_new": True}
 
 
-@pytest.mark.parametrize("item_ids", [[-5, 0, 2**62], ["a b", "ü", "0"]])
+@pytest.mark.parametrize("item_ids", [[-5, 0, 2**62], ["a b", "ü", "0"]], ids=["integers", "strings"])
 def test_integer_ids_and_string_ids_are_returned_unchanged(settings: AnyStore, item_ids: list[Any]) -> None:
     vector_column = pa.FixedSizeListArray.from_arrays(pa.array(np.eye(3, 4, dtype=np.float32).reshape(-1)), 4)
     prices = pa.array([None, float("inf"), float("nan")])
@@ -124,17 +126,17 @@ def test_integer_ids_and_string_ids_are_returned_unchanged(settings: AnyStore, i
 
 
 def test_a_push_keeps_the_previous_collection_and_drops_older_ones(settings: AnyStore, package: PackageManifest) -> None:
-    versions = [load_version(package, number) for number in (1, 2, 3)]
-    for retriever in versions:
+    retrievers = [load_version(package, number) for number in (1, 2, 3)]
+    for retriever in retrievers:
         push(retriever, settings, model_name="films")
-    names = [collection_name(retriever) for retriever in versions]
-    assert read_collections(settings) == (names[2], names[1:])
-    repeated_push = push(versions[2], settings, model_name="films")
+    collection_names = [collection_name(retriever) for retriever in retrievers]
+    assert read_collections(settings) == (collection_names[2], collection_names[1:])
+    repeated_push = push(retrievers[2], settings, model_name="films")
     assert repeated_push.num_loaded == 0
-    assert read_collections(settings) == (names[2], names[1:])
-    rollback = push(versions[1], settings, model_name="films")
+    assert read_collections(settings) == (collection_names[2], collection_names[1:])
+    rollback = push(retrievers[1], settings, model_name="films")
     assert rollback.num_loaded == 0
-    assert read_collections(settings) == (names[1], names[1:])
+    assert read_collections(settings) == (collection_names[1], collection_names[1:])
 
 
 def test_the_collection_of_another_alias_in_the_same_store_is_kept(settings: AnyStore, package: PackageManifest) -> None:
@@ -192,7 +194,7 @@ def test_a_push_loads_the_incomplete_collection_of_an_interrupted_push_again(
 def test_a_push_adds_the_missing_index_of_an_interrupted_push(package: PackageManifest, tmp_path: Path) -> None:
     import lancedb
 
-    retriever, settings = load_version(package, 1), store_config("lancedb", tmp_path, index="approximate", min_overlap=0.5)
+    retriever, settings = load_version(package, 1), store_settings("lancedb", tmp_path, index="approximate", min_overlap=0.5)
     with settings.connect() as store:
         items = next(retriever.item_batches(NUM_ITEMS)).replace_schema_metadata()
         store.create(collection_name(retriever), items.schema)
@@ -208,14 +210,14 @@ def test_a_push_of_wrong_vectors_fails_at_the_golden_queries_and_keeps_the_alias
 ) -> None:
     old_version, new_version = load_version(package, 1), load_version(package, 2)
     push(old_version, settings, model_name="films")
-    batches = new_version.item_batches
+    item_batches = new_version.item_batches
 
-    def batches_with_reversed_vectors(num_rows: int) -> Iterator[pa.Table]:
-        for items in batches(num_rows):
+    def item_batches_with_reversed_vectors(num_rows: int) -> Iterator[pa.Table]:
+        for items in item_batches(num_rows):
             column_index = items.schema.get_field_index("vector")
             yield items.set_column(column_index, items.schema.field("vector"), items["vector"][::-1])
 
-    monkeypatch.setattr(new_version, "item_batches", batches_with_reversed_vectors)
+    monkeypatch.setattr(new_version, "item_batches", item_batches_with_reversed_vectors)
     with pytest.raises(StageError) as error_info:
         push(new_version, settings, model_name="films")
     message = str(error_info.value)
@@ -248,7 +250,7 @@ def test_lancedb_finds_an_alias_among_more_tables_than_it_lists_at_once(
     package: PackageManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lancedb_store, "_TABLES_PER_PAGE", 2)
-    settings = store_config("lancedb", tmp_path)
+    settings = store_settings("lancedb", tmp_path)
     other_collections = ["a", "b", "c", "d"]  # with two tables per page, they come before the table of the aliases
     with settings.connect() as store:
         for name in other_collections:
@@ -261,7 +263,7 @@ def test_lancedb_finds_an_alias_among_more_tables_than_it_lists_at_once(
 @pytest.mark.parametrize("kind", ["lancedb", "milvus"])
 def test_an_approximate_index_is_accepted_from_min_overlap_on(kind: str, package: PackageManifest, tmp_path: Path) -> None:
     retriever = load_version(package, 1)
-    settings = store_config(kind, tmp_path, index="approximate", min_overlap=0.5)
+    settings = store_settings(kind, tmp_path, index="approximate", min_overlap=0.5)
     assert 0.5 <= push(retriever, settings, model_name="films").overlap <= 1.0
     assert aliased_collection(settings) == collection_name(retriever)
 
@@ -275,7 +277,7 @@ def test_the_exact_top_scores_equal_the_scores_of_the_sorted_catalogue(package: 
 
 def test_a_failed_push_to_one_store_does_not_stop_the_next_push(package: PackageManifest, tmp_path: Path) -> None:
     (tmp_path / "lancedb").write_text("a file, not a folder")
-    stores = (store_config("lancedb", tmp_path), store_config("qdrant", tmp_path))
+    stores = (store_settings("lancedb", tmp_path), store_settings("qdrant", tmp_path))
     push_results, alarms = push_to_all(load_version(package, 4), stores, model_name="films")
     assert [push_result.location for push_result in push_results] == [f"qdrant {tmp_path / 'qdrant'}"]
     (alarm,) = alarms
@@ -330,4 +332,4 @@ def test_an_invalid_store_is_rejected(config: dict[str, Any], message: str) -> N
 def test_an_error_names_the_missing_library_and_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(vector_store, "find_spec", lambda library: None)
     with pytest.raises(InputError, match="needs qdrant_client, which is not installed; install nightjar with the extra"):
-        DeliveryConfig(stores=(store_config("qdrant", tmp_path),)).require_libraries()
+        DeliveryConfig(stores=(store_settings("qdrant", tmp_path),)).require_libraries()

@@ -37,12 +37,13 @@ def test_a_champion_promoted_during_a_comparison_is_compared_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     add_versions("bad")
-    predict, better_stages = version_tester.predict_in_subprocess, [build_stages()]  # a list, to register them only once
+    predict = version_tester.predict_in_subprocess
+    unregistered_stages = [build_stages()]  # the first call empties this list
 
     def promote_meanwhile(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         answers = predict(sample, model_uri=model_uri, **options)
-        if model_uri == "models:/m/1" and better_stages:
-            register_version(better_stages.pop(), prepare_run(workspace, "better"))
+        if model_uri == "models:/m/1" and unregistered_stages:
+            register_version(unregistered_stages.pop(), prepare_run(workspace, "better"))
         return answers
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
@@ -118,7 +119,7 @@ def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
     assert new_registration.reasons[-1] == f"{reason}, which is not in the registry any more"
 
 
-def test_with_too_few_users_the_champion_stays_and_the_page_has_the_needed_number(
+def test_with_too_few_users_the_champion_stays_and_the_page_has_the_needed_number_of_users(
     workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
     add_versions("good")
@@ -161,17 +162,17 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items(
     add_versions("good")
     predict = version_tester.predict_in_subprocess
 
-    def rename_first_items(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
+    def put_unknown_item_first(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         answers = predict(sample, model_uri=model_uri, **options)
         if model_uri == "models:/m/2":
             return answers
         item_id_lists = [[-7, *item_ids[:-1]] for item_ids in answers.item_ids.to_pylist()]
         return answers._replace(item_ids=pa.array(item_id_lists, type=answers.item_ids.type))
 
-    monkeypatch.setattr(version_tester, "predict_in_subprocess", rename_first_items)
-    same_registration = register_version(build_stages(), prepare_run(workspace, "two"))
-    assert same_registration.metrics["champion/hit_rate@10"] == same_registration.metrics["served/hit_rate@10"]
-    assert same_registration.promoted and same_registration.reasons[-1] == (
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", put_unknown_item_first)
+    equal_registration = register_version(build_stages(), prepare_run(workspace, "two"))
+    assert equal_registration.metrics["champion/hit_rate@10"] == equal_registration.metrics["served/hit_rate@10"]
+    assert equal_registration.promoted and equal_registration.reasons[-1] == (
         "version 1 was trained on another catalogue: 30 of 600 recommendations are items that this run does not have, and are "
         "left out of its lists"
     )
@@ -186,9 +187,9 @@ def test_a_version_as_good_as_the_champion_is_refused_if_popularity_is_better(
 ) -> None:
     add_versions("good")
     monkeypatch.setattr(gate, "read_user_metrics", lambda path, user_rows: {"popularity": PERFECT_METRICS})
-    worse_registration = register_version(build_stages(), prepare_run(workspace, "two"), baselines=("popularity",))
-    assert (worse_registration.state_name, version_by_alias(connect(workspace))["champion"]) == ("NotPromoted", "1")
-    assert len(worse_registration.reasons) == 1 and worse_registration.reasons[0].endswith(
+    new_registration = register_version(build_stages(), prepare_run(workspace, "two"), baselines=("popularity",))
+    assert (new_registration.state_name, version_by_alias(connect(workspace))["champion"]) == ("NotPromoted", "1")
+    assert len(new_registration.reasons) == 1 and new_registration.reasons[0].endswith(
         "less than 1 times the 1.0000 of popularity"
     )
 
@@ -206,22 +207,22 @@ def test_a_version_that_is_worse_on_a_slice_of_a_guarded_feature_is_rejected(
         definition="",
         is_continued=False,
     )
-    store = FeatureStore({"item.brand": Feature(brand_I, None, None)})
-    features = write_features_stage(tmp_path / "features", store, ingested_by_feature={"item.brand": brand_manifest})
+    feature_store = FeatureStore({"item.brand": Feature(brand_I, None, None)})
+    features = write_features_stage(tmp_path / "features", feature_store, ingested_by_feature={"item.brand": brand_manifest})
     options: dict[str, Any] = {"feature_slices": (FeatureSlice(feature="item.brand", max_values=2, min_users=10),)}
     for run_id, is_shuffled in (("one", False), ("two", True)):
         context = prepare_run(workspace, run_id)
         context.results.add(features)
         registration = register_version(build_stages(shuffled=is_shuffled), context, **options)
     evidence = read_evidence(context.run.folder / "register")
-    brand_evidence = [item for item in evidence if "item.brand" in item.subject]
-    assert {item.subject for item in brand_evidence} <= {
+    brand_evidence = [fact for fact in evidence if "item.brand" in fact.subject]
+    assert {fact.subject for fact in brand_evidence} <= {
         f"recall@20 of item.brand={name}" for name in ("(other)", "(hash 1)", "(hash 2)")
     }
     assert len(brand_evidence) == 2
-    assert {item.comparison.outcome for item in brand_evidence} == {"rejected"} and not registration.promoted
-    for item in brand_evidence:  # only users with a target of the brand are compared
-        assert 10 <= item.comparison.num_users <= NUM_USERS and item.comparison.baseline_mean > 0.5
+    assert {fact.comparison.outcome for fact in brand_evidence} == {"rejected"} and not registration.promoted
+    for fact in brand_evidence:  # only users with a target of the brand are compared
+        assert 10 <= fact.comparison.num_users <= NUM_USERS and fact.comparison.baseline_mean > 0.5
 
 
 def test_a_champion_that_does_not_lose_is_not_reported(
@@ -233,7 +234,7 @@ def test_a_champion_that_does_not_lose_is_not_reported(
     assert e_value < ALARM_E_VALUE and len(registration.reasons) == 1
 
 
-def test_a_champion_that_loses_is_reported_and_a_resumed_run_counts_once_against_it(
+def test_a_champion_that_loses_is_reported_and_a_resumed_run_counts_once(
     workspace: Path, build_stages: BuildStages, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
     add_versions("bad")

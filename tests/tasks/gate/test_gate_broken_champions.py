@@ -26,28 +26,28 @@ pytestmark = pytest.mark.usefixtures("empty_plots")
 def package_folder(workspace: Path, version: str) -> Path:
     """Return the folder of a version's files in the artifact store."""
     client = connect(workspace)
-    source = client.get_model_version_download_uri("m", version)
-    if source.startswith("models:"):
-        source = client.get_logged_model(source.removeprefix("models:/")).artifact_location
-    return Path(source.removeprefix("file://"))
+    files_uri = client.get_model_version_download_uri("m", version)
+    if files_uri.startswith("models:"):
+        files_uri = client.get_logged_model(files_uri.removeprefix("models:/")).artifact_location
+    return Path(files_uri.removeprefix("file://"))
 
 
 def flip_a_bit(workspace: Path, version: str) -> None:
     """Change a bit of the largest weight file of a version."""
-    file = max(package_folder(workspace, version).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    weight_path = max(package_folder(workspace, version).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    weight_bytes = bytearray(weight_path.read_bytes())
+    weight_bytes[-1] ^= 1
+    weight_path.write_bytes(weight_bytes)
 
 
 def append_code(workspace: Path, version: str, code: str) -> None:
-    """Append `code` to the Python file of a version, as if a run had logged the version with it."""
+    """Append `code` to the Python file of a version, as if a run had logged the version with this code."""
     client = connect(workspace)
     with (package_folder(workspace, version) / "pyfunc_model.py").open("a") as file:
         file.write(f"\n{code}\n")
-    source = client.get_model_version("m", version).source
-    assert source is not None
-    record_logged_model(source, client=client, workspace=workspace)
+    model_uri = client.get_model_version("m", version).source
+    assert model_uri is not None
+    record_logged_model(model_uri, client=client, workspace=workspace)
 
 
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
@@ -55,16 +55,11 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     build_stages: BuildStages,
     add_versions: AddVersions,
     caplog: pytest.LogCaptureFixture,
-    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    predict_in_fresh_process = version_tester.predict_in_subprocess
-    request.getfixturevalue("in_process_predictions")
     add_versions("good")
     flip_a_bit(workspace, "1")
-    monkeypatch = request.getfixturevalue("monkeypatch")
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)  # so that caplog gets the errors
-    monkeypatch.setattr(version_tester, "predict_in_subprocess", predict_in_fresh_process)
-    monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
     new_registration = register_version(build_stages(), prepare_run(workspace, "two"), baselines=("popularity",))
     assert (new_registration.alias, version_by_alias(connect(workspace))) == ("champion", {"champion": "2"})
     assert new_registration.reasons[0] == "no former champion loads" and new_registration.reasons[1].endswith("of popularity")
@@ -87,11 +82,11 @@ def test_a_champion_without_answers_is_replaced_by_the_last_champion_that_answer
     add_versions("good", "good", "good")
     append_code(workspace, "2", "import os; os.write(2, b'no \\xff\\n'); os._exit(1)")
     append_code(workspace, "3", "import os; NightjarModel.predict = lambda *_, **__: os._exit(0)")
-    predict_here = version_tester.predict_in_subprocess
+    predict_in_this_process = version_tester.predict_in_subprocess
 
     def predict(sample: UserSample, *, model_uri: str, **options: Any) -> Answers:
         is_broken = model_uri in ("models:/m/2", "models:/m/3")
-        return (predict_in_subprocess if is_broken else predict_here)(sample, model_uri=model_uri, **options)
+        return (predict_in_subprocess if is_broken else predict_in_this_process)(sample, model_uri=model_uri, **options)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
@@ -118,7 +113,7 @@ def test_a_broken_champion_is_replaced_by_a_former_champion_that_beats_the_new_v
     assert (better_registration.alarm, version_by_alias(connect(workspace))["champion"]) == (None, "4")
 
 
-def test_if_no_version_can_be_champion_the_stage_fails(
+def test_the_stage_fails_if_no_version_can_be_champion(
     workspace: Path,
     build_stages: BuildStages,
     add_versions: AddVersions,

@@ -27,8 +27,8 @@ def interactions(tmp_path: Path) -> InteractionsManifest:
     """
     event_times_us = []
     for user in range(NUM_USERS):
-        last_us = (100 - user) * DAY_US - (DAY_US // 24 if user else 0)
-        event_times_us += [last_us - 50 * DAY_US, last_us]
+        last_event_us = (100 - user) * DAY_US - (DAY_US // 24 if user else 0)
+        event_times_us += [last_event_us - 50 * DAY_US, last_event_us]
     has_test_events = [user < 5 for user in range(NUM_USERS)]
     return write_interactions_stage(
         tmp_path / "interactions",
@@ -51,11 +51,11 @@ def test_the_smallest_number_of_days_with_enough_users_is_found(
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_the_days_do_not_depend_on_the_shards_of_the_event_store(num_shards: int, tmp_path: Path) -> None:
     # User u has u + 1 events, all of them 20 - u days after 1970-01-01.
-    events = [(user, event, (20 - user) * DAY_US) for user in range(10) for event in range(user + 1)]
+    events = [(user, item, (20 - user) * DAY_US) for user in range(10) for item in range(user + 1)]
     split = {"kind": "time", "test_days": 1}
     manifest = ingest(tmp_path / "stage", write_log(tmp_path / "log.parquet", events), shards=num_shards, split=split)
-    store = EventStore.open(manifest)
-    assert [days_with_users(store, num_users) for num_users in (1, 2, 5, 10, 11)] == [1, 2, 5, 10, None]
+    event_store = EventStore.open(manifest)
+    assert [days_with_users(event_store, num_users) for num_users in (1, 2, 5, 10, 11)] == [1, 2, 5, 10, None]
 
 
 def evidence_of_too_few_users(rule: Margin | PairedBootstrap, *, num_users: int, is_guardrail: bool = False) -> Evidence:
@@ -75,6 +75,7 @@ def evidence_of_too_few_users(rule: Margin | PairedBootstrap, *, num_users: int,
         ),
         (60, "about 60 test users would be enough for a decision, but the whole log has 40"),
     ],
+    ids=["the log is large enough", "the log is too small"],
 )
 def test_if_users_are_missing_the_reason_names_the_needed_numbers_of_users_and_days(
     min_users: int, sentence: str, interactions: InteractionsManifest, tmp_path: Path
@@ -124,30 +125,30 @@ def test_the_number_of_users_that_a_bootstrap_requests_is_enough() -> None:
     rule = PairedBootstrap(num_resamples=500)
 
     def compare(num_users: int) -> Comparison:
-        new_U = np.arange(num_users) % 2.0
-        return rule.compare(new_U, 1 - new_U, baseline="version 1")  # the means are equal, but each user's values differ
+        new_value_U = np.arange(num_users) % 2.0
+        baseline_value_U = 1 - new_value_U  # with an equal mean, but each user has another value
+        return rule.compare(new_value_U, baseline_value_U, baseline="version 1")
 
-    comparison_of_few = compare(300)
-    assert comparison_of_few.outcome == "not_enough_data" and comparison_of_few.num_needed_users is not None
-    assert f"which needs about {comparison_of_few.num_needed_users:,}" in comparison_of_few.reason
-    comparison_of_enough = compare(comparison_of_few.num_needed_users + comparison_of_few.num_needed_users % 2)
-    assert (comparison_of_enough.outcome, comparison_of_enough.num_needed_users) == ("accepted", None)
-    assert comparison_of_enough.absolute_interval is not None
-    low, high = comparison_of_enough.absolute_interval
-    assert low < 0 < high and comparison_of_enough.relative_difference == 0
+    comparison_of_few_users = compare(300)
+    assert comparison_of_few_users.outcome == "not_enough_data" and comparison_of_few_users.num_needed_users is not None
+    assert f"which needs about {comparison_of_few_users.num_needed_users:,}" in comparison_of_few_users.reason
+    num_needed_users = comparison_of_few_users.num_needed_users
+    comparison_of_enough_users = compare(num_needed_users + num_needed_users % 2)  # an even number, for equal means
+    assert (comparison_of_enough_users.outcome, comparison_of_enough_users.num_needed_users) == ("accepted", None)
+    assert comparison_of_enough_users.absolute_interval is not None
+    low, high = comparison_of_enough_users.absolute_interval
+    assert low < 0 < high and comparison_of_enough_users.relative_difference == 0
 
 
 def test_a_margin_that_is_too_small_for_the_number_of_users_is_reported() -> None:
     generator = np.random.default_rng(0)
-    baseline_U = generator.random(1_000) < 0.2
-    new_U = baseline_U | (generator.random(1_000) < 0.05)
-    comparison = PairedBootstrap(num_resamples=500).compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1")
+    baseline_hit_U = generator.random(1_000) < 0.2
+    new_hit_U = baseline_hit_U | (generator.random(1_000) < 0.05)
+    comparison = PairedBootstrap(num_resamples=500).compare(new_hit_U * 1.0, baseline_hit_U * 1.0, baseline="version 1")
     assert comparison.is_accepted and comparison.detectable_drop is not None and comparison.detectable_drop > 0.05
     (sentence,) = small_margin_sentences(comparison, config=RegistryConfig())
-    margin_text = f"{100 * comparison.detectable_drop:.1f} %"
-    assert sentence.startswith(f"with these test users, only a margin of at least {margin_text} can be tested, but")
+    smallest_margin_text = f"{100 * comparison.detectable_drop:.1f} %"
+    assert sentence.startswith(f"with these test users, only a margin of at least {smallest_margin_text} can be tested, but")
     assert small_margin_sentences(comparison, config=RegistryConfig(gate=PairedBootstrap(max_relative_drop=0.9))) == ()
-    assert (
-        small_margin_sentences(Margin().compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1"), config=RegistryConfig())
-        == ()
-    )
+    comparison_without_margin_test = Margin().compare(new_hit_U * 1.0, baseline_hit_U * 1.0, baseline="version 1")
+    assert small_margin_sentences(comparison_without_margin_test, config=RegistryConfig()) == ()

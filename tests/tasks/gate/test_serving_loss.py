@@ -26,12 +26,12 @@ def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(
     for manifest in (built_stages.dataset.interactions, *built_stages[1:]):
         context.results.add(manifest)
     sample = prepare_sample(built_stages.dataset.interactions, max_users=NUM_USERS, folder=workspace / "sample")
-    metrics = exact_metrics(context, sample)
+    metrics_by_ranker = exact_metrics(context, sample)
     trained_metrics = read_user_metrics(built_stages.evaluation.path(USER_METRICS_FILE))["model"]
-    assert metrics[TRAINED].means("m") == trained_metrics.means("m")
-    assert metrics[PACKAGED].user_row_U.tolist() == trained_metrics.user_row_U.tolist()
-    recalls = [metrics[ranker].means("m")["m/recall@20"] for ranker in (TRAINED, PACKAGED)]
-    assert recalls[1] == pytest.approx(recalls[0], abs=0.05)  # the package rounds vectors to 8 bits per value
+    assert metrics_by_ranker[TRAINED].means("m") == trained_metrics.means("m")
+    assert metrics_by_ranker[PACKAGED].user_row_U.tolist() == trained_metrics.user_row_U.tolist()
+    trained_recall, packaged_recall = (metrics_by_ranker[ranker].means("m")["m/recall@20"] for ranker in (TRAINED, PACKAGED))
+    assert packaged_recall == pytest.approx(trained_recall, abs=0.05)  # the package rounds vectors to 8 bits per value
 
 
 def test_a_registration_has_metrics_of_each_step_from_training_to_serving(
@@ -48,8 +48,10 @@ def test_users_who_are_known_only_from_the_context_are_ranked_by_the_context(
     build_packaged_model: ModelBuilder, tmp_path: Path
 ) -> None:
     model, package = build_packaged_model(features=CONTEXT_FEATURES)
-    history_items = [model.train[0], model.train[1], [], []]
-    histories = JaggedArray.from_lengths(np.array([*map(len, history_items)]), np.concatenate(history_items).astype(np.int64))
+    item_rows_by_user = [model.train[0], model.train[1], [], []]
+    histories = JaggedArray.from_lengths(
+        np.array([*map(len, item_rows_by_user)]), np.concatenate(item_rows_by_user).astype(np.int64)
+    )
     num_items = len(ITEM_IDS)
     sample = UserSample(
         histories_file=tmp_path / "cases.parquet",
@@ -59,24 +61,20 @@ def test_users_who_are_known_only_from_the_context_are_ranked_by_the_context(
         history=histories,
         num_seen_U=histories.lengths,
         seen_pair_L=np.sort(histories.pair_keys(bound=num_items)),
-        target_pair_T=np.arange(4) * num_items + [min({*range(num_items)} - {*seen}) for seen in history_items],
+        target_pair_T=np.arange(4) * num_items + [min({*range(num_items)} - {*seen_rows}) for seen_rows in item_rows_by_user],
         target_mask_by_slice={},
         min_users_by_slice={},
     )
-    metrics = serving_loss._packaged_metrics(
+    packaged_metrics = serving_loss._packaged_metrics(
         sample,
         retriever=load_retriever(package),
         item_vector_ID=torch.from_numpy(model.item_vectors),
         order_I=np.arange(num_items),
         num_users=4,
     )
-    assert metrics.user_row_U.tolist() == [0, 1, 2, 3]
-    # Only the third user has no history and a value of the context. The target of both users without a history is the most
-    # popular item.
-    value_row = 2
-    query_vector = model.query_vector(None, [], given_features={"context.single": ([value_row], None)})
-    best_ids = model.best_ids(query_vector, seen_rows=[], k=20)
-    assert metrics.value_U_by_metric["recall@20"][2] == (ITEM_IDS[0] in best_ids)
-    assert metrics.value_U_by_metric["recall@20"][3] == (
-        ITEM_IDS[0] in model.best_ids(model.query_vector(None, []), seen_rows=[], k=20)
-    )
+    assert packaged_metrics.user_row_U.tolist() == [0, 1, 2, 3]
+    # Users 2 and 3 have no history, and their target is the first item. Only user 2 has a value of the context.
+    for user, given_features in ((2, {"context.single": ([2], None)}), (3, {})):
+        query_vector = model.query_vector(None, [], given_features=given_features)
+        best_ids = model.best_ids(query_vector, seen_rows=[], k=20)
+        assert packaged_metrics.value_U_by_metric["recall@20"][user] == (ITEM_IDS[0] in best_ids)

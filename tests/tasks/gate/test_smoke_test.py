@@ -40,9 +40,9 @@ def sample(tmp_path: Path) -> UserSample:
     return prepare_sample(interactions, max_users=10, folder=tmp_path / "sample")
 
 
-def answers(first_list: list[int], second_list: list[int]) -> Answers:
+def answers(items_of_first_user: list[int], items_of_second_user: list[int]) -> Answers:
     """Return the answers to the two users of the sample."""
-    return Answers(pa.array([first_list, second_list], type=pa.list_(pa.int64())), cpu_s=3.0, num_bytes=10)
+    return Answers(pa.array([items_of_first_user, items_of_second_user], type=pa.list_(pa.int64())), cpu_s=3.0, num_bytes=10)
 
 
 def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test(sample: UserSample) -> None:
@@ -55,8 +55,8 @@ def test_metrics_count_each_target_once_and_leave_out_items_of_the_history(sampl
     )
     # Of the targets 104 and 105, only 104 is in the list, at position 2. Its gain is 1/log2(3) = 0.63, and both targets at the
     # first positions would have the gain 1 + 1/log2(3).
-    expected = {"served/recall@20": 0.5, "served/hit_rate@10": 1.0, "served/ndcg@20": 0.6309298 / 1.6309298}
-    assert metrics == pytest.approx(expected)
+    expected_metrics = {"served/recall@20": 0.5, "served/hit_rate@10": 1.0, "served/ndcg@20": 0.6309298 / 1.6309298}
+    assert metrics == pytest.approx(expected_metrics)
 
 
 def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: UserSample) -> None:
@@ -65,12 +65,12 @@ def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: UserS
 
 
 def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample: UserSample) -> None:
-    known_items = [*range(110, 120), 105]
-    metrics = measure_answers(answers([-1, *known_items], []), sample=sample)
+    known_item_ids = [*range(110, 120), 105]
+    metrics = measure_answers(answers([-1, *known_item_ids], []), sample=sample)
     assert (metrics.num_recommended, metrics.num_unknown) == (12, 1)
-    expected = measure_answers(answers(known_items, []), sample=sample)
-    assert metrics.user_metrics.means("served") == expected.user_metrics.means("served")
-    assert (metrics.coverage, expected.num_unknown) == (expected.coverage, 0)
+    metrics_of_known_items = measure_answers(answers(known_item_ids, []), sample=sample)
+    assert metrics.user_metrics.means("served") == metrics_of_known_items.user_metrics.means("served")
+    assert (metrics.coverage, metrics_of_known_items.num_unknown) == (metrics_of_known_items.coverage, 0)
     # Without the unknown item 999, the target 105 moves from position 11 to position 10.
     metrics_of_moved_target = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
     assert metrics_of_moved_target.user_metrics.means("served")["served/hit_rate@10"] == 1
@@ -81,7 +81,7 @@ def test_valid_answers_have_no_problems(sample: UserSample) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first_list", "problem"),
+    ("items_of_first_user", "problem"),
     [
         ([-1, *range(104, 123)], "1 items that are not in the catalogue"),
         ([100 + NUM_ITEMS, *range(104, 123)], "1 items that are not in the catalogue"),
@@ -90,12 +90,15 @@ def test_valid_answers_have_no_problems(sample: UserSample) -> None:
         (list(range(104, 114)), "1 users whose number of items is not min(20, number of unseen items)"),
     ],
 )
-def test_each_problem_of_an_answer_is_reported_with_its_count(sample: UserSample, first_list: list[int], problem: str) -> None:
-    assert answer_problems(answers(first_list, list(range(104, 104 + K))), sample=sample) == [f"{problem} (of 2 users)"]
+def test_each_problem_of_an_answer_is_reported_with_its_count(
+    sample: UserSample, items_of_first_user: list[int], problem: str
+) -> None:
+    valid_items = list(range(104, 104 + K))
+    assert answer_problems(answers(items_of_first_user, valid_items), sample=sample) == [f"{problem} (of 2 users)"]
 
 
 @pytest.mark.parametrize(
-    ("table", "problem"),
+    ("answer_table", "problem"),
     [
         (None, r"its process ended without a readable file of answers with the column item_ids \(FileNotFoundError\)"),
         (
@@ -110,10 +113,10 @@ def test_each_problem_of_an_answer_is_reported_with_its_count(sample: UserSample
     ],
 )
 def test_a_version_without_one_list_of_ids_per_user_is_unusable(
-    sample: UserSample, tmp_path: Path, table: pa.Table | None, problem: str
+    sample: UserSample, tmp_path: Path, answer_table: pa.Table | None, problem: str
 ) -> None:
-    if table is not None:
-        pq.write_table(table, tmp_path / "answers.parquet")
+    if answer_table is not None:
+        pq.write_table(answer_table, tmp_path / "answers.parquet")
     with pytest.raises(UnusableVersionError, match=f"^models:/m/1: .*{problem}"):
         read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")
 
@@ -124,7 +127,7 @@ def test_a_version_that_writes_no_parquet_file_is_unusable(sample: UserSample, t
         read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")
 
 
-@pytest.mark.parametrize(("test_items", "num_users"), [([], 0), ([0], 2)])
+@pytest.mark.parametrize(("test_items", "num_users"), [([], 0), ([0], 2)], ids=["no test items", "only items of the histories"])
 def test_a_log_whose_test_items_are_all_in_the_histories_stops_the_stage(
     test_items: list[int], num_users: int, tmp_path: Path
 ) -> None:
@@ -170,7 +173,7 @@ def test_the_sample_has_the_context_of_the_first_test_events_even_without_the_ma
 
 
 def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
-    # Targets are test items that the user does not have before: 2 for user 0, 1 and 3 for user 1, and 0 for user 2.
+    # Targets are test items that are not in the user's history: 2 for user 0, 1 and 3 for user 1, and 0 for user 2.
     interactions = write_interactions_stage(
         tmp_path / "interactions",
         train=[[0, 1], [0], [3]],
@@ -197,8 +200,8 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
         feature_slices=[FeatureSlice(feature=key, min_users=7 if key == "user.age" else None) for key in columns],
     )
     assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]
-    cases = pq.read_table(sample.histories_file).to_pydict()
-    assert cases["hour"] == cases["context.hour"] == [8, 7, None]  # the hour of each user's first test event
+    query_columns = pq.read_table(sample.histories_file).to_pydict()
+    assert query_columns["hour"] == query_columns["context.hour"] == [8, 7, None]  # the hour of each user's first test event
     targets_by_slice = {
         name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.target_mask_by_slice.items() if "." in name
     }

@@ -17,9 +17,9 @@ CONTEXT = StageContext(Run("r", workspace=Path("workspace")), pipeline="films", 
 
 
 def test_no_two_pipelines_share_a_key_and_each_key_is_valid_in_prefect() -> None:
-    names = ["films", "Films", "films ", "films-", "films.eu", "films-eu", "映画", "ドラマ", "-"]
-    keys = [artifact_key(name, "metrics") for name in names]
-    assert len(set(keys)) == len(names)
+    pipeline_names = ["films", "Films", "films ", "films-", "films.eu", "films-eu", "映画", "ドラマ", "-"]
+    keys = [artifact_key(name, "metrics") for name in pipeline_names]
+    assert len(set(keys)) == len(pipeline_names)
     assert all(set(key) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") for key in keys)
     assert keys[0] == "films-metrics"
 
@@ -57,20 +57,19 @@ def test_the_progress_artifact_is_sent_again_after_an_outage_with_one_warning(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     monkeypatch.setattr(artifacts, "_PROGRESS_PAUSE_S", 0.0)
-    sent_percentages: list[float] = []
+    attempted_percentages: list[float] = []
 
-    def send(percent: float, **_: str) -> str:
-        if len(sent_percentages) < 2:
-            sent_percentages.append(0.0)
+    def fail_twice(percent: float, **_: str) -> str:
+        attempted_percentages.append(percent)
+        if len(attempted_percentages) <= 2:
             raise ConnectionError("refused")
-        sent_percentages.append(percent)
         return "id"
 
-    monkeypatch.setattr(artifacts, "create_progress_artifact", send)
+    monkeypatch.setattr(artifacts, "create_progress_artifact", fail_twice)
     progress = TrainingProgress(CONTEXT)
     for step in (1, 2, 3):
         progress.send(Progress(step=step, total_steps=4, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0))
-    assert sent_percentages == [0.0, 0.0, 75.0]
+    assert attempted_percentages == [25.0, 50.0, 75.0]
     assert [record.levelname for record in caplog.records if "training-progress" in record.getMessage()] == ["WARNING"]
 
 

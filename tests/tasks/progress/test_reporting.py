@@ -15,13 +15,13 @@ from tests.tasks.conftest import Stages
 
 
 @pytest.fixture
-def trained(build_stages: Callable[..., Stages]) -> TrainManifest:
+def train_manifest(build_stages: Callable[..., Stages]) -> TrainManifest:
     """The manifest of a training with one epoch and an ndcg@10 of 0.5."""
     return build_stages(shuffled=False).train_manifest
 
 
-def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(trained: TrainManifest) -> None:
-    manifest_of_stopped_training = trained.model_copy(update={"num_epochs": 5, "best_epoch": 2})
+def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(train_manifest: TrainManifest) -> None:
+    manifest_of_stopped_training = train_manifest.model_copy(update={"num_epochs": 5, "best_epoch": 2})
     summary = training_summary(manifest_of_stopped_training, config=TrainingConfig(epochs=10))
     assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in summary
     assert "stopped early" not in training_summary(manifest_of_stopped_training, config=TrainingConfig(epochs=5))
@@ -36,17 +36,18 @@ def test_the_log_line_of_a_training_has_its_best_epoch_and_chosen_temperature(tr
     assert "best epoch" not in training_summary(manifest_without_validation, config=TrainingConfig(epochs=5, validation=None))
 
 
-def test_the_log_line_of_a_stage_has_its_seconds_unless_an_earlier_process_completed_it_or_it_has_no_result(
-    trained: TrainManifest, caplog: pytest.LogCaptureFixture
+def test_the_log_line_of_a_stage_has_its_seconds_or_says_that_it_was_kept_or_skipped(
+    train_manifest: TrainManifest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manifest_path, status_by_summary = trained.folder / MANIFEST_NAME, {}
     with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
         for summary, age_s in (("earlier", 60), ("new", -60)):
             log = StageLog("train")
-            os.utime(manifest_path, 2 * (time.time() - age_s,))
-            assert log.finish(trained, summary) is trained
+            completion_s = time.time() - age_s
+            os.utime(train_manifest.folder / MANIFEST_NAME, (completion_s, completion_s))
+            assert log.finish(train_manifest, summary) is train_manifest
         assert StageLog("train").finish(None, "none") is None
         StageLog("step").finish_step("without a manifest")
+    status_by_summary = {}
     for record in caplog.records:
         if record.name == "nightjar":
             _, summary, status = record.__dict__["stage_line"]

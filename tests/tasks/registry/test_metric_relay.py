@@ -36,8 +36,8 @@ def test_validation_metrics_are_logged_at_the_step_that_measured_them(context: S
         relay.send(progress(STEPS[0]))
         relay.send(progress(STEPS[1]).model_copy(update={"validation": {"ndcg@10": 0.25}}))
     client = connect(context.run.workspace)
-    history = client.get_metric_history(open_mlflow_run(client, context), "train/validation/ndcg_at_10")
-    assert [(metric.step, metric.value) for metric in history] == [(STEPS[1], 0.25)]
+    metric_history = client.get_metric_history(open_mlflow_run(client, context), "train/validation/ndcg_at_10")
+    assert [(metric.step, metric.value) for metric in metric_history] == [(STEPS[1], 0.25)]
 
 
 def test_a_failed_training_leaves_a_failed_mlflow_run(context: StageContext) -> None:

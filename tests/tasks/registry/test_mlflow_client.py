@@ -1,4 +1,4 @@
-"""Failures of MLflow, with real sockets and a real sqlite database: waits are bounded, and a message has no password."""
+"""Failures of MLflow, with real sockets and a real sqlite database: waits are bounded, and messages have no password."""
 
 import logging
 import os
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from mlflow.exceptions import MlflowException
@@ -22,8 +23,8 @@ from tasks.stages.model_stages import starting_champion
 from tests.tasks.conftest import progress
 from tests.tasks.unhealthy_servers import answering_server, closed_address, silent_server
 
-URI = "http://ada:s3cret@host/mlflow"
-NOT_MLFLOW = "<html><body>nginx</body></html>"
+URI_WITH_USER = "http://ada:s3cret@host/mlflow"
+NGINX_PAGE = "<html><body>nginx</body></html>"
 RunServer = Callable[[], AbstractContextManager[str]]
 
 
@@ -38,36 +39,42 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAILURES: dict[str, tuple[RunServer, str]] = {
     "a closed port": (lambda: nullcontext(closed_address()), "Connection refused"),
-    "HTML": (partial(answering_server, (200, NOT_MLFLOW)), "not in a valid JSON format"),
-    "HTML with 404": (partial(answering_server, (404, NOT_MLFLOW)), "failed with error code 404"),
+    "HTML": (partial(answering_server, (200, NGINX_PAGE)), "not in a valid JSON format"),
+    "HTML with 404": (partial(answering_server, (404, NGINX_PAGE)), "failed with error code 404"),
     "error 500": (partial(answering_server, (500, "")), "500"),
     "silence": (silent_server, "no answer within 3 s"),
 }
 
 
+class Failure(NamedTuple):
+    """A server that is not a healthy MLflow: its address with a hidden password, and words of the expected message."""
+
+    hidden_address: str
+    words: str
+
+
 @pytest.fixture(params=FAILURES)
-def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
-    """The address of a server that is not a healthy MLflow, with its password hidden, and a part of the expected message."""
+def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Failure]:
+    """The failure of the MLflow that the environment names."""
     run_server, words = FAILURES[request.param]
     with run_server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address.replace("//", "//ada:s3cret@"))
-        yield address.replace("//", "//ada:***@"), words
+        yield Failure(address.replace("//", "//ada:***@"), words)
 
 
-def test_each_mlflow_failure_is_one_sentence_without_the_password(tmp_path: Path, failure: tuple[str, str]) -> None:
-    address, words = failure
+def test_each_mlflow_failure_is_one_sentence_without_the_password(tmp_path: Path, failure: Failure) -> None:
     with pytest.raises(TrackingServerError) as error_info:
         connect(tmp_path)
     message = str(error_info.value)
-    assert message.startswith(f"MLflow at {address} does not work: ")
-    assert words in message
+    assert message.startswith(f"MLflow at {failure.hidden_address} does not work: ")
+    assert failure.words in message
     assert "s3cret" not in message
     assert len(message.splitlines()) == 1
     assert error_info.value.__suppress_context__  # the error of the library may contain the password
 
 
 def test_training_starts_and_ends_while_mlflow_fails(
-    tmp_path: Path, failure: tuple[str, str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, failure: Failure, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run("20261121-020000-ab12", workspace=tmp_path)
     run.folder.mkdir(parents=True)
@@ -106,16 +113,16 @@ def test_a_permanent_error_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> No
     def reject() -> None:
         nonlocal num_calls
         num_calls += 1
-        raise MlflowException.invalid_parameter_value(f"{URI} refuses")
+        raise MlflowException.invalid_parameter_value(f"{URI_WITH_USER} refuses")
 
     with pytest.raises(TrackingServerError, match=r"^MLflow at http://ada:\*\*\*@host/mlflow does not work: "):
-        call_with_retries(reject, uri=URI)
+        call_with_retries(reject, uri=URI_WITH_USER)
     assert num_calls == 1
 
 
 def test_a_programming_error_is_not_reported_as_an_outage() -> None:
     with pytest.raises(KeyError):
-        call_with_retries(lambda: {}["absent"], uri=URI)
+        call_with_retries(lambda: {}["absent"], uri=URI_WITH_USER)
 
 
 def test_a_timeout_error_of_the_called_function_keeps_its_message() -> None:
@@ -123,7 +130,7 @@ def test_a_timeout_error_of_the_called_function_keeps_its_message() -> None:
         raise TimeoutError("reading")
 
     with pytest.raises(TrackingServerError, match="TimeoutError: reading"):
-        call_with_deadline(time_out, uri=URI)
+        call_with_deadline(time_out, uri=URI_WITH_USER)
 
 
 def test_a_full_disk_under_the_database_is_an_input_error_without_a_retry(

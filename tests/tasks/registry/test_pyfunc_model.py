@@ -40,7 +40,7 @@ from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tests.tasks.conftest import BuildStages
 
-URI = "models:/m/1"
+MODEL_URI = "models:/m/1"
 PREDICT_PROGRAM = """
 import json, sys
 
@@ -84,35 +84,35 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, new_database: Path, buil
 
 @pytest.fixture(scope="module")
 def model(workspace: Path) -> PyFuncModel:
-    return mlflow.pyfunc.load_model(URI)
+    return mlflow.pyfunc.load_model(MODEL_URI)
 
 
 @pytest.fixture(scope="module")
-def server(model: PyFuncModel) -> TestClient:
+def scoring_client(model: PyFuncModel) -> TestClient:
     """A client of the scoring server that `mlflow models serve` runs."""
     return TestClient(scoring_server.init(model))
 
 
-def post(server: TestClient, records: list[dict[str, Any]], **params: Any) -> tuple[int, Any]:
+def post(scoring_client: TestClient, records: list[dict[str, Any]], **params: Any) -> tuple[int, Any]:
     """Send the records. Return the HTTP status, and the answers or the error message."""
     request = json.dumps({"dataframe_records": records, "params": params})
-    response = server.post("/invocations", content=request, headers={"content-type": "application/json"})
-    content = response.json()
-    return response.status_code, content.get("predictions", content.get("message"))
+    response = scoring_client.post("/invocations", content=request, headers={"content-type": "application/json"})
+    response_body = response.json()
+    return response.status_code, response_body.get("predictions", response_body.get("message"))
 
 
-def answers_of(server: TestClient, records: list[dict[str, Any]], **params: Any) -> list[dict[str, Any]]:
+def answers_of(scoring_client: TestClient, records: list[dict[str, Any]], **params: Any) -> list[dict[str, Any]]:
     """Send valid records. Return an answer for each record."""
-    status, answers = post(server, records, **params)
+    status, answers = post(scoring_client, records, **params)
     assert status == 200, answers
     return answers
 
 
 def test_a_version_requires_public_releases_of_the_packages_that_serving_imports(workspace: Path) -> None:
-    requirements = Path(mlflow.pyfunc.get_model_dependencies(URI)).read_text().split()
+    requirements = Path(mlflow.pyfunc.get_model_dependencies(MODEL_URI)).read_text().split()
     assert sorted(requirements) == pinned_requirements()
-    assert all(re.fullmatch(r"[a-z-]+==[0-9]+(\.[0-9]+)+", line) for line in requirements)
-    assert {line.partition("==")[0] for line in requirements} == {
+    assert all(re.fullmatch(r"[a-z-]+==[0-9]+(\.[0-9]+)+", requirement) for requirement in requirements)
+    assert {requirement.partition("==")[0] for requirement in requirements} == {
         *("faiss-cpu", "mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
     }
 
@@ -120,14 +120,14 @@ def test_a_version_requires_public_releases_of_the_packages_that_serving_imports
 def test_a_version_answers_in_a_process_without_torchrec_fbgemm_and_nightjar(
     workspace: Path, model: PyFuncModel, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", PREDICT_PROGRAM, mlflow.get_tracking_uri(), URI]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
+    command = [sys.executable, "-c", PREDICT_PROGRAM, mlflow.get_tracking_uri(), MODEL_URI]
+    finished_process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert finished_process.returncode == 0, finished_process.stderr
     answers = model.predict(pd.DataFrame({"user_id": ["user-0", "user-7"]}), params={"k": 5})
-    assert json.loads(process.stdout.splitlines()[-1]) == [answer["item_ids"] for answer in answers]
+    assert json.loads(finished_process.stdout.splitlines()[-1]) == [answer["item_ids"] for answer in answers]
 
 
-def test_invalid_records_get_an_error_and_valid_records_get_recommendations(server: TestClient) -> None:
+def test_invalid_records_get_an_error_and_valid_records_get_recommendations(scoring_client: TestClient) -> None:
     valid_record, invalid_record = {"user_id": "user-0", "history": [5003, 5006]}, {"user_id": 7}
     records = [
         valid_record,
@@ -139,7 +139,7 @@ def test_invalid_records_get_an_error_and_valid_records_get_recommendations(serv
         {"user_id": "\ud800"},
         {"user_id": "not in the log"},
     ]
-    answers = answers_of(server, records, k=3)
+    answers = answers_of(scoring_client, records, k=3)
     assert [answer["error"] for answer in answers] == [
         None,
         "user_id 7 is not a string, but the model was trained on string ids",
@@ -152,45 +152,48 @@ def test_invalid_records_get_an_error_and_valid_records_get_recommendations(serv
     ]
     assert [len(record_answer["item_ids"]) for record_answer in answers] == [3, 0, 3, 0, 0, 0, 0, 3]
     assert [len(record_answer["scores"]) for record_answer in answers] == [3, 0, 3, 0, 0, 0, 0, 3]
-    assert answers_of(server, [valid_record], k=3) == answers[:1]
-    assert answers_of(server, [invalid_record], k=3) == answers[1:2]
+    assert answers_of(scoring_client, [valid_record], k=3) == answers[:1]
+    assert answers_of(scoring_client, [invalid_record], k=3) == answers[1:2]
 
 
-def test_only_records_without_a_history_use_the_stored_history(server: TestClient) -> None:
+def test_only_records_without_a_history_use_the_stored_history(scoring_client: TestClient) -> None:
     record_with_history = {"user_id": "user-1", "history": [5003, 5006]}
     records = [{"user_id": "user-0"}, record_with_history, {"user_id": "user-2"}]
-    answers_alone = [answer for record in records for answer in answers_of(server, [record], k=4)]
+    answers_alone = [answer for record in records for answer in answers_of(scoring_client, [record], k=4)]
     records_with_null = [*records[:2], {"user_id": "user-2", "history": None}]
-    assert answers_of(server, records_with_null, k=4) == answers_alone
+    assert answers_of(scoring_client, records_with_null, k=4) == answers_alone
     dataframe_split = {
         "columns": ["user_id", "history"],
         "data": [["user-0", None], ["user-1", [5003, 5006]], ["user-2", None]],
     }
-    response = server.post("/invocations", json={"dataframe_split": dataframe_split, "params": {"k": 4}})
+    response = scoring_client.post("/invocations", json={"dataframe_split": dataframe_split, "params": {"k": 4}})
     assert response.json()["predictions"] == answers_alone
 
 
-def test_an_answer_has_its_version_space_fallback_and_number_of_unknown_items(workspace: Path, server: TestClient) -> None:
+def test_an_answer_has_its_version_space_fallback_and_number_of_unknown_items(
+    workspace: Path, scoring_client: TestClient
+) -> None:
     records = [{"user_id": "user-0"}, {"user_id": "?", "history": [5003, 1]}, {"user_id": None}, {"history": [5003]}]
-    answers = answers_of(server, records, k=3)
+    answers = answers_of(scoring_client, records, k=3)
     assert len({answer["space_id"] for answer in answers}) == 1
     assert [answer["fallback"] for answer in answers] == [None, "history", "popularity", "history"]
     assert [answer["num_unknown_items"] for answer in answers] == [0, 1, 0, 0]
     assert "query_vector" not in answers[0]
-    verified_model = load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
+    verified_model = load_model(MODEL_URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
     assert [answer["version"] for answer in verified_model.predict(pd.DataFrame(records), params={"k": 3})] == ["1"] * 4
 
 
-def test_params_exclude_items_and_return_vectors(server: TestClient) -> None:
-    (full_answer,) = answers_of(server, [{"user_id": "user-0"}], k=4, with_vectors=True)
-    (answer,) = answers_of(server, [{"user_id": "user-0"}], k=3, exclude=full_answer["item_ids"][:1], min_score=-10)
-    assert answer["item_ids"] == full_answer["item_ids"][1:]
+def test_params_exclude_items_and_return_vectors(scoring_client: TestClient) -> None:
+    (full_answer,) = answers_of(scoring_client, [{"user_id": "user-0"}], k=4, with_vectors=True)
+    best_item_ids = full_answer["item_ids"][:1]
+    (filtered_answer,) = answers_of(scoring_client, [{"user_id": "user-0"}], k=3, exclude=best_item_ids, min_score=-10)
+    assert filtered_answer["item_ids"] == full_answer["item_ids"][1:]
     inner_products = np.array(full_answer["item_vectors"]) @ np.array(full_answer["query_vector"])
     assert inner_products.tolist() == pytest.approx(full_answer["scores"], abs=1e-5)
 
 
-def test_similar_items_are_requested_by_item_id(server: TestClient) -> None:
-    similar_answer, unknown_answer = answers_of(server, [{"item_id": 5003}, {"item_id": 1}], k=3)
+def test_similar_items_are_requested_by_item_id(scoring_client: TestClient) -> None:
+    similar_answer, unknown_answer = answers_of(scoring_client, [{"item_id": 5003}, {"item_id": 1}], k=3)
     assert len(similar_answer["item_ids"]) == 3 and 5003 not in similar_answer["item_ids"]
     assert unknown_answer["error"] == "item_id 1 is not in the catalogue"
 
@@ -214,33 +217,36 @@ def test_similar_items_are_requested_by_item_id(server: TestClient) -> None:
     ],
 )
 def test_a_request_with_an_unknown_or_invalid_param_fails_with_the_name_of_the_param(
-    server: TestClient, model: PyFuncModel, params: dict[str, Any], message: str
+    scoring_client: TestClient, model: PyFuncModel, params: dict[str, Any], message: str
 ) -> None:
-    status, error_message = post(server, [{"user_id": "user-0"}], **params)
+    status, error_message = post(scoring_client, [{"user_id": "user-0"}], **params)
     assert status == 400 and re.search(message, error_message), error_message
     with pytest.raises(MlflowException, match=message):
         model.predict(pd.DataFrame({"user_id": ["user-0"]}), params=params)
 
 
-def recommend_with_mlflow(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
-    users = ["user-0", "user-7", "not in the log"]
-    answers: Any = mlflow.pyfunc.load_model(URI).predict(pd.DataFrame({"user_id": users}), params={"k": 5})
-    return {"inputs": {"user_id": users}, "params": {"k": 5}}, [answer["item_ids"] for answer in answers]
+RequestAndItems = tuple[dict[str, Any], list[list[int]]]
+"""A request, and the item ids that each user of the request gets."""
 
 
-def recommend_with_query(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
+def recommend_with_mlflow(workspace: Path, interactions: InteractionsManifest) -> RequestAndItems:
+    user_ids = ["user-0", "user-7", "not in the log"]
+    answers: Any = mlflow.pyfunc.load_model(MODEL_URI).predict(pd.DataFrame({"user_id": user_ids}), params={"k": 5})
+    return {"inputs": {"user_id": user_ids}, "params": {"k": 5}}, [answer["item_ids"] for answer in answers]
+
+
+def recommend_with_query(workspace: Path, interactions: InteractionsManifest) -> RequestAndItems:
     config = starter_config().model_copy(update={"workspace": workspace})
-    items = recommend(config, user="user-7", k=5, model_uri=URI).items
+    items = recommend(config, user="user-7", k=5, model_uri=MODEL_URI).items
     return {"inputs": {"user_id": ["user-7"]}, "params": {"k": 5}}, [[int(item.item_id) for item in items]]
 
 
-def recommend_with_smoke_test(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return a request with users of the smoke test, and the item ids that the smoke test gets for it."""
+def recommend_with_smoke_test(workspace: Path, interactions: InteractionsManifest) -> RequestAndItems:
     sample = prepare_sample(interactions, max_users=20, folder=workspace / "sample")
     with ModelProcess() as process:
         answers = predict_in_subprocess(
             sample,
-            model_uri=URI,
+            model_uri=MODEL_URI,
             client=MlflowClient(),
             workspace=workspace,
             process=process,
@@ -252,7 +258,7 @@ def recommend_with_smoke_test(workspace: Path, interactions: InteractionsManifes
 
 @pytest.mark.parametrize("recommend_items", [recommend_with_mlflow, recommend_with_query, recommend_with_smoke_test])
 def test_each_way_to_load_a_version_gives_the_answers_of_the_package(
-    workspace: Path, build_stages: BuildStages, recommend_items: Callable[..., tuple[dict[str, Any], list[list[int]]]]
+    workspace: Path, build_stages: BuildStages, recommend_items: Callable[..., RequestAndItems]
 ) -> None:
     request, item_ids = recommend_items(workspace, build_stages().dataset.interactions)
     package_answers = answer(Retriever.load(build_stages().package.folder), parse(request))
@@ -262,22 +268,23 @@ def test_each_way_to_load_a_version_gives_the_answers_of_the_package(
 
 def test_query_recommends_for_a_history_and_shows_similar_items(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = starter_config().model_copy(update={"workspace": workspace})
-    answer = recommend(config, history=["5003", "1", "5006"], k=4, model_uri=URI)
-    assert (answer.version, answer.known_user, answer.fallback, answer.num_unknown_items) == ("1", False, "history", 1)
-    assert not {5003, 5006} & {item.item_id for item in answer.items}
-    assert 5003 not in {item.item_id for item in recommend(config, item="5003", k=4, model_uri=URI).items}
+    query_answer = recommend(config, history=["5003", "1", "5006"], k=4, model_uri=MODEL_URI)
+    assert (query_answer.version, query_answer.known_user) == ("1", False)
+    assert (query_answer.fallback, query_answer.num_unknown_items) == ("history", 1)
+    assert not {5003, 5006} & {item.item_id for item in query_answer.items}
+    assert 5003 not in {item.item_id for item in recommend(config, item="5003", k=4, model_uri=MODEL_URI).items}
     for arguments, message in (
         ({"item": "1"}, "--item: item_id '1' is not in the catalogue"),
         ({"item": "x"}, "--item: item_id 'x' is not an integer"),
         ({"history": ["x"]}, "--history: history: item_id 'x' is not an integer"),
     ):
         with pytest.raises(InputError, match=message):
-            recommend(config, k=4, model_uri=URI, **arguments)  # type: ignore[arg-type]
-    query(config, user="new", history="5003, 1", item=None, k=2, model_uri=URI, as_json=False)
-    printed = capsys.readouterr()
-    assert "m version 1, user new, history 5003, 1" in printed.out
-    assert "user new is unknown to version 1: these are recommended from the history alone" in printed.err
-    assert "1 item of the history is unknown to version 1" in printed.err
+            recommend(config, k=4, model_uri=MODEL_URI, **arguments)  # type: ignore[arg-type]
+    query(config, user="new", history="5003, 1", item=None, k=2, model_uri=MODEL_URI, as_json=False)
+    console = capsys.readouterr()
+    assert "m version 1, user new, history 5003, 1" in console.out
+    assert "user new is unknown to version 1: these are recommended from the history alone" in console.err
+    assert "1 item of the history is unknown to version 1" in console.err
 
 
 @pytest.fixture
@@ -300,9 +307,9 @@ def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored_model_folder
     package_file = next(stored_model_folder.rglob("package.json"))
     _replace_text(package_file, '"pooling": "mean"', '"pooling": "sum"')
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
-        mlflow.pyfunc.load_model(URI)
+        mlflow.pyfunc.load_model(MODEL_URI)
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
-        load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
+        load_model(MODEL_URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
 def test_a_package_edited_together_with_its_sha256_is_rejected_by_the_tag_of_its_version(stored_model_folder: Path) -> None:
@@ -310,17 +317,17 @@ def test_a_package_edited_together_with_its_sha256_is_rejected_by_the_tag_of_its
     sha256_before = hashlib.sha256(package_file.read_bytes()).hexdigest()
     _replace_text(package_file, '"max_k": 120', '"max_k": 7')
     _replace_text(mlmodel, sha256_before, hashlib.sha256(package_file.read_bytes()).hexdigest())
-    mlflow.pyfunc.load_model(URI)  # passes, because MLmodel has the sha256 of the edited package.json
+    mlflow.pyfunc.load_model(MODEL_URI)  # passes, because MLmodel has the sha256 of the edited package.json
     with pytest.raises(StageError, match=rf"package.json: the sha256 is \w+, but the file was written with {sha256_before}"):
-        load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
+        load_model(MODEL_URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
 def test_an_mlmodel_without_the_checksum_is_rejected(stored_model_folder: Path) -> None:
-    description = YAML(typ="safe", pure=True).load((stored_model_folder / "MLmodel").read_text())
-    del description["flavors"]["python_function"]["config"]
-    (stored_model_folder / "MLmodel").write_text(yaml_loader.dump(description))
+    mlmodel_fields = YAML(typ="safe", pure=True).load((stored_model_folder / "MLmodel").read_text())
+    del mlmodel_fields["flavors"]["python_function"]["config"]
+    (stored_model_folder / "MLmodel").write_text(yaml_loader.dump(mlmodel_fields))
     with pytest.raises(StageError, match="MLmodel: the python_function flavor has no config package_sha256"):
-        load_model(URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
+        load_model(MODEL_URI, client=MlflowClient(), workspace=OTHER_WORKSPACE)
 
 
 def test_a_version_without_the_checksum_in_its_tags_is_rejected(workspace: Path) -> None:
@@ -329,9 +336,9 @@ def test_a_version_without_the_checksum_in_its_tags_is_rejected(workspace: Path)
     client.delete_model_version_tag("m", "1", PACKAGE_SHA256_TAG)
     try:
         with pytest.raises(StageError, match=f"models:/m/1 does not have the tag {PACKAGE_SHA256_TAG}"):
-            load_model(URI, client=client, workspace=OTHER_WORKSPACE)
+            load_model(MODEL_URI, client=client, workspace=OTHER_WORKSPACE)
     finally:
         client.set_model_version_tag("m", "1", PACKAGE_SHA256_TAG, version.tags[PACKAGE_SHA256_TAG])
-    model = load_model(URI, client=client, workspace=OTHER_WORKSPACE)
-    (answer,) = model.predict(pd.DataFrame({"user_id": ["user-0"]}))
-    assert answer["error"] is None
+    model = load_model(MODEL_URI, client=client, workspace=OTHER_WORKSPACE)
+    (user_answer,) = model.predict(pd.DataFrame({"user_id": ["user-0"]}))
+    assert user_answer["error"] is None

@@ -28,20 +28,20 @@ ModelBuilder = Callable[..., tuple[Any, PackageManifest]]
 @pytest.fixture(scope="module")
 def model(build_packaged_model: ModelBuilder, tmp_path_factory: pytest.TempPathFactory) -> PyFuncModel:
     """An MLflow model of a package with features, 8-bit rows and an approximate index."""
-    _, manifest = build_packaged_model(
+    _, package_manifest = build_packaged_model(
         index_kind="hnsw", quantization="int8", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES
     )
-    folder = tmp_path_factory.mktemp("mlflow") / "model"
-    description = PackageDescription.model_validate_json((manifest.folder / "package" / DESCRIPTION_NAME).read_bytes())
+    model_folder = tmp_path_factory.mktemp("mlflow") / "model"
+    description = PackageDescription.model_validate_json((package_manifest.folder / "package" / DESCRIPTION_NAME).read_bytes())
     mlflow.pyfunc.save_model(
-        str(folder),
+        str(model_folder),
         python_model=str(MODEL_CODE_FILE),
-        artifacts={"package": str(manifest.folder / "package")},
-        model_config={PACKAGE_SHA256_KEY: description_sha256(manifest), VERSION_KEY: ""},
+        artifacts={"package": str(package_manifest.folder / "package")},
+        model_config={PACKAGE_SHA256_KEY: description_sha256(package_manifest), VERSION_KEY: ""},
         pip_requirements=[],
         signature=signature_for(description, item_id_type="string"),
     )
-    return mlflow.pyfunc.load_model(str(folder))
+    return mlflow.pyfunc.load_model(str(model_folder))
 
 
 ANY_VALUE = st.one_of(
@@ -87,19 +87,19 @@ VALUES_BY_PARAM = {
 def requests(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Draw the records and params of a request. About every fourth request has values of any type."""
     has_arbitrary_types = draw(st.integers(0, 3)) == 0
-    names = [name for name in VALUES_BY_COLUMN if name != "item_id" and draw(st.booleans())]
+    column_names = [name for name in VALUES_BY_COLUMN if name != "item_id" and draw(st.booleans())]
     if draw(st.integers(0, 5)) == 0:
-        names = ["item_id"]
+        column_names = ["item_id"]
     if has_arbitrary_types:
-        names = draw(st.lists(st.sampled_from([*VALUES_BY_COLUMN, "colour"]), max_size=3, unique=True))
+        column_names = draw(st.lists(st.sampled_from([*VALUES_BY_COLUMN, "colour"]), max_size=3, unique=True))
     records = [
         {
             name: draw(st.one_of(VALUES_BY_COLUMN[name], ANY_VALUE) if has_arbitrary_types else VALUES_BY_COLUMN[name])
-            for name in names
+            for name in column_names
         }
         for _ in range(draw(st.integers(0, 3)))
     ]
-    params = {name: draw(param) for name, param in VALUES_BY_PARAM.items() if draw(st.integers(0, 3)) == 0}
+    params = {name: draw(values) for name, values in VALUES_BY_PARAM.items() if draw(st.integers(0, 3)) == 0}
     if has_arbitrary_types:
         params |= {name: draw(ANY_VALUE) for name in draw(st.lists(st.sampled_from([*VALUES_BY_PARAM, "top"]), max_size=1))}
     return records, params
@@ -113,7 +113,7 @@ def check_prediction(prediction: dict[str, Any], record: dict[str, Any], params:
     if prediction["error"] is not None:
         assert not item_ids
     elif isinstance(record.get("history"), list) and params.get("exclude_seen", True):
-        assert not {*item_ids} & {item for item in record["history"] if isinstance(item, str)}
+        assert not {*item_ids} & {item_id for item_id in record["history"] if isinstance(item_id, str)}
     if isinstance(params.get("exclude"), list):
         assert not {*item_ids} & {*params["exclude"]}
 
@@ -140,9 +140,9 @@ def test_the_mlflow_server_answers_every_request_with_status_200_or_400(
     model: PyFuncModel, request: tuple[list[dict[str, Any]], dict[str, Any]]
 ) -> None:
     records, params = request
-    content = json.dumps({"dataframe_records": records, "params": params})
+    request_body = json.dumps({"dataframe_records": records, "params": params})
     with TestClient(scoring_server.init(model), raise_server_exceptions=False) as client:
-        response = client.post("/invocations", content=content, headers={"content-type": "application/json"})
+        response = client.post("/invocations", content=request_body, headers={"content-type": "application/json"})
     assert response.status_code in (200, 400), response.text
 
 

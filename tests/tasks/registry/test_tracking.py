@@ -65,39 +65,37 @@ def test_metric_names_lose_the_at_sign_and_undefined_values_are_left_out() -> No
     assert [(metric.key, metric.value) for metric in metrics] == [("test/recall_at_20", 0.25)]
 
 
-def test_a_run_is_described_by_its_end_and_a_stage_by_duration_and_size(
+def test_an_mlflow_run_has_the_end_of_the_run_and_the_duration_and_size_of_each_stage(
     workspace: Path, build_stages: Callable[..., Stages]
 ) -> None:
-    context, manifests = prepare_run(workspace, "one"), build_stages()
-    context.folder(PlanManifest).symlink_to(manifests.plan.folder)
+    context, stages = prepare_run(workspace, "one"), build_stages()
+    context.folder(PlanManifest).symlink_to(stages.plan.folder)
     log_run_end(context, state="Failed", message="rank 1 died")
     client = connect(workspace)
     mlflow_run_id = open_mlflow_run(client, context)
     failed_run = client.get_run(mlflow_run_id)
     assert (failed_run.info.status, failed_run.data.metrics["stage/plan_sharding/seconds"]) == (
         "FAILED",
-        manifests.plan.seconds,
+        stages.plan.seconds,
     )
 
-    context.folder(TrainManifest).symlink_to(manifests.train_manifest.folder)
+    context.folder(TrainManifest).symlink_to(stages.train_manifest.folder)
     log_run_end(replace(context, flow_run_url="http://prefect/1"), state="NotPromoted", message="recall is less")
     ended_run = client.get_run(mlflow_run_id)
     assert (ended_run.info.status, ended_run.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
     description = "**NotPromoted**: recall is less\n\n[Flow run in Prefect](http://prefect/1)"
     assert ended_run.data.tags["mlflow.note.content"] == description
-    assert ended_run.data.metrics["stage/train/bytes"] == sum(
-        file.size_bytes for file in manifests.train_manifest.files.values()
-    )
+    assert ended_run.data.metrics["stage/train/bytes"] == sum(file.size_bytes for file in stages.train_manifest.files.values())
 
 
 def test_a_setting_that_is_too_long_for_a_param_is_cut_off_and_does_not_count_as_changed(context: StageContext) -> None:
     client = connect(context.run.workspace)
     mlflow_run_id = open_mlflow_run(client, context)
-    paths = [f"/data/{index:010}.parquet" for index in range(1_000)]
-    context.run.config_file.write_text(f"interactions: {{paths: {paths}}}\n")
+    input_paths = [f"/data/{index:010}.parquet" for index in range(1_000)]
+    context.run.config_file.write_text(f"interactions: {{paths: {input_paths}}}\n")
     for _ in range(2):  # by the training, and by the registration
         log_params(client, mlflow_run_id, config_file=context.run.config_file)
     run_data = client.get_run(mlflow_run_id).data
     logged_value = run_data.params["interactions.paths"]
-    assert len(logged_value) == 6_000 and str(paths).startswith(logged_value)
+    assert len(logged_value) == 6_000 and str(input_paths).startswith(logged_value)
     assert "nightjar.changed_on_resume" not in run_data.tags

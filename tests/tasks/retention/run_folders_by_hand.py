@@ -16,7 +16,7 @@ from tests.recsys_core.evaluation.stage_folders import write_interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 STAGE_BYTES = 40_000
-"""Size of values.npy of a stage."""
+"""Size of the file values.npy of each stage."""
 
 
 def run_of(workspace: Path, run_id: str) -> Run:
@@ -40,7 +40,7 @@ def _commit_stage_with_files(folder: Path, manifest_type: type[Manifest], fields
 
 
 def build_template(folder: Path) -> Path:
-    """Write a run folder with the stages that retention reads and an unfinished training. Return the folder."""
+    """Write a run folder with an unfinished training and the stages that retention reads. Return the folder."""
     create_own_folder(folder)
     write_interactions_stage(
         folder / "ingest_interactions", train=[[0], [1]], validation=[[], []], test=[[1], [0]], num_items=2
@@ -60,14 +60,14 @@ def build_template(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def complete_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a complete run, to be copied."""
     return build_template(tmp_path_factory.mktemp("template") / "run")
 
 
 @pytest.fixture(scope="session")
-def rejected_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the stage check_data of a run whose data violates a limit."""
+def rejected_report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The check_data folder of a run whose data violates a limit."""
     folder = tmp_path_factory.mktemp("rejected") / "check_data"
     _commit_stage_with_files(
         folder, DataReportManifest, {"metrics": {}, "breaches": ("b",), "warnings": (), "compared_with": None}
@@ -76,26 +76,28 @@ def rejected_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def add_run(template: Path, rejected_report: Path) -> Callable[..., Run]:
+def add_run(complete_run_folder: Path, rejected_report_folder: Path) -> Callable[..., Run]:
     """A function that adds a run to a workspace.
 
-    end: complete, rejected (by the data report) or failed (in the ingest). champion: id of the run that this run started from.
-    link: create hard links instead of copies, which is faster.
+    end: complete, rejected (by the data report) or failed (in the ingest). starting_run_id: the run whose model is
+    the start of the training. link: create hard links instead of copies, which is faster.
     """
 
-    def add(workspace: Path, run_id: str, *, end: str = "complete", champion: str | None = None, link: bool = False) -> Run:
+    def add(
+        workspace: Path, run_id: str, *, end: str = "complete", starting_run_id: str | None = None, link: bool = False
+    ) -> Run:
         run = run_of(workspace, run_id)
-        shutil.copytree(template, run.folder, copy_function=os.link if link else shutil.copy2)
+        shutil.copytree(complete_run_folder, run.folder, copy_function=os.link if link else shutil.copy2)
         if end != "complete":
             for stage in ("register", "train.work"):
                 shutil.rmtree(run.folder / stage)
             shutil.rmtree(run.stage_folder(DataReportManifest))
         if end == "rejected":
-            shutil.copytree(rejected_report, run.stage_folder(DataReportManifest))
+            shutil.copytree(rejected_report_folder, run.stage_folder(DataReportManifest))
         if end == "failed":
             shutil.rmtree(run.stage_folder(InteractionsManifest))
-        if champion is not None:
-            (run.folder / CHAMPION_FILE_NAME).write_text(json.dumps({"run_id": champion}))
+        if starting_run_id is not None:
+            (run.folder / CHAMPION_FILE_NAME).write_text(json.dumps({"run_id": starting_run_id}))
         return run
 
     return add

@@ -32,15 +32,15 @@ def client(workspace: Path) -> MlflowClient:
 
 
 def add_version(client: MlflowClient, run_id: str | None, *, tags: dict[str, str] | None = None) -> Path:
-    """Register a version of m, by a person if `run_id` is None. Return the folder of its files."""
+    """Register a version of m, by a person if `run_id` is None. Return the folder of the version's files."""
     experiment = client.get_experiment_by_name("e")
     assert experiment is not None
-    model = client.create_logged_model(experiment.experiment_id, name="retriever")
-    folder = Path(urlparse(model.artifact_location).path)
+    logged_model = client.create_logged_model(experiment.experiment_id, name="retriever")
+    folder = Path(urlparse(logged_model.artifact_location).path)
     folder.mkdir(parents=True)
     (folder / "values.npy").write_bytes(bytes(10_000))
     tags = ({RUN_ID_TAG: run_id, REASONS_TAG: "r"} if run_id else {}) | (tags or {})
-    client.create_model_version("m", f"models:/{model.model_id}", model_id=model.model_id, tags=tags)
+    client.create_model_version("m", f"models:/{logged_model.model_id}", model_id=logged_model.model_id, tags=tags)
     return folder
 
 
@@ -49,28 +49,28 @@ def version_numbers(client: MlflowClient) -> set[int]:
 
 
 def test_only_old_versions_that_are_not_used_are_deleted_with_their_files(client: MlflowClient) -> None:
-    folder_by_number = {number: add_version(client, f"2026{number:02}") for number in range(1, 11)}
+    folder_by_number = {version_number: add_version(client, f"2026{version_number:02}") for version_number in range(1, 11)}
     add_version(client, None)  # version 11
     client.set_registered_model_alias("m", "champion", "2")
-    for number in (3, 4, 5, 6, 7):
-        client.set_model_version_tag("m", str(number), FORMER_CHAMPION_TAG, str(number))
+    for version_number in (3, 4, 5, 6, 7):
+        client.set_model_version_tag("m", str(version_number), FORMER_CHAMPION_TAG, str(version_number))
     client.delete_model_version_tag("m", "8", REASONS_TAG)  # a version in the gate has no reasons yet
     client.set_registered_model_alias("m", "shadow", "1")
-    removals = find_old_versions(client, "m", num_newest=2)
-    assert [str(version.version) for version in removals] == ["3", "4", "9"]
+    old_versions = find_old_versions(client, "m", num_newest=2)
+    assert [str(version.version) for version in old_versions] == ["3", "4", "9"]
     client.set_registered_model_alias("m", "shadow", "4")  # a person moves the alias after the search
-    assert [str(version.version) for version in delete_versions(client, removals)] == ["3", "9"]
+    assert [str(version.version) for version in delete_versions(client, old_versions)] == ["3", "9"]
     assert version_numbers(client) == {1, 2, 4, 5, 6, 7, 8, 10, 11}
-    assert {number for number, folder in folder_by_number.items() if not folder.exists()} == {3, 9}
+    assert {version_number for version_number, folder in folder_by_number.items() if not folder.exists()} == {3, 9}
     assert client.get_model_version_by_alias("m", "champion").version == 2
     assert [str(version.version) for version in find_old_versions(client, "m", num_newest=2)] == ["1"]
 
 
 def test_the_version_that_a_kept_refit_repeats_is_kept_after_many_refreshes(client: MlflowClient) -> None:
     add_version(client, "1")
-    for number in range(2, 8):  # a refit of version 1, which was refreshed five times
+    for version_number in range(2, 8):  # a refit of version 1, which was refreshed five times
         add_version(client, "1", tags={REFIT_OF_TAG: "1"})
-        client.set_model_version_tag("m", str(number - 1), FORMER_CHAMPION_TAG, str(number))
+        client.set_model_version_tag("m", str(version_number - 1), FORMER_CHAMPION_TAG, str(version_number))
     client.set_registered_model_alias("m", "champion", "7")
     assert [str(version.version) for version in find_old_versions(client, "m", num_newest=1)] == ["2", "3"]
 
@@ -79,24 +79,25 @@ def test_the_former_champions_of_other_runs_are_kept_after_many_refreshes(client
     for run_id in ("1", "2", "3", "4"):
         for _ in range(5):  # the version of a run, which was refreshed four times
             add_version(client, run_id)
-    for number in range(1, 21):
-        client.set_model_version_tag("m", str(number), FORMER_CHAMPION_TAG, str(number))
+    for version_number in range(1, 21):
+        client.set_model_version_tag("m", str(version_number), FORMER_CHAMPION_TAG, str(version_number))
     add_version(client, "4")
     client.set_registered_model_alias("m", "champion", "21")
     removed_numbers = {int(version.version) for version in find_old_versions(client, "m", num_newest=1)}
+    # The latest version of each of the other runs, the three latest former champions, and the champion are kept.
     assert {*range(1, 22)} - removed_numbers == {5, 10, 15, 18, 19, 20, 21}
 
 
-@pytest.mark.parametrize("linked_level", [0, 1])
-def test_a_version_whose_files_are_behind_a_link_is_kept(client: MlflowClient, tmp_path: Path, linked_level: int) -> None:
+@pytest.mark.parametrize("num_levels_up", [0, 1], ids=["artifact folder", "parent folder"])
+def test_a_version_whose_files_are_behind_a_link_is_kept(client: MlflowClient, tmp_path: Path, num_levels_up: int) -> None:
     artifact_folder = add_version(client, "1")
     add_version(client, "2")
-    removals = find_old_versions(client, "m", num_newest=1)
-    linked_folder, archive = (artifact_folder, *artifact_folder.parents)[linked_level], tmp_path / "archive"
+    old_versions = find_old_versions(client, "m", num_newest=1)
+    linked_folder, archive = (artifact_folder, *artifact_folder.parents)[num_levels_up], tmp_path / "archive"
     linked_folder.rename(archive)
     linked_folder.symlink_to(archive)
     assert find_old_versions(client, "m", num_newest=1) == []
-    assert delete_versions(client, removals) == []  # planned before the folder became a link
+    assert delete_versions(client, old_versions) == []  # planned before the folder became a link
     assert len([*archive.rglob("values.npy")]) == 1
     assert version_numbers(client) == {1, 2}
 
@@ -104,11 +105,11 @@ def test_a_version_whose_files_are_behind_a_link_is_kept(client: MlflowClient, t
 def test_a_version_whose_deletion_was_interrupted_is_deleted_by_the_next_clean(client: MlflowClient) -> None:
     folder = add_version(client, "1")
     add_version(client, "2")
-    (removal,) = find_old_versions(client, "m", num_newest=1)
+    (old_version,) = find_old_versions(client, "m", num_newest=1)
     (folder / "values.npy").unlink()
     client.delete_logged_model(folder.parent.name)
     assert find_old_versions(client, "m", num_newest=1)[0].version in (1, "1")
-    assert delete_versions(client, [removal]) == delete_versions(client, [removal]) == [removal]
+    assert delete_versions(client, [old_version]) == delete_versions(client, [old_version]) == [old_version]
     assert version_numbers(client) == {2}
 
 

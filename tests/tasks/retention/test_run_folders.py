@@ -35,9 +35,9 @@ AddRun = Callable[..., Run]
 CONFIG = RetentionConfig(keep_full_runs=2, keep_report_runs=4)
 
 
-def clean(workspace: Path, *, aliased: Collection[str] = (), config: RetentionConfig = CONFIG) -> dict[str, str]:
-    """Clean a workspace. Return the action by run id. aliased: ids of runs whose version has an alias."""
-    removals = remove_files(workspace, find_removals(workspace, config, aliased_run_ids=aliased))
+def clean(workspace: Path, *, aliased_run_ids: Collection[str] = (), config: RetentionConfig = CONFIG) -> dict[str, str]:
+    """Clean a workspace. Return the action by run id. Runs of `aliased_run_ids` have a version with an alias."""
+    removals = remove_files(workspace, find_removals(workspace, config, aliased_run_ids=aliased_run_ids))
     return {removal.run_id: removal.action for removal in removals}
 
 
@@ -78,21 +78,21 @@ def test_files_behind_a_link_and_stage_folders_without_a_marker_are_never_remove
     unmarked_folder = runs[1].stage_folder(TrainManifest)
     unmarked_folder.mkdir()
     (unmarked_folder / "values.npy").write_bytes(b"precious")
-    files_before = files_below(archive)
+    archive_files = files_below(archive)
     assert clean(workspace) == {"20260": "reduce", "20261": "reduce"}
-    assert files_below(archive) == files_before and (unmarked_folder / "values.npy").is_file()
+    assert files_below(archive) == archive_files and (unmarked_folder / "values.npy").is_file()
     assert clean(workspace, config=RetentionConfig(keep_full_runs=1, keep_report_runs=1))["20260"] == "remove"
-    assert files_below(archive) == files_before
+    assert files_below(archive) == archive_files
 
 
 def test_the_runs_of_another_workspace_behind_a_link_are_never_removed(tmp_path: Path, add_run: AddRun) -> None:
     for index in range(6):
         add_run(tmp_path / "other", f"2026{index}")
-    files_before = files_below(tmp_path / "other")
+    other_files = files_below(tmp_path / "other")
     (tmp_path / "workspace").mkdir()
     (tmp_path / "workspace" / "runs").symlink_to(tmp_path / "other" / "runs")
     assert clean(tmp_path / "workspace") == {}
-    assert files_below(tmp_path / "other") == files_before
+    assert files_below(tmp_path / "other") == other_files
 
 
 def test_files_behind_a_link_in_a_stage_of_a_reduced_run_are_kept(tmp_path: Path, add_run: AddRun) -> None:
@@ -106,13 +106,13 @@ def test_files_behind_a_link_in_a_stage_of_a_reduced_run_are_kept(tmp_path: Path
 
 def test_runs_of_aliased_versions_and_their_starting_champions_are_never_changed(tmp_path: Path, add_run: AddRun) -> None:
     for index in range(6):
-        add_run(tmp_path, f"2026{index}", champion="20261" if index == 5 else None)
-    files_before = {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in ("20260", "20261")}
-    assert clean(tmp_path, aliased={"20260"}) == {"20262": "reduce", "20263": "reduce"}
-    assert {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in files_before} == files_before
+        add_run(tmp_path, f"2026{index}", starting_run_id="20261" if index == 5 else None)
+    files_by_run_id = {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in ("20260", "20261")}
+    assert clean(tmp_path, aliased_run_ids={"20260"}) == {"20262": "reduce", "20263": "reduce"}
+    assert {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in files_by_run_id} == files_by_run_id
 
 
-def test_failed_runs_do_not_displace_the_newest_vocabulary_and_data_report(tmp_path: Path, add_run: AddRun) -> None:
+def test_failed_runs_do_not_displace_the_newest_interactions_and_data_report(tmp_path: Path, add_run: AddRun) -> None:
     add_run(tmp_path, "20260")
     accepted_run = add_run(tmp_path, "20261")
     for index in range(2, 9):
@@ -131,12 +131,12 @@ def test_failed_runs_do_not_displace_the_newest_vocabulary_and_data_report(tmp_p
 
 def test_a_file_that_is_also_a_hard_link_in_a_newer_run_is_kept_there(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(4)]
-    part, link = (run.stage_folder(InteractionsManifest) / "part.parquet" for run in (runs[0], runs[3]))
-    part.write_bytes(bytes(10 * STAGE_BYTES))
-    link.hardlink_to(part)
+    part_path, link_path = (run.stage_folder(InteractionsManifest) / "part.parquet" for run in (runs[0], runs[3]))
+    part_path.write_bytes(bytes(10 * STAGE_BYTES))
+    link_path.hardlink_to(part_path)
     clean(tmp_path)
-    assert not part.exists()
-    assert link.stat().st_size == 10 * STAGE_BYTES
+    assert not part_path.exists()
+    assert link_path.stat().st_size == 10 * STAGE_BYTES
 
 
 def test_a_locked_run_stays_whole_and_a_reduced_run_cannot_be_resumed(tmp_path: Path, add_run: AddRun) -> None:
@@ -182,7 +182,7 @@ def test_files_that_cannot_be_removed_do_not_prevent_the_removal_of_other_files(
     assert f"{tmp_path / TRASH_FOLDER_NAME}: cannot be emptied ([Errno 13] Permission denied)" in caplog.text
 
 
-@pytest.mark.parametrize("is_removed_during_the_lock", [False, True])
+@pytest.mark.parametrize("is_removed_during_the_lock", [False, True], ids=["before the lock", "during the lock"])
 def test_a_run_that_another_process_removes_meanwhile_is_not_created_again(
     tmp_path: Path, add_run: AddRun, monkeypatch: pytest.MonkeyPatch, is_removed_during_the_lock: bool
 ) -> None:
@@ -264,7 +264,7 @@ def test_a_clean_that_is_killed_at_any_point_is_completed_by_the_next_clean(tmp_
 
 
 Step = tuple[str, int]
-"""What happens in the workspace, and a number that chooses a run for it."""
+"""A kind of run to add, `alias` or `clean`, and a number that chooses the run of an alias or the start of a training."""
 STEPS = st.lists(
     st.tuples(st.sampled_from(["complete", "complete", "rejected", "failed", "alias", "clean"]), st.integers(0, 30)),
     max_size=14,
@@ -278,27 +278,29 @@ def test_a_clean_keeps_aliased_runs_the_newest_runs_and_the_files_of_a_new_run(
 ) -> None:
     config = RetentionConfig(keep_full_runs=num_full_runs, keep_report_runs=num_full_runs + num_reduced_runs)
     with tempfile.TemporaryDirectory() as folder:
-        workspace, complete_runs, aliased = Path(folder), list[Run](), set[str]()
+        workspace, complete_runs, aliased_run_ids = Path(folder), list[Run](), set[str]()
         for step_number, (step_kind, run_choice) in enumerate([*steps, ("clean", 0)]):
             if step_kind in ("complete", "rejected", "failed"):
-                champion = max(aliased) if aliased and run_choice % 2 else None
-                run = add_run(workspace, f"2026{step_number:04}", end=step_kind, champion=champion, link=True)
+                starting_run_id = max(aliased_run_ids) if aliased_run_ids and run_choice % 2 else None
+                run = add_run(workspace, f"2026{step_number:04}", end=step_kind, starting_run_id=starting_run_id, link=True)
                 complete_runs += [run] if step_kind == "complete" else []
             elif step_kind == "alias":
                 whole_runs = [run for run in complete_runs if _is_whole(run)]
-                aliased = {whole_runs[run_choice % len(whole_runs)].run_id} if whole_runs else aliased
+                if whole_runs:
+                    aliased_run_ids = {whole_runs[run_choice % len(whole_runs)].run_id}
             else:
                 new_run = run_of(workspace, "next")
                 inputs_before = _inputs_of(new_run)
-                files_of_aliased = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in aliased}
-                files_of_newest = {
+                files_of_aliased_runs = {run_id: files_below(run_of(workspace, run_id).folder) for run_id in aliased_run_ids}
+                files_of_newest_runs = {
                     run_id: files_below(run_of(workspace, run_id).folder) for run_id in run_ids(workspace)[-num_full_runs:]
                 }
-                clean(workspace, aliased=aliased, config=config)
+                clean(workspace, aliased_run_ids=aliased_run_ids, config=config)
                 assert _inputs_of(new_run) == inputs_before
-                for run_id, files in (files_of_aliased | files_of_newest).items():
+                for run_id, files in (files_of_aliased_runs | files_of_newest_runs).items():
                     assert files_below(run_of(workspace, run_id).folder) - {".lock"} == files - {".lock"}
-                assert len(run_ids(workspace)) <= config.keep_report_runs + len(aliased) + 4
+                # Newer runs read files of at most 4 other runs.
+                assert len(run_ids(workspace)) <= config.keep_report_runs + len(aliased_run_ids) + 4
 
 
 def _is_whole(run: Run) -> bool:
@@ -306,9 +308,9 @@ def _is_whole(run: Run) -> bool:
 
 
 def _inputs_of(run: Run) -> tuple[Path | None, Path | None, bool]:
-    """Return what a run reads from earlier runs: the folder of the interactions, and the folder of the data report.
+    """Return the folders of the interactions and of the data report that a run reads from earlier runs.
 
-    The third value is whether the run of this data report still has its interactions.
+    The third value is whether the run of this data report still has the ingested interactions.
     """
     workspace = Workspace(run.workspace)
     interactions = workspace.newest_manifest(InteractionsManifest, before=run)

@@ -22,32 +22,33 @@ from tasks.runs.workspace import Workspace
 
 
 def test_run_ids_begin_with_the_time_and_differ() -> None:
-    ids = [new_run_id() for _ in range(5)]
-    assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", run_id) for run_id in ids)
-    assert len(set(ids)) > 1  # the four random digits may repeat
+    run_ids = [new_run_id() for _ in range(5)]
+    assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", run_id) for run_id in run_ids)
+    assert len(set(run_ids)) > 1  # the four random digits may repeat
 
 
-@pytest.mark.parametrize("seconds_ahead", [0, 3_000_000_000])
+@pytest.mark.parametrize("seconds_ahead", [0, 3_000_000_000], ids=["now", "in 95 years"])
 def test_a_new_run_id_sorts_after_all_runs_even_if_the_newest_run_is_from_the_future(
     tmp_path: Path, seconds_ahead: int
 ) -> None:
-    newest = f"{datetime.now(UTC) + timedelta(seconds=seconds_ahead):%Y%m%d-%H%M%S}-ffff"
-    workspace, created_ids = Workspace(tmp_path), [newest]
-    for run_id in ("20260101-000000-ab12", "by-hand", newest):
+    newest_run_id = f"{datetime.now(UTC) + timedelta(seconds=seconds_ahead):%Y%m%d-%H%M%S}-ffff"
+    workspace, created_ids = Workspace(tmp_path), [newest_run_id]
+    for run_id in ("20260101-000000-ab12", "by-hand", newest_run_id):
         workspace.run(run_id).folder.mkdir(parents=True)
     for _ in range(3):
         created_ids.append(workspace.new_run_id())
         workspace.run(created_ids[-1]).folder.mkdir()
-    assert created_ids == sorted(created_ids) and len({run_id[:15] for run_id in created_ids}) == 4
+    assert created_ids == sorted(created_ids)
+    assert len({run_id[: len("20260101-000000")] for run_id in created_ids}) == 4  # no two ids have the same second
     timed_runs = [run.run_id for run in workspace.runs() if run.run_id != "by-hand"]
     assert timed_runs[-3:] == created_ids[1:]
 
 
-@pytest.mark.parametrize("newest", ["99991231-235959-ab12", "99990231-000000-ab12"])
-def test_an_error_names_the_newest_run_if_no_later_id_exists(tmp_path: Path, newest: str) -> None:
+@pytest.mark.parametrize("newest_run_id", ["99991231-235959-ab12", "99990231-000000-ab12"])
+def test_an_error_names_the_newest_run_if_no_later_id_exists(tmp_path: Path, newest_run_id: str) -> None:
     workspace = Workspace(tmp_path)
-    workspace.run(newest).folder.mkdir(parents=True)
-    with pytest.raises(InputError, match=f"{newest}: no later run id exists; move this folder out of {tmp_path}/runs"):
+    workspace.run(newest_run_id).folder.mkdir(parents=True)
+    with pytest.raises(InputError, match=f"{newest_run_id}: no later run id exists; move this folder out of {tmp_path}/runs"):
         workspace.new_run_id()
 
 

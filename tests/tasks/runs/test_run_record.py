@@ -61,12 +61,13 @@ def test_a_record_has_the_state_the_reason_and_the_figures_of_the_stages(run: Ru
         ),
         (KeyboardInterrupt(), "Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation"),
     ],
+    ids=["expected error", "unexpected error", "signal"],
 )
 def test_an_exception_is_recorded_without_its_passwords(run: Run, error: BaseException, state: str, message: str) -> None:
     with pytest.raises(type(error)), record_run(StageContext(run, pipeline="films")):
         raise error
     assert (read_record(run).state, read_record(run).message) == (state, message)
-    log_path = run.folder / "error.log"  # only for errors that are not expected
+    log_path = run.folder / "error.log"  # written only for unexpected errors
     assert log_path.exists() == isinstance(error, ValueError)
     assert not log_path.exists() or "s3cret" not in log_path.read_text()
 
@@ -100,8 +101,8 @@ def test_the_state_is_running_while_the_process_lives_and_interrupted_after_a_ki
     process.start()
     assert has_started.wait(60) and process.pid is not None
     assert read_record(run).state == "Running"
-    fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
-    commit_stage(run.stage_folder(DataReportManifest), DataReportManifest, inputs=["f"], build=lambda folder: fields)
+    report_fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
+    commit_stage(run.stage_folder(DataReportManifest), DataReportManifest, inputs=["f"], build=lambda folder: report_fields)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     record = read_record(run)

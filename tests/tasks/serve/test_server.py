@@ -30,7 +30,7 @@ from tasks.serve.server import serve
 from tests.tasks.conftest import AddVersions
 
 CONFIG = ServeConfig(port=0, workers=2, poll_interval_s=0.2)
-ONE_WORKER = CONFIG.model_copy(update={"workers": 1})
+ONE_WORKER_CONFIG = CONFIG.model_copy(update={"workers": 1})
 TIMEOUT_S = 60.0
 
 
@@ -104,6 +104,12 @@ def workers() -> list[psutil.Process]:
     return [child for child in children if "recsys_core.http_server" in child.cmdline()]
 
 
+def is_replaced(killed_worker: psutil.Process, *, num_workers: int) -> bool:
+    """Return whether `num_workers` workers run, and the killed worker is not one of them."""
+    running_pids = [worker.pid for worker in workers()]
+    return len(running_pids) == num_workers and killed_worker.pid not in running_pids
+
+
 def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
     workspace: Path, add_versions: AddVersions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +119,7 @@ def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
     with run_server(workspace) as server:
         assert server.predict()["version"] == "1"
         client.set_registered_model_alias("m", "champion", "2")
-        server.wait_for(lambda: all(server.predict()["version"] == "2" for _ in range(10)))
+        server.wait_for(lambda: all(server.predict()["version"] == "2" for _ in range(10)))  # the answers of both workers
         client.set_registered_model_alias("m", "champion", "1")
         server.wait_for(lambda: all(server.predict()["version"] == "1" for _ in range(10)))
 
@@ -126,9 +132,7 @@ def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
 
         killed_worker, *_ = workers()
         killed_worker.kill()
-        server.wait_for(
-            lambda: len(workers()) == CONFIG.workers and killed_worker.pid not in [worker.pid for worker in workers()]
-        )
+        server.wait_for(lambda: is_replaced(killed_worker, num_workers=CONFIG.workers))
         assert server.predict()["version"] == "1"
         assert "nightjar_requests_total" in httpx.get(f"{server.url}/metrics").text
     assert workers() == []
@@ -149,7 +153,7 @@ def test_the_temporary_folder_is_locked_so_that_systemd_tmpfiles_keeps_its_old_f
         serve(CONFIG, workspace, model_name="m", stop_event=threading.Event())
 
 
-def damage(workspace: Path, client: MlflowClient, version: str) -> None:
+def damage_index(workspace: Path, client: MlflowClient, version: str) -> None:
     """Change bytes of the index of a version."""
     model_id = str(client.get_model_version("m", version).source).removeprefix("models:/")
     (index_file,) = (path for path in (workspace / "mlartifacts").rglob("package/index.faiss") if model_id in str(path))
@@ -162,15 +166,15 @@ def test_a_damaged_champion_is_not_served_even_after_a_restart(workspace: Path, 
     add_versions("good", "good", "good")
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
-    damage(workspace, client, "2")
-    with run_server(workspace, ONE_WORKER) as server:
+    damage_index(workspace, client, "2")
+    with run_server(workspace, ONE_WORKER_CONFIG) as server:
         client.set_registered_model_alias("m", "champion", "2")
         server.wait_for(lambda: "index.faiss" in (server.readiness()["problem"] or ""))
         assert server.predict()["version"] == "1"
 
         (killed_worker,) = workers()
         killed_worker.kill()
-        server.wait_for(lambda: killed_worker.pid not in (pids := [worker.pid for worker in workers()]) and len(pids) == 1)
+        server.wait_for(lambda: is_replaced(killed_worker, num_workers=1))
         assert server.predict()["version"] == "1"
         assert server.readiness()["problem"].startswith("version 2 is not served: ")
 
@@ -179,23 +183,23 @@ def test_a_damaged_champion_is_not_served_even_after_a_restart(workspace: Path, 
         assert server.readiness()["problem"] is None
 
 
-def test_a_full_disk_of_the_registry_does_not_end_the_server_and_a_hang_does_not_delay_its_end(
+def test_the_server_survives_a_full_disk_of_the_registry_and_ends_while_the_registry_hangs(
     workspace: Path, add_versions: AddVersions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_versions("good")
     is_called, may_return = threading.Event(), threading.Event()
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 10 * TIMEOUT_S)
 
-    def fail(*_: Any) -> None:
+    def fail_with_full_disk(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def hang(*_: Any) -> None:
         is_called.set()
         may_return.wait(10 * TIMEOUT_S)
 
-    with run_server(workspace, ONE_WORKER) as server:
+    with run_server(workspace, ONE_WORKER_CONFIG) as server:
         assert workers()[0].environ()["OMP_NUM_THREADS"] == "1"
-        monkeypatch.setattr(registry_champion, "version_number_by_alias", fail)
+        monkeypatch.setattr(registry_champion, "version_number_by_alias", fail_with_full_disk)
         server.wait_for(lambda: "grow" in (server.readiness()["registry"]["problem"] or ""))
         assert server.predict()["version"] == "1"
 
@@ -205,7 +209,7 @@ def test_a_full_disk_of_the_registry_does_not_end_the_server_and_a_hang_does_not
     may_return.set()
 
 
-def test_a_start_without_a_champion_with_a_used_port_or_with_a_short_token_fails(
+def test_the_start_fails_without_a_champion_on_a_used_port_or_with_a_short_token(
     workspace: Path, add_versions: AddVersions, new_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty_workspace = workspace / "empty"
@@ -225,12 +229,12 @@ def test_a_start_without_a_champion_with_a_used_port_or_with_a_short_token_fails
 
 def test_open_requests_are_answered_before_a_worker_ends(workspace: Path, add_versions: AddVersions) -> None:
     add_versions("good")
-    config = ONE_WORKER.model_copy(update={"max_wait_ms": 800.0})
+    config = ONE_WORKER_CONFIG.model_copy(update={"max_wait_ms": 800.0})
     statuses: list[int] = []
     with run_server(workspace, config) as server:
-        request = {"rows": [{"user_id": "user-0"}]}
+        request_json = {"rows": [{"user_id": "user-0"}]}
         post_thread = threading.Thread(
-            target=lambda: statuses.append(httpx.post(f"{server.url}/recommend", json=request, timeout=30).status_code)
+            target=lambda: statuses.append(httpx.post(f"{server.url}/recommend", json=request_json, timeout=30).status_code)
         )
         post_thread.start()
         time.sleep(0.3)  # the worker waits up to 0.8 s for more requests before it answers
@@ -239,9 +243,11 @@ def test_open_requests_are_answered_before_a_worker_ends(workspace: Path, add_ve
     assert statuses == [200]
 
 
-@pytest.mark.parametrize("state", [None, WorkerState(pid=1, version="1")], ids=["loading", "ready"])
-def test_the_start_fails_if_a_worker_is_killed_before_all_workers_are_ready(state: WorkerState | None) -> None:
-    killed_worker: Any = SimpleNamespace(state=state, process=SimpleNamespace(poll=lambda: -signal.SIGKILL))
+@pytest.mark.parametrize("worker_state", [None, WorkerState(pid=1, version="1")], ids=["loading", "ready"])
+def test_the_start_fails_if_a_worker_is_killed_before_all_workers_are_ready(
+    worker_state: WorkerState | None,
+) -> None:
+    killed_worker: Any = SimpleNamespace(state=worker_state, process=SimpleNamespace(poll=lambda: -signal.SIGKILL))
     loading_worker: Any = SimpleNamespace(state=None, process=SimpleNamespace(poll=lambda: None))
     with pytest.raises(StageError, match="the champion cannot be served: a worker ended with status -9 before all workers"):
         server_module._wait_until_ready([loading_worker, killed_worker], stop_event=threading.Event())

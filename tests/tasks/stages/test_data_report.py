@@ -1,6 +1,8 @@
 """Stage `check_data`: violated limits, the run that the data is compared with, and logging to MLflow."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tasks.runs.context import Results, StageContext
 from tasks.runs.run import Run
 from tasks.stages import data_report
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
-from tests.tasks.unhealthy_servers import silent_server
+from tests.tasks.unhealthy_servers import closed_address, silent_server
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -39,7 +41,9 @@ def no_mlflow(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_data(workspace: Path, day: int, *, num_events: int, **limits: Any) -> DataReportManifest:
     """Execute the stage in the run of 2026-11-`day`. The log has one training event on each of `num_events` days."""
     run = Run(f"202611{day}-020000-aaaa", workspace=workspace)
-    log = [([(0, event_day * DAY_US) for event_day in range(num_events)], [], [(0, 99 * DAY_US)])]
+    # The training, validation and test events of one user, as pairs of an item row and a time.
+    train_events = [(0, event_day * DAY_US) for event_day in range(num_events)]
+    log = [(train_events, [], [(0, 99 * DAY_US)])]
     interactions = interactions_of(run.stage_folder(InteractionsManifest), log, item_ids=[7])
     run.config_file.write_text("name: tests\n")
     split = FileSplit(test_paths=("test.parquet",))
@@ -86,35 +90,33 @@ def test_page_and_metrics_are_logged_to_mlflow_even_if_a_limit_is_violated(works
     with pytest.raises(InputError):
         check_data(workspace, 21, num_events=10, min_train_events=11)
     client = connect(workspace)
-    for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
+    for run_id, num_breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
         mlflow_run = client.get_run(open_mlflow_run(client, StageContext(Run(run_id, workspace=workspace), experiment="tests")))
-        assert (mlflow_run.data.metrics["data/breaches"], mlflow_run.info.status) == (breaches, status)
+        assert (mlflow_run.data.metrics["data/breaches"], mlflow_run.info.status) == (num_breaches, status)
         assert mlflow_run.data.metrics["data/train_events"] == 10
         assert [file.path for file in client.list_artifacts(mlflow_run.info.run_id, "data_report")] == [
             "data_report/report.html"
         ]
 
 
-def test_an_outage_of_mlflow_causes_a_warning_and_the_run_continues(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("run_server", "timeout_s", "problem"),
+    [(lambda: nullcontext(closed_address()), 60.0, "Connection refused"), (silent_server, 0.5, "no answer within 0.5 s")],
+    ids=["closed port", "server that never answers"],
+)
+def test_an_outage_of_mlflow_causes_a_warning_and_the_run_continues_after_a_bounded_time(
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    run_server: Callable[[], AbstractContextManager[str]],
+    timeout_s: float,
+    problem: str,
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # a port without a server
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", timeout_s)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
-    assert check_data(workspace, 20, num_events=10).breaches == ()
-    assert (
-        "could not log the data report to MLflow; it will be logged at registration (MLflow at http://127.0.0.1:9"
-        in caplog.text
-    )
-
-
-def test_a_tracking_server_that_never_answers_delays_the_run_by_a_bounded_time(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
-    with silent_server() as address:
+    with run_server() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         assert check_data(workspace, 20, num_events=10).breaches == ()
-    assert "could not log the data report to MLflow; it will be logged at registration" in caplog.text
-    assert "no answer within 0.5 s" in caplog.text
+    message = f"could not log the data report to MLflow; it will be logged at registration (MLflow at {address} does not work"
+    assert message in caplog.text and problem in caplog.text

@@ -1,9 +1,11 @@
 """The ingest stages with item vectors from files and from the log."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.ingest.synthetic import generate
@@ -13,13 +15,21 @@ from tasks.runs.run import Run
 from tasks.stages.data_stages import ingest
 
 
-def test_with_vectors_from_the_log_the_dataset_has_a_vector_for_each_trained_item(tmp_path: Path) -> None:
-    generate(tmp_path / "data", num_users=300, num_items=80, num_events=4_000, num_cold_items=10)
-    settings = {
-        "interactions": {"paths": str(tmp_path / "data/interactions/*.parquet"), "timestamp_column": "timestamp"},
-        "embeddings": {"source": "log", "dim": 16},
-    }
-    config = PipelineConfig.model_validate(settings)
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a log and vectors of its items."""
+    folder = tmp_path_factory.mktemp("data")
+    generate(folder, num_users=300, num_items=80, num_events=4_000, num_cold_items=10)
+    return folder
+
+
+def config_with(data_folder: Path, *, embeddings: dict[str, Any]) -> PipelineConfig:
+    interactions = {"paths": str(data_folder / "interactions/*.parquet"), "timestamp_column": "timestamp"}
+    return PipelineConfig.model_validate({"interactions": interactions, "embeddings": embeddings})
+
+
+def test_with_vectors_from_the_log_the_dataset_has_a_vector_for_each_trained_item(data_folder: Path, tmp_path: Path) -> None:
+    config = config_with(data_folder, embeddings={"source": "log", "dim": 16})
     context = StageContext(Run("r", workspace=tmp_path))
     dataset = ingest(context, config.input_config)
     assert dataset.embeddings is None and dataset.log_vectors is not None
@@ -32,11 +42,8 @@ def test_with_vectors_from_the_log_the_dataset_has_a_vector_for_each_trained_ite
     assert (spec.tables["item"].dim, spec.tables["item"].pretrained) == (16, True)
 
 
-def test_with_vectors_from_files_the_dataset_has_no_vectors_from_the_log(tmp_path: Path) -> None:
-    generate(tmp_path / "data", num_users=300, num_items=80, num_events=4_000, num_cold_items=10)
-    settings = {
-        "interactions": {"paths": str(tmp_path / "data/interactions/*.parquet"), "timestamp_column": "timestamp"},
-        "embeddings": {"paths": str(tmp_path / "data/item_embeddings.parquet"), "vector_column": "embedding"},
-    }
-    dataset = ingest(StageContext(Run("r", workspace=tmp_path)), PipelineConfig.model_validate(settings).input_config)
+def test_with_vectors_from_files_the_dataset_has_no_vectors_from_the_log(data_folder: Path, tmp_path: Path) -> None:
+    embeddings = {"paths": str(data_folder / "item_embeddings.parquet"), "vector_column": "embedding"}
+    config = config_with(data_folder, embeddings=embeddings)
+    dataset = ingest(StageContext(Run("r", workspace=tmp_path)), config.input_config)
     assert dataset.log_vectors is None and dataset.vector_dim_by_table == {"item": 64}

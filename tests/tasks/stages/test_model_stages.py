@@ -89,9 +89,9 @@ def test_an_index_below_the_recall_target_causes_a_warning_in_the_log_and_in_the
     queries = {"test": (range(40), vector_ID[:40])}
     context.results.add(write_export_stage(context.folder(ExportManifest), item_vectors=vector_ID, queries=queries))
     config = IndexConfig.model_validate({"served": {"kind": "ivf_pq", "pq_m": 1, "pq_nbits": 1}, "recall_target": 0.9})
-    manifest = build_index(context, config)
-    assert manifest is not None
+    index_manifest = build_index(context, config)
+    assert index_manifest is not None
     warning, summary = (record.getMessage() for record in caplog.records if record.name == "nightjar")
-    assert warning == f"index: {manifest.warning}"
+    assert warning == f"index: {index_manifest.warning}"
     assert ", below the target of 0.9, " in summary
     assert (run.folder / "indexes.png").stat().st_size > 0

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import mlflow
 import pandas as pd
-import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError, StageError
@@ -16,14 +15,20 @@ from recsys_core.manifests import RegistrationManifest
 from tasks.delivery import publishers
 from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
-from tasks.gate.sample import Answers, K, UserSample, prepare_sample
+from tasks.gate.sample import prepare_sample
 from tasks.gate.smoke_test import ModelProcess
 from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of, list_releases
 from tasks.stages.registration import verdict_page
 from tests.tasks.conftest import NUM_ITEMS, STEPS, AddVersions, BuildStages
-from tests.tasks.registration import prepare_run, register_version, version_by_alias, version_tags
+from tests.tasks.registration import (
+    prepare_run,
+    recommend_unknown_items,
+    register_version,
+    version_by_alias,
+    version_tags,
+)
 
 pytestmark = pytest.mark.usefixtures("empty_plots")
 
@@ -37,8 +42,8 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
         ("there was no champion",),
     )
     exact_metrics = build_stages().evaluation.metrics
-    for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # 8-bit vectors change only the order within a cluster
-        assert registration.metrics[f"served/{name}"] == pytest.approx(exact_metrics[f"test/{name}"], abs=0.15)
+    for metric in ("recall@20", "hit_rate@10", "ndcg@20"):  # 8-bit vectors change only the order within a cluster
+        assert registration.metrics[f"served/{metric}"] == pytest.approx(exact_metrics[f"test/{metric}"], abs=0.15)
     assert registration.metrics["served/recall@20"] > 0.5
 
     client = connect(workspace)
@@ -57,53 +62,56 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
         "indexes.png",
     }
     assert mlflow_run.data.metrics["test/recall_at_20"] == exact_metrics["test/recall@20"]
-    source = client.get_model_version("m", "1").source
-    assert source is not None
-    model = client.get_logged_model(source.removeprefix("models:/"))
-    assert (model.name, model.status, model.params) == ("retriever", "READY", {"name": "tests"})
-    assert {metric.key: metric.value for metric in model.metrics}["test/recall_at_20"] == exact_metrics["test/recall@20"]
+    model_uri = client.get_model_version("m", "1").source
+    assert model_uri is not None
+    logged_model = client.get_logged_model(model_uri.removeprefix("models:/"))
+    assert (logged_model.name, logged_model.status, logged_model.params) == ("retriever", "READY", {"name": "tests"})
+    assert {metric.key: metric.value for metric in logged_model.metrics}["test/recall_at_20"] == exact_metrics["test/recall@20"]
     assert {metric.step for metric in client.get_metric_history(registration.mlflow_run_id, "train/loss")} == set(STEPS)
-    assert [entry.dataset.name for entry in mlflow_run.inputs.dataset_inputs] == ["interactions"]
+    assert [dataset_input.dataset.name for dataset_input in mlflow_run.inputs.dataset_inputs] == ["interactions"]
     (release,) = list_releases(client, "m")
     assert (release["version"], release["aliases"], release["smoke"], release["run_id"]) == ("1", "champion", "passed", "one")
     assert release["metrics"] == registration.metrics
-    card = client.get_model_version("m", "1").description
-    assert "\n\n270 events, 30 users, 120 items; 180 training events; 30 test users." in card
-    assert f"| model | {exact_metrics['test/recall@20']:.4f}" in card
-    assert "| popularity |" in card
+    model_card = client.get_model_version("m", "1").description
+    assert "\n\n270 events, 30 users, 120 items; 180 training events; 30 test users." in model_card
+    assert f"| model | {exact_metrics['test/recall@20']:.4f}" in model_card
+    assert "| popularity |" in model_card
     run_link = f"[MLflow run](#/experiments/{mlflow_run.info.experiment_id}/runs/{registration.mlflow_run_id})"
-    assert card.endswith(f"Run one: {run_link}")
+    assert model_card.endswith(f"Run one: {run_link}")
 
 
 def test_the_logged_model_contains_its_code_and_no_pickle_file(
     workspace: Path, add_versions: AddVersions, in_process_predictions: list[str]
 ) -> None:
     add_versions("good")
-    (model,) = (workspace / "mlartifacts" / "models").iterdir()
-    files = {str(path.relative_to(model / "artifacts")) for path in model.rglob("*") if path.is_file()}
-    files.discard(f"__pycache__/pyfunc_model.{sys.implementation.cache_tag}.pyc")  # written by Python when it loads the model
-    assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pt", ".pyc"))]
-    assert {"pyfunc_model.py", "code/recsys_core/serving/retriever.py"} <= files
-    requirements = (model / "artifacts" / "requirements.txt").read_text().split()
-    assert all("==" in line for line in requirements)
-    assert any(line.startswith("faiss-") for line in requirements)
+    (model_folder,) = (workspace / "mlartifacts" / "models").iterdir()
+    file_names = {str(path.relative_to(model_folder / "artifacts")) for path in model_folder.rglob("*") if path.is_file()}
+    # Python writes this file when it loads the model.
+    file_names.discard(f"__pycache__/pyfunc_model.{sys.implementation.cache_tag}.pyc")
+    assert not [name for name in file_names if name.endswith((".pkl", ".pickle", ".pt", ".pyc"))]
+    assert {"pyfunc_model.py", "code/recsys_core/serving/retriever.py"} <= file_names
+    requirements = (model_folder / "artifacts" / "requirements.txt").read_text().split()
+    assert all("==" in requirement for requirement in requirements)
+    assert any(requirement.startswith("faiss-") for requirement in requirements)
 
 
 def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_page(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str]
 ) -> None:
     new_registration = register_version(build_stages(), prepare_run(workspace, "one"))
-    page = verdict_page(new_registration, evaluation=build_stages().evaluation, data_report=build_stages().data_report)
-    assert page.startswith("## m version 1 is champion\n\nthere was no champion\n\n")
-    (decision_path,) = re.findall(r"All comparisons: `(.*)`", page)
+    verdict_markdown = verdict_page(
+        new_registration, evaluation=build_stages().evaluation, data_report=build_stages().data_report
+    )
+    assert verdict_markdown.startswith("## m version 1 is champion\n\nthere was no champion\n\n")
+    (decision_path,) = re.findall(r"All comparisons: `(.*)`", verdict_markdown)
     assert "<h2>Promoted: this version is the champion</h2>" in Path(decision_path).read_text()
 
 
 def test_a_worse_version_becomes_challenger_and_an_equal_version_becomes_champion(
     workspace: Path, build_stages: BuildStages, in_process_predictions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes: list[AliasChange] = []
-    monkeypatch.setattr(publishers.PrefectEvents, "publish", lambda _, change: changes.append(change))
+    alias_changes: list[AliasChange] = []
+    monkeypatch.setattr(publishers.PrefectEvents, "publish", lambda _, change: alias_changes.append(change))
     register_version(build_stages(), prepare_run(workspace, "one"))
     worse_registration = register_version(build_stages(shuffled=True), prepare_run(workspace, "two"))
     assert (worse_registration.version, worse_registration.alias, worse_registration.promoted) == ("2", "challenger", False)
@@ -116,7 +124,7 @@ def test_a_worse_version_becomes_challenger_and_an_equal_version_becomes_champio
     equal_registration = register_version(build_stages(), prepare_run(workspace, "three"))
     assert (equal_registration.version, equal_registration.alias) == ("3", "champion")
     assert version_by_alias(client) == {"champion": "3", "challenger": "2"}
-    assert [(change.alias, change.old_version, change.new_version) for change in changes] == [
+    assert [(change.alias, change.old_version, change.new_version) for change in alias_changes] == [
         ("champion", None, "1"),
         ("challenger", None, "2"),
         ("champion", "1", "3"),
@@ -167,7 +175,7 @@ def test_a_resumed_run_removes_a_logged_model_without_a_version(
     add_versions("good")
     context, client = prepare_run(workspace, "one"), connect(workspace)
     shutil.rmtree(context.folder(RegistrationManifest))
-    client.delete_model_version("m", "1")  # like a kill between both steps, this leaves the logged model
+    client.delete_model_version("m", "1")  # as after a kill between logging the model and creating its version
     registration = register_version(build_stages(), context)
     (model_file,) = (workspace / "mlartifacts" / "models").glob("*/artifacts/MLmodel")
     assert client.get_model_version("m", registration.version).source == f"models:/{model_file.parents[1].name}"
@@ -182,9 +190,6 @@ def test_a_finished_registration_is_kept(workspace: Path, build_stages: BuildSta
 def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_a_tag_with_the_reason(
     workspace: Path, build_stages: BuildStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def recommend_unknown_items(sample: UserSample, **_: object) -> Answers:
-        return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
-
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
     context = prepare_run(workspace, "one")
     with pytest.raises(StageError, match="600 items that are not in the catalogue"):
@@ -216,16 +221,15 @@ def test_the_logged_model_reads_and_returns_the_ids_of_the_log(
 ) -> None:
     register_version(build_stages(), prepare_run(workspace, "one"))
     model = mlflow.pyfunc.load_model("models:/m@champion")
-    users = pd.DataFrame({"user_id": ["user-0", "user-1"]})
-    answers_for_users = model.predict(users, params={"k": 3})
-    assert [len(answer["item_ids"]) for answer in answers_for_users] == [3, 3]
-    assert all(
-        type(item) is int and 5000 <= item < 5000 + 3 * NUM_ITEMS for answer in answers_for_users for item in answer["item_ids"]
-    )
-    json.dumps(answers_for_users)  # plain numbers, so that a server can send them
-    assert [len(answer["item_ids"]) for answer in model.predict(users)] == [10, 10]
-    histories = users.assign(history=[answers_for_users[1]["item_ids"], None])
-    answers = model.predict(histories, params={"k": 3})
-    assert answers[1] == answers_for_users[1]
-    assert answers[0] != answers_for_users[0]
-    assert not set(answers[0]["item_ids"]) & set(histories["history"][0])
+    requests = pd.DataFrame({"user_id": ["user-0", "user-1"]})
+    answers_for_user_ids = model.predict(requests, params={"k": 3})
+    assert [len(answer["item_ids"]) for answer in answers_for_user_ids] == [3, 3]
+    item_ids = [item_id for answer in answers_for_user_ids for item_id in answer["item_ids"]]
+    assert all(type(item_id) is int and 5000 <= item_id < 5000 + 3 * NUM_ITEMS for item_id in item_ids)
+    json.dumps(answers_for_user_ids)  # plain numbers, so that a server can send them
+    assert [len(answer["item_ids"]) for answer in model.predict(requests)] == [10, 10]
+    requests_with_history = requests.assign(history=[answers_for_user_ids[1]["item_ids"], None])
+    answers_for_histories = model.predict(requests_with_history, params={"k": 3})
+    assert answers_for_histories[1] == answers_for_user_ids[1]
+    assert answers_for_histories[0] != answers_for_user_ids[0]
+    assert not set(answers_for_histories[0]["item_ids"]) & set(requests_with_history["history"][0])

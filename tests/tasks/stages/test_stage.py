@@ -35,20 +35,21 @@ def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
     context = context_of(tmp_path)
     assert plan_stage(context) == plan_stage(context_of(tmp_path)) == context.results[PlanManifest]
     assert plan_stage(context_of(tmp_path), is_skipped=True) is None
-    lines = [record.getMessage() for record in caplog.records if hasattr(record, "stage_line")]
+    log_lines = [record.getMessage() for record in caplog.records if hasattr(record, "stage_line")]
     patterns = (
         r"plan_sharding +2 cpu ranks +\d+\.\d s",
         r"plan_sharding +2 cpu ranks +\(kept\)",
         r"plan_sharding +nothing .*\(skipped\)",
     )
-    assert [bool(re.fullmatch(pattern, line)) for pattern, line in zip(patterns, lines, strict=True)] == [True] * 3
+    for pattern, log_line in zip(patterns, log_lines, strict=True):
+        assert re.fullmatch(pattern, log_line)
 
 
 def test_a_run_stops_after_its_last_stage_and_keeps_the_manifest_of_this_stage(tmp_path: Path) -> None:
     with pytest.raises(StoppedEarly, match="plan_sharding"):
         plan_stage(context_of(tmp_path, until="plan_sharding"))
     assert Results.read(Run("r", workspace=tmp_path)).get(PlanManifest) is not None
-    plan_stage(context_of(tmp_path, until="train"))
+    plan_stage(context_of(tmp_path, until="train"))  # does not stop, because train is a later stage
 
 
 def test_the_error_of_a_missing_input_names_the_stage_that_creates_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A tuning study: its trials after an interruption, their order, when a trial is pruned, and which files are kept."""
+"""Trials of a tuning study: interruptions, order, pruning, logging and files."""
 
 import shutil
 import time
@@ -42,12 +42,12 @@ CONFIG = TuningConfig(
 
 
 def test_interruptions_do_not_change_the_settings_that_a_study_tries(tmp_path: Path) -> None:
-    def settings_of_trials(folder: Path, *, is_interrupted: bool) -> list[dict[str, Any]]:
-        study = open_study(folder)
+    def settings_of_trials(study_folder: Path, *, is_interrupted: bool) -> list[dict[str, Any]]:
+        study = open_study(study_folder)
         for number in range(12):  # the settings of trials 10 and 11 depend on earlier results
             if is_interrupted:
                 start_trial(study, CONFIG)  # and is interrupted
-                study = open_study(folder)
+                study = open_study(study_folder)
             trial = start_trial(study, CONFIG)
             assert trial.number == number
             study.tell(trial, 1 / (1 + number))
@@ -67,9 +67,9 @@ def test_the_first_trials_have_the_given_settings_and_later_trials_have_sampled_
         start_trial(study, CONFIG, first_settings=first_settings)  # and is interrupted
         trial = start_trial(study, CONFIG, first_settings=first_settings)
         study.tell(trial, number / 10)
-    settings = [trial.settings for trial in sorted(finished_trials(study), key=lambda trial: trial.number)]
-    assert settings[:2] == first_settings
-    assert settings[2] not in first_settings and settings[3] not in first_settings
+    trials = sorted(finished_trials(study), key=lambda trial: trial.number)
+    assert [trial.settings for trial in trials[:2]] == first_settings
+    assert [trial.settings in first_settings for trial in trials] == [True, True, False, False]
 
 
 def test_a_trial_that_the_deadline_interrupts_is_continued_by_a_later_call(tmp_path: Path) -> None:
@@ -85,10 +85,12 @@ def test_a_trial_that_the_deadline_interrupts_is_continued_by_a_later_call(tmp_p
 
     def run_next_trial(*, deadline_s: float) -> int:
         """Run a trial until the deadline (time.monotonic) and return its number."""
-        trial, folder = start_trial(study, CONFIG), tmp_path / "trial"
-        (folder / "train.work").mkdir(parents=True, exist_ok=True)
-        (folder / "train.work" / "weights").touch()
-        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline_s=deadline_s, folder=folder, label="1")
+        trial, trial_folder = start_trial(study, CONFIG), tmp_path / "trial"
+        (trial_folder / "train.work").mkdir(parents=True, exist_ok=True)
+        (trial_folder / "train.work" / "weights").touch()
+        run_trial.fn(
+            study, trial, train, metric="ndcg@10", startup_trials=3, deadline_s=deadline_s, folder=trial_folder, label="1"
+        )
         return trial.number
 
     # The first trial ignores the deadline, so that the study has a result.
@@ -102,8 +104,8 @@ def test_a_trial_that_the_deadline_interrupts_is_continued_by_a_later_call(tmp_p
     assert [trial.ending for trial in finished_trials(study)] == ["complete", "complete"]
 
 
-@pytest.mark.parametrize("error", [None, StageError("the loss is nan")])
-def test_the_duration_of_a_trial_is_measured_with_a_clock_that_is_never_set(
+@pytest.mark.parametrize("error", [None, StageError("the loss is nan")], ids=["complete", "failed"])
+def test_the_duration_of_a_trial_is_measured_with_the_monotonic_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StageError | None
 ) -> None:
     now_s = 1_000.0
@@ -130,8 +132,8 @@ def test_a_complete_trial_ranks_before_a_pruned_trial_with_a_better_metric(tmp_p
     pruned_trial = start_trial(study, CONFIG)
     pruned_trial.report(0.9, 1)
     study.tell(pruned_trial, state=TrialState.PRUNED)
-    for value in (0.2, 0.3):
-        study.tell(start_trial(study, CONFIG), value)
+    for metric in (0.2, 0.3):
+        study.tell(start_trial(study, CONFIG), metric)
     trials = finished_trials(study)
     assert [(trial.number, trial.ending, trial.value) for trial in trials] == [
         (3, "complete", 0.3),
@@ -145,9 +147,9 @@ def test_a_complete_trial_ranks_before_a_pruned_trial_with_a_better_metric(tmp_p
 def test_the_history_can_be_plotted_before_and_after_the_first_complete_trial(tmp_path: Path) -> None:
     study = open_study(tmp_path / "study")
     fail_trial(study, start_trial(study, CONFIG), reason="the loss is nan")
-    for name in ("failed.png", "complete.png"):
-        plot_history(study, metric="ndcg@10", path=tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    for file_name in ("failed.png", "complete.png"):
+        plot_history(study, metric="ndcg@10", path=tmp_path / file_name)
+        assert (tmp_path / file_name).read_bytes().startswith(b"\x89PNG")
         study.tell(start_trial(study, CONFIG), 0.2)
 
 
@@ -158,18 +160,16 @@ def test_a_trial_is_pruned_after_1_2_or_4_epochs_unless_it_is_in_the_better_half
         """Run a trial that measures these metrics. Return how the trial ends, and its number of epochs."""
 
         def train(on_progress: Callable[[Progress], None]) -> Any:
-            for epoch, value in enumerate(metric_by_epoch, start=1):
+            for epoch, metric in enumerate(metric_by_epoch, start=1):
                 other_fields: dict[str, Any] = {"loss": 1.0, "learning_rate": 0.1, "samples_per_s": 1.0}
-                on_progress(
-                    Progress(
-                        step=epoch, total_steps=len(metric_by_epoch), epoch=epoch, validation={"ndcg@10": value}, **other_fields
-                    )
-                )
+                num_epochs = len(metric_by_epoch)
+                validation = {"ndcg@10": metric}
+                on_progress(Progress(step=epoch, total_steps=num_epochs, epoch=epoch, validation=validation, **other_fields))
             return Mock(validation={"ndcg@10": max(metric_by_epoch)})
 
         trial = start_trial(study, CONFIG)
-        folder = tmp_path / f"{trial.number}"
-        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline_s=inf, folder=folder, label="1")
+        trial_folder = tmp_path / f"{trial.number}"
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline_s=inf, folder=trial_folder, label="1")
         (finished_trial,) = [any_trial for any_trial in finished_trials(study) if any_trial.number == trial.number]
         return finished_trial.ending, len(finished_trial.epochs)
 
@@ -205,8 +205,8 @@ def test_a_trial_that_was_not_completely_logged_to_mlflow_is_logged_once(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(new_database, tmp_path / "mlflow.db")
     study = open_study(tmp_path / "study")
-    for value in (0.1, 0.2, 0.3):
-        study.tell(start_trial(study, CONFIG), value)
+    for metric in (0.1, 0.2, 0.3):
+        study.tell(start_trial(study, CONFIG), metric)
     context = StageContext(Run("study", workspace=tmp_path, parent_name=""), experiment="tests")
     trials = sorted(finished_trials(study), key=lambda trial: trial.number)
     log_trial(context, trials[0], metric="ndcg@10")
@@ -218,14 +218,15 @@ def test_a_trial_that_was_not_completely_logged_to_mlflow_is_logged_once(
     client = connect(tmp_path)
     experiment = client.get_experiment_by_name("tests")
     assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id], "attributes.run_name LIKE 'trial-%'", order_by=["run_name"])
-    assert [(run.info.run_name, run.info.status) for run in runs] == [(f"trial-{n}", "FINISHED") for n in range(3)]
-    assert [run.data.metrics["validation/best/ndcg_at_10"] for run in runs] == [0.1, 0.2, 0.3]
+    mlflow_runs = client.search_runs([experiment.experiment_id], "attributes.run_name LIKE 'trial-%'", order_by=["run_name"])
+    names_and_statuses = [(mlflow_run.info.run_name, mlflow_run.info.status) for mlflow_run in mlflow_runs]
+    assert names_and_statuses == [(f"trial-{number}", "FINISHED") for number in range(3)]
+    assert [mlflow_run.data.metrics["validation/best/ndcg_at_10"] for mlflow_run in mlflow_runs] == [0.1, 0.2, 0.3]
 
 
 @pytest.mark.parametrize("link_name", ["train", "train.work"])
 def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, link_name: str) -> None:
-    def failing_training(**_: Any) -> TrainManifest:
+    def train_and_fail(**_: Any) -> TrainManifest:
         raise StageError("rank 0 failed")
 
     archive = tmp_path / "archive"
@@ -233,11 +234,13 @@ def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, link_name:
     file_names = ("metrics.jsonl", "values.npy", "checkpoint/weights.bin")
     for name in file_names:
         (archive / name).write_bytes(b"precious")
-    folder = tmp_path / "trial"
-    folder.mkdir()
-    (folder / link_name).symlink_to(archive)
+    trial_folder = tmp_path / "trial"
+    trial_folder.mkdir()
+    (trial_folder / link_name).symlink_to(archive)
     study = open_study(tmp_path / "study")
     trial = start_trial(study, CONFIG)
-    run_trial.fn(study, trial, failing_training, metric="ndcg@10", startup_trials=3, deadline_s=inf, folder=folder, label="1")
+    run_trial.fn(
+        study, trial, train_and_fail, metric="ndcg@10", startup_trials=3, deadline_s=inf, folder=trial_folder, label="1"
+    )
     assert [(trial.ending, trial.reason) for trial in finished_trials(study)] == [("failed", "rank 0 failed")]
     assert all((archive / name).is_file() for name in file_names)

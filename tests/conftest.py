@@ -9,15 +9,15 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-# No test depends on how long the code takes. The tests of the whole suite try many examples, even if each of them tries few.
+# No deadline, because no test depends on how long the code takes. Few examples per test, because the suite has many tests.
 hypothesis.settings.register_profile("nightjar", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("nightjar")
-gc.disable()  # imports are faster without it, as in recsys_core.imports.fast_imports
+gc.disable()  # imports are faster without garbage collection, as in recsys_core.imports.fast_imports
 SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the slow folders to the beginning, so that at the end no test process is busy with a slow file alone."""
+    """Sort the slow folders to the beginning, so that no test process is busy with a slow file at the end."""
     items.sort(
         key=lambda item: next(
             (index for index, folder_name in enumerate(SLOW_FOLDERS) if folder_name in item.path.parts), len(SLOW_FOLDERS)
@@ -36,8 +36,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """The mount point of a file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount_command = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
-    if mount_command.returncode:
+    mount_process = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
+    if mount_process.returncode:
         pytest.skip("only root may mount a file system")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)  # lazily, because a traceback may keep a memory map of a file open

@@ -63,13 +63,14 @@ MAY_IMPORT = {
         "cli": {"", "settings", "servers", "doctor", "runs", "scheduled"},
     },
 }
-"""Folders that each folder of a package may import, apart from itself and the modules directly in recsys_core and tasks.
+"""Folders that each folder of a package may import, in addition to itself.
 
-"" means the modules directly in the package, such as recsys_core.errors and flows.nightly.
+"" means the modules directly in the package, such as recsys_core.errors and flows.nightly. All folders of recsys_core and tasks
+may import these modules.
 """
 
 MAX_MODULES = 12
-"""Modules of a folder, without its __init__.py and __main__.py."""
+"""Largest number of modules in a folder, without its __init__.py and __main__.py."""
 
 CATCH_ALL_NAMES = {"utils", "helpers", "common", "misc", "util"}
 
@@ -85,7 +86,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and the dotted name of every import; `from a import b` gives a.b, because b may be a module."""
+    """Yield the line number and the dotted name of every import; `from a import b` gives a.b, because b may be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -95,15 +96,15 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 @functools.cache
-def imports_in(path: Path) -> list[tuple[int, str]]:
-    """Return the line and the dotted name of every import of a file. Several tests read the same files."""
+def imports_of_file(path: Path) -> list[tuple[int, str]]:
+    """Return the `imported_names` of a file. Cached, because several tests read the same files."""
     return list(imported_names(ast.parse(path.read_text())))
 
 
-def imports_of(*folders: str) -> Iterator[tuple[str, str, str]]:
+def imports_of_folders(*folders: str) -> Iterator[tuple[str, str, str]]:
     """Yield the location (file:line), the importing module and the imported name of every import."""
     for path in source_paths(*folders):
-        for line_number, name in imports_in(path):
+        for line_number, name in imports_of_file(path):
             yield f"{path.relative_to(ROOT)}:{line_number}", module_name(path), name
 
 
@@ -121,7 +122,7 @@ def test_imports_inside_functions_are_found() -> None:
 def test_flows_import_tasks_and_tasks_import_the_core_but_never_the_reverse() -> None:
     violations = [
         f"{location}: {module} imports {name}"
-        for location, module, name in imports_of(*LAYERS)
+        for location, module, name in imports_of_folders(*LAYERS)
         if name.split(".")[0] in LAYERS and LAYERS.index(name.split(".")[0]) > LAYERS.index(module.split(".")[0])
     ]
     assert violations == []
@@ -130,26 +131,27 @@ def test_flows_import_tasks_and_tasks_import_the_core_but_never_the_reverse() ->
 def test_the_core_imports_neither_orchestrator_nor_tracker() -> None:
     violations = [
         f"{location} imports {name}"
-        for location, _, name in imports_of("recsys_core")
+        for location, _, name in imports_of_folders("recsys_core")
         if name.split(".")[0] in ("prefect", "mlflow")
     ]
     assert violations == []
 
 
 def test_a_stage_imports_no_other_stage() -> None:
-    not_stages = {"tasks.stages.__init__", "tasks.stages.stage", "tasks.stages.model_stages"}
-    stages = {f"tasks.stages.{path.stem}" for path in (ROOT / "tasks" / "stages").glob("*.py")} - not_stages
+    modules_without_stage = {"tasks.stages.__init__", "tasks.stages.stage", "tasks.stages.model_stages"}
+    stage_modules = {f"tasks.stages.{path.stem}" for path in (ROOT / "tasks" / "stages").glob("*.py")} - modules_without_stage
     violations = [
         f"{location}: {module} imports {name}"
-        for location, module, name in imports_of("tasks/stages")
-        if module != "tasks.stages" and any(f"{name}.".startswith(f"{stage}.") for stage in stages - {module})
+        for location, module, name in imports_of_folders("tasks/stages")
+        if module != "tasks.stages"
+        and any(f"{name}.".startswith(f"{stage_module}.") for stage_module in stage_modules - {module})
     ]
     assert violations == []
 
 
 def test_each_folder_imports_only_the_folders_that_it_may_import() -> None:
     violations = []
-    for location, module, name in imports_of(*LAYERS):
+    for location, module, name in imports_of_folders(*LAYERS):
         package = module.split(".")[0]
         is_package_init = module == package  # recsys_core/__init__.py offers names of all folders to notebooks
         if is_package_init or not name.startswith(f"{package}."):
@@ -166,7 +168,7 @@ def test_only_the_engine_of_the_log_ingest_uses_duckdb() -> None:
     assert "recsys_core.ingest.log.incremental" in modules_without_engine
     violations = [
         f"{location} imports {name}"
-        for location, module, name in imports_of("recsys_core/ingest/log", "recsys_core/dataset")
+        for location, module, name in imports_of_folders("recsys_core/ingest/log", "recsys_core/dataset")
         if module in modules_without_engine and name.startswith(("duckdb", "recsys_core.parquet.duckdb_session"))
     ]
     assert violations == []
@@ -183,18 +185,18 @@ def test_no_folder_has_more_than_twelve_modules() -> None:
 IMPORT_SCRIPT = """
 import gc, importlib, sys
 
-gc.disable()  # imports are faster without it
+gc.disable()  # imports are faster without garbage collection
 
 class ImportObserver:
     def find_spec(self, name, path=None, target=None):
         if name in ("prefect", "mlflow"):
-            frame, chain = sys._getframe(1), []
+            frame, importers = sys._getframe(1), []
             while frame:
                 importer = frame.f_globals.get("__name__", "")
-                if not importer.startswith(("importlib", "_frozen")) and importer not in chain:
-                    chain.append(importer)
+                if not importer.startswith(("importlib", "_frozen")) and importer not in importers:
+                    importers.append(importer)
                 frame = frame.f_back
-            print(name, "<-", " <- ".join(chain))
+            print(name, "<-", " <- ".join(importers))
 
 sys.meta_path.insert(0, ImportObserver())
 for module in sys.argv[1:]:
@@ -253,7 +255,7 @@ def test_no_module_has_a_catch_all_name() -> None:
 
 
 def unexplained_shapes(node: ast.AST, explained_letters: frozenset[str] = frozenset()) -> Iterator[tuple[int, str, str]]:
-    """Yield each variable, argument and attribute whose shape has an unexplained letter: its line, the letter and its name.
+    """Yield (line number, letter, name) for each unexplained letter in the shape of a variable, argument or attribute.
 
     A letter is explained in the paragraph `Shapes:` of the module, or in brackets in the docstring of a class or function.
     """
@@ -263,9 +265,9 @@ def unexplained_shapes(node: ast.AST, explained_letters: frozenset[str] = frozen
         explained_letters |= set(re.findall(r"\b[A-Z]\b", " ".join(legends)))
     if isinstance(node, ast.Name | ast.arg | ast.Attribute):
         name = next(getattr(node, field) for field in ("id", "arg", "attr") if hasattr(node, field))
-        shape = re.search(r"[a-z0-9]_([A-Z]{1,4})$", name)
-        if shape and not name.isupper():
-            yield from ((node.lineno, letter, name) for letter in shape[1] if letter not in explained_letters)
+        shape_match = re.search(r"[a-z0-9]_([A-Z]{1,4})$", name)
+        if shape_match and not name.isupper():
+            yield from ((node.lineno, letter, name) for letter in shape_match[1] if letter not in explained_letters)
     for child in ast.iter_child_nodes(node):
         yield from unexplained_shapes(child, explained_letters)
 

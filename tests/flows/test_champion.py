@@ -47,14 +47,14 @@ def test_the_forms_are_short_and_have_titles_descriptions_and_bounds(flow: Any, 
 def test_an_invalid_form_has_the_message_of_the_command_line_and_changes_nothing(
     config_path: Path, parameters: dict[str, Any], message: str
 ) -> None:
-    for flow, version in ((promote, {"version": 1}), (rollback, {})):
+    for flow, version_parameter in ((promote, {"version": 1}), (rollback, {})):
         with pytest.raises(InputError) as form_error:
-            flow.fn(str(config_path), **parameters, **version)
+            flow.fn(str(config_path), **parameters, **version_parameter)
         assert message in str(form_error.value)
-        options = [f"--{name}={value}" for name, value in version.items()]
+        options = [f"--{name}={value}" for name, value in version_parameter.items()]
         options += [f"--set={override}" for override in parameters.get("overrides", ())]
-        result = CliRunner().invoke(app, [flow.name, str(config_path), f"--reason={parameters['reason']}", *options])
-        assert str(result.exception) == str(form_error.value)
+        command_result = CliRunner().invoke(app, [flow.name, str(config_path), f"--reason={parameters['reason']}", *options])
+        assert str(command_result.exception) == str(form_error.value)
     assert not list(config_path.parent.glob("workspace/runs")) and not list(config_path.parent.glob("workspace/mlflow.db"))
 
 

@@ -1,4 +1,4 @@
-"""The delivery of recommendations after a run: when they are written, and what happens if this fails."""
+"""The recommendations after a run: when they are written, and a delivery that fails."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from tasks.delivery.recommendations import SUMMARY_FILE_NAME, BatchSummary
 
 
 def config_with_recommendations_in(folder: Path | None) -> PipelineConfig:
-    """Return the starter config with this folder for recommendations. With None, none are written."""
+    """Return the starter config with this folder for recommendations, or without recommendations if `folder` is None."""
     config = starter_config()
     recommendations = config.delivery.recommendations.model_copy(update={"folder": folder})
     return config.model_copy(update={"delivery": config.delivery.model_copy(update={"recommendations": recommendations})})
@@ -33,7 +33,7 @@ def config_with_recommendations_in(folder: Path | None) -> PipelineConfig:
     ],
     ids=["no champion", "same version", "new champion", "rolled back", "first champion", "changed k"],
 )
-def test_recommendations_are_written_unless_the_champion_has_recommendations(
+def test_recommendations_are_written_unless_the_folder_has_the_recommendations_of_the_champion(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     champion_version: str | None,
@@ -42,16 +42,24 @@ def test_recommendations_are_written_unless_the_champion_has_recommendations(
     is_written: bool,
 ) -> None:
     settings = {"k": delivered_k, "user_paths": [], "exclude_seen": True, "model_name": "nightjar"}
-    summary = BatchSummary("", "", delivered_k, 0, [], {"popularity": 0}, settings, num_bytes_by_file={})
+    summary = BatchSummary(
+        version=delivered_version or "",
+        space_id="",
+        k=delivered_k,
+        num_rows=0,
+        columns=[],
+        num_rows_by_fallback={"popularity": 0},
+        settings=settings,
+        num_bytes_by_file={},
+    )
     if delivered_version is not None:
-        content = json.dumps(summary._replace(version=delivered_version)._asdict())
-        (tmp_path / SUMMARY_FILE_NAME).write_text(content)
-    folders = []
+        (tmp_path / SUMMARY_FILE_NAME).write_text(json.dumps(summary._asdict()))
+    written_folders = []
     monkeypatch.setattr(delivery, "version_number_with_alias", lambda workspace, model_name: champion_version)
-    monkeypatch.setattr(delivery, "recommend_many", lambda config, folder: folders.append(folder) or summary)
-    assert delivery.deliver(config_with_recommendations_in(None)) == [] and folders == []
+    monkeypatch.setattr(delivery, "recommend_many", lambda config, folder: written_folders.append(folder) or summary)
+    assert delivery.deliver(config_with_recommendations_in(None)) == [] and written_folders == []
     assert delivery.deliver(config_with_recommendations_in(tmp_path)) == []
-    assert folders == [tmp_path] * is_written
+    assert written_folders == ([tmp_path] if is_written else [])
 
 
 def test_a_failed_delivery_is_logged_and_returned_but_not_raised(

@@ -15,18 +15,18 @@ from tests.drills.test_kill_and_resume import write_config
 @pytest.mark.drill
 def test_after_sigterm_the_last_line_of_a_run_is_the_resume_command(tmp_path: Path) -> None:
     config_path = write_config(tmp_path)
-    runs = tmp_path / "workspace" / "runs"
+    runs_folder = tmp_path / "workspace" / "runs"
     process, _ = interrupt_run(
         config_path,
         "--until",
         "plan_sharding",
-        has_begun=lambda: any(runs.glob("*/ingest_embeddings/manifest.json")),
+        has_begun=lambda: any(runs_folder.glob("*/ingest_embeddings/manifest.json")),
         stop_signal=signal.SIGTERM,
     )
-    (run,) = runs.iterdir()
+    (run_folder,) = runs_folder.iterdir()
     assert process.returncode == 143, process.stderr
     assert process.stdout == ""
-    resume_line = f"interrupted by SIGTERM; resume with: nightjar run {config_path} --resume {run.name}"
+    resume_line = f"interrupted by SIGTERM; resume with: nightjar run {config_path} --resume {run_folder.name}"
     assert process.stderr.splitlines()[-1] == resume_line
     assert "Traceback" not in process.stderr and "prefect" not in process.stderr.replace(resume_line, "").lower(), (
         process.stderr
@@ -113,11 +113,14 @@ except Interrupted as error:
 """
 
 
-@pytest.mark.parametrize("handler", ["own", "like Prefect"])
+@pytest.mark.parametrize("signal_handler", ["of nightjar", "like Prefect"])
 @pytest.mark.parametrize("seconds_to_next_stage", ["60", "0.1"])
-def test_a_signal_in_a_finalizer_ends_the_process_with_one_line(handler: str, seconds_to_next_stage: str) -> None:
+def test_a_signal_in_a_finalizer_ends_the_process_with_one_line(signal_handler: str, seconds_to_next_stage: str) -> None:
     process = subprocess.run(
-        [sys.executable, "-c", FINALIZER_SCRIPT, seconds_to_next_stage, handler], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", FINALIZER_SCRIPT, seconds_to_next_stage, signal_handler],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (process.returncode, process.stdout) == (143, "")
     assert process.stderr == "interrupted by SIGTERM; resume with: it\n"

@@ -36,6 +36,7 @@ from tests.recsys_core.launching.listening_sockets import Listening, collect_lis
 
 ROOT = Path(nightly.__file__).parents[1]
 REFIT_OVERRIDE = "training.refit=true"
+EXPERIMENT_ID = "1"  # the first experiment after the default experiment 0
 RUN_STAGES = {*STAGES} - {"embed_log"}  # item vectors come from files, not from the log
 CONFIG = """
 name: small-catalogue
@@ -57,9 +58,9 @@ class Workspace:
     def __init__(self, folder: Path) -> None:
         self.folder, self.config_path = folder, folder / "nightly.yaml"
         generate(folder / "data", num_users=300, num_items=200, num_events=8_000, num_days=10, dim=16, num_cold_items=10)
-        item = pq.read_table(folder / "data" / "item_embeddings.parquet").column("item_id")
-        brand = pc.binary_join_element_wise("brand", pc.cast(pc.bit_wise_and(item, 7), pa.string()), "-")
-        pq.write_table(pa.table({"item_id": item, "brand": brand}), folder / "data" / "item_features.parquet")
+        item_ids = pq.read_table(folder / "data" / "item_embeddings.parquet").column("item_id")
+        brands = pc.binary_join_element_wise("brand", pc.cast(pc.bit_wise_and(item_ids, 7), pa.string()), "-")
+        pq.write_table(pa.table({"item_id": item_ids, "brand": brands}), folder / "data" / "item_features.parquet")
         self.config_path.write_text(CONFIG)
 
     def start(self, command: str, *arguments: str) -> "subprocess.Popen[str]":
@@ -124,50 +125,51 @@ def test_a_run_ends_with_a_registered_champion(workspace: Workspace, undisturbed
     )
     assert undisturbed_result["metrics"]["served/recall@20"] == pytest.approx(
         undisturbed_result["metrics"]["test/recall@20"], abs=0.05
-    )
+    )  # the index is approximate
 
 
 def test_mlflow_has_the_loss_of_each_step_that_the_trainer_wrote(workspace: Workspace, undisturbed_result: Any) -> None:
     client = connect(workspace.folder)
-    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{undisturbed_result['run_id']}'")
-    lines = (Path(undisturbed_result["run_dir"]) / "train" / "metrics.jsonl").read_text().splitlines()
+    (run,) = client.search_runs([EXPERIMENT_ID], f"tags.`nightjar.run_id` = '{undisturbed_result['run_id']}'")
+    metrics_path = Path(undisturbed_result["run_dir"]) / "train" / "metrics.jsonl"
+    steps = [json.loads(line) for line in metrics_path.read_text().splitlines()]
     loss_by_step = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
-    assert loss_by_step == {line["step"]: line["loss"] for line in map(json.loads, lines)}
+    assert loss_by_step == {step["step"]: step["loss"] for step in steps}
 
 
 def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: Workspace, undisturbed_result: Any) -> None:
     (database_path,) = workspace.folder.rglob("prefect.db")
     with closing(sqlite3.connect(database_path)) as database:
-        ((name, tags, state),) = database.execute("select name, tags, state_name from flow_run").fetchall()
-        key = "small-catalogue-training-progress"
-        ((percent,),) = database.execute("select data from artifact where key = ?", [key]).fetchall()
-        artifacts = {key for (key,) in database.execute("select key from artifact")}
+        ((run_name, tags, state_name),) = database.execute("select name, tags, state_name from flow_run").fetchall()
+        progress_query = "select data from artifact where key = 'small-catalogue-training-progress'"
+        ((percent,),) = database.execute(progress_query).fetchall()
+        artifact_keys = {key for (key,) in database.execute("select key from artifact")}
         payloads = database.execute("select payload from events where event = 'nightjar.champion.changed'").fetchall()
-        messages = {message for (message,) in database.execute("select message from log")}
-    assert (name, state) == (f"small-catalogue {undisturbed_result['run_id']}: first run", "Promoted")
+        log_messages = {message for (message,) in database.execute("select message from log")}
+    assert (run_name, state_name) == (f"small-catalogue {undisturbed_result['run_id']}: first run", "Promoted")
     assert json.loads(tags) == ["pipeline:small-catalogue", "reason:first run"]
     assert percent == 100
-    pages = ("data-report", "mlflow-run", "sharding-plan", "training-loss", "metrics", "index", "indexes", "verdict")
-    assert artifacts == {f"small-catalogue-{page}" for page in (*pages, "training-progress")}
-    changes = [json.loads(payload) for (payload,) in payloads]
-    assert [(change["old_version"], change["new_version"]) for change in changes] == [(None, "1"), ("1", "2")]
-    assert {change["run_id"] for change in changes} == {undisturbed_result["run_id"]}
-    assert any(message.startswith("rank 0: ") for message in messages)
+    page_names = ("data-report", "mlflow-run", "sharding-plan", "training-loss", "metrics", "index", "indexes", "verdict")
+    assert artifact_keys == {f"small-catalogue-{page_name}" for page_name in (*page_names, "training-progress")}
+    champion_changes = [json.loads(payload) for (payload,) in payloads]
+    assert [(change["old_version"], change["new_version"]) for change in champion_changes] == [(None, "1"), ("1", "2")]
+    assert {change["run_id"] for change in champion_changes} == {undisturbed_result["run_id"]}
+    assert any(message.startswith("rank 0: ") for message in log_messages)
 
 
 def test_mlflow_has_the_duration_of_each_stage(workspace: Workspace, undisturbed_result: Any) -> None:
     client = connect(workspace.folder)
-    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{undisturbed_result['run_id']}'")
+    (run,) = client.search_runs([EXPERIMENT_ID], f"tags.`nightjar.run_id` = '{undisturbed_result['run_id']}'")
     assert {f"stage/{stage}/seconds" for stage in RUN_STAGES} <= run.data.metrics.keys()
     assert run.data.tags["nightjar.state"] == "Promoted"
-    assert {entry.dataset.name for entry in run.inputs.dataset_inputs} == {"embeddings", "interactions"}
+    assert {dataset_input.dataset.name for dataset_input in run.inputs.dataset_inputs} == {"embeddings", "interactions"}
 
 
 def test_the_command_the_python_model_and_the_server_return_the_same_unseen_items(
     workspace: Workspace, undisturbed_result: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = pd.concat(pq.read_table(path).to_pandas() for path in sorted(workspace.folder.glob("data/interactions/*")))
-    user_id = log["user_id"].iloc[0]
+    events = pd.concat(pq.read_table(path).to_pandas() for path in sorted(workspace.folder.glob("data/interactions/*")))
+    user_id = events["user_id"].iloc[0]
     query_result = workspace.nightjar("query", "--user", user_id, "-k", "7")
     assert (query_result["model"], query_result["version"], query_result["known_user"]) == ("small", "2", True)
     query(load_config(workspace.config_path), user="stranger", history=None, item=None, k=10, model_uri=None, as_json=True)
@@ -177,7 +179,7 @@ def test_the_command_the_python_model_and_the_server_return_the_same_unseen_item
     item_ids = [item["item_id"] for item in query_result["items"]]
     assert len(set(item_ids)) == 7
     assert set(item_ids) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
-    assert not set(item_ids) & set(log.loc[log["user_id"] == user_id, "item_id"])
+    assert not set(item_ids) & set(events.loc[events["user_id"] == user_id, "item_id"])
     recommendations = pq.read_table(workspace.folder / "recommendations").to_pylist()
     assert {row["user_id"]: row["item_ids"] for row in recommendations}[user_id] == item_ids
 
@@ -199,8 +201,11 @@ def test_a_promoted_run_with_refit_gets_a_second_version_trained_on_all_events(
     client = connect(workspace.folder)
     tags = client.get_model_version_by_alias("small", "champion").tags
     assert (tags["nightjar.refit_of"], tags["nightjar.smoke"], tags["nightjar.run_id"]) == ("1", "passed", run.run_id)
-    card = client.get_model_version("small", "2").description
-    assert "Metrics of version 1, on the test events" in card and "Validation and test events were not trained on" not in card
+    model_card = client.get_model_version("small", "2").description
+    assert (
+        "Metrics of version 1, on the test events" in model_card
+        and "Validation and test events were not trained on" not in model_card
+    )
     delivery_summary = json.loads((workspace.folder / "recommendations" / "_recommendations.json").read_text())
     assert delivery_summary["version"] == "2" and not (run.folder / "refit").exists()
 
@@ -238,9 +243,9 @@ def test_a_run_that_is_killed_and_resumed_has_the_metrics_of_an_undisturbed_run(
     }
     assert {name: resumed_result["metrics"][name] for name in expected_metrics} == expected_metrics
     client = connect(workspace.folder)
-    newest_version = max(int(version.version) for version in client.search_model_versions("name = 'small'"))
-    assert resumed_result["model"] == {"name": "small", "version": str(newest_version), "alias": "champion"}
-    (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{killed_run_folder.name}'")
+    newest_version_number = max(int(version.version) for version in client.search_model_versions("name = 'small'"))
+    assert resumed_result["model"] == {"name": "small", "version": str(newest_version_number), "alias": "champion"}
+    (run,) = client.search_runs([EXPERIMENT_ID], f"tags.`nightjar.run_id` = '{killed_run_folder.name}'")
     steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")]
     assert len(steps) == len(set(steps)) == len((killed_run_folder / "train" / "metrics.jsonl").read_text().splitlines())
 

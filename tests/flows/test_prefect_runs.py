@@ -40,17 +40,17 @@ def test_a_run_id_has_the_scheduled_time_and_a_retry_keeps_the_id(
     assert run_id_of_flow_run(workspace) == "20261120-030000-abcd1234"
 
 
-@pytest.mark.parametrize("newest_id", ["20990101-000000-ffff", "20261120-030000-0000"])
-def test_a_run_id_sorts_after_an_id_from_the_future_and_a_retry_keeps_the_id(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, newest_id: str
+@pytest.mark.parametrize("newest_run_id", ["20990101-000000-ffff", "20261120-030000-0000"], ids=["future", "same time"])
+def test_a_run_id_sorts_after_the_newest_id_and_a_retry_keeps_the_id(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, newest_run_id: str
 ) -> None:
-    create_run_folder(workspace, newest_id)
+    create_run_folder(workspace, newest_run_id)
     set_current_flow_run(monkeypatch, "abcd1234-0000")
     run_id = create_run_folder(workspace, run_id_of_flow_run(workspace))
-    assert run_id == f"{newest_id[:14]}1-abcd1234"
+    assert run_id == f"{newest_run_id[:14]}1-abcd1234"
     set_current_flow_run(monkeypatch, "eeee5678-0000")
-    later_id = create_run_folder(workspace, run_id_of_flow_run(workspace))
-    assert later_id == f"{newest_id[:14]}2-eeee5678"
+    later_run_id = create_run_folder(workspace, run_id_of_flow_run(workspace))
+    assert later_run_id == f"{newest_run_id[:14]}2-eeee5678"
     set_current_flow_run(monkeypatch, "abcd1234-0000")
     assert run_id_of_flow_run(workspace) == run_id
-    assert [run.run_id for run in workspace.runs()] == [newest_id, run_id, later_id]
+    assert [run.run_id for run in workspace.runs()] == [newest_run_id, run_id, later_run_id]

@@ -40,7 +40,7 @@ def registration(
 
 
 def alias_rows(config_path: Path) -> list[dict[str, Any]]:
-    """Return the table of aliases in the vector store."""
+    """Return the rows of the alias table in the vector store."""
     import lancedb  # a second of imports
 
     return lancedb.connect(config_path.parent / "vectors").open_table("nightjar_aliases").search().to_list()
@@ -56,9 +56,9 @@ def config_path(workspace: Path) -> Path:  # noqa: F811
 def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(
     config_path: Path, registration: RegistrationManifest
 ) -> None:
-    result = CliRunner().invoke(app, ["push", str(config_path)])
-    assert result.exception is None
-    assert "alias m names m_v1_" in result.output and f"{NUM_ITEMS} items loaded, overlap 100.0 %" in result.output
+    first_result = CliRunner().invoke(app, ["push", str(config_path)])
+    assert first_result.exception is None
+    assert "alias m names m_v1_" in first_result.output and f"{NUM_ITEMS} items loaded, overlap 100.0 %" in first_result.output
     (row,) = alias_rows(config_path)
     assert row["alias"] == "m" and row["collection"].startswith("m_v1_")
     second_result = CliRunner().invoke(app, ["push", str(config_path), "--version", "1"])

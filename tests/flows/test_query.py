@@ -35,7 +35,7 @@ def config_path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("trouble", SERVER_BY_TROUBLE)
-def test_a_command_prints_one_line_and_returns_exit_code_1(
+def test_if_mlflow_does_not_work_a_command_prints_one_line_and_returns_exit_code_1(
     config_path: Path, command: list[str], trouble: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 0.5)

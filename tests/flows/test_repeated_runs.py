@@ -70,7 +70,7 @@ def config_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def executed_configs(monkeypatch: pytest.MonkeyPatch) -> list[PipelineConfig]:
-    """Replace the nightly run by a function that only writes a record; return the configs with which it is called."""
+    """The configs of the nightly runs that a test executes. Each of these runs only writes a record."""
     configs: list[PipelineConfig] = []
     interactions = Mock(last_time="2026-11-20T10:00:00+00:00")
     monkeypatch.setattr(repeated_runs, "ingest", lambda context, config: Dataset(interactions, None, None, None))
@@ -92,9 +92,10 @@ def executed_configs(monkeypatch: pytest.MonkeyPatch) -> list[PipelineConfig]:
 def test_a_repeated_run_has_a_valid_config_that_delivers_nothing(
     config_path: Path, executed_configs: list[PipelineConfig], tmp_path: Path
 ) -> None:
-    noise = measure_gate_noise.fn(load_config(config_path), 2)
+    noise = measure_gate_noise.fn(load_config(config_path), num_seeds=2)
 
-    assert noise.mean == 0.1 and [config.training.seed for config in executed_configs] == [7, 8]
+    assert noise.mean == 0.1  # 10 epochs, the default, divided by 100 in `write_record`
+    assert [config.training.seed for config in executed_configs] == [7, 8]
     for config in executed_configs:
         assert config.delivery == DeliveryConfig() and config.workspace.parent == tmp_path / "workspace" / "gate-noise"
         dump_config(config, tmp_path / "repeated.yaml")
@@ -116,19 +117,19 @@ def test_a_backtest_with_other_settings_or_days_has_a_workspace_and_a_model_of_i
 def test_a_backtest_continues_in_its_workspace_if_a_change_does_not_affect_its_runs(
     config_path: Path, executed_configs: list[PipelineConfig]
 ) -> None:
-    result = backtest.fn(load_config(config_path), 2)
+    first_result = backtest.fn(load_config(config_path), 2)
     continued_result = backtest.fn(load_config(config_path, ["schedule.cron=0 2 * * *", "training.max_attempts=7"]), 2)
-    assert result.folder == continued_result.folder
-    assert [run.run_id for run in result.runs] == [run.run_id for run in continued_result.runs]
-    assert [run.until.day for run in result.runs] == [19, 20]
-    assert (result.folder / "backtest.json").is_file() and (result.folder / "backtest.png").is_file()
+    assert first_result.folder == continued_result.folder
+    assert [run.run_id for run in first_result.runs] == [run.run_id for run in continued_result.runs]
+    assert [run.until.day for run in first_result.runs] == [19, 20]
+    assert (first_result.folder / "backtest.json").is_file() and (first_result.folder / "backtest.png").is_file()
 
 
 def test_a_run_without_its_large_files_is_not_executed_again(config_path: Path, executed_configs: list[PipelineConfig]) -> None:
-    result = backtest.fn(load_config(config_path), 2)
-    (result.folder / "runs" / result.runs[0].run_id / REDUCED_FILE_NAME).touch()
+    first_result = backtest.fn(load_config(config_path), 2)
+    (first_result.folder / "runs" / first_result.runs[0].run_id / REDUCED_FILE_NAME).touch()
     executed_configs.clear()
-    assert backtest.fn(load_config(config_path), 2).runs == result.runs
+    assert backtest.fn(load_config(config_path), 2).runs == first_result.runs
     assert len(executed_configs) == 1
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from flows import tuning
+from flows import tuning as tuning_flow
 from flows.settings.config_file import load_config
 from flows.tuning import StudyResult, tune_settings
 from recsys_core.ingest.synthetic import generate
@@ -29,7 +29,7 @@ def study(tmp_path_factory: pytest.TempPathFactory, new_database: Path) -> Study
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "launch_job", launch_in_forks)
         patch.setattr(export, "launch_job", launch_in_forks)
-        patch.setattr(tuning, "run_trial", tuning.run_trial.fn)  # without a Prefect server
+        patch.setattr(tuning_flow, "run_trial", tuning_flow.run_trial.fn)  # without a Prefect server
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.setenv("OMP_NUM_THREADS", "1")
         return tune_settings.fn(load_config(folder / "nightly.yaml"))
@@ -38,9 +38,9 @@ def study(tmp_path_factory: pytest.TempPathFactory, new_database: Path) -> Study
 def test_the_first_trials_have_the_configured_and_the_suggested_settings(study: StudyResult) -> None:
     configured_trial, suggested_trial = sorted(study.trials, key=lambda trial: trial.number)
     assert configured_trial.settings.keys() == suggested_trial.settings.keys()
-    names = ("model.temperature", "model.history.pooling")
-    assert [configured_trial.settings[name] for name in names] == [1.0, "mean"]
-    assert [suggested_trial.settings[name] for name in names] == [
+    setting_names = ("model.temperature", "model.history.pooling")
+    assert [configured_trial.settings[name] for name in setting_names] == [1.0, "mean"]
+    assert [suggested_trial.settings[name] for name in setting_names] == [
         0.2,
         "recency",
     ]  # the suggested settings for a dense log
@@ -48,12 +48,12 @@ def test_the_first_trials_have_the_configured_and_the_suggested_settings(study: 
 
 
 def test_the_best_settings_and_the_ranges_of_the_study_are_written(study: StudyResult) -> None:
-    best = study.best_trial
-    assert best is not None and best.value == max(trial.value or 0 for trial in study.trials)
+    best_trial = study.best_trial
+    assert best_trial is not None and best_trial.value == max(trial.value or 0 for trial in study.trials)
     yaml = YAML(typ="safe", pure=True)
-    assert yaml.load(study.best_file)["model"]["temperature"] == best.settings["model.temperature"]
-    ranges = load_config(study.folder / "config.yaml").tuning
-    assert ranges is not None and ranges.ranges.keys() == best.settings.keys()
+    assert yaml.load(study.best_file)["model"]["temperature"] == best_trial.settings["model.temperature"]
+    tuning = load_config(study.folder / "config.yaml").tuning
+    assert tuning is not None and tuning.ranges.keys() == best_trial.settings.keys()
 
 
 def test_a_study_that_was_killed_after_its_last_trial_gets_its_reports_and_mlflow_runs_and_keeps_no_model(
@@ -67,12 +67,12 @@ def test_a_study_that_was_killed_after_its_last_trial_gets_its_reports_and_mlflo
     (experiment,) = client.search_experiments(filter_string="name != 'Default'")
     (last_run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'trial-1'")
     client.delete_run(last_run.info.run_id)
-    model_path = study.folder / "trial-0" / "train" / "checkpoint"
-    model_path.parent.mkdir()
-    model_path.touch()
+    checkpoint_path = study.folder / "trial-0" / "train" / "checkpoint"
+    checkpoint_path.parent.mkdir()
+    checkpoint_path.touch()
     resumed_study = tune_settings.fn(load_config(study.folder.parents[1] / "nightly.yaml"))
     assert resumed_study.trials == study.trials
     assert study.best_file.read_text() == best_yaml
-    assert study.history_file.exists() and not model_path.exists()
+    assert study.history_file.exists() and not checkpoint_path.exists()
     logged_runs = client.search_runs([experiment.experiment_id], "attributes.run_name LIKE 'trial-%'", order_by=["run_name"])
     assert [(run.info.run_name, run.info.status) for run in logged_runs] == [("trial-0", "FINISHED"), ("trial-1", "FINISHED")]

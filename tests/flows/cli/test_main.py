@@ -20,10 +20,14 @@ from recsys_core.errors import InputError
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    log = {"user_id": random.integers(0, 9, 100), "item_id": random.integers(0, 20, 100), "timestamp": np.arange(100) * 3600}
-    pq.write_table(pa.table(log), tmp_path / "log.parquet")
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(random.normal(size=160).astype(np.float32)), 8)
+    random_generator = np.random.default_rng(0)
+    log_columns = {
+        "user_id": random_generator.integers(0, 9, 100),
+        "item_id": random_generator.integers(0, 20, 100),
+        "timestamp": np.arange(100) * 3600,
+    }
+    pq.write_table(pa.table(log_columns), tmp_path / "log.parquet")
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(random_generator.normal(size=160).astype(np.float32)), 8)
     pq.write_table(pa.table({"item_id": np.arange(20), "embedding": vectors}), tmp_path / "vectors.parquet")
     path = tmp_path / "nightly.yaml"
     path.write_text(
@@ -38,9 +42,9 @@ def nightjar(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run `nightjar ARGUMENTS` and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["nightjar", *map(str, arguments)])
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)  # this process belongs to pytest
-    with pytest.raises(SystemExit) as error_info:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main()
-    return int(error_info.value.code or 0)
+    return int(exit_info.value.code or 0)
 
 
 def test_the_help_lists_every_command_and_each_command_has_an_example() -> None:
@@ -98,8 +102,8 @@ def test_init_marks_the_columns_that_it_cannot_guess_and_takes_them_as_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_path, config_path = tmp_path / "log.parquet", tmp_path / "a.yaml"
-    numbers = np.arange(1_000)
-    pq.write_table(pa.table({"a": numbers % 90, "b": numbers % 70, "ts": 1_700_000_000 + numbers}), log_path)
+    event_numbers = np.arange(1_000)
+    pq.write_table(pa.table({"a": event_numbers % 90, "b": event_numbers % 70, "ts": 1_700_000_000 + event_numbers}), log_path)
     assert nightjar("init", config_path, "--log", log_path, monkeypatch=monkeypatch) == 0
     next_step = "fill in interactions.user_column and interactions.item_column, then: nightjar validate"
     assert f"wrote {config_path}; {next_step} {config_path}" in capsys.readouterr().out
@@ -211,18 +215,18 @@ def test_a_corrupt_parquet_footer_ends_a_command_with_exit_code_2_and_one_line(
     config_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)
-    log = config_path.parent / "log.parquet"
-    log.write_bytes(log.read_bytes()[:-100] + b"PAR1")
+    log_path = config_path.parent / "log.parquet"
+    log_path.write_bytes(log_path.read_bytes()[:-100] + b"PAR1")
     assert nightjar(command, config_path, monkeypatch=monkeypatch) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"error: {log}: not a readable parquet file (") and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"error: {log_path}: not a readable parquet file (") and printed.err.count("\n") == 1
 
 
 def test_a_bad_row_ends_a_run_with_exit_code_2_and_one_message(config_path: Path) -> None:
-    log = {"user_id": ["a", "b\x1b[31m\u202e"] * 50, "item_id": np.arange(100) % 20, "timestamp": np.arange(100) * 3600}
-    log["timestamp"][1] = -7
-    pq.write_table(pa.table(log), config_path.parent / "log.parquet")
+    log_columns = {"user_id": ["a", "b\x1b[31m\u202e"] * 50, "item_id": np.arange(100) % 20, "timestamp": np.arange(100) * 3600}
+    log_columns["timestamp"][1] = -7
+    pq.write_table(pa.table(log_columns), config_path.parent / "log.parquet")
     process = subprocess.run(
         [sys.executable, "-m", "flows.cli", "run", str(config_path)],
         capture_output=True,
@@ -235,17 +239,17 @@ def test_a_bad_row_ends_a_run_with_exit_code_2_and_one_message(config_path: Path
     assert message in process.stderr
     assert "Traceback" not in process.stderr and "Traceback" not in process.stdout
     assert "nanobind" not in process.stderr
-    (run,) = (config_path.parent / "workspace" / "runs").iterdir()
-    assert not list(run.glob("ingest_interactions*")) and not list(run.glob("**/*.tmp"))
+    (run_folder,) = (config_path.parent / "workspace" / "runs").iterdir()
+    assert not list(run_folder.glob("ingest_interactions*")) and not list(run_folder.glob("**/*.tmp"))
 
 
 def test_in_an_ascii_locale_other_characters_are_escaped(tmp_path: Path) -> None:
-    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(cli.__file__).parents[2]), "HOME": str(tmp_path)}
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(cli.__file__).parents[2]), "HOME": str(tmp_path)}
     process = subprocess.run(
         [sys.executable, "-m", "flows.cli", "validate", "größe.yaml"],
         capture_output=True,
         cwd=tmp_path,
-        env=variables | {"PYTHONIOENCODING": "ascii"},
+        env=environment | {"PYTHONIOENCODING": "ascii"},
         encoding="utf-8",
         check=False,
     )

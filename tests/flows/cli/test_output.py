@@ -62,15 +62,20 @@ def test_the_progress_bar_shows_the_stage_and_its_progress(monkeypatch: pytest.M
     assert "evaluate" in text and "3,000 of 30,000 queries" in text
 
 
-def test_the_metrics_fit_and_the_best_of_each_column_is_marked(console: Console) -> None:
-    names = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
-    metrics = {f"{prefix}/{name}": 0.1234 for prefix in ("test", "baseline/popularity", "baseline/zero_shot") for name in names}
+def test_the_table_of_metrics_fits_and_has_rows_for_cold_items_and_served_versions(console: Console) -> None:
+    metric_names = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
+    metrics = {
+        f"{prefix}/{name}": 0.1234 for prefix in ("test", "baseline/popularity", "baseline/zero_shot") for name in metric_names
+    }
     metrics |= {f"{prefix}/cold/recall@20": 0.5 for prefix in ("test", "baseline/zero_shot")}
     table = metric_table(metrics | {"test/cold/items": 312, "test/cold/users": 45})
-    served = {f"{version}/{name}": 0.1 for version in ("served", "former_champion") for name in ("recall@20", "ndcg@20")}
-    print_metrics(table, served_metrics=served)
+    served_metrics = {
+        f"{version}/{name}": 0.1 for version in ("served", "former_champion") for name in ("recall@20", "ndcg@20")
+    }
+    print_metrics(table, served_metrics=served_metrics)
     lines = printed_lines(console)
-    assert len(lines) == 1 + 3 + 2 + 2 + 1 and all(len(line) <= WIDTH for line in lines)
+    assert len(lines) == 1 + 3 + 2 + 2 + 1  # titles, rankers, rankers on cold items, served versions, note
+    assert all(len(line) <= WIDTH for line in lines)
     assert lines[-1].strip() == "cold: 312 items without an earlier event, for 45 users"
 
 
@@ -81,7 +86,7 @@ HISTORY_ROW = ["20261026-021500-001a", "not promoted", "12", "0.1234", "0.1250",
 def test_a_narrow_terminal_cuts_no_id_and_no_number(console: Console) -> None:
     output.print_table(HISTORY_TITLES, [HISTORY_ROW])
     words = " ".join(printed_lines(console)).split()
-    assert all(cell in " ".join(words) for cell in HISTORY_ROW[:-1]) and words.count("reason") == 21
+    assert all(cell in " ".join(words) for cell in HISTORY_ROW[:-1]) and words.count("reason") == 20 + 1  # and the title
     assert not any("…" in word for word in words)
 
 
@@ -117,7 +122,7 @@ def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row
     assert len(printed_text.splitlines()) == 4 and r"a\x1b]0;title\x07\x1b[31m\nb\u202e" in printed_text
 
 
-def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
+def test_control_characters_of_warnings_and_labelled_texts_are_escaped_except_newlines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile_text = "a\x1b]0;title\x07\nb\u202e"
@@ -140,10 +145,12 @@ def test_control_characters_of_a_printed_line_are_escaped(console: Console) -> N
 @pytest.mark.parametrize("closed_streams", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_the_null_device_and_no_file_gets_their_descriptor(tmp_path: Path, closed_streams: str) -> None:
     result_path = tmp_path / "result.txt"
-    code = (
+    python_code = (
         "import sys; from flows.cli import output; output.print_line('text'); opened = open(sys.argv[1], 'w'); print('opened')"
     )
-    code += "; print(opened.fileno(), sys.stdin.read(), file=opened)"
-    script = f'exec "$0" -c "$1" "$2" {closed_streams}'
-    subprocess.run(["bash", "-c", script, sys.executable, code, str(result_path)], check=True, input=b"", timeout=60)
+    python_code += "; print(opened.fileno(), sys.stdin.read(), file=opened)"
+    shell_script = f'exec "$0" -c "$1" "$2" {closed_streams}'
+    subprocess.run(
+        ["bash", "-c", shell_script, sys.executable, python_code, str(result_path)], check=True, input=b"", timeout=60
+    )
     assert int(result_path.read_text()) >= 3

@@ -15,25 +15,25 @@ from tests.tasks.retention.run_folders_by_hand import build_template
 
 
 def test_checks_run_at_the_same_time_and_a_check_without_result_is_a_problem() -> None:
-    both_checks_run, test_has_ended = threading.Barrier(2), threading.Event()
+    both_checks_barrier, end_of_test = threading.Barrier(2), threading.Event()
 
     def succeed() -> Finding:
-        both_checks_run.wait(5)
+        both_checks_barrier.wait(5)
         return ok("fine")
 
     def fail() -> Finding:
-        both_checks_run.wait(5)
+        both_checks_barrier.wait(5)
         raise OSError("s3://ada:s3cret@bucket is gone")
 
     def wait() -> Finding:
-        test_has_ended.wait()
+        end_of_test.wait()
         return ok("too late")
 
-    findings = run_checks({"first": succeed, "second": fail, "third": wait}, timeout_s=0.5)
-    assert findings["first"] == ok("fine")
-    assert findings["second"] == ("problem", "OSError: s3://ada:***@bucket is gone")
-    assert findings["third"].status == "problem" and findings["third"].text.startswith("no result within 0.5 s")
-    test_has_ended.set()
+    findings = run_checks({"succeed": succeed, "fail": fail, "wait": wait}, timeout_s=0.5)
+    assert findings["succeed"] == ok("fine")
+    assert findings["fail"] == ("problem", "OSError: s3://ada:***@bucket is gone")
+    assert findings["wait"].status == "problem" and findings["wait"].text.startswith("no result within 0.5 s")
+    end_of_test.set()
 
 
 def test_little_shared_memory_is_a_problem_with_the_option_that_enlarges_it(small_disk: Path) -> None:
@@ -44,10 +44,10 @@ def test_little_shared_memory_is_a_problem_with_the_option_that_enlarges_it(smal
 
 def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None:
     assert check_disk(small_disk, budget_gib=None).text.endswith("no run yet")
-    for name, size in (("20261120-000000-aaaa", 2**10), ("20261121-000000-bbbb", 600 * 2**10)):
-        stage = small_disk / "runs" / name / "train"
-        stage.mkdir(parents=True)
-        (stage / "model").write_bytes(bytes(size))
+    for run_id, num_bytes in (("20261120-000000-aaaa", 2**10), ("20261121-000000-bbbb", 600 * 2**10)):
+        stage_folder = small_disk / "runs" / run_id / "train"
+        stage_folder.mkdir(parents=True)
+        (stage_folder / "model").write_bytes(bytes(num_bytes))
     finding = check_disk(small_disk, budget_gib=None)
     assert (
         finding.status == "problem" and "the next run needs about 0.0 GiB, like earlier runs; remove old runs" in finding.text
@@ -77,14 +77,14 @@ def test_the_disk_budget_is_compared_with_the_workspace_and_the_next_run(tmp_pat
 
 
 def test_the_engine_of_the_ingest_is_checked_only_if_the_config_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {"interactions": {"paths": "log.parquet", "timestamp_column": "t"}}
-    assert check_log_engine(PipelineConfig.model_validate(paths)) == (
+    settings = {"interactions": {"paths": "log.parquet", "timestamp_column": "t"}}
+    assert check_log_engine(PipelineConfig.model_validate(settings)) == (
         "not used",
         "the engine DuckDB is installed with nightjar",
     )
     monkeypatch.setattr(installation, "check_installation", lambda: "Spark 4.0.1, Java 17")
-    paths["interactions"]["engine"] = {"kind": "spark", "master": "spark://127.0.0.1:9"}  # type: ignore[assignment]
-    finding = check_log_engine(PipelineConfig.model_validate(paths))
+    settings["interactions"]["engine"] = {"kind": "spark", "master": "spark://127.0.0.1:9"}  # type: ignore[assignment]
+    finding = check_log_engine(PipelineConfig.model_validate(settings))
     assert finding.status == "problem" and "no Spark master answers at spark://127.0.0.1:9" in finding.text
-    paths["interactions"]["engine"] = {"kind": "spark"}  # type: ignore[assignment]
-    assert check_log_engine(PipelineConfig.model_validate(paths)) == ("ok", "Spark 4.0.1, Java 17, master local[*]")
+    settings["interactions"]["engine"] = {"kind": "spark"}  # type: ignore[assignment]
+    assert check_log_engine(PipelineConfig.model_validate(settings)) == ("ok", "Spark 4.0.1, Java 17, master local[*]")

@@ -1,4 +1,4 @@
-"""Checks of the servers: real Prefect and MLflow where their answer matters, small HTTP servers for wrong answers."""
+"""Checks of the Prefect and MLflow servers, with small HTTP servers and an MLflow database."""
 
 import sqlite3
 from pathlib import Path
@@ -51,16 +51,16 @@ def test_version_and_access_of_the_prefect_server_are_checked(
     assert finding.status == status and text in finding.text
 
 
-@pytest.mark.parametrize("last_character", ["", "/"])
+@pytest.mark.parametrize("url_ending", ["", "/"])
 def test_a_server_without_password_is_a_problem_unless_it_is_on_loopback(
-    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, last_character: str
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, url_ending: str
 ) -> None:
     monkeypatch.setattr("flows.doctor.servers.LOOPBACK_HOSTS", ())
     with answering_server((200, '"3.9.1"')) as address:
-        monkeypatch.setenv("PREFECT_API_URL", f"{address}/api{last_character}")
+        monkeypatch.setenv("PREFECT_API_URL", f"{address}/api{url_ending}")
         prefect_finding = check_prefect()
     with answering_server((200, "3.17.2")) as address:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{address}{last_character}")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{address}{url_ending}")
         mlflow_finding = check_mlflow(config)
     for finding in (prefect_finding, mlflow_finding):
         assert finding.status == "problem" and "has no password: whoever reaches it can run code on the workers" in finding.text
@@ -84,14 +84,14 @@ def test_an_mlflow_server_that_needs_a_password_is_a_problem(config: PipelineCon
 
 
 def test_the_database_of_mlflow_is_opened(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    database = tmp_path / "mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
-    with sqlite3.connect(database) as connection:
+    database_path = tmp_path / "mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database_path}")
+    with sqlite3.connect(database_path) as connection:
         connection.execute("CREATE TABLE other (id)")
     assert "no such table: alembic_version" in check_mlflow(config).text
-    with sqlite3.connect(database) as connection:
+    with sqlite3.connect(database_path) as connection:
         connection.execute("CREATE TABLE alembic_version AS SELECT 'a1b2' AS version_num")
-    assert check_mlflow(config) == Finding("ok", f"sqlite:///{database}, schema a1b2")
+    assert check_mlflow(config) == Finding("ok", f"sqlite:///{database_path}, schema a1b2")
 
 
 def test_a_malformed_database_uri_is_a_problem_without_its_password(

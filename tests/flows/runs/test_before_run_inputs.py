@@ -18,9 +18,9 @@ def test_a_context_column_with_another_type_in_a_second_file_is_found_before_the
         write_parquet(tmp_path / "a.parquet", **LOG, price=[1, 2]),
         write_parquet(tmp_path / "b.parquet", **LOG, price=[0.5, 2.0]),
     ]
-    context = [{"name": "price", "kind": "numeric", "buckets": 2}]
+    context_features = [{"name": "price", "kind": "numeric", "buckets": 2}]
     config = PipelineConfig.model_validate(
-        {"interactions": {"paths": paths, "timestamp_column": "t"}, "features": {"context": context}}
+        {"interactions": {"paths": paths, "timestamp_column": "t"}, "features": {"context": context_features}}
     )
     with raises_input_error(paths[1], "column 'price' is double, but int64 in "):
         check_inputs(config)
@@ -79,13 +79,15 @@ def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Pa
         check_inputs(PipelineConfig.model_validate(config))
 
 
-def check_config(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | None = None, **settings: Any) -> dict[str, str]:
-    """Write the columns of a log and of vectors, and return the summaries of check_inputs for these files."""
+def check_inputs_of(
+    folder: Path, log_columns: dict[str, Any], vector_columns: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, str]:
+    """Write a log and vectors with these columns, and return the summaries of check_inputs by input."""
     config: dict[str, Any] = {"model": {"embedding_dim": 8}, "workspace": folder / "workspace"} | settings
-    log_path = write_parquet(folder / "log.parquet", **log)
+    log_path = write_parquet(folder / "log.parquet", **log_columns)
     config["interactions"] = {"timestamp_column": "t"} | config.get("interactions", {}) | {"paths": log_path}
-    if vectors is not None:
-        vectors_path = write_parquet(folder / "vectors.parquet", row_group_size=2, **vectors)
+    if vector_columns is not None:
+        vectors_path = write_parquet(folder / "vectors.parquet", row_group_size=2, **vector_columns)
         config["embeddings"] = {"paths": vectors_path, "vector_column": "v"} | config.get("embeddings", {})
     return check_inputs(PipelineConfig.model_validate(config))
 
@@ -93,20 +95,20 @@ def check_config(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | No
 def test_the_width_of_vectors_in_lists_is_read_from_their_first_rows(tmp_path: Path) -> None:
     vectors_of_width_12 = {"item_id": [1, 2], "v": [[1.0] * 12, None]}
     with raises_input_error("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out"):
-        check_config(tmp_path, LOG, vectors_of_width_12, tables={"item": {"dim": 8}})
-    assert "12 numbers each" in check_config(tmp_path, LOG, vectors_of_width_12)["embeddings"]
-    assert "8 numbers each" in check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 8})["embeddings"]
+        check_inputs_of(tmp_path, LOG, vectors_of_width_12, tables={"item": {"dim": 8}})
+    assert "12 numbers each" in check_inputs_of(tmp_path, LOG, vectors_of_width_12)["embeddings"]
+    assert "8 numbers each" in check_inputs_of(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 8})["embeddings"]
     with raises_input_error("embeddings.pca_dim is 16, but the vectors of ", "have the width 12"):
-        check_config(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
+        check_inputs_of(tmp_path, LOG, vectors_of_width_12, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
 
 
 def test_vectors_of_items_that_are_not_in_the_log_are_found_before_the_run(tmp_path: Path) -> None:
-    log = LOG | {"item_id": ["a", "b"]}
+    log_columns = LOG | {"item_id": ["a", "b"]}
     vectors_of_width_8 = [[1.0] * 8] * 5
     with raises_input_error("none of the 5 item vectors belongs to one of the log's items", "such as 'a'", "such as 'item-1'"):
-        check_config(tmp_path, log, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": vectors_of_width_8})
+        check_inputs_of(tmp_path, log_columns, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": vectors_of_width_8})
     matching_vectors = {"item_id": ["x", "y", "z", "w", "b"], "v": vectors_of_width_8}  # b is not in the first row group
-    assert "5 vectors" in check_config(tmp_path, log, matching_vectors)["embeddings"]
+    assert "5 vectors" in check_inputs_of(tmp_path, log_columns, matching_vectors)["embeddings"]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,9 @@ def test_a_unit_that_puts_the_log_into_1970_or_far_ahead_is_found_before_the_run
     tmp_path: Path, times: Any, unit: str, message: str
 ) -> None:
     with raises_input_error("log.parquet: column 't': ", message):
-        check_config(tmp_path, LOG | {"t": times}, interactions={"timestamp_unit": unit})
+        check_inputs_of(tmp_path, LOG | {"t": times}, interactions={"timestamp_unit": unit})
 
 
 @pytest.mark.parametrize("times", [[0, 1], [5, 400_000], [1_700_000_000, 1], [None, 3], [-1, 2], pa.array([1, 2], pa.date32())])
 def test_times_that_are_plausible_in_their_unit_or_in_no_unit_are_accepted(tmp_path: Path, times: Any) -> None:
-    check_config(tmp_path, LOG | {"t": times})
+    check_inputs_of(tmp_path, LOG | {"t": times})

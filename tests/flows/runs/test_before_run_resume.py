@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,10 @@ from recsys_core.errors import InputError
 from tasks.runs.run import Run
 
 
-def config_of(folder: Path, *, name: str = "nightly", model_name: str = "nightjar", **update: Any) -> PipelineConfig:
+def config_of(folder: Path, *, name: str = "nightly", model_name: str = "nightjar") -> PipelineConfig:
     config = starter_config().with_absolute_paths(folder)
     registry = config.registry.model_copy(update={"model_name": model_name})
-    return config.model_copy(update={"name": name, "registry": registry, **update})
+    return config.model_copy(update={"name": name, "registry": registry})
 
 
 def run_of(config: PipelineConfig) -> Run:
@@ -32,7 +31,7 @@ def test_a_run_of_the_same_pipeline_may_be_resumed_with_other_settings(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("changed_name", "message"),
     [
         (
             {"name": "movies"},
@@ -41,24 +40,26 @@ def test_a_run_of_the_same_pipeline_may_be_resumed_with_other_settings(tmp_path:
         ({"model_name": "movies"}, "has registry.model_name 'movies', but this config has registry.model_name 'nightjar'; "),
     ],
 )
-def test_a_run_of_another_pipeline_is_not_resumed_and_not_changed(tmp_path: Path, other: dict[str, str], message: str) -> None:
+def test_a_run_of_another_pipeline_is_not_resumed_and_not_changed(
+    tmp_path: Path, changed_name: dict[str, str], message: str
+) -> None:
     run = run_of(config_of(tmp_path))
     with run.lock():
-        dump_config(config_of(tmp_path, **other), run.config_file)
-    content = run.config_file.read_bytes()
+        dump_config(config_of(tmp_path, **changed_name), run.config_file)
+    config_bytes = run.config_file.read_bytes()
     with pytest.raises(InputError, match=f"^cannot resume {run.run_id}: .*{re.escape(message)}"):
         nightly.nightly_retrain.fn(config_of(tmp_path), run_id=run.run_id)
-    assert run.config_file.read_bytes() == content
+    assert run.config_file.read_bytes() == config_bytes
     assert {path.name for path in run.folder.iterdir()} == {".lock", ".nightjar", "config.yaml"}
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "no such run in .*; the runs are none"), ("a: [", "its config cannot be read: ")]
+    ("config_text", "message"), [(None, "no such run in .*; the runs are none"), ("a: [", "its config cannot be read: ")]
 )
-def test_a_run_without_a_readable_config_is_not_resumed(tmp_path: Path, content: str | None, words: str) -> None:
+def test_a_run_without_a_readable_config_is_not_resumed(tmp_path: Path, config_text: str | None, message: str) -> None:
     config = config_of(tmp_path)
-    if content is not None:
+    if config_text is not None:
         run_of(config).folder.mkdir(parents=True)
-        run_of(config).config_file.write_text(content)
-    with pytest.raises(InputError, match=f"^cannot resume 20261121-070312-ab12: .*{words}"):
+        run_of(config).config_file.write_text(config_text)
+    with pytest.raises(InputError, match=f"^cannot resume 20261121-070312-ab12: .*{message}"):
         check_resume(config, run_of(config))

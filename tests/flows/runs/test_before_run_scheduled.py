@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-from collections.abc import Callable
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,8 +15,6 @@ from flows.settings.pipeline import PipelineConfig
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord, RunState, record_run
-
-AddRun = Callable[..., Run]
 
 
 @pytest.fixture
@@ -57,8 +54,8 @@ def test_the_newest_run_is_resumed_if_it_failed_or_was_interrupted(
     add_run(config, "2", state)
     with caplog.at_level(logging.WARNING, "nightjar"):
         assert choose_run_to_resume(config) == "2"
-    (line,) = caplog.messages
-    assert line == (
+    (warning,) = caplog.messages
+    assert warning == (
         f"run 2 is unfinished: {state}, started 0.0 h ago (the disk is full); it is resumed, and stages whose input has "
         "changed are repeated"
     )
@@ -85,34 +82,34 @@ def test_experiments_and_runs_of_other_pipelines_and_reduced_runs_are_skipped(
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("cause", "reason"),
     [
-        ("new", "schedule.unfinished_run is new"),
-        ("starts", f"started {MAX_STARTS} times"),
+        ("setting", "schedule.unfinished_run is new"),
+        ("number of starts", f"started {MAX_STARTS} times"),
         ("options", "options such as --full-retrain"),
-        ("config", "the config differs from "),
-        ("damaged", "the config differs from "),
+        ("changed config", "the config differs from "),
+        ("damaged config", "the config differs from "),
     ],
 )
 def test_a_new_run_starts_and_the_log_has_the_reason(
-    config: PipelineConfig, change: str, reason: str, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, cause: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = add_run(
         config,
         "1",
-        num_starts=MAX_STARTS if change == "starts" else 1,
-        options=RunOptions(reason="a test", full_retrain=change == "options"),
+        num_starts=MAX_STARTS if cause == "number of starts" else 1,
+        options=RunOptions(reason="a test", full_retrain=cause == "options"),
     )
-    if change == "new":
+    if cause == "setting":
         config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"unfinished_run": "new"})})
-    if change == "config":
+    if cause == "changed config":
         config = config.model_copy(update={"training": config.training.model_copy(update={"epochs": 99})})
-    if change == "damaged":
+    if cause == "damaged config":
         run.config_file.write_text("name: [")
     with caplog.at_level(logging.WARNING, "nightjar"):
         assert choose_run_to_resume(config) is None
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "nightjar")
-    assert "run 1 is unfinished" in line and "a new run starts, because" in line and reason in line
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == "nightjar")
+    assert "run 1 is unfinished" in warning and "a new run starts, because" in warning and reason in warning
 
 
 def test_another_retention_does_not_prevent_a_resume(config: PipelineConfig) -> None:
@@ -135,6 +132,7 @@ def test_a_run_counts_as_unfinished_only_after_its_process_has_ended(config: Pip
         process = get_context("fork").Process(target=_die_in_a_run, args=(run,))
         process.start()
         process.join()
-        unfinished = find_unfinished_run(config.workspace, pipeline_name="p")
-        assert unfinished is not None
-        assert (unfinished[0].run_id, unfinished[1].state, unfinished[1].num_starts) == ("2", "Interrupted", num_starts)
+        run_and_record = find_unfinished_run(config.workspace, pipeline_name="p")
+        assert run_and_record is not None
+        unfinished_run, record = run_and_record
+        assert (unfinished_run.run_id, record.state, record.num_starts) == ("2", "Interrupted", num_starts)

@@ -44,28 +44,31 @@ def config_of(workspace: Path) -> PipelineConfig:
 def test_the_page_has_verdict_values_plots_and_links_to_existing_files(tmp_path: Path) -> None:
     month_of_runs(tmp_path)
     page, runs = page_of(tmp_path), run_history(tmp_path)
-    newest = runs[0].record
-    assert f"Promoted: version {newest.figures.version} is the champion" in page.text
-    for past in runs:
-        value = past.new_version_metric(METRIC)
-        assert value is None or f"{value:.4f}" in page.text
+    newest_record = runs[0].record
+    assert f"Promoted: version {newest_record.figures.version} is the champion" in page.text
+    for listed_run in runs:
+        recall = listed_run.new_version_metric(METRIC)
+        assert recall is None or f"{recall:.4f}" in page.text
     for state in ("not promoted", "data rejected", "failed", "interrupted"):
         assert state in page.text
     assert "8.91 M" in page.text and "reason: new prices from the shop" in page.text
-    assert "1,234 validation users" in page.text and page.text.count("5,678") == 1 + 29
+    assert "1,234 validation users" in page.text
+    assert page.text.count("5,678") == 1 + 29  # the newest run, and the table, in which the killed run has no test users
     assert page.tags.count("svg") == 4
     assert len(page.links) > 60 and all((tmp_path / link).is_file() for link in page.links)
     assert any(link.endswith("error.log") for link in page.links)
 
 
 def test_the_page_loads_nothing_and_text_of_users_is_escaped(tmp_path: Path) -> None:
-    hostile = "<script>alert(1)</script><img src=x onerror=alert(1)>"
-    past_run(tmp_path, FIRST_START, state="Failed", message=hostile, options=RunOptions(reason=hostile), host=hostile)
-    config = config_of(tmp_path).model_copy(update={"name": hostile})
+    hostile_text = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+    past_run(
+        tmp_path, FIRST_START, state="Failed", message=hostile_text, options=RunOptions(reason=hostile_text), host=hostile_text
+    )
+    config = config_of(tmp_path).model_copy(update={"name": hostile_text})
     html = to_html(run_history(tmp_path), config=config, champion_version=None)
     page = Page(html)
     assert not {"script", "img", "iframe", "link"} & set(page.tags)
-    assert page.text.count(hostile) >= 4  # title, heading, message, reason
+    assert page.text.count(hostile_text) >= 4  # title, heading, message, reason
     assert not re.search(r"(href|src)=\"(https?:)?//", html)
 
 

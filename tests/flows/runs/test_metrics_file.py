@@ -71,22 +71,22 @@ def test_a_run_id_from_the_future_does_not_change_which_run_is_the_newest(tmp_pa
 
 
 def test_an_older_run_that_was_resumed_and_ended_last_has_the_last_registration(tmp_path: Path) -> None:
-    ends = [FIRST_START + timedelta(days=2), FIRST_START + timedelta(days=1, hours=1)]
-    past_run(tmp_path, FIRST_START, state="Promoted", version="8", started=ends[0] - timedelta(hours=1), ended=ends[0])
-    past_run(tmp_path, FIRST_START + timedelta(days=1), state="Promoted", version="7", ended=ends[1])
+    resumed_end, newest_end = FIRST_START + timedelta(days=2), FIRST_START + timedelta(days=1, hours=1)
+    past_run(tmp_path, FIRST_START, state="Promoted", version="8", started=resumed_end - timedelta(hours=1), ended=resumed_end)
+    past_run(tmp_path, FIRST_START + timedelta(days=1), state="Promoted", version="7", ended=newest_end)
     write_metrics_file(config_of(tmp_path))
     metrics = values_by_metric((tmp_path / METRICS_FILE_NAME).read_text())
-    assert metrics["last_registration_timestamp_seconds"] == {(): ends[0].timestamp()}
+    assert metrics["last_registration_timestamp_seconds"] == {(): resumed_end.timestamp()}
     assert metrics["champion_version"] == {(): 8}
 
 
 def test_a_registration_in_the_future_does_not_hide_the_last_registration(tmp_path: Path) -> None:
-    end = FIRST_START - timedelta(days=700)
-    past_run(tmp_path, end, state="NotPromoted", version="7", ended=end)
+    past_end = FIRST_START - timedelta(days=700)
+    past_run(tmp_path, past_end, state="NotPromoted", version="7", ended=past_end)
     past_run(tmp_path, datetime(2090, 1, 1, tzinfo=UTC), state="Promoted", version="6")
     write_metrics_file(config_of(tmp_path))
     metrics = values_by_metric((tmp_path / METRICS_FILE_NAME).read_text())
-    assert metrics["last_registration_timestamp_seconds"] == {(): end.timestamp()}
+    assert metrics["last_registration_timestamp_seconds"] == {(): past_end.timestamp()}
 
 
 def test_the_file_of_a_failed_run_leaves_out_the_metrics_that_the_run_does_not_have(tmp_path: Path) -> None:

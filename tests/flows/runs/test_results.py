@@ -46,10 +46,10 @@ def test_open_run_reads_the_newest_run_or_the_named_run(tmp_path: Path) -> None:
 
 def test_a_run_has_its_training_log_as_a_table_and_the_paths_of_its_pages(tmp_path: Path) -> None:
     run = past_run(tmp_path, FIRST_START, state="Promoted")
-    lines = [{"step": 5, "loss": 0.7, "validation": {}}, {"step": 9, "loss": 0.5, "validation": {"ndcg@10": 0.25}}]
+    logged_steps = [{"step": 5, "loss": 0.7, "validation": {}}, {"step": 9, "loss": 0.5, "validation": {"ndcg@10": 0.25}}]
     log_path = run.stage_folder(TrainManifest) / "metrics.jsonl"
     log_path.parent.mkdir()
-    log_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log_path.write_text("".join(json.dumps(step) + "\n" for step in logged_steps))
     results = open_run(tmp_path)
     assert results.training_log[["step", "loss"]].to_numpy().tolist() == [[5, 0.7], [9, 0.5]]
     assert results.training_log["validation.ndcg@10"].fillna(-1).tolist() == [-1, 0.25]
@@ -84,9 +84,9 @@ def test_a_run_keeps_its_metrics_after_retention_has_removed_its_large_files(tmp
         return {"metrics": {"test/ndcg@10": 0.5}}
 
     run = Run("20261121-000000-aaaa", workspace=tmp_path)
-    folder = run.stage_folder(EvaluationManifest)
-    commit_stage(folder, EvaluationManifest, inputs=["f"], build=write_positions)
-    (folder / "positions.parquet").unlink()
+    evaluation_folder = run.stage_folder(EvaluationManifest)
+    commit_stage(evaluation_folder, EvaluationManifest, inputs=["f"], build=write_positions)
+    (evaluation_folder / "positions.parquet").unlink()
     assert open_run(tmp_path).metrics == {}  # without REDUCED_FILE_NAME, a stage that lacks a file is incomplete
     (run.folder / REDUCED_FILE_NAME).touch()
     results = open_run(tmp_path)

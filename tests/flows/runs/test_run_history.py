@@ -11,15 +11,15 @@ from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
 
 
 def test_runs_are_listed_from_the_newest_start_with_their_figures(tmp_path: Path) -> None:
-    runs_by_start = month_of_runs(tmp_path)
-    runs = run_history(tmp_path)
-    assert [past_run.run.run_id for past_run in runs] == [run.run_id for run in reversed(runs_by_start)]
-    states = {past_run.record.state for past_run in runs}
+    written_runs = month_of_runs(tmp_path)
+    listed_runs = run_history(tmp_path)
+    assert [listed_run.run.run_id for listed_run in listed_runs] == [run.run_id for run in reversed(written_runs)]
+    states = {listed_run.record.state for listed_run in listed_runs}
     assert states == {"Promoted", "NotPromoted", "DataRejected", "Failed", "Interrupted"}
-    assert runs[0].record.figures.events and runs[0].disk_bytes > 0
-    assert runs[0].page_paths["plan"] == f"runs/{runs_by_start[-1].run_id}/plan_sharding/plan.html"
-    assert [past_run.run.run_id for past_run in run_history(tmp_path, max_runs=2)] == [
-        run.run_id for run in runs_by_start[:-3:-1]
+    assert listed_runs[0].record.figures.events and listed_runs[0].disk_bytes > 0
+    assert listed_runs[0].page_paths["plan"] == f"runs/{written_runs[-1].run_id}/plan_sharding/plan.html"
+    assert [listed_run.run.run_id for listed_run in run_history(tmp_path, max_runs=2)] == [
+        run.run_id for run in written_runs[:-3:-1]
     ]
 
 
@@ -34,9 +34,9 @@ def test_the_champion_is_the_version_of_the_newest_promotion(tmp_path: Path) -> 
 
 def test_a_metric_that_is_not_a_number_is_missing(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="NotPromoted", metrics={f"served/{METRIC}": math.nan})
-    (past,) = run_history(tmp_path)
-    assert past.new_version_metric(METRIC) is None
-    assert json.dumps(past.as_json(metric_name=METRIC), allow_nan=False)
+    (listed_run,) = run_history(tmp_path)
+    assert listed_run.new_version_metric(METRIC) is None
+    assert json.dumps(listed_run.as_json(metric_name=METRIC), allow_nan=False)
 
 
 def test_other_folders_are_not_runs(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def block(slug: str, *capabilities: str) -> BlockDocument:
     )
 
 
-def automations(document: BlockDocument) -> dict[str, AutomationCore]:
-    """Return the automations that send to a block, by the name of their file."""
+def automations(block_document: BlockDocument) -> dict[str, AutomationCore]:
+    """Return the automations that send to a block, by the file name without its ending."""
     return {
-        automation_path.stem: automation_of(automation_path, CONFIG, deployment_id=DEPLOYMENT_ID, block=document)
+        automation_path.stem: automation_of(automation_path, CONFIG, deployment_id=DEPLOYMENT_ID, block=block_document)
         for automation_path in AUTOMATION_PATHS
     }
 
@@ -73,10 +73,10 @@ def test_a_notification_block_gets_a_subject_and_a_text() -> None:
     assert action.body.startswith("{{ (automation.name ~ ") and action.body.endswith("(flow_run | ui_url)) }}")
 
 
-def test_no_end_of_a_run_counts_as_an_overrun_and_the_config_sets_the_deadline() -> None:
+def test_a_run_that_has_ended_is_not_an_overrun_and_the_config_sets_the_deadline() -> None:
     trigger = event_trigger(automations(block("webhook"))["overran"])
-    ends = set(get_args(RunState)) - {"Running", "Interrupted"} | {"Cancelled", "Crashed", "Completed"}
-    assert {f"prefect.flow-run.{state}" for state in ends} <= trigger.expect
+    end_states = set(get_args(RunState)) - {"Running", "Interrupted"} | {"Cancelled", "Crashed", "Completed"}
+    assert {f"prefect.flow-run.{state}" for state in end_states} <= trigger.expect
     assert trigger.within.total_seconds() == 90 * 60
 
 
@@ -91,7 +91,7 @@ def test_the_limits_without_a_deadline_are_the_documented_limits() -> None:
     assert (trigger_by_stem["not-promoted"].threshold, trigger_by_stem["not-promoted"].within) == (3, timedelta(hours=60))
 
 
-def test_an_alert_about_a_failed_run_is_sent_for_each_end_that_needs_a_person() -> None:
+def test_an_alert_is_sent_for_each_end_state_that_needs_a_person() -> None:
     failed_states = {"Failed", "Crashed", "DataRejected", "BrokenChampion", "TimedOut"}
     expected_events = {f"prefect.flow-run.{state}" for state in failed_states}
     assert event_trigger(automations(block("webhook"))["run-failed"]).expect == expected_events

@@ -71,7 +71,7 @@ def test_an_invalid_override_in_the_form_has_the_message_of_the_command_line(con
         ({"resume": "20261121-070312-ab12"}, "cannot resume 20261121-070312-ab12: no such run"),
     ],
 )
-def test_options_that_contradict_each_other_begin_nothing(config_path: Path, parameters: dict[str, Any], message: str) -> None:
+def test_a_form_with_invalid_options_begins_nothing(config_path: Path, parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         deployed_retrain.fn(str(config_path), **parameters)
     assert [path.name for path in config_path.parent.iterdir()] == ["nightly.yaml"]

@@ -74,6 +74,7 @@ def client() -> Iterator[SyncPrefectClient]:
 
 
 def write_config(folder: Path, *overrides: str, **settings: object) -> LoadedConfig:
+    """Write a config with these settings, and load it with the overrides."""
     config_path = folder / "nightly.yaml"
     config_path.write_text(yaml_loader.dump({**LOG_SETTINGS, **settings}))
     return LoadedConfig.read(config_path, overrides)
@@ -128,7 +129,7 @@ def test_a_second_deploy_prints_only_changes_and_leaves_other_pipelines_alone(
     deploy(tmp_path, name="books", schedule={"cron": "15 2 * * *"})
     output = capsys.readouterr().out
     assert [line.split() for line in output.splitlines()[:5]] == [
-        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback", "recommend", "refresh")
+        [f"{flow_name}/books", "unchanged"] for flow_name in ("nightly-retrain", "promote", "rollback", "recommend", "refresh")
     ]
     deploy(tmp_path, name="books", schedule={"on_overrun": "queue"})
     output = capsys.readouterr().out
@@ -137,27 +138,27 @@ def test_a_second_deploy_prints_only_changes_and_leaves_other_pipelines_alone(
         ["nightly-retrain", "concurrent", "runs", "1,", "CANCEL_NEW", "1,", "ENQUEUE"],
     ]
     assert "by hand only" in output
-    books, music = (deployments.read_deployment(client, name) for name in ("books", "music"))
-    assert books is not None
-    assert music is not None
-    assert books.schedules == []
-    assert [schedule.schedule.cron for schedule in music.schedules] == ["15 2 * * *"]
+    books_deployment, music_deployment = (deployments.read_deployment(client, name) for name in ("books", "music"))
+    assert books_deployment is not None
+    assert music_deployment is not None
+    assert books_deployment.schedules == []
+    assert [schedule.schedule.cron for schedule in music_deployment.schedules] == ["15 2 * * *"]
 
 
 @pytest.mark.parametrize("paused_flow", ["nightly-retrain", "refresh"])
 def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client: SyncPrefectClient, paused_flow: str) -> None:
-    crons = {"cron": "15 2 * * *", "refresh_cron": "0 9-18 * * *"}
-    deploy(tmp_path, name=f"paused-{paused_flow}", schedule=crons)
+    schedule_settings = {"cron": "15 2 * * *", "refresh_cron": "0 9-18 * * *"}
+    deploy(tmp_path, name=f"paused-{paused_flow}", schedule=schedule_settings)
     deployment = deployments.read_deployment(client, f"paused-{paused_flow}", flow_name=paused_flow)
     assert deployment is not None
     client.update_deployment_schedule(deployment.id, deployment.schedules[0].id, active=False)
-    deploy(tmp_path, name=f"paused-{paused_flow}", schedule=crons)
-    crons_by_flow = {}
-    for flow in ("nightly-retrain", "refresh"):
-        deployment = deployments.read_deployment(client, f"paused-{paused_flow}", flow_name=flow)
+    deploy(tmp_path, name=f"paused-{paused_flow}", schedule=schedule_settings)
+    schedules_by_flow = {}
+    for flow_name in ("nightly-retrain", "refresh"):
+        deployment = deployments.read_deployment(client, f"paused-{paused_flow}", flow_name=flow_name)
         assert deployment is not None
-        crons_by_flow[flow] = [(schedule.schedule.cron, schedule.active) for schedule in deployment.schedules]  # type: ignore[union-attr]
-    assert crons_by_flow == {
+        schedules_by_flow[flow_name] = [(schedule.schedule.cron, schedule.active) for schedule in deployment.schedules]  # type: ignore[union-attr]
+    assert schedules_by_flow == {
         "nightly-retrain": [("15 2 * * *", paused_flow != "nightly-retrain")],
         "refresh": [("0 9-18 * * *", paused_flow != "refresh")],
     }
@@ -182,21 +183,21 @@ def test_a_name_that_prefect_does_not_accept_is_an_input_error(tmp_path: Path) -
         deploy(tmp_path, name="a/b")
 
 
-@pytest.mark.parametrize("last_state", [Running, Completed])
+@pytest.mark.parametrize("make_last_state", [Running, Completed])
 def test_the_reporter_sets_only_a_running_flow_run_to_crashed_and_the_next_run_can_start(
-    tmp_path: Path, client: SyncPrefectClient, last_state: Callable[[], State]
+    tmp_path: Path, client: SyncPrefectClient, make_last_state: Callable[[], State]
 ) -> None:
     deploy(tmp_path, name="killed")
     deployment = deployments.read_deployment(client, "killed")
     assert deployment is not None
     run, next_run = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
-    for state in (Pending(), Running(), last_state()):
+    for state in (Pending(), Running(), make_last_state()):
         client.set_flow_run_state(run.id, state)
     reporter, pipe_fd = start_reporter(str(run.id))
     os.close(pipe_fd)  # the kernel does this when the process of a flow run ends
     assert reporter.wait(30) == 0
     state_type = client.read_flow_run(run.id).state_type
-    assert state_type is not None and state_type.value == ("CRASHED" if last_state is Running else "COMPLETED")
+    assert state_type is not None and state_type.value == ("CRASHED" if make_last_state is Running else "COMPLETED")
     assert client.set_flow_run_state(next_run.id, Pending()).status.value == "ACCEPT"
 
 
@@ -219,18 +220,18 @@ def test_a_run_with_unknown_parameters_ends_as_failed_and_names_them(tmp_path: P
 def test_only_errors_about_files_next_to_the_deployed_config_quote_the_file(
     tmp_path: Path, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "configs"
-    folder.mkdir()
-    deploy(folder, name="forms")
+    config_folder = tmp_path / "configs"
+    config_folder.mkdir()
+    deploy(config_folder, name="forms")
     deployment = deployments.read_deployment(client, "forms")
     assert deployment is not None
     monkeypatch.setattr(runtime.deployment, "id", str(deployment.id), raising=False)
-    for path in (tmp_path / "shadow", folder / "neighbour.yaml"):
+    for path in (tmp_path / "shadow", config_folder / "neighbour.yaml"):
         path.write_text("content: 1\n")
-    (folder / "link.yaml").symlink_to(tmp_path / "shadow")
+    (config_folder / "link.yaml").symlink_to(tmp_path / "shadow")
     with pytest.raises(InputError, match="content: unknown key"):
-        load_form_config(str(folder / "neighbour.yaml"))
-    for path in (tmp_path / "shadow", folder / "link.yaml", tmp_path / "absent"):
+        load_form_config(str(config_folder / "neighbour.yaml"))
+    for path in (tmp_path / "shadow", config_folder / "link.yaml", tmp_path / "absent"):
         with pytest.raises(InputError) as error_info:
             load_form_config(str(path))
         assert str(error_info.value).startswith(f"{path}: the config file or one of the overrides is invalid; the reason is ")
@@ -241,7 +242,7 @@ def test_only_errors_about_files_next_to_the_deployed_config_quote_the_file(
 def test_a_server_of_an_incompatible_version_is_an_input_error_with_both_versions(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    class OldServer(BaseHTTPRequestHandler):
+    class VersionHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
@@ -249,7 +250,7 @@ def test_a_server_of_an_incompatible_version_is_an_input_error_with_both_version
 
         def log_message(self, *_: object) -> None: ...
 
-    with HTTPServer(("127.0.0.1", 0), OldServer) as server:
+    with HTTPServer(("127.0.0.1", 0), VersionHandler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/api"
         monkeypatch.setenv("PREFECT_API_URL", url)
@@ -323,12 +324,12 @@ def test_only_lost_flow_runs_without_a_deployment_end_as_crashed(tmp_path: Path,
 
 
 def test_a_running_task_run_ends_as_crashed_after_any_number_of_completed_task_runs(client: SyncPrefectClient) -> None:
-    trial, flow_run = task(lambda: None, name="trial"), client.create_flow_run(deployed_retrain)
-    # The server returns at most 200 task runs, in descending order of their ids, so it would leave out this one.
+    trial_task, flow_run = task(lambda: None, name="trial"), client.create_flow_run(deployed_retrain)
+    # The server returns at most 200 task runs, in descending order of their ids, so it would leave out the id 1.
     running_id = UUID(int=1)
-    client.create_task_run(trial, flow_run_id=flow_run.id, dynamic_key="running", id=running_id, state=Running())
+    client.create_task_run(trial_task, flow_run_id=flow_run.id, dynamic_key="running", id=running_id, state=Running())
     for number in range(200):
-        client.create_task_run(trial, flow_run_id=flow_run.id, dynamic_key=str(number), state=Completed())
+        client.create_task_run(trial_task, flow_run_id=flow_run.id, dynamic_key=str(number), state=Completed())
     end_as_crashed(flow_run.id, message="stopped")
     assert client.read_task_run(running_id).state_name == "Crashed"
 

@@ -13,8 +13,15 @@ import pytest
 from flows.cli.commands import ui
 from flows.servers.server_process import ServerProcess
 
-SEARCH = "/api/2.0/mlflow/experiments/search?max_results=5"
-PAGES = ("/", SEARCH, "/ajax-api/2.0/mlflow/experiments/search?max_results=5", "/health/../api", "//health", "/version")
+SEARCH_PATH = "/api/2.0/mlflow/experiments/search?max_results=5"
+URL_PATHS = (
+    "/",
+    SEARCH_PATH,
+    "/ajax-api/2.0/mlflow/experiments/search?max_results=5",
+    "/health/../api",
+    "//health",
+    "/version",
+)
 
 
 def status_of(url: str, *, login: str | None = None) -> int:
@@ -39,13 +46,13 @@ def test_the_mlflow_server_listens_on_loopback_and_requires_a_password(
         environment = ui._mlflow_environment(tmp_path, credentials="nightjar:s3cret")
         server.start_serving(log_file=tmp_path / "ui.log", environment=environment)
         server.wait_until_ready()
-        for page in PAGES:
-            assert status_of(server.url + page) == status_of(server.url + page, login="nightjar:wrong") == 401, page
-        assert status_of(server.url + SEARCH, login="nightjar:s3cret") == 200
-        listening = [
+        for url_path in URL_PATHS:
+            assert status_of(server.url + url_path) == status_of(server.url + url_path, login="nightjar:wrong") == 401, url_path
+        assert status_of(server.url + SEARCH_PATH, login="nightjar:s3cret") == 200
+        listening_connections = [
             connection for connection in psutil.Process(server.pid).net_connections() if connection.status == psutil.CONN_LISTEN
         ]
-        assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
+        assert {connection.laddr.ip for connection in listening_connections} == {"127.0.0.1"}
     finally:
         server.stop()
     assert "s3cret" not in (tmp_path / "ui.log").read_text() and "s3cret" not in str(dict(os.environ))

@@ -38,14 +38,14 @@ def isolated_home(folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a new PREFECT_HOME, for a test that starts its own server."""
+    """The folder that contains a new PREFECT_HOME, for a test that starts its own server."""
     with isolated_home(tmp_path):
         yield tmp_path
 
 
 @pytest.fixture(scope="module")
 def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("served") / "prefect.log"
+    return tmp_path_factory.mktemp("server") / "prefect.log"
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +58,25 @@ def server(log_path: Path) -> Iterator[PrefectServer]:
         yield server
 
 
-def status(url: str, *, login: str | None = None) -> int:
+def status_of(url: str, *, login: str | None = None) -> int:
     """Return the HTTP status of a request for flow runs, with `login` (user:password) or without a login."""
-    manager = urllib.request.HTTPPasswordMgrWithPriorAuth()
+    password_manager = urllib.request.HTTPPasswordMgrWithPriorAuth()
     if login is not None:
-        manager.add_password(None, url, *login.split(":", 1), is_authenticated=True)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPBasicAuthHandler(manager))
+        password_manager.add_password(None, url, *login.split(":", 1), is_authenticated=True)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPBasicAuthHandler(password_manager))
     request = urllib.request.Request(f"{url}/flow_runs/filter", data=b"{}", headers={"Content-Type": "application/json"})
     try:
-        with opener.open(request, timeout=120) as answer:
-            return int(answer.status)
+        with opener.open(request, timeout=120) as response:
+            return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
 
 
 def test_requests_need_a_password_that_is_in_no_command_line_and_no_log(server: PrefectServer, log_path: Path) -> None:
     login = os.environ["PREFECT_API_AUTH_STRING"]
-    assert status(server.api_url) == 401
-    assert status(server.api_url, login="nightjar:guess") == 401
-    assert status(server.api_url, login=login) == 200
+    assert status_of(server.api_url) == 401
+    assert status_of(server.api_url, login="nightjar:guess") == 401
+    assert status_of(server.api_url, login=login) == 200
     password = login.partition(":")[2]
     assert password not in " ".join(psutil.Process(server.pid).cmdline())
     assert password not in log_path.read_text()
@@ -91,12 +91,12 @@ def test_a_killed_server_is_restarted_and_clients_wait_meanwhile(
 ) -> None:
     login, killed_pid = os.environ["PREFECT_API_AUTH_STRING"], server.pid
     os.kill(killed_pid, signal.SIGKILL)
-    # Poll the pid, because psutil's wait would take the exit status of the server before its supervisor reads it.
+    # Poll the pid, because psutil's wait would take the exit status of the server before the supervisor reads it.
     deadline = time.monotonic() + 30
     while server.pid == killed_pid and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server.pid != killed_pid
-    assert status(server.api_url, login=login) == 200
+    assert status_of(server.api_url, login=login) == 200
     assert "the embedded Prefect server was ended by SIGKILL; another server is started" in caplog.text
 
 
@@ -155,59 +155,59 @@ def test_the_embedded_server_deletes_old_flow_runs_with_their_logs(home: Path, m
         user, password = os.environ["PREFECT_API_AUTH_STRING"].split(":", 1)
         with httpx.Client(base_url=server.api_url, auth=(user, password), timeout=60) as client:
             flow_id = _post(client, "/flows/", {"name": "f"})["id"]
-            old_id, new_id = (_completed_run(client, flow_id) for _ in range(2))
+            old_run_id, new_run_id = (_create_completed_run(client, flow_id) for _ in range(2))
             with closing(sqlite3.connect(home / "prefect" / "prefect.db", timeout=60)) as database, database:
-                database.execute("UPDATE flow_run SET end_time = '2020-01-01 00:00:00.000000' WHERE id = ?", [old_id])
+                database.execute("UPDATE flow_run SET end_time = '2020-01-01 00:00:00.000000' WHERE id = ?", [old_run_id])
             deadline = time.monotonic() + 120
-            while client.get(f"/flow_runs/{old_id}").status_code != 404 or len(_run_ids_of_logs(client)) > 1:
+            while client.get(f"/flow_runs/{old_run_id}").status_code != 404 or len(_run_ids_of_logs(client)) > 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-            assert client.get(f"/flow_runs/{new_id}").status_code == 200
-            assert _run_ids_of_logs(client) == {new_id}
+            assert client.get(f"/flow_runs/{new_run_id}").status_code == 200
+            assert _run_ids_of_logs(client) == {new_run_id}
 
 
 def _post(client: httpx.Client, path: str, content: Any) -> Any:
-    """Return the answer; repeat the request while the database is locked, as Prefect's own client does."""
-    while (answer := client.post(path, json=content)).status_code == 503:
+    """Return the JSON response; repeat the request while the database is locked, as Prefect's own client does."""
+    while (response := client.post(path, json=content)).status_code == 503:
         time.sleep(0.2)
-    answer.raise_for_status()
-    return answer.json() if answer.content else None
+    response.raise_for_status()
+    return response.json() if response.content else None
 
 
-def _completed_run(client: httpx.Client, flow_id: str) -> str:
+def _create_completed_run(client: httpx.Client, flow_id: str) -> str:
     """Create a completed flow run with a log line; return its id."""
     run_id = str(_post(client, "/flow_runs/", {"flow_id": flow_id, "state": {"type": "COMPLETED"}})["id"])
-    log = {"name": "l", "level": 20, "message": "m", "timestamp": "2026-01-01T00:00:00Z", "flow_run_id": run_id}
-    _post(client, "/logs/", [log])
+    log_line = {"name": "l", "level": 20, "message": "m", "timestamp": "2026-01-01T00:00:00Z", "flow_run_id": run_id}
+    _post(client, "/logs/", [log_line])
     return run_id
 
 
 def _run_ids_of_logs(client: httpx.Client) -> set[str]:
-    return {entry["flow_run_id"] for entry in _post(client, "/logs/filter", {})}
+    return {log_line["flow_run_id"] for log_line in _post(client, "/logs/filter", {})}
 
 
-@pytest.mark.parametrize(("variable_value", "heartbeat_s"), [(None, None), ("60", 60)])
+@pytest.mark.parametrize(("variable_value", "expected_heartbeat_s"), [(None, None), ("60", 60)])
 def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
-    variable_value: str | None, heartbeat_s: int | None, tmp_path: Path
+    variable_value: str | None, expected_heartbeat_s: int | None, tmp_path: Path
 ) -> None:
     environment = dict(os.environ)
     environment.pop("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", None)
     if variable_value is not None:
         environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = variable_value
-    code = (
+    script = (
         "import sys\nfrom pathlib import Path\nfrom flows.servers.prefect_server import prefect_session\n"
         "with prefect_session(None, 'json:loads', log_file=Path(sys.argv[1])):\n"
         "    from prefect.settings import get_current_settings\n"
         "    print(get_current_settings().flows.heartbeat_frequency)\n"
     )
     process = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "log")], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, str(tmp_path / "log")], env=environment, capture_output=True, text=True, check=True
     )
-    assert process.stdout.strip() == str(heartbeat_s)
+    assert process.stdout.strip() == str(expected_heartbeat_s)
 
 
 @pytest.mark.parametrize("python_version", ["3.11", "3.12", "3.13"])
-def test_prefect_requires_the_libraries_that_nightjar_imports_before_it(python_version: str) -> None:
+def test_prefect_requires_the_libraries_that_nightjar_imports_before_prefect(python_version: str) -> None:
     environment = {"python_version": python_version, "python_full_version": f"{python_version}.0", "extra": ""}
     required_distributions = {
         requirement.name

@@ -37,21 +37,21 @@ def end():
     print("the server ends", flush=True)
     os._exit(3)
 """
-"""Application that ends at the request /end. It ends at its start while the file FAILS exists."""
+"""ASGI application. Its process ends at the request /end, and at its start if the file $FAILS exists."""
 
 
 @pytest.fixture
-def fails_path(tmp_path: Path) -> Path:
+def failure_path(tmp_path: Path) -> Path:
     """File that makes each server end at its start."""
     return tmp_path / "fails"
 
 
 @pytest.fixture
-def server(tmp_path: Path, fails_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerProcess:
+def server(tmp_path: Path, failure_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerProcess:
     (tmp_path / "application.py").write_text(APPLICATION)
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{tmp_path}")
     server = ServerProcess("application", name="test server", health_path="/")
-    server.start_serving(log_file=tmp_path / "server.log", environment={"FAILS": str(fails_path)})
+    server.start_serving(log_file=tmp_path / "server.log", environment={"FAILS": str(failure_path)})
     return server
 
 
@@ -65,19 +65,22 @@ def end_process(server: ServerProcess) -> None:
 
 
 def test_a_server_that_ends_again_and_again_is_given_up_with_its_last_log_lines(
-    server: ServerProcess, tmp_path: Path, fails_path: Path, caplog: pytest.LogCaptureFixture
+    server: ServerProcess, tmp_path: Path, failure_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="nightjar"):
         server.wait_until_ready()
-        fails_path.touch()
+        failure_path.touch()
         end_process(server)
         assert server._supervisor_thread is not None
         server._supervisor_thread.join(60)
     messages = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
-    end = "the test server ended with exit code 3"
-    assert [message.startswith(f"{end}; another server is started") for message in messages[:-1]] == [True] * MAX_RESTARTS
-    assert messages[-1].startswith(f"{end} again, after {MAX_RESTARTS} restarts; the last lines of {tmp_path / 'server.log'}")
-    assert messages[-1].endswith("the server ends")
+    end_message = "the test server ended with exit code 3"
+    *restart_messages, last_message = messages
+    assert len(restart_messages) == MAX_RESTARTS
+    assert all(message.startswith(f"{end_message}; another server is started") for message in restart_messages)
+    log_path = tmp_path / "server.log"
+    assert last_message.startswith(f"{end_message} again, after {MAX_RESTARTS} restarts; the last lines of {log_path}")
+    assert last_message.endswith("the server ends")
     assert server.has_failed
     assert server._process.returncode == 3, "the last server had ended before"
     server.stop()
@@ -102,7 +105,7 @@ def test_a_server_is_given_up_with_an_error_if_no_other_process_can_be_started(
 
 
 def test_a_server_that_ends_after_a_long_time_is_started_again_any_number_of_times(
-    server: ServerProcess, fails_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess, failure_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "STABLE_S", 0.0)  # each duration counts as a long time
     start_process, num_restarts, last_restart_event = server._start_process, 0, threading.Event()
@@ -116,7 +119,7 @@ def test_a_server_that_ends_after_a_long_time_is_started_again_any_number_of_tim
 
     monkeypatch.setattr(server, "_start_process", count_restart)
     server.wait_until_ready()
-    fails_path.touch()
+    failure_path.touch()
     end_process(server)
     assert last_restart_event.wait(60)
     server.stop()

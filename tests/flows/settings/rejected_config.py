@@ -11,7 +11,7 @@ VALID_CONFIG = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
 
 
 def error_message(config_path: Path, *overrides: str, text: str | None = None) -> str:
-    """Return the error of the config file, whose content is replaced by `text` if there is a text."""
+    """Return the error of loading the config file with these overrides. A `text` first replaces the content of the file."""
     if text is not None:
         config_path.write_text(text)
     with pytest.raises(InputError) as error_info:

@@ -41,7 +41,7 @@ def guess_log(folder: Path, columns: dict[str, object], **inputs: str) -> tuple[
     return config.interactions, note_by_setting
 
 
-def unknown_settings(note_by_setting: dict[str, str]) -> list[str]:
+def unguessed_settings(note_by_setting: dict[str, str]) -> list[str]:
     return [setting for setting, note in note_by_setting.items() if note.startswith(FILL_IN)]
 
 
@@ -58,8 +58,8 @@ def log_path(tmp_path: Path) -> str:
 
 def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log_path: str) -> None:
     items_path = write_parquet(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
-    vector = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
-    vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=[7], values=vector)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
+    vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=[7], values=vectors)
     config, note_by_setting = guess(tmp_path, log=log_path, items=items_path, vectors=vectors_path)
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(to_commented_yaml(config, note_by_setting=note_by_setting, every_setting=False))
@@ -71,8 +71,8 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     assert interactions.paths == (log_path,)
     assert loaded_config.embeddings[0].vector_column == "values"
     assert loaded_config.features is not None and loaded_config.features.items is not None
-    kinds = {feature.name: feature.kind for feature in loaded_config.features.items.features}
-    assert kinds == {"genres": "list", "year": "numeric"}
+    kind_by_feature = {feature.name: feature.kind for feature in loaded_config.features.items.features}
+    assert kind_by_feature == {"genres": "list", "year": "numeric"}
     assert loaded_config.features.items.title_column == "title"
     lines = [line.strip() for line in config_path.read_text().splitlines()]
     assert lines[lines.index("# guessed: column 'userId' is int64") + 1].startswith("user_column: userId")
@@ -80,7 +80,7 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
 
 
 @pytest.mark.parametrize(
-    "columns",
+    "column_names",
     [
         ("customer", "sku", "ts"),
         ("CUSTOMER_KEY", "product_code", "created_at"),
@@ -88,11 +88,11 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
         ("uid", "asin", "date"),
     ],
 )
-def test_columns_are_recognised_by_their_names(tmp_path: Path, columns: tuple[str, str, str]) -> None:
+def test_columns_are_recognised_by_their_names(tmp_path: Path, column_names: tuple[str, str, str]) -> None:
     interactions, note_by_setting = guess_log(
-        tmp_path, dict(zip(columns, (random_ids(200), random_ids(50), TIMES_S), strict=True))
+        tmp_path, dict(zip(column_names, (random_ids(200), random_ids(50), TIMES_S), strict=True))
     )
-    assert columns_of(interactions) == columns and unknown_settings(note_by_setting) == []
+    assert columns_of(interactions) == column_names and unguessed_settings(note_by_setting) == []
 
 
 def test_the_name_decides_between_several_columns_with_times(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_the_note_of_an_unrecognised_column_lists_the_possible_columns(tmp_path:
     config, note_by_setting = guess(
         tmp_path, log=write_parquet(tmp_path / "log.parquet", a=np.arange(NUM_EVENTS) % 200, b=np.arange(NUM_EVENTS) % 50)
     )
-    settings = ["interactions.timestamp_column", "interactions.user_column", "interactions.item_column"]
-    assert unknown_settings(note_by_setting) == settings
+    expected_settings = ["interactions.timestamp_column", "interactions.user_column", "interactions.item_column"]
+    assert unguessed_settings(note_by_setting) == expected_settings
     assert note_by_setting["interactions.user_column"] == "FILL IN the column of the users: one of ['a', 'b']"
     assert note_by_setting["interactions.timestamp_column"].endswith(
         "for a log without times, use --test, or write timestamp_column: null, order_column and split: {kind: leave_last_out}"
@@ -119,8 +119,8 @@ def test_the_note_of_an_unrecognised_column_lists_the_possible_columns(tmp_path:
 
 
 def test_the_note_of_a_column_that_cannot_be_used_has_its_type_and_the_usable_types(tmp_path: Path) -> None:
-    user_ids, times = pa.array([1.0, None], pa.float64()), pa.array(["2026-01-01", "2026-01-02"])
-    log_path = write_parquet(tmp_path / "log.parquet", user_id=user_ids, item_id=[7, 8], time=times)
+    user_ids, time_texts = pa.array([1.0, None], pa.float64()), pa.array(["2026-01-01", "2026-01-02"])
+    log_path = write_parquet(tmp_path / "log.parquet", user_id=user_ids, item_id=[7, 8], time=time_texts)
     _, note_by_setting = guess(
         tmp_path, log=log_path, vectors=write_parquet(tmp_path / "v.parquet", item_id=[7], vector=["0.5 0.25"])
     )
@@ -141,7 +141,7 @@ def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> 
     for name in ("train.parquet", "test.parquet"):
         write_parquet(tmp_path / name, user=random_ids(200), item=random_ids(50))
     config, note_by_setting = guess(tmp_path, log=str(tmp_path / "train.parquet"), test=str(tmp_path / "test.parquet"))
-    assert columns_of(config.interactions) == ("user", "item", None) and unknown_settings(note_by_setting) == []
+    assert columns_of(config.interactions) == ("user", "item", None) and unguessed_settings(note_by_setting) == []
     split = config.interactions.split
     assert isinstance(split, FileSplit) and (split.test_paths, split.validation_share) == (("test.parquet",), 0.1)
     config_path = tmp_path / "nightly.yaml"
@@ -191,14 +191,14 @@ def test_the_id_column_of_the_vectors_is_the_item_column_of_the_log(tmp_path: Pa
     config, _ = guess(tmp_path, log=log_path, vectors=vectors_path, item_column="thing")
     assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("thing", "dim_")
     config, note_by_setting = guess(tmp_path, vectors=write_parquet(tmp_path / "none.parquet", id=[7], thing=[7]))
-    assert config.embeddings[0].id_column == "id" and unknown_settings(note_by_setting) == ["embeddings.vector_column"]
+    assert config.embeddings[0].id_column == "id" and unguessed_settings(note_by_setting) == ["embeddings.vector_column"]
 
 
 def test_a_column_with_a_name_in_another_alphabet_is_not_the_id_column(tmp_path: Path, log_path: str) -> None:
     columns = {"名前": ["a", "b"], "商品コード": ["1", "2"], "embedding": [[0.5], [1.5]]}
     config, note_by_setting = guess(tmp_path, log=log_path, vectors=write_parquet(tmp_path / "vectors.parquet", **columns))
     assert config.embeddings[0].id_column == "<column of the item ids>"
-    assert unknown_settings(note_by_setting) == ["embeddings.id_column"]
+    assert unguessed_settings(note_by_setting) == ["embeddings.id_column"]
 
 
 def test_the_note_of_the_features_has_the_columns_that_are_left_out(tmp_path: Path, log_path: str) -> None:
@@ -218,11 +218,12 @@ def test_a_table_with_titles_alone_has_no_features(tmp_path: Path, log_path: str
 
 
 def test_decimals_in_an_item_table_are_numeric_features(tmp_path: Path, log_path: str) -> None:
-    items = write_parquet(tmp_path / "movies.parquet", movieId=[7], price=pa.array([Decimal("9.90")]))
-    config, _ = guess(tmp_path, log=log_path, items=items)
+    items_path = write_parquet(tmp_path / "movies.parquet", movieId=[7], price=pa.array([Decimal("9.90")]))
+    config, _ = guess(tmp_path, log=log_path, items=items_path)
     assert config.features is not None and config.features.items is not None
-    ((price,), title_column) = config.features.items.features, config.features.items.title_column
-    assert (price.name, price.kind, price.standardise, title_column) == ("price", "numeric", True, None)
+    (feature,) = config.features.items.features
+    assert (feature.name, feature.kind, feature.standardise) == ("price", "numeric", True)
+    assert config.features.items.title_column is None
 
 
 def test_partition_folders_are_columns(tmp_path: Path) -> None:

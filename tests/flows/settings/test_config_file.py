@@ -24,7 +24,7 @@ def test_a_missing_setting_has_its_default(config_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "expected_message"),
     [
         ("interactions: [", "cannot be read as YAML: line 1: expected the node content"),
         ("- a list", "contains ['a list'], expected settings such as interactions:"),
@@ -34,12 +34,12 @@ def test_a_missing_setting_has_its_default(config_path: Path) -> None:
         ("!!python/object/apply:os.system [ls]", "line 1: could not determine a constructor for the tag"),
     ],
 )
-def test_a_file_that_is_not_a_config_is_rejected(config_path: Path, text: str, expected: str) -> None:
-    assert expected in error_message(config_path, text=text)
+def test_a_file_that_is_not_a_config_is_rejected(config_path: Path, text: str, expected_message: str) -> None:
+    assert expected_message in error_message(config_path, text=text)
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "expected_message"),
     [
         (
             "interactions:\n\tpaths: log/",
@@ -61,8 +61,8 @@ def test_a_file_that_is_not_a_config_is_rejected(config_path: Path, text: str, e
         ("name: a\nname: b", "remove one of the two keys"),
     ],
 )
-def test_the_message_about_invalid_yaml_suggests_a_fix(config_path: Path, text: str, expected: str) -> None:
-    assert expected in error_message(config_path, text=text)
+def test_the_message_about_invalid_yaml_suggests_a_fix(config_path: Path, text: str, expected_message: str) -> None:
+    assert expected_message in error_message(config_path, text=text)
 
 
 def test_a_config_that_is_a_folder_or_not_text_is_rejected(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_overrides_are_yaml_and_reach_any_depth(config_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("override", "expected_message"),
     [
         ("training.batchsize=3", "training.batchsize: unknown key; did you mean training.batch_size?"),
         ("training", "expected a.b=value"),
@@ -112,16 +112,16 @@ def test_overrides_are_yaml_and_reach_any_depth(config_path: Path) -> None:
         ("name.x=1", "name is the value 'demo', not a group of settings"),
     ],
 )
-def test_an_invalid_override_is_rejected_like_an_invalid_file(config_path: Path, override: str, expected: str) -> None:
-    assert expected in error_message(config_path, override, text=VALID_CONFIG + "name: demo\n")
+def test_an_invalid_override_is_rejected_like_an_invalid_file(config_path: Path, override: str, expected_message: str) -> None:
+    assert expected_message in error_message(config_path, override, text=VALID_CONFIG + "name: demo\n")
 
 
-def test_an_entry_of_a_list_is_reached_by_its_number(config_path: Path) -> None:
+def test_an_override_reaches_an_entry_of_a_list_by_its_index(config_path: Path) -> None:
     config_path.write_text(f"{VALID_CONFIG}embeddings: [{{paths: a, vector_column: v}}, {{paths: b, vector_column: v}}]\n")
     config = load_config(config_path, ["embeddings.1.pca_dim=8"])
     assert [entry.pca_dim for entry in config.embeddings] == [None, 8]
-    expected = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name an entry by its index, from 0"
-    assert expected in error_message(config_path, "embeddings.2.pca_dim=8")
+    expected_message = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name an entry by its index, from 0"
+    assert expected_message in error_message(config_path, "embeddings.2.pca_dim=8")
     assert "embeddings is a list of 2" in error_message(config_path, "embeddings.first.pca_dim=8")
     assert "not a group of settings" in error_message(config_path, "embeddings.1=8")
 
@@ -144,10 +144,10 @@ def test_relative_paths_are_relative_to_the_folder_of_the_file(config_path: Path
     assert config.embeddings == (EmbeddingsConfig(paths=(str(folder / "vectors.parquet"),), vector_column="v"),)
 
 
-def test_vectors_from_the_log_are_another_source(config_path: Path) -> None:
-    users = "{table: user, paths: u.parquet, id_column: user, vector_column: v}"
+def test_item_vectors_may_come_from_the_log(config_path: Path) -> None:
+    user_vectors = "{table: user, paths: u.parquet, id_column: user, vector_column: v}"
     config_path.write_text(
-        f"{VALID_CONFIG}model: {{learn_user_embedding: true}}\nembeddings: [{{source: log, dim: 32}}, {users}]\n"
+        f"{VALID_CONFIG}model: {{learn_user_embedding: true}}\nembeddings: [{{source: log, dim: 32}}, {user_vectors}]\n"
     )
     config = load_config(config_path)
     assert config.embeddings[0] == SpectralVectorsConfig(dim=32) == config.input_config.log_vectors
@@ -164,10 +164,8 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_groups(config_path: P
     config_path.write_text(f"{VALID_CONFIG}embeddings: {{paths: a.parquet, vector_column: v}}\n")
     config = load_config(config_path, ["embeddings.paths=b.parquet", "embeddings.pca_dim=8"])
     assert [(entry.paths, entry.pca_dim) for entry in config.embeddings] == [((str(config_path.parent / "b.parquet"),), 8)]
-    ids = "{paths: map.parquet, from_column: a, to_column: b}"
-    config_path.write_text(
-        f"{VALID_CONFIG}embeddings: [{{paths: a.parquet, vector_column: v}}, {{paths: c, dimension_prefix: d, id_map: {ids}}}]"
-    )
+    entry_with_id_map = "{paths: c, dimension_prefix: d, id_map: {paths: map.parquet, from_column: a, to_column: b}}"
+    config_path.write_text(f"{VALID_CONFIG}embeddings: [{{paths: a.parquet, vector_column: v}}, {entry_with_id_map}]")
     first_entry, second_entry = load_config(config_path).embeddings
     assert first_entry.table == second_entry.table == "item"
     assert second_entry.id_map is not None and second_entry.id_map.paths == (str(config_path.parent / "map.parquet"),)
@@ -175,14 +173,14 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_groups(config_path: P
 
 
 def test_the_model_has_tables_of_ids_features_and_offsets(config_path: Path) -> None:
-    users, items = (
+    user_features, item_features = (
         f"{side}: {{paths: p, id_column: id, features: [{{name: {name}}}]}}"
         for side, name in (("users", "age"), ("items", "brand"))
     )
     config = load_config(
         config_path,
         [
-            f"features={{{users}, {items}, context: [{{name: device}}]}}",
+            f"features={{{user_features}, {item_features}, context: [{{name: device}}]}}",
             "embeddings={paths: a, vector_column: v}",
             "model.learn_user_embedding=true",
             "tables={item: {transfer: residual}, item_offset: {init_std: 1}, item.brand: {dim: 8}}",
@@ -191,7 +189,7 @@ def test_the_model_has_tables_of_ids_features_and_offsets(config_path: Path) -> 
     assert config.table_names == {"item", "item_offset", "user", "user.age", "item.brand", "context.device"}
 
 
-def test_only_the_folder_of_a_table_is_relative_to_the_config_file(config_path: Path) -> None:
+def test_the_name_of_a_catalog_table_is_unchanged_and_a_relative_folder_becomes_absolute(config_path: Path) -> None:
     config_path.write_text(
         "interactions: {paths: [lake.shop.log@v7, ./log, s3://lake/log], format: delta, timestamp_column: ts, "
         "engine: {kind: spark}, split: {kind: files, test_paths: lake.shop.test}}\n"

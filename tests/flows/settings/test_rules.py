@@ -13,7 +13,7 @@ NO_LAST_ITEM = "model.history.last_item_feature=false"
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("override", "expected_message"),
     [
         (
             "index={pq_m: 7, compared_kinds: [ivf_pq]}",
@@ -31,39 +31,41 @@ NO_LAST_ITEM = "model.history.last_item_feature=false"
         ),
     ],
 )
-def test_contradicting_stages_are_rejected_with_advice(config_path: Path, override: str, expected: str) -> None:
-    error = error_message(config_path, override)
-    assert expected in error
-    assert "set " in error
+def test_contradicting_settings_are_rejected_with_advice(config_path: Path, override: str, expected_message: str) -> None:
+    message = error_message(config_path, override)
+    assert expected_message in message
+    assert "set " in message
 
 
 def test_a_model_of_user_embeddings_needs_stored_users(config_path: Path) -> None:
-    error = error_message(config_path, "package.users=none", "model.learn_user_embedding=true")
-    assert "package.users is none, but the model reads an embedding of each user" in error
+    message = error_message(config_path, "package.users=none", "model.learn_user_embedding=true")
+    assert "package.users is none, but the model reads an embedding of each user" in message
     assert load_config(config_path, ["package={users: none, quantization: none}"]).package.quantization == "fp32"
 
 
 def test_a_milvus_server_needs_an_alias_if_the_model_name_starts_with_a_digit(config_path: Path) -> None:
-    name, store = "registry.model_name=2026-model", "kind: milvus, url: 'http://milvus:19530'"
-    error = error_message(config_path, name, f"delivery.stores=[{{{store}}}]")
-    assert "the alias of milvus http://milvus:19530 would start with a digit, like registry.model_name 2026-model" in error
-    assert "set alias of this store, e.g. to _2026_model" in error
-    assert load_config(config_path, [name, f"delivery.stores=[{{{store}, alias: _2026_model}}]"]).delivery.stores
-    assert load_config(config_path, [name, "delivery.stores=[{kind: lancedb, folder: x}]"]).delivery.stores
+    name_override, store_settings = "registry.model_name=2026-model", "kind: milvus, url: 'http://milvus:19530'"
+    message = error_message(config_path, name_override, f"delivery.stores=[{{{store_settings}}}]")
+    assert "the alias of milvus http://milvus:19530 would start with a digit, like registry.model_name 2026-model" in message
+    assert "set alias of this store, e.g. to _2026_model" in message
+    assert load_config(
+        config_path, [name_override, f"delivery.stores=[{{{store_settings}, alias: _2026_model}}]"]
+    ).delivery.stores
+    assert load_config(config_path, [name_override, "delivery.stores=[{kind: lancedb, folder: x}]"]).delivery.stores
 
 
 def test_a_setting_of_an_unknown_table_lists_the_known_tables(config_path: Path) -> None:
     for table in ("item.brand", "item_offset", "item_teacher"):
         for group in ("tables", "sharding.tables"):
-            error = error_message(config_path, f"{group}={{{table}: {{}}}}")
-            assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in error
+            message = error_message(config_path, f"{group}={{{table}: {{}}}}")
+            assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in message
 
 
 def test_settings_that_need_an_order_are_rejected_for_a_log_without_order(config_path: Path) -> None:
-    error = error_message(config_path, LOG_WITHOUT_ORDER)
-    assert "model.history.last_item_feature is true, but interactions has neither" in error and "set " in error
-    error = error_message(config_path, LOG_WITHOUT_ORDER, NO_LAST_ITEM, "model.history.pooling=recency")
-    assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in error
+    message = error_message(config_path, LOG_WITHOUT_ORDER)
+    assert "model.history.last_item_feature is true, but interactions has neither" in message and "set " in message
+    message = error_message(config_path, LOG_WITHOUT_ORDER, NO_LAST_ITEM, "model.history.pooling=recency")
+    assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in message
 
 
 def test_the_target_can_be_in_the_history_only_if_the_log_has_no_order(config_path: Path) -> None:
@@ -73,43 +75,43 @@ def test_the_target_can_be_in_the_history_only_if_the_log_has_no_order(config_pa
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("override", "expected_message"),
     [
         ("training.validation=null", "training.validation is null; set it, or set model.temperature to a number"),
         ("loss.kind=cosine_contrastive", "loss.kind is cosine_contrastive, which has no temperature; set another kind"),
     ],
 )
 def test_an_automatic_temperature_needs_validation_and_a_loss_with_a_temperature(
-    config_path: Path, override: str, expected: str
+    config_path: Path, override: str, expected_message: str
 ) -> None:
     assert load_config(config_path, ["model.temperature=auto"]).model.temperature == "auto"
-    assert expected in error_message(config_path, "model.temperature=auto", override)
+    assert expected_message in error_message(config_path, "model.temperature=auto", override)
 
 
 def test_a_temperature_is_learned_only_if_the_loss_has_one(config_path: Path) -> None:
     assert load_config(config_path, ["model.learn_temperature=true"]).model.learn_temperature
-    error = error_message(config_path, "model.learn_temperature=true", "loss.kind=cosine_contrastive")
-    assert "model.learn_temperature is true, but loss.kind is cosine_contrastive, which has no temperature" in error
+    message = error_message(config_path, "model.learn_temperature=true", "loss.kind=cosine_contrastive")
+    assert "model.learn_temperature is true, but loss.kind is cosine_contrastive, which has no temperature" in message
 
 
 def test_a_loss_with_known_negatives_needs_a_log_with_known_negatives(config_path: Path) -> None:
-    error = error_message(config_path, "loss.explicit_negatives=4")
+    message = error_message(config_path, "loss.explicit_negatives=4")
     assert (
-        "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error
-        and "set interactions.explicit_negatives to true" in error
+        "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in message
+        and "set interactions.explicit_negatives to true" in message
     )
 
 
 def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:
-    error = error_message(config_path, "loss.kind=cosine_contrastive", "model.similarity=dot")
+    message = error_message(config_path, "loss.kind=cosine_contrastive", "model.similarity=dot")
     assert (
         "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set model.similarity to cosine"
-        in error
+        in message
     )
 
 
 @pytest.mark.parametrize(
-    ("feature_overrides", "expected"),
+    ("feature_overrides", "expected_message"),
     [
         ([], "item.brand is not a declared feature; declare it under features, or set one of the features that you declare"),
         (["features={context: [{name: device}]}"], "or set one of context.device"),
@@ -119,12 +121,14 @@ def test_a_cosine_loss_needs_cosine_similarity(config_path: Path) -> None:
         ),
     ],
 )
-def test_a_slice_needs_a_declared_feature_with_values(feature_overrides: list[str], expected: str, config_path: Path) -> None:
-    assert expected in error_message(config_path, "evaluation.slices=[{feature: item.brand}]", *feature_overrides)
+def test_a_slice_needs_a_declared_feature_with_values(
+    feature_overrides: list[str], expected_message: str, config_path: Path
+) -> None:
+    assert expected_message in error_message(config_path, "evaluation.slices=[{feature: item.brand}]", *feature_overrides)
 
 
 @pytest.mark.parametrize(
-    ("feature_overrides", "feature", "expected"),
+    ("feature_overrides", "feature", "expected_message"),
     [
         ([], "user.country", "set one of those that you declare under features"),
         (["features={context: [{name: device}, {name: hour, kind: numeric, buckets: 4}]}"], "context.hour", "context.device"),
@@ -133,17 +137,17 @@ def test_a_slice_needs_a_declared_feature_with_values(feature_overrides: list[st
     ],
 )
 def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
-    feature_overrides: list[str], feature: str, expected: str, config_path: Path
+    feature_overrides: list[str], feature: str, expected_message: str, config_path: Path
 ) -> None:
-    error = error_message(config_path, f"package.popularity_by={feature}", *feature_overrides)
-    assert f"package.popularity_by: {feature} is not a categorical user or context feature with a vocabulary" in error
-    assert expected in error
+    message = error_message(config_path, f"package.popularity_by={feature}", *feature_overrides)
+    assert f"package.popularity_by: {feature} is not a categorical user or context feature with a vocabulary" in message
+    assert expected_message in message
 
 
-@pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
-def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, config_path: Path) -> None:
-    error = error_message(config_path, "package.item_vectors=none", f"index.served={kind}")
-    assert f"package.item_vectors is none, but the vectors of an index of kind {kind} may be unreadable; set" in error
+@pytest.mark.parametrize("index_kind", ["auto", "ivf_pq"])
+def test_a_package_without_item_vectors_needs_an_index_with_vectors(index_kind: str, config_path: Path) -> None:
+    message = error_message(config_path, "package.item_vectors=none", f"index.served={index_kind}")
+    assert f"package.item_vectors is none, but the vectors of an index of kind {index_kind} may be unreadable; set" in message
     assert (
         load_config(config_path, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"
     )

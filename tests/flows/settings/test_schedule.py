@@ -17,7 +17,7 @@ CRON_HELP = "write the five fields minute, hour, day of month, month and day of 
 
 
 def error_message(folder: Path, **schedule: object) -> str:
-    """Return the error of a config with these settings of the schedule."""
+    """Return the error of a config with this schedule, without the path of the file."""
     config_path = folder / "nightly.yaml"
     config_path.write_text(yaml_loader.dump({**INTERACTIONS, "schedule": schedule}))
     with pytest.raises(InputError) as error_info:
@@ -101,15 +101,15 @@ def test_the_next_start_is_the_start_that_prefect_plans(expression: str) -> None
 
 def random_field(random: Random, lowest: int, highest: int) -> tuple[str, set[int]]:
     """Return a field of a cron expression and its values."""
-    first, last = sorted(random.sample(range(lowest, highest + 1), 2))
+    first_value, last_value = sorted(random.sample(range(lowest, highest + 1), 2))
     step = random.randint(2, 7)
     return random.choice(
         [
             ("*", {*range(lowest, highest + 1)}),
-            (str(first), {first}),
-            (f"{first},{last}", {first, last}),
-            (f"{first}-{last}", {*range(first, last + 1)}),
-            (f"{first}-{last}/{step}", {*range(first, last + 1, step)}),
+            (str(first_value), {first_value}),
+            (f"{first_value},{last_value}", {first_value, last_value}),
+            (f"{first_value}-{last_value}", {*range(first_value, last_value + 1)}),
+            (f"{first_value}-{last_value}/{step}", {*range(first_value, last_value + 1, step)}),
             (f"*/{step}", {*range(lowest, highest + 1, step)}),
         ]
     )
@@ -119,23 +119,23 @@ def test_the_next_start_is_the_first_minute_that_the_fields_allow() -> None:
     random = Random(7)
     for _ in range(200):
         bounds = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 6))
-        texts, (minutes, hours, days, months, weekdays) = zip(
+        field_texts, (minutes, hours, days, months, weekdays) = zip(
             *(random_field(random, *field_bounds) for field_bounds in bounds), strict=True
         )
-        needs_both_days = "*" in (texts[2], texts[4])  # otherwise one of the two fields is enough
+        needs_both_days = "*" in (field_texts[2], field_texts[4])  # otherwise one of the two fields is enough
         start_after = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=random.randrange(500_000))
-        expected = start_after + timedelta(minutes=1)
+        expected_start = start_after + timedelta(minutes=1)
         while True:
-            day_rules = (expected.day in days, expected.isoweekday() % 7 in weekdays)
-            if expected.month not in months or not (all if needs_both_days else any)(day_rules):
-                expected = expected.replace(hour=0, minute=0) + timedelta(days=1)
-            elif expected.hour not in hours:
-                expected = expected.replace(minute=0) + timedelta(hours=1)
-            elif expected.minute not in minutes:
-                expected += timedelta(minutes=1)
+            day_field_matches = (expected_start.day in days, expected_start.isoweekday() % 7 in weekdays)
+            if expected_start.month not in months or not (all if needs_both_days else any)(day_field_matches):
+                expected_start = expected_start.replace(hour=0, minute=0) + timedelta(days=1)
+            elif expected_start.hour not in hours:
+                expected_start = expected_start.replace(minute=0) + timedelta(hours=1)
+            elif expected_start.minute not in minutes:
+                expected_start += timedelta(minutes=1)
             else:
                 break
-        assert ScheduleConfig(cron=" ".join(texts)).next_start(start_after) == expected, texts
+        assert ScheduleConfig(cron=" ".join(field_texts)).next_start(start_after) == expected_start, field_texts
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,16 @@ def test_a_start_in_the_hour_of_a_clock_change_happens_once(day: datetime, hour_
 
     schedule = CronSchedule(cron="15 2 * * *", timezone="Europe/Berlin")
     # Prefect plans repeatedly, each time from the current time.
-    times = [day + timedelta(minutes=10 * step) for step in range(-12, 18)]
-    plans = [[start.astimezone(UTC) for start in asyncio.run(schedule.get_dates(3, start=time))] for time in times]
-    starts = sorted({start for plan in plans for start in plan if start < day + timedelta(days=3)})
+    plan_times = [day + timedelta(minutes=10 * step) for step in range(-12, 18)]
+    planned_starts = [
+        [start.astimezone(UTC) for start in asyncio.run(schedule.get_dates(3, start=time))] for time in plan_times
+    ]
+    starts = sorted({start for plan in planned_starts for start in plan if start < day + timedelta(days=3)})
     local_starts = [start.astimezone(ZoneInfo("Europe/Berlin")) for start in starts]
     assert [(start.day - day.day, start.hour, start.minute) for start in local_starts] == [
         (num_days, hour, 15) for num_days, hour in enumerate(hour_by_day)
     ]
-    nightjar_start = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin").next_start(times[0])
+    nightjar_start = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin").next_start(plan_times[0])
     assert nightjar_start is not None
     assert (nightjar_start.day, nightjar_start.hour) == (day.day, hour_by_day[0])
 

@@ -27,17 +27,19 @@ def config_of(folder: Path, facts: DataFacts, *overrides: str) -> PipelineConfig
 
 @pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, SPARSE_UNORDERED, DENSE, DENSE_ORDERED])
 def test_the_written_file_has_every_suggestion_and_gets_no_more(tmp_path: Path, facts: DataFacts) -> None:
-    config, suggested = config_of(tmp_path, facts), suggestions(facts)
-    proposal = SuggestedConfig.of(config, suggested)
+    config, data_suggestions = config_of(tmp_path, facts), suggestions(facts)
+    proposal = SuggestedConfig.of(config, data_suggestions)
     assert proposal.problem_by_setting == {} and len(proposal.changes) > 3
-    reasons = {item.setting: item.reason for item in suggested if item.setting in proposal.changes}
-    text = to_commented_yaml(proposal.config, note_by_setting=reasons, every_setting=False)
-    assert [reason for reason in reasons.values() if reason not in text] == []
+    reason_by_setting = {
+        suggestion.setting: suggestion.reason for suggestion in data_suggestions if suggestion.setting in proposal.changes
+    }
+    text = to_commented_yaml(proposal.config, note_by_setting=reason_by_setting, every_setting=False)
+    assert [reason for reason in reason_by_setting.values() if reason not in text] == []
     config_path = tmp_path / "suggested.yaml"
     config_path.write_text(text)
-    written = load_config(config_path)
-    assert written == proposal.config and written.tuning == config.tuning
-    assert SuggestedConfig.of(written, suggested).changes == {}
+    written_config = load_config(config_path)
+    assert written_config == proposal.config and written_config.tuning == config.tuning
+    assert SuggestedConfig.of(written_config, data_suggestions).changes == {}
 
 
 def test_a_suggestion_that_contradicts_the_file_is_left_out_with_the_reason(tmp_path: Path) -> None:

@@ -69,25 +69,25 @@ def test_a_range_contains_the_value_of_the_file_and_the_suggested_value(config_p
 
 
 def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_settings(config_path: Path) -> None:
-    config, suggested = load_config(config_path), suggestions(SPARSE)
-    ranges = default_ranges(config, suggested)
-    file_settings, suggested_settings = first_trials(config, suggested, ranges)
+    config, data_suggestions = load_config(config_path), suggestions(SPARSE)
+    ranges = default_ranges(config, data_suggestions)
+    file_settings, suggested_settings = first_trials(config, data_suggestions, ranges)
     assert file_settings.keys() == suggested_settings.keys() == ranges.keys()
     assert (file_settings[TEMPERATURE], suggested_settings[TEMPERATURE]) == (1.0, 0.1)
     assert (file_settings[POOLING], suggested_settings[POOLING]) == ("mean", "recency")
     suggested_config = with_settings(config, suggested_settings)
-    assert first_trials(suggested_config, suggested, ranges) == [suggested_settings]
+    assert first_trials(suggested_config, data_suggestions, ranges) == [suggested_settings]
 
 
 def test_a_temperature_that_the_training_chooses_is_searched_like_a_number(config_path: Path) -> None:
-    config, suggested = load_config(config_path, ["model.temperature=auto"]), suggestions(SPARSE)
-    ranges = default_ranges(config, suggested)
+    config, data_suggestions = load_config(config_path, ["model.temperature=auto"]), suggestions(SPARSE)
+    ranges = default_ranges(config, data_suggestions)
     assert ranges[TEMPERATURE] == RangeConfig(low=0.05, high=0.2, log=True)
-    assert [trial[TEMPERATURE] for trial in first_trials(config, suggested, ranges)] == [0.1, 0.1]
+    assert [trial[TEMPERATURE] for trial in first_trials(config, data_suggestions, ranges)] == [0.1, 0.1]
 
 
 def test_a_suggested_choice_that_contradicts_the_file_is_not_tried(config_path: Path) -> None:
-    config, suggested = load_config(config_path, ["model.num_members=2"]), suggestions(DENSE_ORDERED)
-    assert any(suggestion.setting == "model.popularity" for suggestion in suggested)
-    for trial in first_trials(config, suggested, default_ranges(config, suggested)):
+    config, data_suggestions = load_config(config_path, ["model.num_members=2"]), suggestions(DENSE_ORDERED)
+    assert any(suggestion.setting == "model.popularity" for suggestion in data_suggestions)
+    for trial in first_trials(config, data_suggestions, default_ranges(config, data_suggestions)):
         assert "model.popularity" not in trial

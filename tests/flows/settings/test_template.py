@@ -25,8 +25,8 @@ def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: 
 
 
 @pytest.mark.parametrize("every_setting", [True, False])
-def test_settings_of_tables_and_other_kinds_than_the_default_load_back(tmp_path: Path, every_setting: bool) -> None:
-    settings = [
+def test_settings_of_tables_and_kinds_that_differ_from_the_default_load_back(tmp_path: Path, every_setting: bool) -> None:
+    overrides = [
         "model.history={pooling: self_attention, num_blocks: 1}",
         "model.popularity.kind=learned",
         "tables.item={transfer: residual, optimizer: {kind: sgd, learning_rate: 0.5}}",
@@ -34,7 +34,7 @@ def test_settings_of_tables_and_other_kinds_than_the_default_load_back(tmp_path:
     ]
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
-    config = load_config(config_path, settings)
+    config = load_config(config_path, overrides)
     config_path.write_text(
         to_commented_yaml(config, note_by_setting={"tables.item.transfer": "a note"}, every_setting=every_setting)
     )
@@ -44,29 +44,20 @@ def test_settings_of_tables_and_other_kinds_than_the_default_load_back(tmp_path:
 
 @pytest.mark.parametrize("every_setting", [True, False])
 @pytest.mark.parametrize(
-    "setting",
+    "override",
     [
         "embeddings={source: log, method: ease}",
         "index.compared=[{kind: ivf_pq, pq_m: 16}, ivf_sq8]",
         "delivery.stores=[{kind: lancedb, folder: v}]",
+        "interactions.context_columns=[device]",
+        "evaluation.metrics=[recall]",
+        "interactions.paths=[a.parquet]",
     ],
 )
-def test_groups_in_a_list_keep_their_kinds(tmp_path: Path, setting: str, every_setting: bool) -> None:
+def test_a_list_of_groups_or_of_one_text_loads_back(tmp_path: Path, override: str, every_setting: bool) -> None:
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
-    config = load_config(config_path, [setting])
-    config_path.write_text(to_commented_yaml(config, every_setting=every_setting))
-    assert load_config(config_path) == config
-
-
-@pytest.mark.parametrize("every_setting", [True, False])
-@pytest.mark.parametrize(
-    "setting", ["interactions.context_columns=[device]", "evaluation.metrics=[recall]", "interactions.paths=[a.parquet]"]
-)
-def test_a_list_with_one_text_loads_back(tmp_path: Path, setting: str, every_setting: bool) -> None:
-    config_path = tmp_path / "nightly.yaml"
-    config_path.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
-    config = load_config(config_path, [setting])
+    config = load_config(config_path, [override])
     config_path.write_text(to_commented_yaml(config, every_setting=every_setting))
     assert load_config(config_path) == config
 
@@ -88,8 +79,8 @@ def test_the_important_settings_exist_and_are_written() -> None:
     assert set(IMPORTANT_SETTINGS) <= set(setting_keys(PipelineConfig))
     text = to_commented_yaml(starter_config(), every_setting=False)
     assert all(f"{name.rpartition('.')[2]}:" in text for name in IMPORTANT_SETTINGS)
-    num_written = len(re.findall(r"^[^#\n]*: [^ \n]", text, flags=re.MULTILINE))
-    assert len(IMPORTANT_SETTINGS) <= num_written <= len(IMPORTANT_SETTINGS) + 2
+    num_written_settings = len(re.findall(r"^[^#\n]*: [^ \n]", text, flags=re.MULTILINE))
+    assert len(IMPORTANT_SETTINGS) <= num_written_settings <= len(IMPORTANT_SETTINGS) + 2
 
 
 def test_the_temperature_is_auto_in_a_new_file_and_a_number_in_the_demo() -> None:

@@ -21,8 +21,8 @@ def test_with_all_negatives_a_rank_looks_up_its_share_of_the_catalogue(tmp_path:
     )
     config = load_config(config_path)
     plan = plan_for_sizes(config, data_of_sizes(config, num_users=1_000, num_items=NUM_ITEMS, num_events=100_000))
-    share = NUM_ITEMS / num_ranks
-    assert share <= plan.tables["item"].values_per_query * BATCH_SIZE <= share + BATCH_SIZE
+    num_items_per_rank = NUM_ITEMS / num_ranks
+    assert num_items_per_rank <= plan.tables["item"].values_per_query * BATCH_SIZE <= num_items_per_rank + BATCH_SIZE
 
 
 def test_the_disk_estimate_counts_a_new_checkpoint_next_to_the_old_checkpoints(tmp_path: Path) -> None:
@@ -33,8 +33,8 @@ def test_the_disk_estimate_counts_a_new_checkpoint_next_to_the_old_checkpoints(t
         "sharding: {cluster: {device: cpu, processes_per_node: 1}}\n"
     )
     config = load_config(config_path)
-    for num_steps, expected_num_kept in ((5, 1), (30, 3), (1_000, 4)):
-        data = data_of_sizes(config, num_users=1_000, num_items=NUM_ITEMS, num_events=100 * num_steps)
+    for num_steps, num_checkpoints in ((5, 1), (30, 3), (1_000, 4)):
+        data_sizes = data_of_sizes(config, num_users=1_000, num_items=NUM_ITEMS, num_events=100 * num_steps)
         machines = Machines(device="cpu", num_hosts=1, ranks_per_host=1, cores_per_host=2)
-        workload = workload_of(config, data, plan=plan_for_sizes(config, data), machines=machines)
-        assert workload.training.num_kept == expected_num_kept, num_steps
+        workload = workload_of(config, data_sizes, plan=plan_for_sizes(config, data_sizes), machines=machines)
+        assert workload.training.num_kept == num_checkpoints, num_steps

@@ -29,7 +29,7 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
 
 
 @pytest.mark.parametrize(
-    ("ranges", "expected"),
+    ("ranges_text", "expected_message"),
     [
         ("model.temprature: {low: 1, high: 2}", "model.temprature: unknown key; did you mean model.temperature?"),
         ("model.temperature: {low: 2, high: 1}", "ranges.model.temperature: low is 2, but high is 1; swap them"),
@@ -64,12 +64,12 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
         ("training.warm_start.full_retrain_every: {choices: [1, 7]}", "trials start from scratch"),
     ],
 )
-def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, ranges: str, expected: str) -> None:
+def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, ranges_text: str, expected_message: str) -> None:
     config_path = tmp_path / "nightly.yaml"
-    config_path.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
+    config_path.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges_text}}}\n")
     with pytest.raises(InputError) as error_info:
         load_config(config_path)
-    assert expected in str(error_info.value)
+    assert expected_message in str(error_info.value)
 
 
 def test_a_search_in_a_config_without_validation_is_rejected(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_options_replace_the_size_of_the_search(tmp_path: Path) -> None:
 
 def test_the_bounds_of_a_range_have_the_number_type_of_the_setting(tmp_path: Path) -> None:
     config_path = tmp_path / "nightly.yaml"
-    ranges = "model.query.dropout: {low: 0, high: 1e-1}, model.history.length: {low: 0, high: 4}"
-    config_path.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges}}}\n")
+    ranges_text = "model.query.dropout: {low: 0, high: 1e-1}, model.history.length: {low: 0, high: 4}"
+    config_path.write_text(CONFIG[: CONFIG.index("  ranges:")] + f"  ranges: {{{ranges_text}}}\n")
     tuning = load_config(config_path).tuning
     assert tuning is not None
     assert [type(value_range.low) for value_range in tuning.ranges.values()] == [float, int]
@@ -113,8 +113,8 @@ def test_settings_as_yaml_writes_a_list_with_one_varied_entry_as_a_whole(tmp_pat
 @pytest.fixture
 def config_path(tmp_path: Path) -> Path:
     events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
-    users, items, times = (list(column) for column in zip(*events, strict=True))
-    log_path = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
+    user_ids, item_ids, times = (list(column) for column in zip(*events, strict=True))
+    log_path = write_parquet(tmp_path / "log.parquet", user_id=user_ids, item_id=item_ids, t=times)
     config_path = tmp_path / "nightly.yaml"
     config_path.write_text(f"interactions: {{paths: {log_path}, timestamp_column: t, split: {{kind: leave_last_out}}}}\n")
     return config_path
@@ -123,8 +123,9 @@ def config_path(tmp_path: Path) -> Path:
 def test_a_file_with_the_suggested_settings_gets_no_more_suggestions(config_path: Path) -> None:
     result = CliRunner().invoke(app, ["suggest", str(config_path), "--json"])
     assert result.exit_code == 0, result.output
-    suggested = json.loads(result.stdout.splitlines()[-1])
-    assert suggested["facts"]["num_train_events"] == 400 and suggested["changed"]["model.temperature"] == 0.2
+    printed_object = json.loads(result.stdout.splitlines()[-1])
+    assert printed_object["facts"]["num_train_events"] == 40 * (12 - 2)  # of each user, two events are held out
+    assert printed_object["changed"]["model.temperature"] == 0.2
 
     result = CliRunner().invoke(app, ["suggest", str(config_path)])
     assert result.exit_code == 0, result.output
@@ -152,8 +153,11 @@ def test_a_suggestion_that_contradicts_the_file_is_left_out(config_path: Path) -
     arguments = ["suggest", str(config_path), "--set", "model.history={pooling: self_attention, num_blocks: 1}"]
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
-    suggested = json.loads(result.stdout.splitlines()[-1])
-    assert suggested["left_out"].keys() == {"model.history.pooling"} and "model.history.pooling" not in suggested["changed"]
+    printed_object = json.loads(result.stdout.splitlines()[-1])
+    assert (
+        printed_object["left_out"].keys() == {"model.history.pooling"}
+        and "model.history.pooling" not in printed_object["changed"]
+    )
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and "left out, because it contradicts the file" in " ".join(result.output.split())
 
@@ -194,7 +198,7 @@ def test_suggest_ends_with_exit_code_1_if_a_column_is_missing(config_path: Path)
 
 @pytest.fixture
 def run(config_path: Path, tmp_path: Path) -> Run:
-    """Write the interactions and the export of a run of three users and four items."""
+    """A run of three users and four items with the stages of the interactions and of the export."""
     config_path.write_text(config_path.read_text() + f"workspace: {tmp_path / 'workspace'}\nevaluation: {{ks: [2]}}\n")
     run = Run("20261125-020000-ab12", workspace=tmp_path / "workspace")
     run.folder.mkdir(parents=True)
@@ -213,19 +217,25 @@ def run(config_path: Path, tmp_path: Path) -> Run:
 def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config_path: Path, run: Run) -> None:
     result = CliRunner().invoke(app, ["popularity-curve", str(config_path), "--weights=-0.5, 0.25", "--json"])
     assert result.exit_code == 0, result.output
-    points = json.loads(result.stdout.splitlines()[-1])
-    assert [(point["weight"], point["is_served"]) for point in points] == [(-0.5, False), (0, True), (0.25, False)]
-    assert points[0]["metrics"].keys() == {f"{name}@2" for name in ("recall", "ndcg", "coverage", "novelty", "popularity_lift")}
-    folder = run.workspace / "popularity-curve"
-    assert json.loads((folder / f"{run.run_id}.json").read_text()) == points
-    assert (folder / f"{run.run_id}.png").read_bytes().startswith(b"\x89PNG")
+    curve_points = json.loads(result.stdout.splitlines()[-1])
+    assert [(curve_point["weight"], curve_point["is_served"]) for curve_point in curve_points] == [
+        (-0.5, False),
+        (0, True),
+        (0.25, False),
+    ]
+    assert curve_points[0]["metrics"].keys() == {
+        f"{name}@2" for name in ("recall", "ndcg", "coverage", "novelty", "popularity_lift")
+    }
+    curve_folder = run.workspace / "popularity-curve"
+    assert json.loads((curve_folder / f"{run.run_id}.json").read_text()) == curve_points
+    assert (curve_folder / f"{run.run_id}.png").read_bytes().startswith(b"\x89PNG")
     result = CliRunner().invoke(app, ["popularity-curve", str(config_path), "--run", run.run_id])
     assert result.exit_code == 0, result.output
     assert "0 (this run)" in result.output and f"{run.run_id}.png" in result.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "expected_message"),
     [
         (["--weights", "0.1;0.2"], "--weights 0.1;0.2 is not a list of numbers; write, for example, --weights=-0.1,0,0.1"),
         (["--weights", "nan"], "--weights nan has a number that is not finite"),
@@ -233,10 +243,10 @@ def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config_pa
     ],
 )
 def test_a_wrong_argument_of_the_popularity_curve_is_rejected(
-    config_path: Path, run: Run, arguments: list[str], expected: str
+    config_path: Path, run: Run, arguments: list[str], expected_message: str
 ) -> None:
     result = CliRunner().invoke(app, ["popularity-curve", str(config_path), *arguments])
-    assert isinstance(result.exception, InputError) and expected in str(result.exception)
+    assert isinstance(result.exception, InputError) and expected_message in str(result.exception)
     assert not (run.workspace / "popularity-curve").exists()
 
 

@@ -17,14 +17,14 @@ from tests.recsys_core.ingest.parquet_files import write_parquet
 CLUSTER_SETTINGS = {"ddr_gb": 500, "inter_host_gb_s": 25, "intra_host_gb_s": 300}
 SPARK_OVERRIDE = "interactions.engine={kind: spark}"
 CLUSTER_OPTIONS = ["--nodes", "2", "--gpus-per-node", "4", "--hbm-gb", "40"]
-CLUSTER_OPTIONS += [word for key, value in CLUSTER_SETTINGS.items() for word in ("--set", f"sharding.cluster.{key}={value}")]
+CLUSTER_OPTIONS += [f"--set=sharding.cluster.{key}={value}" for key, value in CLUSTER_SETTINGS.items()]
 
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> Path:
     events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
-    users, items, times = (list(column) for column in zip(*events, strict=True))
-    log_path = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
+    user_ids, item_ids, times = (list(column) for column in zip(*events, strict=True))
+    log_path = write_parquet(tmp_path / "log.parquet", user_id=user_ids, item_id=item_ids, t=times)
     settings = {
         "workspace": str(tmp_path / "workspace"),
         "interactions": {"paths": log_path, "timestamp_column": "t", "split": {"kind": "leave_last_out"}},
@@ -46,8 +46,8 @@ def test_a_plan_is_written_as_json_and_as_a_page_and_shown_as_tables(config_path
     assert (plan.cluster.inter_host_gb_s, plan.cluster.intra_host_gb_s, plan.cluster.ddr_gb) == (25, 300, 500)
     num_items_per_query = 1 + 3 + 4 / 16  # the positive, the history, and a share of the negatives of the batch
     assert 1 < plan.tables["item"].values_per_query < num_items_per_query, "an item that repeats is looked up once"
-    for word in (plan.tables["item"].sharding_type, "HBM", "plan.html"):
-        assert word in result.output
+    for text in (plan.tables["item"].sharding_type, "HBM", "plan.html"):
+        assert text in result.output
     assert "Sharding plan for 8 GPUs" in page and "Time by rank" in page
 
 
@@ -62,8 +62,8 @@ def test_the_stages_of_a_run_on_the_ingested_data_are_estimated(config_path: Pat
     result = CliRunner().invoke(app, ["plan", str(config_path)])
     assert result.exit_code == 0, result.output
     estimate = RunEstimate.model_validate_json((config_path.parent / "workspace" / "plan" / "estimate.json").read_bytes())
-    data = estimate.workload.data
-    assert (data.num_users, data.num_events, data.num_held_out_users) == (40, 480, 40)
+    data_sizes = estimate.workload.data
+    assert (data_sizes.num_users, data_sizes.num_events, data_sizes.num_held_out_users) == (40, 480, 40)
     assert estimate.workload.has_linear_baselines
     assert [stage.stage for stage in estimate.stages][:3] == ["ingest_interactions", "check_data", "train"]
     for text in ("with 1 host of", "ingest_interactions", "at this size", "cost: 0.0", "estimate.json"):
@@ -72,33 +72,33 @@ def test_the_stages_of_a_run_on_the_ingested_data_are_estimated(config_path: Pat
 
 def test_sizes_are_planned_and_estimated_without_reading_data(config_path: Path) -> None:
     (config_path.parent / "log.parquet").unlink()
-    sizes = ["--users", "1000000000", "--items", "100000000", "--events", "10000000000"]
+    size_options = ["--users", "1000000000", "--items", "100000000", "--events", "10000000000"]
     result = CliRunner().invoke(
-        app, ["plan", str(config_path), *CLUSTER_OPTIONS, *sizes, "--set", SPARK_OVERRIDE, "--cores", "32"]
+        app, ["plan", str(config_path), *CLUSTER_OPTIONS, *size_options, "--set", SPARK_OVERRIDE, "--cores", "32"]
     )
     assert result.exit_code == 0, result.output
-    folder = config_path.parent / "workspace" / "plan"
-    plan = PlanFile.read(folder / "plan.json")
-    estimate = RunEstimate.model_validate_json((folder / "estimate.json").read_bytes())
+    plan_folder = config_path.parent / "workspace" / "plan"
+    plan = PlanFile.read(plan_folder / "plan.json")
+    estimate = RunEstimate.model_validate_json((plan_folder / "estimate.json").read_bytes())
     assert {name: (table.rows, table.dim) for name, table in plan.tables.items()} == {
         "item": (100_000_000, 64),
         "user": (1_000_000_000, 64),
     }
     assert estimate.workload.machines.engine == "spark"
     assert not estimate.workload.has_linear_baselines, "100 million items are too many for these baselines"
-    assert estimate.workload.training.table_bytes == 1_100_000_000 * (64 + 1) * 4
+    assert estimate.workload.training.table_bytes == 1_100_000_000 * (64 + 1) * 4  # with one optimizer value per row
     texts = ["2 hosts of 4 GPUs and 32 cores, and spark for the ingest", "64 cores", "at 1/500", "8 GPUs", "per GPU-hour"]
     assert [text for text in texts if text not in result.output] == []
 
 
 def test_two_plans_at_the_same_time_in_a_workspace_are_an_input_error(config_path: Path) -> None:
-    folder = config_path.parent / "workspace" / "plan"
-    folder.mkdir(parents=True)
-    with FileLock(folder / LOCK_NAME):
+    plan_folder = config_path.parent / "workspace" / "plan"
+    plan_folder.mkdir(parents=True)
+    with FileLock(plan_folder / LOCK_NAME):
         result = CliRunner().invoke(app, ["plan", str(config_path)])
     assert isinstance(result.exception, InputError)
-    assert f"{folder}: another `nightjar plan` is writing this folder; wait for it to end" in str(result.exception)
-    assert [path.name for path in folder.iterdir()] == [LOCK_NAME]
+    assert f"{plan_folder}: another `nightjar plan` is writing this folder; wait for it to end" in str(result.exception)
+    assert [path.name for path in plan_folder.iterdir()] == [LOCK_NAME]
 
 
 def test_one_size_without_the_other_sizes_is_an_input_error(config_path: Path) -> None:

@@ -41,7 +41,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
     return load_config(config_path, ())
 
 
-def printed_table(removals: Removals, *, dry_run: bool) -> str:
+def printed_text(removals: Removals, *, dry_run: bool) -> str:
     """Return the printed text of `nightjar clean` for these removals."""
     stream = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
@@ -51,27 +51,27 @@ def printed_table(removals: Removals, *, dry_run: bool) -> str:
 
 
 def test_a_dry_run_lists_the_runs_that_the_command_removes(config: PipelineConfig) -> None:
-    table = printed_table(clean_workspace(config, dry_run=True), dry_run=True)
-    assert [line.split() for line in table.splitlines()[:4]] == [
+    dry_run_text = printed_text(clean_workspace(config, dry_run=True), dry_run=True)
+    assert [line.split() for line in dry_run_text.splitlines()[:4]] == [
         ["run", "to", "remove"],
         ["20260", "folder"],
         ["20261", "folder"],
         ["20262", "all", "but", "reports"],
     ]
-    assert "files of 3 runs and 0 model versions; remove them with the same command without --dry-run" in table
+    assert "files of 3 runs and 0 model versions; remove them with the same command without --dry-run" in dry_run_text
     assert run_ids(config.workspace) == ["20260", "20261", "20262", "20263"]
     with Workspace(config.workspace).lock(run_id="other"), pytest.raises(InputError, match="with run other, since"):
         clean_workspace(config, dry_run=False)
-    assert "removed files of 3 runs and 0 model versions: 0.003 GiB" in printed_table(
+    assert "removed files of 3 runs and 0 model versions: 0.003 GiB" in printed_text(
         clean_workspace(config, dry_run=False), dry_run=False
     )
     assert run_ids(config.workspace) == ["20262", "20263"]
-    assert printed_table(clean_workspace(config, dry_run=False), dry_run=False) == "Nothing to remove.\n"
+    assert printed_text(clean_workspace(config, dry_run=False), dry_run=False) == "Nothing to remove.\n"
 
 
 def test_versions_are_listed_with_their_model_and_run() -> None:
     version = ModelVersion("m", "3", 0, tags=[ModelVersionTag(RUN_ID_TAG, "20261")])
-    rows = [line.split() for line in printed_table(Removals([], [version]), dry_run=False).splitlines()]
+    rows = [line.split() for line in printed_text(Removals([], [version]), dry_run=False).splitlines()]
     assert rows[1] == ["20261", "m", "version", "3"]
 
 

@@ -17,7 +17,7 @@ from tests.recsys_core.evaluation.stage_folders import write_export_stage
 
 
 @pytest.mark.parametrize(
-    ("export_fields", "expected_text"),
+    ("export_fields", "weight_text"),
     [
         ({}, "spectral block"),
         ({"spectral_block_weight": 0.25}, "weight 0.25\n"),
@@ -26,13 +26,13 @@ from tests.recsys_core.evaluation.stage_folders import write_export_stage
     ],
 )
 def test_a_run_shows_the_weights_that_its_export_has_chosen(
-    export_fields: dict[str, float], expected_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    export_fields: dict[str, float], weight_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vectors = np.eye(4)
     export = write_export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": ([0, 1], vectors[:2])})
     results = RunResults(Run("r", workspace=tmp_path), Results([export.model_copy(update=export_fields)]))
     print_results(results, LoadedConfig(starter_config(), tmp_path / "nightly.yaml"), command_text="nightjar run")
-    assert (expected_text in capsys.readouterr().out) == bool(export_fields)
+    assert (weight_text in capsys.readouterr().out) == bool(export_fields)  # nothing is printed without a weight
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_query_command_after_a_run_has_the_version_of_the_run(
     assert f"query     nightjar query {config_path} {expected_options}\n" in capsys.readouterr().out
 
 
-def test_a_resume_with_other_options_than_the_last_start_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_with_other_options_than_the_last_start_prints_the_options_of_both(capsys: pytest.CaptureFixture[str]) -> None:
     record = RunRecord.model_construct(options=RunOptions(dry_run=True, reason="a test"))
     warn_of_other_options(record, RunOptions())
     warning = " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""`nightjar ui` and `nightjar up`: ports in use, other versions of a database, passwords, and servers of the user's own."""
+"""`nightjar ui` and `nightjar up`: ports in use, other versions of a database, passwords, and the user's own servers."""
 
 import re
 import shutil
@@ -21,8 +21,8 @@ def test_the_error_about_a_port_in_use_names_the_port_and_its_option(
 ) -> None:
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed_server:
-        used_port, free_port = server.getsockname()[1], closed_server.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listening_server, socket.create_server(("127.0.0.1", 0)) as closed_server:
+        used_port, free_port = listening_server.getsockname()[1], closed_server.getsockname()[1]
         closed_server.close()
         if option == "--prefect-port":
             ports = {"prefect_port": used_port, "mlflow_port": free_port}
@@ -73,13 +73,13 @@ def test_a_second_nightjar_up_in_a_workspace_is_an_input_error(tmp_path: Path) -
 
 def test_the_password_of_the_pages_is_kept_in_a_private_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
-    password, password_hint = ui._server_credentials(tmp_path)
+    credentials, credentials_text = ui._server_credentials(tmp_path)
     password_path = tmp_path / "server-password"
     assert stat.S_IMODE(password_path.stat().st_mode) == 0o600
-    assert (password, password_hint) == (password_path.read_text().strip(), f"in {password_path}")
-    assert ui._server_credentials(tmp_path)[0] == password
+    assert (credentials, credentials_text) == (password_path.read_text().strip(), f"in {password_path}")
+    assert ui._server_credentials(tmp_path)[0] == credentials
     password_path.write_text("\n")  # the disk was full when the password was written
-    new_password = ui._server_credentials(tmp_path)[0]
-    assert new_password.startswith("nightjar:") and password_path.read_text().strip() == new_password
+    new_credentials = ui._server_credentials(tmp_path)[0]
+    assert new_credentials.startswith("nightjar:") and password_path.read_text().strip() == new_credentials
     monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "ada:s3cret")
     assert ui._server_credentials(tmp_path) == ("ada:s3cret", None)

@@ -38,8 +38,9 @@ def test_the_option_json_prints_an_object_per_run(
 ) -> None:
     (run, *_) = month_of_runs(config_path.parent, num_runs=1)
     assert nightjar("history", config_path, "--json", monkeypatch=monkeypatch) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert (row["run_id"], row["run_dir"], row["state"], row["version"]) == (run.run_id, str(run.folder), "Promoted", "41")
-    assert row["ended"] == "2026-10-24T02:58:56Z" and row["seconds"] == 2626
-    assert row["metric"] == "recall@20" and 0 < row["new"] < 1 and row["champion"] == 0.212
-    assert row["stage_seconds"]["train"] == 1900 and row["events"] > 10_000_000 and row["disk_bytes"] > 0
+    (run_json,) = json.loads(capsys.readouterr().out)
+    assert (run_json["run_id"], run_json["run_dir"]) == (run.run_id, str(run.folder))
+    assert (run_json["state"], run_json["version"]) == ("Promoted", "41")
+    assert run_json["ended"] == "2026-10-24T02:58:56Z" and run_json["seconds"] == 2626  # the stages and 40 s, see `past_run`
+    assert run_json["metric"] == "recall@20" and 0 < run_json["new"] < 1 and run_json["champion"] == 0.212
+    assert run_json["stage_seconds"]["train"] == 1900 and run_json["events"] > 10_000_000 and run_json["disk_bytes"] > 0

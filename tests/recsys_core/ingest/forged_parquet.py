@@ -8,18 +8,23 @@ import pyarrow.parquet as pq
 
 
 def patch_footer(path: str, *, old: int, new: int, occurrence: int) -> None:
-    """Replace an occurrence of the number `old` in the footer by `new`. Occurrences are counted from 0.
+    """Replace the number `old` in the footer by `new`, at one occurrence. `occurrence` is 0 for the first occurrence.
 
-    Both numbers must have equally many bytes in Thrift's encoding.
+    In the encoding of Thrift, both numbers must have the same number of bytes.
     """
     content = Path(path).read_bytes()
-    search_start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    search_start = footer_start(content)
     old_bytes, new_bytes = _varint(old), _varint(new)
     assert len(old_bytes) == len(new_bytes), (old_bytes, new_bytes)
     for _ in range(occurrence + 1):
         position = content.index(old_bytes, search_start)
         search_start = position + 1
     Path(path).write_bytes(content[:position] + new_bytes + content[position + len(new_bytes) :])
+
+
+def footer_start(content: bytes) -> int:
+    """Return the position of the footer. After the footer, the file has the footer length and the text PAR1, 4 bytes each."""
+    return len(content) - 8 - int.from_bytes(content[-8:-4], "little")
 
 
 def _varint(number: int) -> bytes:
@@ -40,7 +45,7 @@ def list_bomb(path: Path) -> str:
     table = pa.table({"user_id": ids, "item_id": ids, "t": ids, "vector": vectors})
     pq.write_table(table, path, compression="zstd", write_statistics=False, data_page_size=1 << 26, row_group_size=num_rows)
     content = path.read_bytes()
-    data_bytes = content[: len(content) - 8 - int.from_bytes(content[-8:-4], "little")]
+    data_bytes = content[: footer_start(content)]
     footer, row_group_metadata = pq.read_metadata(path), pq.read_metadata(path)
     for _ in range(124):
         footer.append_row_groups(row_group_metadata)

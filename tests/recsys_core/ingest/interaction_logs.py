@@ -1,4 +1,4 @@
-"""Logs of events in plain Python: their ingest, their splits computed in plain Python, and the stored events read back."""
+"""Logs as lists of events: the ingest of a log, its splits in plain Python, and the events in the stored stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ Event = tuple[Id, Id, Any]
 """User, item, time."""
 SplitEvents = tuple[list[Event], list[Event], list[Event]]
 """Training, validation and test events."""
-engine: dict[str, Any] = {"kind": "duckdb"}
-"""Engine of `ingest`. The fixture `engine` of the tests of the log ingest sets it."""
+engine_settings: dict[str, Any] = {"kind": "duckdb"}
+"""The setting `engine` of `ingest`. The tests of the log ingest replace it in their fixture `engine`."""
 
 
 def write_log(path: Path, events: Sequence[Event], **columns: Any) -> str:
     """Write a log with the columns user_id, item_id, t and `columns`. Return the path as a string."""
-    user, item, time = zip(*events, strict=True)
-    return write_parquet(path, user_id=list(user), item_id=list(item), t=list(time), **columns)
+    users, items, times = zip(*events, strict=True)
+    return write_parquet(path, user_id=list(users), item_id=list(items), t=list(times), **columns)
 
 
 def ingest(
@@ -40,29 +40,29 @@ def ingest(
     """Ingest the log files.
 
     Args:
-        split, settings: interactions settings. Unless they set `order_column`, the timestamps are in column t, in microseconds.
+        split, settings: interactions settings. Without `order_column`, the timestamps are in column t, in microseconds.
         embeddings: pretrained vectors of the items.
-        previous: interactions of the previous run; None if the run is the first one.
+        previous: interactions of the previous run; None in the first run.
     """
     if "order_column" not in settings:
         settings = {"timestamp_column": "t", "timestamp_unit": "us"} | settings
-    config = InteractionsConfig(paths=paths, split=split, **({"threads": 2, "engine": engine} | settings))
+    config = InteractionsConfig(paths=paths, split=split, **({"threads": 2, "engine": engine_settings} | settings))
     return ingest_interactions(config, embeddings=embeddings, folder=folder, previous=previous)
 
 
 def split_by_time(events: Sequence[Event], *, test_days: float, validation_days: float) -> SplitEvents:
-    """Return the events of the last `test_days` as test events, and of the `validation_days` before as validation events."""
+    """Return the splits. The test split is the last `test_days`, and the validation split is the `validation_days` before."""
     splits: SplitEvents = ([], [], [])
     newest_time = max(time for _, _, time in events)
-    for event in events:
-        age_us = newest_time - event[2]
+    for user, item, time in events:
+        age_us = newest_time - time
         split_index = 2 if age_us < test_days * DAY_US else 1 if age_us < (test_days + validation_days) * DAY_US else 0
-        splits[split_index].append(event)
+        splits[split_index].append((user, item, time))
     return splits
 
 
 def leave_last_out(events: Sequence[Event], *, min_events: int) -> SplitEvents:
-    """Return the last event of each user as test event and the event before it as validation event.
+    """Return the splits. The last event of each user is a test event, and the event before it is a validation event.
 
     A user with fewer than `min_events` events has training events only. Events at the same time are ordered by item row.
     """
@@ -75,8 +75,8 @@ def leave_last_out(events: Sequence[Event], *, min_events: int) -> SplitEvents:
         user_events.sort(key=lambda event: (event[2], row_by_item[event[1]]))
         num_held_out = 0 if len(user_events) < min_events else 2
         splits[0].extend(user_events[: len(user_events) - num_held_out])
-        for split, event in zip((1, 2), user_events[len(user_events) - num_held_out :], strict=False):
-            splits[split].append(event)
+        for split_index, event in zip((1, 2), user_events[len(user_events) - num_held_out :], strict=False):
+            splits[split_index].append(event)
     return splits
 
 
@@ -98,19 +98,19 @@ class Store:
 def read_store(manifest: InteractionsManifest) -> Store:
     """Return the content of an interactions stage. Its events are in the order of the store."""
     arrays = {name[:-4]: np.load(manifest.path(name)) for name in manifest.files if name.endswith(".npy")}
-    users, items = (pq.read_table(manifest.path(f"{side}.parquet")).to_pydict() for side in ("users", "items"))
-    store = Store(users["id"], items["id"], users["train_count"], items["train_count"])
+    user_columns, item_columns = (pq.read_table(manifest.path(f"{side}.parquet")).to_pydict() for side in ("users", "items"))
+    store = Store(user_columns["id"], item_columns["id"], user_columns["train_count"], item_columns["train_count"])
     time_E = arrays.get("event_time", np.zeros(len(arrays["event_item"]), np.int64)).tolist()
     for row, user in enumerate(store.users):
         start, stop = arrays["user_offset"][row : row + 2]
         bounds = (start, arrays["train_end"][row], arrays["validation_end"][row], stop)
-        for split_index, split in enumerate(store.splits):
-            split.extend(
+        for split_index, split_events in enumerate(store.splits):
+            split_events.extend(
                 (user, store.items[arrays["event_item"][index]], time_E[index])
                 for index in range(bounds[split_index], bounds[split_index + 1])
             )
     assert arrays["user_offset"][0] == 0 and arrays["user_offset"][-1] == len(arrays["event_item"])
-    assert [len(split) for split in store.splits] == [
+    assert [len(split_events) for split_events in store.splits] == [
         manifest.num_train_events,
         manifest.num_validation_events,
         manifest.num_test_events,
@@ -130,10 +130,10 @@ def assert_stored_events(manifest: InteractionsManifest, splits: SplitEvents) ->
     for stored_events, expected_events in zip(store.splits, splits, strict=True):
         assert sorted(stored_events) == sorted(expected_events)
         for user in store.users:
-            times = [time for owner, _, time in stored_events if owner == user]
+            times = [time for event_user, _, time in stored_events if event_user == user]
             assert times == sorted(times)
-    for side, ids, counts in ((0, store.users, store.user_train_counts), (1, store.items, store.item_train_counts)):
-        train_ids = [event[side] for event in splits[0]]
-        event_ids = [event[side] for split in splits for event in split]
+    for id_index, ids, counts in ((0, store.users, store.user_train_counts), (1, store.items, store.item_train_counts)):
+        train_ids = [event[id_index] for event in splits[0]]
+        event_ids = [event[id_index] for split_events in splits for event in split_events]
         assert ids == sorted(set(event_ids), key=lambda id_: (-event_ids.count(id_), id_))
         assert counts == [train_ids.count(id_) for id_ in ids]

@@ -30,16 +30,18 @@ def write_interactions(
     Args:
         user_ids: ids of the users by row.
         item_ids: ids of the items by row.
-        log: events of each user.
+        log: the item rows of each user, by split.
         context: columns with one entry per event, in the order of the store; None if the log has no context.
         event_weights: weight of each event, in the order of the store; None if the log has no weights.
-        lineage: lineage in the manifest, which is also part of the fingerprint.
+        lineage: the lineage in the manifest. Another lineage changes the fingerprint.
     """
     unfinished_folder = folder.with_name(folder.name + ".building")
     unfinished_folder.mkdir(parents=True)
-    num_events_U3 = np.array([[len(split_events) for split_events in user] for user in log], np.int64).reshape(-1, 3)
+    num_events_U3 = np.array([[len(split_items) for split_items in user_splits] for user_splits in log], np.int64).reshape(
+        -1, 3
+    )
     offset = np.concatenate([[0], num_events_U3.sum(axis=1).cumsum()])
-    event_items = np.array([item for user in log for split_events in user for item in split_events], np.int32)
+    event_items = np.array([item for user_splits in log for split_items in user_splits for item in split_items], np.int32)
     all_train_items = np.array([item for train_items, _, _ in log for item in train_items], np.int64)
     train_count_I = np.bincount(all_train_items, minlength=len(item_ids))
     arrays = {

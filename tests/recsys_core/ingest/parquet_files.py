@@ -30,7 +30,7 @@ def damage_data(path: str) -> None:
 
 @contextmanager
 def raises_input_error(*message_parts: str) -> Iterator[None]:
-    """Assert that the block raises an InputError with a message of one line that has `message_parts` in this order."""
+    """Assert that the block raises an InputError. The message is one line and has `message_parts` in this order."""
     with pytest.raises(InputError) as error_info:
         yield
     message = str(error_info.value)

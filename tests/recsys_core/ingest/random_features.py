@@ -1,4 +1,4 @@
-"""Random features of every form for users, items and events, and the table rows and weights that they look up."""
+"""Random features of every form for users, items and events, and their table rows and weights."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ FORMS: tuple[FeatureForm, ...] = ("single", "list", "weighted_list", "number")
 OWNER_KINDS = ("user", "item", "context")
 """What a feature describes: a user, an item, or the context of an event."""
 NUM_ROWS = 6
-"""Rows of the table of each feature."""
+"""Number of rows in the table of each feature."""
 
 
 def feature_store(
     *, num_users: int, num_items: int, num_events: int, seed: int = 0, has_zero_weights: bool = False
 ) -> FeatureStore:
-    """Return a random feature <owner_kind>.<form> for each owner kind and form. A list has 0 to 3 values.
+    """Return a store with a random feature <owner_kind>.<form> for each owner kind and form. A list has 0 to 3 values.
 
     has_zero_weights: whether all weights are 0.
     """
@@ -53,7 +53,7 @@ def ingested_features(*keys: str) -> dict[str, IngestedFeature]:
 
 
 def values_of(store: FeatureStore, key: str, owner_index: int) -> tuple[list[int], list[float] | None]:
-    """Return the table rows and the weights of one user, item or event by plain indexing."""
+    """Return the table rows and the weights of one user, item or event, read by plain indexing."""
     feature = store.feature_by_key[key]
     if feature.offset is None:
         start, end = owner_index, owner_index + 1

@@ -1,4 +1,4 @@
-"""The Spark session of a test process. All tests of the process share it, because its start takes seconds."""
+"""The Spark session that all tests of a process share, because the start of a session takes seconds."""
 
 import shutil
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# The data of the tests are so small that compiling code takes longer than the compiled code saves.
+# The tests have so few data that Spark computes faster without code generation.
 SPARK_CONF = {
     "spark.sql.codegen.wholeStage": False,
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
@@ -28,7 +28,7 @@ def reason_to_skip() -> str:
 
 
 def start_session(folder: Path) -> "SparkSession":
-    """Start the session. A Spark engine uses the active session of its process and does not stop it."""
+    """Start the session. Every Spark engine of this process uses it and does not stop it."""
     from recsys_core.ingest.log.engine_settings import SparkSettings
     from recsys_core.ingest.log.spark_engine import cluster
 

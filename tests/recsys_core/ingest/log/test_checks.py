@@ -1,4 +1,4 @@
-"""Rows with invalid ids, labels or weights, which are rejected or dropped, and rows with unusual ids, which are valid."""
+"""Checks of ids, labels and weights: invalid rows are rejected or dropped, and unusual ids are valid."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,14 +9,15 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError
+from tests.recsys_core.ingest.forged_parquet import footer_start
 from tests.recsys_core.ingest.interaction_logs import Event, assert_stored_events, ingest, leave_last_out, write_log
 from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 VALID_COLUMNS = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
-LABEL_SETTINGS = {"label_column": "x", "label_threshold": 1.0}
+LABEL_SETTINGS = {"label_column": "number", "label_threshold": 1.0}
 RANGE_SETTINGS = LABEL_SETTINGS | {"label_range": (0, 5)}
-WEIGHT_SETTINGS = {"weight_column": "x"}
+WEIGHT_SETTINGS = {"weight_column": "number"}
 NAN, INF = float("nan"), float("inf")
 BAD_ROW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an empty id": ({"item_id": ["a", "", "b", ""]}, {}, "'item_id', row 1: '' is an empty string (2 of 4"),
@@ -30,76 +31,102 @@ BAD_ROW_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "'item_id', row 1: null (2 of 4",
     ),
-    "a label over the range": ({"x": [1.0, 2.0, 5.5, 5.0]}, RANGE_SETTINGS, "'x', row 2: 5.5 is outside of 0 to 5 (1 of 4"),
-    "an integer label below the range": ({"x": [1, 2, 5, -1]}, RANGE_SETTINGS, "'x', row 3: -1 is outside of 0 to 5 (1 of 4"),
+    "a label over the range": (
+        {"number": [1.0, 2.0, 5.5, 5.0]},
+        RANGE_SETTINGS,
+        "'number', row 2: 5.5 is outside of 0 to 5 (1 of 4",
+    ),
+    "an integer label below the range": (
+        {"number": [1, 2, 5, -1]},
+        RANGE_SETTINGS,
+        "'number', row 3: -1 is outside of 0 to 5 (1 of 4",
+    ),
     "a decimal label over the range": (
-        {"x": pa.array([1, 9, 5, 9]).cast(pa.decimal128(30, 2))},
+        {"number": pa.array([1, 9, 5, 9]).cast(pa.decimal128(30, 2))},
         RANGE_SETTINGS,
-        "'x', row 1: 9.00 is outside of 0 to 5 (2 of 4",
+        "'number', row 1: 9.00 is outside of 0 to 5 (2 of 4",
     ),
-    "an infinite label": ({"x": [1.0, INF, 5.0, -INF]}, LABEL_SETTINGS, "'x', row 1: inf is infinite (2 of 4"),
-    "an infinite label of a range": ({"x": [1.0, -INF, 5.0, 1.0]}, RANGE_SETTINGS, "'x', row 1: -inf is infinite (1 of 4"),
+    "an infinite label": ({"number": [1.0, INF, 5.0, -INF]}, LABEL_SETTINGS, "'number', row 1: inf is infinite (2 of 4"),
+    "an infinite label of a range": (
+        {"number": [1.0, -INF, 5.0, 1.0]},
+        RANGE_SETTINGS,
+        "'number', row 1: -inf is infinite (1 of 4",
+    ),
     "a float16 label that is no number": (
-        {"x": np.array([1, 2, np.nan, 3], np.float16)},
+        {"number": np.array([1, 2, np.nan, 3], np.float16)},
         RANGE_SETTINGS,
-        "'x', row 2: nan is null or not a number (1 of 4",
+        "'number', row 2: nan is null or not a number (1 of 4",
     ),
-    "a null label": ({"x": [1, None, 5, None]}, LABEL_SETTINGS, "'x', row 1: null (2 of 4"),
-    "a negative weight": ({"x": [1.0, 0.0, -0.5, 1.0]}, WEIGHT_SETTINGS, "'x', row 2: -0.5 is negative (1 of 4"),
-    "a weight of minus infinity": ({"x": [1.0, 0.0, -INF, 1.0]}, WEIGHT_SETTINGS, "'x', row 2: -inf is infinite (1 of 4"),
-    "a weight that is no number": ({"x": [1, NAN, 2, NAN]}, WEIGHT_SETTINGS, "'x', row 1: nan is null or not a number (2 of 4"),
-    "an infinite weight": ({"x": [1, INF, 2, INF]}, WEIGHT_SETTINGS, "'x', row 1: inf is infinite (2 of 4"),
-    "a weight beyond float32": (
-        {"x": [1.0, 2.0, 1e300, 1.0]},
+    "a null label": ({"number": [1, None, 5, None]}, LABEL_SETTINGS, "'number', row 1: null (2 of 4"),
+    "a negative weight": ({"number": [1.0, 0.0, -0.5, 1.0]}, WEIGHT_SETTINGS, "'number', row 2: -0.5 is negative (1 of 4"),
+    "a weight of minus infinity": (
+        {"number": [1.0, 0.0, -INF, 1.0]},
         WEIGHT_SETTINGS,
-        "'x', row 2: 1e+300 is too large for float32 (1 of",
+        "'number', row 2: -inf is infinite (1 of 4",
     ),
-    "a null weight": ({"x": [True, None, True, True]}, WEIGHT_SETTINGS, "'x', row 1: null (1 of 4"),
-    "an infinite order": ({"x": [1.0, INF, 2.0, 3.0]}, {"order_column": "x"}, "'x', row 1: inf is infinite (1 of 4"),
+    "a weight that is no number": (
+        {"number": [1, NAN, 2, NAN]},
+        WEIGHT_SETTINGS,
+        "'number', row 1: nan is null or not a number (2 of 4",
+    ),
+    "an infinite weight": ({"number": [1, INF, 2, INF]}, WEIGHT_SETTINGS, "'number', row 1: inf is infinite (2 of 4"),
+    "a weight beyond float32": (
+        {"number": [1.0, 2.0, 1e300, 1.0]},
+        WEIGHT_SETTINGS,
+        "'number', row 2: 1e+300 is too large for float32 (1 of",
+    ),
+    "a null weight": ({"number": [True, None, True, True]}, WEIGHT_SETTINGS, "'number', row 1: null (1 of 4"),
+    "an infinite order": (
+        {"number": [1.0, INF, 2.0, 3.0]},
+        {"order_column": "number"},
+        "'number', row 1: inf is infinite (1 of 4",
+    ),
     "an order that is no number": (
-        {"x": [1.0, NAN, 2.0, 3.0]},
-        {"order_column": "x"},
-        "'x', row 1: nan is null or not a number (1 of 4",
+        {"number": [1.0, NAN, 2.0, 3.0]},
+        {"order_column": "number"},
+        "'number', row 1: nan is null or not a number (1 of 4",
     ),
     "an order too large for int64": (
-        {"x": pa.array([1, 2, 2**64 - 1, 2**63 - 1], pa.uint64())},
-        {"order_column": "x"},
-        "'x', row 2: 18446744073709551615 is too large for int64 (1 of 4",
+        {"number": pa.array([1, 2, 2**64 - 1, 2**63 - 1], pa.uint64())},
+        {"order_column": "number"},
+        "'number', row 2: 18446744073709551615 is too large for int64 (1 of 4",
     ),
-    "one user": ({"user_id": [1] * 4}, {}, "'user_id': the log has a single user; a model needs at least two"),
-    "one item": ({"item_id": ["x"] * 4}, {}, "'item_id': the log has a single item; a model needs at least two"),
     "a label that is no number, in a row whose id has an escape sequence": (
-        {"x": [1.0, 2.0, NAN, 3.0], "item_id": ["a", "b", "\x1b[31m", "c"]},
+        {"number": [1.0, 2.0, NAN, 3.0], "item_id": ["a", "b", "\x1b[31m", "c"]},
         LABEL_SETTINGS,
-        "'x', row 2: nan is null",
+        "'number', row 2: nan is null",
     ),
 }
-"""For each case: columns that override VALID_COLUMNS, settings, and the message from the name of the column on."""
+"""For each case: columns that override VALID_COLUMNS, settings, and the message after the word "column"."""
 
 
 @pytest.mark.parametrize("case", BAD_ROW_CASES)
 def test_a_bad_row_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, settings, message = BAD_ROW_CASES[case]
     path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | columns))
-    remedy_parts = [] if case.startswith("one") else ["rows); ", ", or set interactions.on_bad_rows to drop"]
     assert_rejects(
-        lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT, **settings),
-        tmp_path,
-        f"{path}: column {message}",
-        *remedy_parts,
-    )
+        lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT, **settings), tmp_path,
+        f"{path}: column {message}", "rows); ", ", or set interactions.on_bad_rows to drop",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "noun"), [("user_id", "user"), ("item_id", "item")])
+def test_a_log_with_a_single_user_or_item_is_rejected(tmp_path: Path, column: str, noun: str) -> None:
+    path = write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {column: [1] * 4}))
+    message = f"{path}: column {column!r}: the log has a single {noun}; a model needs at least two"
+    assert_rejects(lambda folder: ingest(folder, path, split=LEAVE_LAST_OUT), tmp_path, message)
 
 
 @pytest.mark.both_engines
 def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "log" / "a.parquet", **VALID_COLUMNS, x=[1.0] * 4)
-    write_parquet(tmp_path / "log" / "b.parquet", **(VALID_COLUMNS | {"t": [1, 2, -1, 3]}), x=[1.0, 1.0, 1.0, NAN])
-    write_parquet(tmp_path / "log" / "c.parquet", **(VALID_COLUMNS | {"user_id": [None, 1, 1, 2]}), x=[NAN, NAN, NAN, 1.0])
+    write_parquet(tmp_path / "log" / "a.parquet", **VALID_COLUMNS, number=[1.0] * 4)
+    write_parquet(tmp_path / "log" / "b.parquet", **(VALID_COLUMNS | {"t": [1, 2, -1, 3]}), number=[1.0, 1.0, 1.0, NAN])
+    write_parquet(tmp_path / "log" / "c.parquet", **(VALID_COLUMNS | {"user_id": [None, 1, 1, 2]}), number=[NAN, NAN, NAN, 1.0])
     log_path = str(tmp_path / "log")
     message = "b.parquet: column 't', row 2: -1 is before 1970 (1 of 12 rows); "
     assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT, **LABEL_SETTINGS), tmp_path, message)
-    write_parquet(tmp_path / "log" / "b.parquet", **VALID_COLUMNS, x=[1.0, 1.0, 1.0, NAN])
-    message = "b.parquet: column 'x', row 3: nan is null or not a number (4 of 12 rows); "
+    write_parquet(tmp_path / "log" / "b.parquet", **VALID_COLUMNS, number=[1.0, 1.0, 1.0, NAN])
+    message = "b.parquet: column 'number', row 3: nan is null or not a number (4 of 12 rows); "
     assert_rejects(lambda folder: ingest(folder, log_path, split=LEAVE_LAST_OUT, **LABEL_SETTINGS), tmp_path, message)
 
 
@@ -126,26 +153,26 @@ BAD_VALUES_BY_COLUMN = {
     "user_id": [None, ""],
     "item_id": [None, ""],
     "t": [None, -1, 2**62],
-    "x": [None, NAN, INF, 6.0],
-    "w": [-2.0, NAN],
+    "number": [None, NAN, INF, 6.0],
+    "weight": [-2.0, NAN],
 }
 
 
-def faulty_log(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, list[Any]], list[Event]]:
-    """Return columns in which about every fifth row is invalid. Also return the valid events with a label of at least 1."""
+def log_with_bad_rows(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, list[Any]], list[Event]]:
+    """Return the columns of a log, and its valid events with a label of at least 1. About every fifth row is invalid."""
     columns: dict[str, list[Any]] = {
         "user_id": [f"u{number}" for number in rng.integers(0, 20, num_rows)],
         "item_id": [f"i{number}" for number in rng.integers(0, 30, num_rows)],
         "t": rng.integers(0, 1000, num_rows).tolist(),
-        "x": rng.integers(0, 6, num_rows).astype(float).tolist(),
-        "w": [1.0] * num_rows,
+        "number": rng.integers(0, 6, num_rows).astype(float).tolist(),
+        "weight": [1.0] * num_rows,
     }
     valid_rows = set(range(num_rows))
     for row in np.flatnonzero(rng.random(num_rows) < 0.2).tolist():
         column = str(rng.choice(list(BAD_VALUES_BY_COLUMN)))
         columns[column][row] = BAD_VALUES_BY_COLUMN[column][int(rng.integers(len(BAD_VALUES_BY_COLUMN[column])))]
         valid_rows.remove(row)
-    stored_rows = [row for row in sorted(valid_rows) if columns["x"][row] >= 1]
+    stored_rows = [row for row in sorted(valid_rows) if columns["number"][row] >= 1]
     return columns, [(columns["user_id"][row], columns["item_id"][row], columns["t"][row]) for row in stored_rows]
 
 
@@ -153,16 +180,13 @@ def num_bad_rows_by_reason(columns: dict[str, list[Any]]) -> Counter[str]:
     """Return the expected number of bad rows. The keys are column and reason, as in the manifest."""
     counts: Counter[str] = Counter()
     reason_by_value: dict[Any, str] = {
-        "": "an empty string",
-        -1: "before 1970",
-        2**62: "in the future",
-        6.0: "outside of 0 to 5",
-    }
-    reason_by_value |= {INF: "infinite", -2.0: "negative"}
+        "": "an empty string", -1: "before 1970", 2**62: "in the future",
+        6.0: "outside of 0 to 5", INF: "infinite", -2.0: "negative",
+    }  # fmt: skip
     for column, bad_values in BAD_VALUES_BY_COLUMN.items():
         for value in columns[column]:
             if value is None or value != value:
-                counts[f"{column}: null" + (" or not a number" if column in ("x", "w") else "")] += 1
+                counts[f"{column}: null" + (" or not a number" if column in ("number", "weight") else "")] += 1
             elif value in bad_values:
                 counts[f"{column}: {reason_by_value[value]}"] += 1
     return counts
@@ -171,19 +195,21 @@ def num_bad_rows_by_reason(columns: dict[str, list[Any]]) -> Counter[str]:
 @pytest.mark.both_engines
 def test_dropped_rows_are_counted_by_reason_and_all_other_rows_are_kept(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
-    logs = [faulty_log(rng, 400) for _ in range(3)]
+    logs = [log_with_bad_rows(rng, 400) for _ in range(3)]
     paths = [
         write_parquet(tmp_path / f"{index}.parquet", row_group_size=70, **columns) for index, (columns, _) in enumerate(logs)
     ]
-    settings = RANGE_SETTINGS | {"weight_column": "w", "on_bad_rows": "drop"}
-    manifest = ingest(tmp_path / "good", *paths, split=LEAVE_LAST_OUT, max_bad_share=0.3, **settings)
+    settings = RANGE_SETTINGS | {"weight_column": "weight", "on_bad_rows": "drop"}
+    manifest = ingest(tmp_path / "dropped", *paths, split=LEAVE_LAST_OUT, max_bad_share=0.3, **settings)
     assert_stored_events(manifest, leave_last_out([event for _, events in logs for event in events], min_events=3))
-    counts = sum((num_bad_rows_by_reason(columns) for columns, _ in logs), Counter())
-    assert manifest.num_bad_rows_by_reason == counts
+    num_bad_rows = sum((num_bad_rows_by_reason(columns) for columns, _ in logs), Counter())
+    assert manifest.num_bad_rows_by_reason == num_bad_rows
     statistics = manifest.columns["user_id"]
-    assert (statistics.num_nulls, statistics.num_out_of_range) == (counts["user_id: null"], counts["user_id: an empty string"])
-    num_below_threshold_by_log = [sum(value is not None and value < 1 for value in columns["x"]) for columns, _ in logs]
-    assert 0 < manifest.num_removed_events_by_filter["below_threshold"] <= sum(num_below_threshold_by_log)
+    assert statistics.num_nulls == num_bad_rows["user_id: null"]
+    assert statistics.num_out_of_range == num_bad_rows["user_id: an empty string"]
+    num_low_labels = sum(label is not None and label < 1 for columns, _ in logs for label in columns["number"])
+    # Bad rows with a low label are not counted.
+    assert 0 < manifest.num_removed_events_by_filter["below_threshold"] <= num_low_labels
     assert_rejects(
         lambda folder: ingest(folder, *paths, split=LEAVE_LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
         "0.parquet: column ", " of 1,200 rows); ", " of 1,200 rows are bad (", "), a share of 0.",
@@ -194,17 +220,17 @@ def test_dropped_rows_are_counted_by_reason_and_all_other_rows_are_kept(tmp_path
 def test_values_too_large_for_the_stored_type_are_dropped(tmp_path: Path) -> None:
     log: list[Event] = [(user, item, item) for user in (1, 2) for item in (5, 6, 7)]
     users = pa.array([*(user for user, _, _ in log), 2**64 - 1, 1], pa.uint64())
-    columns = {"user_id": users, "item_id": [5, 6, 7] * 2 + [5, 6], "t": [5, 6, 7] * 2 + [1, 1], "x": [1.0] * 7 + [-1e300]}
+    columns = {"user_id": users, "item_id": [5, 6, 7] * 2 + [5, 6], "t": [5, 6, 7] * 2 + [1, 1], "number": [1.0] * 7 + [-1e300]}
     path = write_parquet(tmp_path / "a.parquet", **columns)
     manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, on_bad_rows="drop", max_bad_share=0.5, **WEIGHT_SETTINGS)
     assert_stored_events(manifest, leave_last_out(log, min_events=3))
-    assert manifest.num_bad_rows_by_reason == {"user_id: too large for int64": 1, "x: negative": 1}
+    assert manifest.num_bad_rows_by_reason == {"user_id: too large for int64": 1, "number: negative": 1}
 
 
 def test_a_smallest_weight_of_minus_zero_is_reported_as_0(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS, x=[-0.0, 1.0, 2.0, -0.0])
-    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, weight_column="x")
-    assert (manifest.columns["x"].min_value, manifest.columns["x"].max_value) == ("0", "2")
+    path = write_parquet(tmp_path / "a.parquet", **VALID_COLUMNS, number=[-0.0, 1.0, 2.0, -0.0])
+    manifest = ingest(tmp_path / "stage", path, split=LEAVE_LAST_OUT, weight_column="number")
+    assert (manifest.columns["number"].min_value, manifest.columns["number"].max_value) == ("0", "2")
 
 
 def test_a_log_with_bad_rows_only_is_rejected_for_any_max_bad_share(tmp_path: Path) -> None:
@@ -215,18 +241,19 @@ def test_a_log_with_bad_rows_only_is_rejected_for_any_max_bad_share(tmp_path: Pa
     )  # fmt: skip
 
 
-SUSPICIOUS_IDS = ["\0", "a\x1b[31mb", "\u202eabc", "a\r\nb", "\ufeff", "🦉" * 10_000]
-UNUSUAL_IDS = [*SUSPICIOUS_IDS, " ", "日本", "é", "e\u0301", "'; DROP TABLE log; --", "🦉", "NULL", "x" * 1_000]
+UNUSUAL_IDS = ["\0", "a\x1b[31mb", "\u202eabc", "a\r\nb", "\ufeff", "🦉" * 10_000]
+"""Ids that the manifest counts as unusual."""
+TEXT_IDS = [*UNUSUAL_IDS, " ", "日本", "é", "e\u0301", "'; DROP TABLE log; --", "🦉", "NULL", "x" * 1_000]
 
 
-def test_unusual_ids_are_stored_unchanged_and_suspicious_ids_are_counted(tmp_path: Path) -> None:
-    pairs = [(user, item) for user in UNUSUAL_IDS for item in UNUSUAL_IDS]
+def test_all_texts_are_stored_unchanged_as_ids_and_unusual_ids_are_counted(tmp_path: Path) -> None:
+    pairs = [(user, item) for user in TEXT_IDS for item in TEXT_IDS]
     log = [(*pair, time) for time, pair in enumerate(pairs)]
     manifest = ingest(tmp_path / "stage", write_log(tmp_path / "a.parquet", log), split=LEAVE_LAST_OUT)
     assert_stored_events(manifest, leave_last_out(log, min_events=3))
     for column in ("user_id", "item_id"):
         statistics = manifest.columns[column]
-        assert (statistics.num_distinct, statistics.num_unusual_ids) == (len(UNUSUAL_IDS), len(SUSPICIOUS_IDS))
+        assert (statistics.num_distinct, statistics.num_unusual_ids) == (len(TEXT_IDS), len(UNUSUAL_IDS))
 
 
 @pytest.mark.both_engines
@@ -235,7 +262,7 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     for name in ("a%E2%80%AEx", "b%0A", "c"):
         write_parquet(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
     log_path = str(tmp_path / "log")
-    manifest = ingest(tmp_path / "good", log_path, split=LEAVE_LAST_OUT)
+    manifest = ingest(tmp_path / "accepted", log_path, split=LEAVE_LAST_OUT)
     valid_events: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
     assert_stored_events(manifest, leave_last_out(valid_events, min_events=3))
     assert manifest.columns["user_id"].num_unusual_ids == 2
@@ -253,12 +280,12 @@ def test_the_smallest_64_bit_id_in_a_folder_name_is_read(tmp_path: Path) -> None
 
 
 @pytest.mark.both_engines
-def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> None:
-    for column, value in (("user_id", [1, None, 1, 2]), ("x", [1.0, None, 1.0, 1.0])):
-        path = Path(write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"x": [1.0] * 4, column: value})))
+def test_a_null_is_found_even_if_the_statistics_count_no_null(tmp_path: Path) -> None:
+    for column, values in (("user_id", [1, None, 1, 2]), ("number", [1.0, None, 1.0, 1.0])):
+        path = Path(write_parquet(tmp_path / "a.parquet", **(VALID_COLUMNS | {"number": [1.0] * 4, column: values})))
         content = path.read_bytes()
-        start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-        path.write_bytes(content[:start] + content[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
+        data_bytes, footer = content[: footer_start(content)], content[footer_start(content) :]
+        path.write_bytes(data_bytes + footer.replace(b"\x16\x02", b"\x16\x00"))  # the count of nulls, 1 in Thrift, becomes 0
         message = f"{path}: column {column!r}, row 1: null"
         assert_rejects(
             lambda folder, path=path: ingest(folder, str(path), split=LEAVE_LAST_OUT, **WEIGHT_SETTINGS), tmp_path, message

@@ -1,4 +1,4 @@
-"""Settings of the engine, which does not change the result of the ingest, and of the log format, which does."""
+"""Settings of the engine and of the log format, and whether they are part of the fingerprint."""
 
 from typing import Any
 

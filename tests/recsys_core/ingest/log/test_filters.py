@@ -14,7 +14,7 @@ from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
-from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
+from tests.recsys_core.ingest.parquet_files import raises_input_error
 
 LEAVE_LAST_OUT = {"kind": "leave_last_out"}
 event_lists = st.lists(
@@ -23,14 +23,14 @@ event_lists = st.lists(
 
 
 def sorted_events_of(manifest: InteractionsManifest) -> list[Event]:
-    """Return the events of all splits."""
+    """Return the sorted events of all splits."""
     return sorted(event for split_events in read_store(manifest).splits for event in split_events)
 
 
 def events_above_minimums(events: list[Event], *, min_user_events: int, min_item_events: int) -> list[Event]:
     """Return the largest part of the log in which every user and every item has the minimum number of events."""
     while True:
-        count_by_user, count_by_item = (Counter(event[side] for event in events) for side in (0, 1))
+        count_by_user, count_by_item = (Counter(event[id_index] for event in events) for id_index in (0, 1))
         remaining_events = [
             event
             for event in events
@@ -47,7 +47,7 @@ def test_the_minimums_of_users_and_items_both_hold_after_the_filter(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_user_events: int, min_item_events: int
 ) -> None:
     expected_events = events_above_minimums(log, min_user_events=min_user_events, min_item_events=min_item_events)
-    assume(all(len({event[side] for event in expected_events}) > 1 for side in (0, 1)))
+    assume(all(len({event[id_index] for event in expected_events}) > 1 for id_index in (0, 1)))
     assume(max(Counter(user for user, _, _ in expected_events).values()) >= 3)  # otherwise no user has a test event
     folder = tmp_path_factory.mktemp("core")
     filter_settings = {"min_user_events": min_user_events, "min_item_events": min_item_events}
@@ -85,41 +85,36 @@ FILTER_CASES = {
     "exact repeats": ({"duplicates": "exact"}, lambda log: list(dict.fromkeys(log)), "duplicates"),
     "the first event with an item": (
         {"duplicates": "first"},
-        lambda log: [(*key, min(time for *pair, time in log if tuple(pair) == key)) for key in {event[:2] for event in log}],
+        lambda log: [(*pair, min(time for *ids, time in log if tuple(ids) == pair)) for pair in {event[:2] for event in log}],
         "duplicates",
     ),
     "the last event with an item": (
         {"duplicates": "last"},
-        lambda log: [(*key, max(time for *pair, time in log if tuple(pair) == key)) for key in {event[:2] for event in log}],
+        lambda log: [(*pair, max(time for *ids, time in log if tuple(ids) == pair)) for pair in {event[:2] for event in log}],
         "duplicates",
     ),
     "a cap on a user": (
         {"max_user_events": 3},
-        lambda log: [
-            event
-            for user in (1, 2, 9)
-            for event in sorted(
-                (user_event for user_event in log if user_event[0] == user), key=lambda user_event: user_event[2]
-            )[-3:]
-        ],
+        # The events of each user are sorted by time.
+        lambda log: [event for user in (1, 2, 9) for event in [event for event in log if event[0] == user][-3:]],
         "over_cap",
     ),
 }
-"""For each case: filter settings, the same filter in plain Python, and the reason under which removed events are counted."""
+"""For each case: filter settings, the same filter in plain Python, and the name under which removed events are counted."""
 
 
 @pytest.mark.parametrize("case", FILTER_CASES)
 def test_a_filter_keeps_the_matching_events_and_counts_the_removed_events(tmp_path: Path, case: str) -> None:
-    filter_settings, filter_events, reason = FILTER_CASES[case]
+    filter_settings, filter_events, filter_name = FILTER_CASES[case]
     manifest = ingest(
         tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LEAVE_LAST_OUT, filter=filter_settings
     )
     expected_events = sorted(filter_events(LOG))
     stored_events = sorted_events_of(manifest)
     assert sorted((user, time) for user, _, time in stored_events) == sorted((user, time) for user, _, time in expected_events)
-    if reason != "over_cap":  # the row of the item decides which of the events at one time is newest
+    if filter_name != "over_cap":  # if events have the same time, their item rows decide which events stay
         assert stored_events == expected_events
-    assert manifest.num_removed_events_by_filter == {reason: len(LOG) - len(expected_events)}
+    assert manifest.num_removed_events_by_filter == {filter_name: len(LOG) - len(expected_events)}
 
 
 def test_users_above_the_bot_threshold_are_removed_with_their_events(tmp_path: Path) -> None:
@@ -160,8 +155,8 @@ def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_
         {"max_future_days": float("inf")},
         {"filter": {"window_days": float("inf")}},
         {"split": {"kind": "time", "test_days": float("inf")}},
-        {"label_column": "l", "label_threshold": float("nan")},
-        {"label_column": "l", "label_threshold": 1.0, "label_range": (0.0, float("inf"))},
+        {"label_column": "label", "label_threshold": float("nan")},
+        {"label_column": "label", "label_threshold": 1.0, "label_range": (0.0, float("inf"))},
     ],
 )
 def test_a_setting_that_is_not_a_finite_number_is_rejected(rejected_settings: dict[str, object]) -> None:
@@ -198,7 +193,7 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
         ({"filter": {"window_days": 3}, "order_column": "t"}, "filter.window_days needs timestamp_column"),
         ({"filter": {"max_user_events": 3}}, "need an order of the events; set timestamp_column or order_column"),
         ({"label_range": (1, 5), "timestamp_column": "t"}, "label_range is set, but label_column is not"),
-        ({"label_range": (5, 1), "label_column": "s", "label_threshold": 1, "timestamp_column": "t"}, "below the second"),
+        ({"label_range": (5, 1), "label_column": "label", "label_threshold": 1, "timestamp_column": "t"}, "below the second"),
         (
             {"split": {"kind": "files", "test_paths": "t.parquet", "validation_unit": "item"}},
             "validation_unit is item, but validation_share is 0",
@@ -213,14 +208,8 @@ def test_settings_that_do_not_fit_together_are_rejected(rejected_settings: dict[
 
 def test_the_test_period_ends_with_the_newest_event_above_the_label_threshold(tmp_path: Path) -> None:
     log = [(1, 1, 0), (2, 2, 0), (1, 3, 2 * DAY_US), (1, 4, 9 * DAY_US)]
-    path = write_parquet(
-        tmp_path / "a.parquet",
-        user_id=[user for user, _, _ in log],
-        item_id=[item for _, item, _ in log],
-        t=[time for *_, time in log],
-        s=[5, 5, 5, 1],
-    )
-    manifest = ingest(
-        tmp_path / "stage", path, split={"kind": "time", "validation_days": 0}, label_column="s", label_threshold=3
-    )
-    assert read_store(manifest).splits[2] == [log[2]]
+    path = write_log(tmp_path / "a.parquet", log, stars=[5, 5, 5, 1])
+    split = {"kind": "time", "validation_days": 0}
+    manifest = ingest(tmp_path / "stage", path, split=split, label_column="stars", label_threshold=3)
+    _, _, test_events = read_store(manifest).splits
+    assert test_events == [log[2]]

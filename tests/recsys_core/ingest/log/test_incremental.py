@@ -81,15 +81,15 @@ def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, mon
 
 
 def test_events_at_the_same_time_are_sorted_by_the_run_that_read_their_item_then_by_count_then_by_id(tmp_path: Path) -> None:
-    first_day: list[Event] = [("bob", "c", 1), ("bob", "d", 2), ("cat", "d", 3 * DAY_US)]
+    first_day_events: list[Event] = [("bob", "c", 1), ("bob", "d", 2), ("cat", "d", 3 * DAY_US)]
     tied_events: list[Event] = [("ann", item, 5) for item in ("d", "b", "c", "a", "e")]
-    second_day = [*tied_events, ("bob", "b", 6), ("bob", "e", 7), ("cat", "e", 8)]
-    first_paths = write_days(tmp_path / "in", [first_day])
+    second_day_events = [*tied_events, ("bob", "b", 6), ("bob", "e", 7), ("cat", "e", 8)]
+    first_paths = write_days(tmp_path / "in", [first_day_events])
     first_manifest = ingest(tmp_path / "run1", first_paths, split=TIME_SPLIT)
-    paths = write_days(tmp_path / "in", [first_day, second_day])
+    paths = write_days(tmp_path / "in", [first_day_events, second_day_events])
     manifest = ingest(tmp_path / "run2", paths, split=TIME_SPLIT, previous=first_manifest)
-    ann = row_by_id(manifest, "users")["ann"]
-    item_rows = EventStore.open(manifest).items_before(np.array([ann]), "test").values_L
+    ann_row = row_by_id(manifest, "users")["ann"]
+    item_rows = EventStore.open(manifest).items_before(np.array([ann_row]), "test").values_L
     items = [*row_by_id(manifest, "items")]
     assert [items[row] for row in item_rows] == ["d", "c", "e", "b", "a"]
 
@@ -165,13 +165,13 @@ def test_a_rebuild_is_due_when_most_items_have_neither_an_event_nor_a_vector(tmp
     old_path = write_log(tmp_path / "old.parquet", [("ann", item, 1) for item in "pqrstu"])
     new_path = write_log(tmp_path / "new.parquet", EVENTS_BY_DAY[0] + EVENTS_BY_DAY[1] + EVENTS_BY_DAY[2])
     manifest = ingest(tmp_path / "run1", old_path, new_path, split=TIME_SPLIT)
-    for run in ("run2", "run3"):
-        manifest = ingest(tmp_path / run, new_path, split=TIME_SPLIT, previous=manifest)
+    for run_name in ("run2", "run3"):
+        manifest = ingest(tmp_path / run_name, new_path, split=TIME_SPLIT, previous=manifest)
     assert manifest.rebuild_reason is not None
     assert "6 of 9 items had neither an event nor a vector in the previous run" in manifest.rebuild_reason
 
 
-def test_with_another_label_column_all_files_are_read_again_and_ids_keep_their_rows(tmp_path: Path) -> None:
+def test_with_a_new_label_column_all_files_are_read_again_and_ids_keep_their_rows(tmp_path: Path) -> None:
     for day, events in enumerate(EVENTS_BY_DAY):
         write_log(tmp_path / "in" / f"day{day}.parquet", events, stars=[5, 1, 5])
     paths = str(tmp_path / "in" / "*.parquet")
@@ -189,19 +189,12 @@ def test_an_id_with_too_few_events_gets_a_row_in_the_first_run_in_which_it_has_e
     first_manifest, second_manifest = ingest_in_two_runs(tmp_path, **filter_settings)
     assert set(row_by_id(first_manifest, "users")) == {"ann", "bob"}
     assert row_by_id(first_manifest, "users").items() <= row_by_id(second_manifest, "users").items()
-    later_path = write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY_US + 5), ("dan", "y", 3 * DAY_US + 6)])
-    third_manifest = ingest(
-        tmp_path / "run3",
-        str(Path(later_path).parent / "*.parquet"),
-        split=TIME_SPLIT,
-        previous=second_manifest,
-        **filter_settings,
-    )
+    write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY_US + 5), ("dan", "y", 3 * DAY_US + 6)])
+    paths = str(tmp_path / "in" / "*.parquet")
+    third_manifest = ingest(tmp_path / "run3", paths, split=TIME_SPLIT, previous=second_manifest, **filter_settings)
     assert row_by_id(second_manifest, "users").items() <= row_by_id(third_manifest, "users").items()
     assert set(row_by_id(third_manifest, "users")) == {"ann", "bob", "cat", "dan"}
-    assert_same_events(
-        third_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME_SPLIT, **filter_settings)
-    )
+    assert_same_events(third_manifest, ingest(tmp_path / "whole", paths, split=TIME_SPLIT, **filter_settings))
 
 
 def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +278,9 @@ def test_removing_a_filter_gives_no_row_to_ids_of_deleted_files(tmp_path: Path) 
     assert (second_manifest.num_idle_users, second_manifest.num_idle_items) == (0, 0)
 
 
-@pytest.mark.parametrize("folder", ["user=bob", "item=x", "split=1", "position=5", "id=7"])
-def test_a_workspace_in_a_folder_named_like_a_hive_partition_has_the_same_results(tmp_path: Path, folder: str) -> None:
-    first_manifest, second_manifest = ingest_in_two_runs(tmp_path / folder)
+@pytest.mark.parametrize("folder_name", ["user=bob", "item=x", "split=1", "position=5", "id=7"])
+def test_a_workspace_in_a_folder_named_like_a_hive_partition_has_the_same_results(tmp_path: Path, folder_name: str) -> None:
+    first_manifest, second_manifest = ingest_in_two_runs(tmp_path / folder_name)
     plain_first_manifest, plain_second_manifest = ingest_in_two_runs(tmp_path / "plain")
     for manifest, plain_manifest in ((first_manifest, plain_first_manifest), (second_manifest, plain_second_manifest)):
         assert_same_events(manifest, plain_manifest)
@@ -301,29 +294,32 @@ lists_of_days = st.lists(events_of_day, min_size=4, max_size=7)
 
 @settings(max_examples=10)
 @given(
-    events_by_day=lists_of_days, last_days=st.sets(st.integers(1, 6), min_size=1, max_size=3), min_item_events=st.integers(1, 2)
+    events_by_day=lists_of_days,
+    run_days=st.sets(st.integers(1, 6), min_size=1, max_size=3),
+    min_item_events=st.integers(1, 2),
 )
 def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
-    tmp_path_factory: pytest.TempPathFactory, events_by_day: list[list[Event]], last_days: set[int], min_item_events: int
+    tmp_path_factory: pytest.TempPathFactory,
+    events_by_day: list[list[Event]],
+    run_days: set[int],
+    min_item_events: int,
 ) -> None:
     log_by_day = [
         [(user, item, day * DAY_US + time) for user, item, time in events] for day, events in enumerate(events_by_day)
     ]
-    # These events always pass the filter.
+    # With these events, the filter does not remove all events.
     log_by_day[0] += [(user, item, time) for user in (8, 9) for item in (8, 9) for time in (1, 2)]
     folder = tmp_path_factory.mktemp("runs")
     test_path = write_log(folder / "test.parquet", log_by_day[0])
     ingest_settings = {"split": {"kind": "files", "test_paths": test_path}, "filter": {"min_item_events": min_item_events}}
     manifest: InteractionsManifest | None = None
-    num_days_by_run = sorted({2, *(min(day + 1, len(log_by_day)) for day in last_days), len(log_by_day)})
+    num_days_by_run = sorted({2, *(min(day + 1, len(log_by_day)) for day in run_days), len(log_by_day)})
     for run_index, num_days in enumerate(num_days_by_run):
-        previous = manifest
-        manifest = ingest(
-            folder / f"run{run_index}", write_days(folder / "in", log_by_day[:num_days]), previous=previous, **ingest_settings
-        )
-        if previous is not None:
+        previous_manifest, paths = manifest, write_days(folder / "in", log_by_day[:num_days])
+        manifest = ingest(folder / f"run{run_index}", paths, previous=previous_manifest, **ingest_settings)
+        if previous_manifest is not None:
             for side in ("users", "items"):
-                assert row_by_id(previous, side).items() <= row_by_id(manifest, side).items()
+                assert row_by_id(previous_manifest, side).items() <= row_by_id(manifest, side).items()
     assert manifest is not None
     manifest_of_one_run = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **ingest_settings)
     assert_same_events(manifest, manifest_of_one_run)
@@ -334,19 +330,19 @@ def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
 
 
 def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) -> None:
-    plain_path, checked_path = tmp_path / "log" / "a.parquet", tmp_path / "log" / "b.parquet"
-    for path, first_day in ((plain_path, 0), (checked_path, 4)):
+    plain_path, path_with_checksums = tmp_path / "log" / "a.parquet", tmp_path / "log" / "b.parquet"
+    for path, first_day in ((plain_path, 0), (path_with_checksums, 4)):
         times = [(first_day + day) * DAY_US for day in range(4)]
         write_parquet(path, user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=times)
-    pq.write_table(pq.read_table(checked_path), checked_path, write_page_checksum=True)
+    pq.write_table(pq.read_table(path_with_checksums), path_with_checksums, write_page_checksum=True)
     manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=TIME_SPLIT)
     assert {file.source.path: file.has_checksums for part in manifest.parts for file in part.files} == {
         str(plain_path): False,
-        str(checked_path): True,
+        str(path_with_checksums): True,
     }
 
 
-def test_a_third_run_without_the_filter_keeps_rows_that_differ_from_the_codes(tmp_path: Path) -> None:
+def test_runs_without_the_filter_of_the_first_run_keep_rows_that_differ_from_the_codes(tmp_path: Path) -> None:
     """ann has the first code of the part. The filter of the first run gives ann no row, so rows and codes differ."""
     settings: dict[str, Any] = {"split": TIME_SPLIT, "vocabulary": {"max_idle_share": 1}}
     first_manifest = ingest(

@@ -64,7 +64,7 @@ def test_an_automatic_test_period_is_the_shortest_with_enough_users(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], test_users: int
 ) -> None:
     event_times = [time for _, _, time in log]
-    max_days = max(1, (max(event_times) - min(event_times)) // (5 * DAY_US))
+    max_days = max(1, (max(event_times) - min(event_times)) // (5 * DAY_US))  # a fifth of the log
     min_users = min(test_users, len({user for user, _, _ in log}))
     test_days = next(
         (
@@ -113,12 +113,12 @@ def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
 
 
 @settings(max_examples=20)
-@given(log=logs(min_events=3), random_numbers=st.tuples(st.integers(0, 30), st.integers(0, 30)))
+@given(log=logs(min_events=3), train_end_draw=st.integers(0, 30), validation_end_draw=st.integers(0, 30))
 def test_a_split_by_files_has_the_events_of_each_file(
-    tmp_path_factory: pytest.TempPathFactory, log: list[Event], random_numbers: tuple[int, int]
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], train_end_draw: int, validation_end_draw: int
 ) -> None:
-    train_end = 1 + random_numbers[0] % (len(log) - 2)
-    validation_end = train_end + 1 + random_numbers[1] % (len(log) - train_end - 1)
+    train_end = 1 + train_end_draw % (len(log) - 2)
+    validation_end = train_end + 1 + validation_end_draw % (len(log) - train_end - 1)
     splits = (log[:train_end], log[train_end:validation_end], log[validation_end:])
     folder = tmp_path_factory.mktemp("files")
     train_path, validation_path, test_path = (
@@ -230,14 +230,15 @@ def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, order_
     assert (manifest.is_ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
 
 
-LABEL_COLUMNS = [
-    pa.array([5.0, 2.9, 3.0, 4.0, 0.0, 9.0]),
-    pa.array([5, 2, 3, 4, 0, 9]),
-    pa.array([True, False, True, True, False, True]),
-]
-
-
-@pytest.mark.parametrize(("labels", "threshold"), list(zip(LABEL_COLUMNS, [3.0, 3.0, 1.0], strict=True)))
+@pytest.mark.parametrize(
+    ("labels", "threshold"),
+    [
+        (pa.array([5.0, 2.9, 3.0, 4.0, 0.0, 9.0]), 3.0),
+        (pa.array([5, 2, 3, 4, 0, 9]), 3.0),
+        (pa.array([True, False, True, True, False, True]), 1.0),
+    ],
+    ids=["float", "integer", "boolean"],
+)
 def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Path, labels: pa.Array, threshold: float) -> None:
     log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
     path = write_log(tmp_path / "log.parquet", log, stars=labels)
@@ -273,43 +274,43 @@ def test_the_label_threshold_applies_to_test_files_too(tmp_path: Path) -> None:
 def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_path: Path) -> None:
     log = [(user, item, item) for user in range(100) for item in range(50)]
     train_path = write_log(tmp_path / "train.parquet", log)
-    reversed_path = write_log(tmp_path / "backwards.parquet", log[::-1])
+    reversed_path = write_log(tmp_path / "reversed.parquet", log[::-1])
     test_path = write_log(tmp_path / "test.parquet", [(1, 60, 60)])
     split = {"kind": "files", "test_paths": test_path, "validation_share": 0.2}
-    manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train_path, reversed_path))]
-    first_store, second_store = (read_store(manifest) for manifest in manifests)
-    assert first_store == second_store
+    manifest = ingest(tmp_path / "stage", train_path, split=split)
+    store = read_store(manifest)
+    assert read_store(ingest(tmp_path / "reversed", reversed_path, split=split)) == store
     # 1,000 validation events are expected, and 150 are five standard deviations.
-    assert 850 < manifests[0].num_validation_events < 1150
-    assert sorted(first_store.splits[0] + first_store.splits[1]) == log
-    assert len({user for user, _, _ in first_store.splits[1]}) > 90
+    assert 850 < manifest.num_validation_events < 1150
+    assert sorted(store.splits[0] + store.splits[1]) == log
+    assert len({user for user, _, _ in store.splits[1]}) > 90
 
 
 @pytest.mark.parametrize("id_type", [str, int])
 def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tmp_path: Path, id_type: type) -> None:
     log = [(user, id_type(item), item) for user in range(5) for item in range(1000)]
-    first_path = write_log(tmp_path / "a.parquet", log)
+    log_path = write_log(tmp_path / "a.parquet", log)
     test_path = write_log(tmp_path / "test.parquet", [(1, id_type(60), 60), (1, id_type(1000), 60)])
     split = {"kind": "files", "test_paths": test_path, "validation_share": 0.2, "validation_unit": "item"}
-    earlier_manifest = ingest(tmp_path / "earlier", first_path, split=split)
-    train, validation, test_events = read_store(earlier_manifest).splits
-    held_out_items = {item for _, item, _ in validation}
-    assert not held_out_items & {item for _, item, _ in train}
-    assert sorted(train + validation) == sorted(log)  # all events of an item are on one side
+    earlier_manifest = ingest(tmp_path / "earlier", log_path, split=split)
+    train_events, validation_events, test_events = read_store(earlier_manifest).splits
+    held_out_items = {item for _, item, _ in validation_events}
+    assert not held_out_items & {item for _, item, _ in train_events}
+    assert sorted(train_events + validation_events) == sorted(log)  # all events of an item are on one side
     assert 137 < len(held_out_items) < 263  # 200 are expected, and 63 are five standard deviations
     assert sorted(test_events) == sorted([(1, id_type(60), 60), (1, id_type(1000), 60)])
 
     # The next run reads one more file and holds out the same items. A run from scratch has the same splits.
-    second_path = write_log(
+    new_log_path = write_log(
         tmp_path / "b.parquet", [(user, id_type(item), 2000) for user in (7, 8) for item in range(900, 1100)]
     )
-    later_manifest = ingest(tmp_path / "later", first_path, second_path, split=split, previous=earlier_manifest)
+    later_manifest = ingest(tmp_path / "later", log_path, new_log_path, split=split, previous=earlier_manifest)
     assert later_manifest.num_files_read == 1
-    train, validation, _ = read_store(later_manifest).splits
-    later_held_out_items = {item for _, item, _ in validation}
-    assert not later_held_out_items & {item for _, item, _ in train}
+    train_events, validation_events, _ = read_store(later_manifest).splits
+    later_held_out_items = {item for _, item, _ in validation_events}
+    assert not later_held_out_items & {item for _, item, _ in train_events}
     assert {item for item in later_held_out_items if int(item) < 1000} == held_out_items
-    rebuilt_splits = read_store(ingest(tmp_path / "rebuilt", first_path, second_path, split=split)).splits
+    rebuilt_splits = read_store(ingest(tmp_path / "rebuilt", log_path, new_log_path, split=split)).splits
     assert [*map(sorted, rebuilt_splits)] == [*map(sorted, read_store(later_manifest).splits)]
 
 
@@ -318,9 +319,9 @@ def test_after_a_change_of_the_split_the_whole_log_is_read_again(tmp_path: Path)
     split = {"kind": "files", "test_paths": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
     first_manifest = ingest(tmp_path / "pairs", log_path, split=split)
     second_manifest = ingest(tmp_path / "items", log_path, split=split | {"validation_unit": "item"}, previous=first_manifest)
-    assert second_manifest.num_files_read == 2
-    train, validation, _ = read_store(second_manifest).splits
-    assert validation and not {item for _, item, _ in validation} & {item for _, item, _ in train}
+    assert second_manifest.num_files_read == 2  # the log and the test file
+    train_events, validation_events, _ = read_store(second_manifest).splits
+    assert validation_events and not {item for _, item, _ in validation_events} & {item for _, item, _ in train_events}
 
 
 def test_a_log_without_order_has_the_events_of_each_user_together_in_a_random_order(tmp_path: Path) -> None:

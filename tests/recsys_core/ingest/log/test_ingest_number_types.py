@@ -12,24 +12,26 @@ from tests.recsys_core.ingest.interaction_logs import assert_stored_events, inge
 from tests.recsys_core.ingest.parquet_files import write_parquet
 
 LEAVE_LAST_OUT = {"kind": "leave_last_out"}
-SEQUENCES_BY_NAME = {
+ORDER_CASES = {
     "large decimals": [pa.array([Decimal(2**53 + number) for number in (4, 1, 2, 3)], pa.decimal128(38, 0))],
     "integers and decimals": [pa.array([9, 1]), pa.array([Decimal("5.30"), Decimal("5.10")], pa.decimal128(10, 2))],
     "decimals and integers": [pa.array([Decimal("5.30"), Decimal("5.10")], pa.decimal128(10, 2)), pa.array([9, 1])],
     "unsigned integers and floats": [pa.array([9, 1], pa.uint64()), pa.array([5.3, 5.1])],
 }
+"""For each case: the numbers of the order column in each file."""
 
 
-@pytest.mark.parametrize("name", SEQUENCES_BY_NAME)
-def test_an_order_column_with_numbers_of_any_type_orders_the_events(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("case", ORDER_CASES)
+def test_an_order_column_with_numbers_of_any_type_orders_the_events(tmp_path: Path, case: str) -> None:
     item_by_number: dict[Decimal | float, int] = {}
-    for file_number, numbers in enumerate(SEQUENCES_BY_NAME[name]):
+    for file_number, numbers in enumerate(ORDER_CASES[case]):
         items = [10 * file_number + row for row in range(len(numbers))]
         item_by_number |= dict(zip(numbers.to_pylist(), items, strict=True))
-        user, item, sequence = [1] * len(items) + [2], [*items, items[0]], pa.concat_arrays([numbers, numbers[:1]])
-        write_parquet(tmp_path / "log" / f"{file_number}.parquet", user_id=user, item_id=item, sequence=sequence)
+        users, sequence = [1] * len(items) + [2], pa.concat_arrays([numbers, numbers[:1]])
+        path = tmp_path / "log" / f"{file_number}.parquet"
+        write_parquet(path, user_id=users, item_id=[*items, items[0]], sequence=sequence)
     manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=LEAVE_LAST_OUT, order_column="sequence")
-    items_of_user = [item for split in read_store(manifest).splits for user, item, _ in split if user == 1]
+    items_of_user = [item for split_events in read_store(manifest).splits for user, item, _ in split_events if user == 1]
     assert items_of_user == [item_by_number[number] for number in sorted(item_by_number)]
 
 

@@ -37,11 +37,11 @@ def test_files_that_do_not_depend_on_the_split_are_hard_links(tmp_path: Path) ->
     for name in merged.files.keys() & interactions.files.keys():
         is_hard_link = merged.path(name).samefile(interactions.path(name))
         assert is_hard_link == (name.removesuffix(".npy") not in MERGED_ARRAYS)
-    assert merge_splits(interactions, tmp_path / "merged") == merged
+    assert merge_splits(interactions, tmp_path / "merged") == merged, "a second call uses the existing stage"
 
 
 def test_merged_known_negatives_leave_out_items_that_the_user_has(tmp_path: Path) -> None:
-    """User 1 rejects the items 7, 8 and 9, then likes 7, which becomes the test event, and finally rejects 5."""
+    """User 1 rejects 7, 8 and 9, and later likes 5 and 7, which are the held-out items. At the end, user 1 rejects 5."""
     log = [(1, 7, 0), (1, 8, 1), (1, 0, 2), (1, 1, 3), (1, 9, 4), (1, 2, 5), (1, 5, 6), (1, 7, 7), (1, 5, 8)]
     stars = [1, 1, 5, 5, 1, 5, 5, 5, 1]
     log += [(2, item, time) for time, item in enumerate([7, 8, 9, 5, 3, 4])] + [(3, 3, 1), (3, 4, 2), (2, 0, 2)]
@@ -56,8 +56,8 @@ def test_merged_known_negatives_leave_out_items_that_the_user_has(tmp_path: Path
     assert sorted(negative_items) == [0, 7, 8, 9] and merged.num_known_negatives == interactions.num_known_negatives - 1 == 3
     assert [items[row] for row in merged_negatives.item_L] == [item for item in negative_items if item != 7]
     assert merged_negatives.event_L is not None and negatives.event_L is not None
-    expected_events = [event for event, item in zip(negatives.event_L.tolist(), negative_items, strict=True) if item != 7]
-    assert merged_negatives.event_L.tolist() == expected_events
+    expected_indices = [index for index, item in zip(negatives.event_L.tolist(), negative_items, strict=True) if item != 7]
+    assert merged_negatives.event_L.tolist() == expected_indices
     num_negatives_by_user = dict(zip(users, merged_negatives.num_train_negatives_U.tolist(), strict=True))
     assert num_negatives_by_user == {1: 2, 2: 1, 3: 0}
     assert merged_negatives.before(np.arange(3), "test").lengths.tolist() == merged_negatives.num_train_negatives_U.tolist()

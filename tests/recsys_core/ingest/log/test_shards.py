@@ -24,14 +24,13 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.training.warm.leaked_events import count_leaked_events
 from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 
-SHARD_COUNTS = (1, 3, 8)
 NUM_USERS, NUM_ITEMS, NUM_EVENTS = 41, 23, 900
 SETTINGS: dict[str, Any] = {
     "split": {"kind": "leave_last_out"},
     "label_column": "stars",
     "label_threshold": 2,
     "explicit_negatives": True,
-    "weight_column": "w",
+    "weight_column": "weight",
     "context_columns": ("shop",),
     "filter": {"min_user_events": 2, "min_item_events": 2, "max_user_events": 40, "duplicates": "exact"},
 }
@@ -45,14 +44,14 @@ def write_random_log(folder: Path, *, first_time: int = 0, num_users: int = NUM_
         (f"u{row}", int(item), first_time + index)
         for index, (row, item) in enumerate(zip(user_E, rng.integers(0, NUM_ITEMS, NUM_EVENTS), strict=True))
     ]
-    columns = {"stars": rng.integers(1, 6, NUM_EVENTS).tolist(), "w": rng.random(NUM_EVENTS).astype(np.float32).tolist()}
+    columns = {"stars": rng.integers(1, 6, NUM_EVENTS).tolist(), "weight": rng.random(NUM_EVENTS).astype(np.float32).tolist()}
     return write_log(
         folder / f"log-{first_time}.parquet", events, **columns, shop=[f"shop {index % 7}" for index in range(NUM_EVENTS)]
     )
 
 
 def contents_of(manifest: InteractionsManifest, scratch_path: Path) -> dict[str, Any]:
-    """Return all values that the readers of an event store use, except the indices of events, which depend on the shards."""
+    """Return all values that readers of an event store use. Event indices are left out, because they depend on the shards."""
     store = EventStore.open(manifest)
     user_U, negatives = np.arange(store.num_users), store.known_negatives
     assert negatives is not None
@@ -87,8 +86,12 @@ def contents_of(manifest: InteractionsManifest, scratch_path: Path) -> dict[str,
         "all_histories": [np.array(array) for array in store.all_histories(scratch_path)],
     }
     for split in ("validation", "test"):
-        lists = (store.targets(user_U, split), store.items_before(user_U, split, max_items=7), negatives.before(user_U, split))
-        contents[split] = [array for ragged in lists for array in (ragged.offset, ragged.values_L)]
+        jagged_arrays = (
+            store.targets(user_U, split),
+            store.items_before(user_U, split, max_items=7),
+            negatives.before(user_U, split),
+        )
+        contents[split] = [array for jagged in jagged_arrays for array in (jagged.offset, jagged.values_L)]
         contents[split] += [store.users_with_targets(split), store.item_counts_before(split), store.first_time(split)]
         first_event_U = store.first_event_index(store.users_with_targets(split), split)
         contents[split] += [np.array(context["shop"].take(pa.array(first_event_U)).to_pylist())]
@@ -99,14 +102,14 @@ def assert_same_contents(manifest: InteractionsManifest, other_manifest: Interac
     """Assert that the stores of two stages have equal contents."""
     expected_contents = contents_of(manifest, manifest.folder.with_suffix(".npy"))
     contents = contents_of(other_manifest, other_manifest.folder.with_suffix(".npy"))
-    for name, values in expected_contents.items():
-        is_single_value = not isinstance(values, tuple | list)
-        value_pairs = [(values, contents[name])] if is_single_value else zip(values, contents[name], strict=True)
-        for value, other_value in value_pairs:
-            np.testing.assert_array_equal(value, other_value, err_msg=name)
+    for name, expected_arrays in expected_contents.items():
+        has_several_arrays = isinstance(expected_arrays, tuple | list)
+        pairs = zip(expected_arrays, contents[name], strict=True) if has_several_arrays else [(expected_arrays, contents[name])]
+        for expected_array, array in pairs:
+            np.testing.assert_array_equal(array, expected_array, err_msg=name)
 
 
-@pytest.mark.parametrize("num_shards", SHARD_COUNTS[1:])
+@pytest.mark.parametrize("num_shards", [3, 8])
 def test_a_store_in_shards_has_the_contents_of_a_store_with_one_shard(tmp_path: Path, num_shards: int) -> None:
     log_path = write_random_log(tmp_path)
     plain_manifest, sharded_manifest = (
@@ -155,7 +158,7 @@ def test_consecutive_runs_may_have_different_numbers_of_shards(tmp_path: Path) -
         )
     plain_manifest = None
     for day in range(3):
-        plain_manifest = ingest(tmp_path / f"alone{day}", *log_paths[: day + 1], previous=plain_manifest, **SETTINGS)
+        plain_manifest = ingest(tmp_path / f"plain{day}", *log_paths[: day + 1], previous=plain_manifest, **SETTINGS)
     assert plain_manifest is not None and manifests[-1].run_number == 3
     assert [manifest.num_files_read for manifest in manifests] == [1, 1, 1]
     assert_same_contents(plain_manifest, manifests[-1])
@@ -182,19 +185,20 @@ def test_leaked_events_are_found_between_runs_with_different_numbers_of_shards(t
 def test_more_shards_than_users_leave_shards_empty(tmp_path: Path) -> None:
     log_path = write_log(tmp_path / "log.parquet", [(user, item, 10 * user + item) for user in range(3) for item in range(4)])
     plain_manifest, sharded_manifest = (
-        ingest(tmp_path / f"{shards}", log_path, split={"kind": "leave_last_out"}, shards=shards) for shards in (1, 64)
+        ingest(tmp_path / f"{num_shards}", log_path, split={"kind": "leave_last_out"}, shards=num_shards)
+        for num_shards in (1, 64)
     )
     assert [shard.num_events for shard in sharded_manifest.shards] == [4, 4, 4] + [0] * 61
     stores = [EventStore.open(manifest) for manifest in (plain_manifest, sharded_manifest)]
     for split in ("validation", "test"):
-        targets, same_targets = (store.targets(np.arange(3), split).values_L.tolist() for store in stores)
-        assert targets == same_targets
+        plain_targets, sharded_targets = (store.targets(np.arange(3), split).values_L.tolist() for store in stores)
+        assert plain_targets == sharded_targets
 
 
-@pytest.mark.parametrize("shards", [0, -1, 65])
-def test_a_number_of_shards_out_of_range_is_rejected(shards: int) -> None:
+@pytest.mark.parametrize("num_shards", [0, -1, 65])
+def test_a_number_of_shards_out_of_range_is_rejected(num_shards: int) -> None:
     with pytest.raises(ValidationError, match=r"shards\n  Input should be (greater|less) than or equal to (1|64)"):
-        InteractionsConfig(paths=("log",), timestamp_column="t", shards=shards)
+        InteractionsConfig(paths=("log",), timestamp_column="t", shards=num_shards)
 
 
 def test_the_number_of_shards_is_part_of_the_fingerprint_unless_it_is_1() -> None:
@@ -205,10 +209,10 @@ def test_the_number_of_shards_is_part_of_the_fingerprint_unless_it_is_1() -> Non
 def test_only_the_shards_of_the_requested_users_are_mapped(tmp_path: Path) -> None:
     manifest = ingest(tmp_path / "stage", write_random_log(tmp_path), shards=8, **SETTINGS)
     store = EventStore.open(manifest)
-    users = np.arange(store.num_users)
-    store.items_before(users[users % 8 < 2], "test")
-    for parts in (store._event_item._shard_arrays, store._user_start._shard_arrays, store._validation_end._shard_arrays):
-        assert isinstance(parts, ShardArrays) and {*parts._array_by_shard} == {0, 1}
+    user_U = np.arange(store.num_users)
+    store.items_before(user_U[user_U % 8 < 2], "test")
+    for arrays in (store._event_item._shard_arrays, store._user_start._shard_arrays, store._validation_end._shard_arrays):
+        assert isinstance(arrays, ShardArrays) and {*arrays._array_by_shard} == {0, 1}
     assert store._event_time._shard_arrays._array_by_shard == {}
 
 
@@ -234,7 +238,7 @@ FIRST_NEW_ROW = 2**31 + 10
 
 
 class LargeVocabulariesEngine(DuckdbEngine):
-    """DuckdbEngine that starts with FIRST_NEW_ROW users and as many items. Its tables store only the newest id of each."""
+    """A DuckdbEngine that has FIRST_NEW_ROW users and items, but only the newest user and item are in its tables."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -248,12 +252,12 @@ class LargeVocabulariesEngine(DuckdbEngine):
 
 
 class StopAtEventsError(Exception):
-    """Ends the ingest before it writes the events. Its argument is the list of event batches."""
+    """Ends the ingest before the events are written. The argument is the list of event batches."""
 
 
 def test_new_ids_may_have_codes_and_rows_above_2_to_the_31(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [("ann", 5, 1), ("ann", 6, 2), ("ann", 5, 3), ("bob", 5, 4), ("bob", 7, 5), ("bob", 5, 6)]
-    path = write_log(tmp_path / "log.parquet", events)
+    log = [("ann", 5, 1), ("ann", 6, 2), ("ann", 5, 3), ("bob", 5, 4), ("bob", 7, 5), ("bob", 5, 6)]
+    path = write_log(tmp_path / "log.parquet", log)
     config = InteractionsConfig(
         paths=(path,), timestamp_column="t", timestamp_unit="us", threads=1, split={"kind": "leave_last_out", "num_folds": 2}
     )
@@ -261,11 +265,11 @@ def test_new_ids_may_have_codes_and_rows_above_2_to_the_31(tmp_path: Path, monke
     with pytest.raises(StopAtEventsError) as error_info:
         ingest_interactions(config, embeddings=None, folder=tmp_path / "stage")
     (batches,) = error_info.value.args
-    batch = pa.Table.from_batches(batches)
-    assert (batch.schema.field("user_row").type, batch.schema.field("item_row").type) == (pa.int64(), pa.int64())
+    events_table = pa.Table.from_batches(batches)
+    assert (events_table.schema.field("user_row").type, events_table.schema.field("item_row").type) == (pa.int64(), pa.int64())
     ann_row, bob_row, row_of_5 = FIRST_NEW_ROW, FIRST_NEW_ROW + 1, FIRST_NEW_ROW
-    assert batch["user_row"].to_pylist() == [ann_row] * 3 + [bob_row] * 3
-    assert sorted(zip(batch["position"].to_pylist(), batch["item_row"].to_pylist(), strict=True)) == [
+    assert events_table["user_row"].to_pylist() == [ann_row] * 3 + [bob_row] * 3
+    assert sorted(zip(events_table["position"].to_pylist(), events_table["item_row"].to_pylist(), strict=True)) == [
         (1, row_of_5), (2, row_of_5 + 1), (3, row_of_5), (4, row_of_5), (5, row_of_5 + 2), (6, row_of_5),
     ]  # fmt: skip
 

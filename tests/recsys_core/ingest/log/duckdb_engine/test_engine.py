@@ -1,4 +1,4 @@
-"""Errors of the DuckDB engine if the disk or the memory limit is too small, and the context values that it stores."""
+"""Errors of the DuckDB engine if the disk or the memory limit is too small, and the stored context values."""
 
 from decimal import Decimal
 from pathlib import Path

@@ -16,21 +16,21 @@ from recsys_core.ingest.log.spark_engine.cluster import _logging_errors_only, st
 
 
 def test_spark_logs_errors_only_while_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"):
-        monkeypatch.delenv(name, raising=False)
+    for variable_name in ("SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"):
+        monkeypatch.delenv(variable_name, raising=False)
     with pytest.raises(RuntimeError), _logging_errors_only(tmp_path):
-        option = os.environ["SPARK_SUBMIT_OPTS"]
+        submit_options = os.environ["SPARK_SUBMIT_OPTS"]
         raise RuntimeError
-    assert option == f"-Dlog4j2.configurationFile={(tmp_path / 'log4j2.properties').as_uri()}"
+    assert submit_options == f"-Dlog4j2.configurationFile={(tmp_path / 'log4j2.properties').as_uri()}"
     assert "rootLogger.level = error" in (tmp_path / "log4j2.properties").read_text()
     assert "SPARK_SUBMIT_OPTS" not in os.environ
 
 
-@pytest.mark.parametrize("name", ["SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"])
+@pytest.mark.parametrize("variable_name", ["SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"])
 def test_the_logging_stays_unchanged_if_the_user_has_set_a_spark_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable_name: str
 ) -> None:
-    monkeypatch.setenv(name, "/conf")
+    monkeypatch.setenv(variable_name, "/conf")
     environment = dict(os.environ)
     with _logging_errors_only(tmp_path):
         assert dict(os.environ) == environment

@@ -18,8 +18,8 @@ VALID_COLUMNS = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make all libraries appear installed, in version 4.0.1."""
+def all_libraries_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all libraries appear installed. Their version is 4.0.1."""
     monkeypatch.setattr(installation, "find_spec", lambda name: name)
     monkeypatch.setattr(metadata, "version", lambda name: "4.0.1")
 
@@ -43,7 +43,7 @@ def test_a_missing_library_is_named_with_its_extra_and_no_file_is_left(tmp_path:
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("all_libraries_installed")
 def test_the_error_names_a_missing_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
     with raises_input_error(
@@ -52,7 +52,7 @@ def test_the_error_names_a_missing_java(tmp_path: Path, monkeypatch: pytest.Monk
         check_installation()
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("all_libraries_installed")
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -69,7 +69,7 @@ def test_the_error_names_an_old_or_broken_java(
         check_installation()
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("all_libraries_installed")
 def test_the_error_names_a_java_that_does_not_start_or_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     java_path = install_fake_java(tmp_path, "exec sleep 60", monkeypatch)
     monkeypatch.setattr(installation, "_JAVA_TIMEOUT_S", 0.2)
@@ -87,7 +87,7 @@ def test_another_major_version_of_pyspark_is_rejected(monkeypatch: pytest.Monkey
         check_installation()
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("all_libraries_installed")
 def test_the_installation_text_names_the_versions_and_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_java(tmp_path, "echo 'openjdk version \"21.0.3\" 2024-04-16' >&2", monkeypatch)
     assert SparkSettings(kind="spark", master="yarn").installation_text() == "Spark 4.0.1, Java 21.0.3, master yarn"
@@ -96,8 +96,8 @@ def test_the_installation_text_names_the_versions_and_the_master(tmp_path: Path,
 def test_a_master_that_does_not_answer_is_an_error_after_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        SparkSettings(kind="spark", master=f"spark://127.0.0.1:{port}").check_master(timeout_s=0.2)
-    master = f"spark://127.0.0.1:{port}"
+        master = f"spark://127.0.0.1:{port}"
+        SparkSettings(kind="spark", master=master).check_master(timeout_s=0.2)  # a port that accepts connections is no error
     with pytest.raises(
         StageError, match=rf"no Spark master answers at {master} within 0.2 s \(127.0.0.1:{port}: .*\); start it"
     ):

@@ -37,37 +37,45 @@ def ingest_with_both(folder: Path, *paths: str, previous: ManifestByEngine | Non
 
 def test_a_log_with_every_filter_has_the_same_store(tmp_path: Path) -> None:
     write_log(tmp_path / "log", num_events=200_000)
-    duckdb_run, spark_run = (ingest_generated(tmp_path / "log", tmp_path / kind, engine=ENGINES[kind]) for kind in ENGINES)
-    num_removed_by_filter = duckdb_run.num_removed_events_by_filter
+    duckdb_manifest, spark_manifest = (
+        ingest_generated(tmp_path / "log", tmp_path / kind, engine=ENGINES[kind]) for kind in ENGINES
+    )
+    num_removed_by_filter = duckdb_manifest.num_removed_events_by_filter
     expected_filters = {"below_threshold", "outside_window", "duplicates", "bot_users", "bot_events", "rare", "over_cap"}
     assert {*num_removed_by_filter} == expected_filters
-    assert duckdb_run.num_known_negatives > 0 and len(duckdb_run.num_bad_rows_by_reason) == 3
-    assert differences(duckdb_run, spark_run) == []
+    assert duckdb_manifest.num_known_negatives > 0 and len(duckdb_manifest.num_bad_rows_by_reason) == 3
+    assert differences(duckdb_manifest, spark_manifest) == []
 
 
 @pytest.mark.drill
 def test_twenty_million_events_with_every_filter_have_the_same_store() -> None:
-    """Each engine runs in its own process: the Spark of this process has too little memory, and no compiled code."""
+    """Each engine runs in its own process, because the Spark session of this process has too little memory."""
     comparison = measure(NUM_EVENTS)
-    assert len(comparison["num_removed_events_by_filter"]) == 7
+    assert len(comparison["num_removed_events_by_filter"]) == 7  # every filter
     assert comparison["differences"] == []
 
 
 def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    settings: dict[str, Any] = {"split": {"kind": "leave_last_out", "num_folds": 2}, "weight_column": "w"}
-    settings |= {"label_column": "x", "label_threshold": 1, "explicit_negatives": True, "filter": {"min_item_events": 2}}
+    settings: dict[str, Any] = {"split": {"kind": "leave_last_out", "num_folds": 2}, "weight_column": "weight"}
+    settings |= {"label_column": "stars", "label_threshold": 1, "explicit_negatives": True, "filter": {"min_item_events": 2}}
 
     def write_day(day: int, *, first_id: int) -> str:
-        user, item = (rng.integers(first_id, first_id + 30, 300) for _ in range(2))
+        users, items = (rng.integers(first_id, first_id + 30, 300) for _ in range(2))
         time_us = (day * DAY_US + rng.integers(0, 40, 300) * DAY_US // 40).astype(np.int64)
-        columns = {"user_id": user, "item_id": item, "t": time_us, "x": rng.integers(0, 4, 300), "w": rng.random(300)}
+        columns = {
+            "user_id": users,
+            "item_id": items,
+            "t": time_us,
+            "stars": rng.integers(0, 4, 300),
+            "weight": rng.random(300),
+        }
         return write_parquet(tmp_path / "log" / f"dt=2026-01-0{day}" / "a.parquet", **columns)
 
     first_paths = [write_day(day, first_id=10 * day) for day in (1, 2, 3)]
     vectors_path = write_parquet(tmp_path / "vectors.parquet", item_id=np.array([999, 15, 40]), v=[[1.0], [2.0], [3.0]])
-    config = EmbeddingsConfig(paths=vectors_path, vector_column="v")
-    embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
+    vectors_config = EmbeddingsConfig(paths=vectors_path, vector_column="v")
+    embeddings = ingest_embeddings((vectors_config,), folder=tmp_path / "embeddings")
     first_manifest_by_engine = ingest_with_both(tmp_path / "first", *first_paths, embeddings=embeddings, **settings)
     paths = [*first_paths[1:], write_day(4, first_id=45)]
     second_manifest_by_engine = ingest_with_both(
@@ -79,7 +87,7 @@ def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path)
         len(second_manifest_by_engine["spark"].parts),
     ) == (1, 2, 2)
     # A run with Spark after a run with DuckDB reads all files again, and every id keeps its row.
-    spark_after_duckdb = ingest(
+    spark_manifest = ingest(
         tmp_path / "crossed",
         *paths,
         engine=SPARK_SETTINGS,
@@ -87,11 +95,11 @@ def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path)
         embeddings=embeddings,
         **settings,
     )
-    assert spark_after_duckdb.num_files_read == 3
+    assert spark_manifest.num_files_read == 3
     for side in ("users", "items"):
         first_ids, ids = (
             pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_pylist()
-            for manifest in (first_manifest_by_engine["duckdb"], spark_after_duckdb)
+            for manifest in (first_manifest_by_engine["duckdb"], spark_manifest)
         )
         assert ids[: len(first_ids)] == first_ids and len(ids) > len(first_ids)
 
@@ -124,12 +132,12 @@ def test_ids_times_and_context_values_of_any_type_have_the_same_store(tmp_path: 
 
 def test_an_order_column_of_large_decimals_and_integers_has_the_same_store(tmp_path: Path) -> None:
     sequences = [pa.array([Decimal(2**53 + number) for number in (3, 1, 2)], pa.decimal128(20, 0)), pa.array([4, 6, 5])]
-    for first_item, sequence in enumerate(sequences):
-        items = list(range(3 * first_item, 3 * first_item + 3))
-        write_parquet(tmp_path / "log" / f"{first_item}.parquet", user_id=[1, 1, 1], item_id=items, sequence=sequence)
-    other_path = write_parquet(tmp_path / "other.parquet", user_id=[2], item_id=[0], sequence=[1])
+    for file_number, sequence in enumerate(sequences):
+        items = list(range(3 * file_number, 3 * file_number + 3))
+        write_parquet(tmp_path / "log" / f"{file_number}.parquet", user_id=[1, 1, 1], item_id=items, sequence=sequence)
+    second_user_path = write_parquet(tmp_path / "second_user.parquet", user_id=[2], item_id=[0], sequence=[1])
     ingest_with_both(
-        tmp_path / "stage", str(tmp_path / "log"), other_path, split={"kind": "leave_last_out"}, order_column="sequence"
+        tmp_path / "stage", str(tmp_path / "log"), second_user_path, split={"kind": "leave_last_out"}, order_column="sequence"
     )
 
 
@@ -147,13 +155,13 @@ def test_times_near_the_64_bit_limits_are_bad_rows_with_the_same_reasons(tmp_pat
 def test_a_context_column_with_another_time_unit_needs_a_rebuild(tmp_path: Path) -> None:
     ids = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
     paths = [
-        write_parquet(tmp_path / f"{unit}.parquet", **ids, c=pa.array([1, 2, 3, len(unit)], pa.timestamp(unit)))
+        write_parquet(tmp_path / f"{unit}.parquet", **ids, seen=pa.array([1, 2, 3, 4], pa.timestamp(unit)))
         for unit in ("us", "ns")
     ]
-    settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "context_columns": ("c",), "engine": SPARK_SETTINGS}
+    settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "context_columns": ("seen",), "engine": SPARK_SETTINGS}
     first_manifest = ingest(tmp_path / "first", paths[0], **settings)
     with raises_input_error(
-        "column 'c' is timestamp[ns] in new files, but timestamp[us] in files of earlier runs", "rebuild to always"
+        "column 'seen' is timestamp[ns] in new files, but timestamp[us] in files of earlier runs", "rebuild to always"
     ):
         ingest(tmp_path / "second", *paths, previous=first_manifest, **settings)
 

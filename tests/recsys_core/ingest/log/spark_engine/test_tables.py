@@ -1,6 +1,6 @@
 """Ingest of Spark tables, compared with DuckDB on parquet files with the same rows.
 
-The ORC tables are real. Spark has no connector for Delta and Iceberg here, so a stub session answers their statements.
+The ORC tables are real. Delta and Iceberg need a connector, so a stub session executes the statements for these formats.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("spark")
 TIME_SPLIT: dict[str, Any] = {"split": {"kind": "time"}}
 COLUMN_SETTINGS: dict[str, Any] = {
-    "label_column": "x",
+    "label_column": "stars",
     "label_threshold": 1,
-    "weight_column": "w",
-    "context_columns": ("day", "c"),
+    "weight_column": "weight",
+    "context_columns": ("day", "shop"),
 }
 ORC_SETTINGS: dict[str, Any] = {"format": "orc", "engine": SPARK_SETTINGS}
 START_US = 1_700_000_000_000_000
@@ -57,9 +57,9 @@ def random_events(seed: int = 0, *, num_rows: int = 400) -> pa.Table:
     day = rng.integers(0, 3, num_rows)
     times = pa.array(START_US + day * 4 * DAY_US + rng.integers(0, DAY_US, num_rows), pa.timestamp("us", "UTC"))
     columns = {"user_id": np.char.add("ü", rng.integers(0, 40, num_rows).astype(str)), "item_id": rng.integers(0, 20, num_rows)}
-    columns |= {"t": times, "x": rng.integers(0, 5, num_rows), "w": rng.random(num_rows).astype(np.float32)}
+    columns |= {"t": times, "stars": rng.integers(0, 5, num_rows), "weight": rng.random(num_rows).astype(np.float32)}
     columns |= {
-        "c": pa.array(rng.choice(["a", "b"], num_rows), mask=rng.random(num_rows) < 0.1),
+        "shop": pa.array(rng.choice(["a", "b"], num_rows), mask=rng.random(num_rows) < 0.1),
         "unused": [{"k": 1}] * num_rows,
     }
     return pa.table(columns | {"day": day.astype(np.int32)})
@@ -83,20 +83,20 @@ def test_an_orc_table_has_the_store_of_the_same_rows_in_parquet(tmp_path: Path, 
 
 
 def test_the_splits_can_be_tables_of_a_catalog(tmp_path: Path, session: "SparkSession") -> None:
-    table_by_split = {}
+    table_name_by_split = {}
     for seed, split in enumerate(("train", "test")):
         write_orc(session, tmp_path / split, random_events(seed))
-        table_by_split[split] = f"nightjar_{split}"
+        table_name_by_split[split] = f"nightjar_{split}"
         session.read.orc(f"file://{tmp_path / split}").write.format("orc").option(
-            "path", f"file://{tmp_path / table_by_split[split]}"
-        ).mode("overwrite").saveAsTable(table_by_split[split])
+            "path", f"file://{tmp_path / table_name_by_split[split]}"
+        ).mode("overwrite").saveAsTable(table_name_by_split[split])
     settings: dict[str, Any] = {
         "split": {"kind": "files", "test_paths": str(tmp_path / "test.parquet"), "validation_share": 0.2}
     }
     duckdb_manifest = ingest(tmp_path / "duckdb", str(tmp_path / "train.parquet"), **settings)
-    settings["split"] |= {"test_paths": table_by_split["test"]}
-    spark_manifest = ingest(tmp_path / "spark", table_by_split["train"], **settings, **ORC_SETTINGS)
-    for name in table_by_split.values():
+    settings["split"] |= {"test_paths": table_name_by_split["test"]}
+    spark_manifest = ingest(tmp_path / "spark", table_name_by_split["train"], **settings, **ORC_SETTINGS)
+    for name in table_name_by_split.values():
         session.sql(f"DROP TABLE {name}")
     assert differences(duckdb_manifest, spark_manifest) == UNEQUAL_FIELDS
 
@@ -106,10 +106,14 @@ def test_a_table_is_read_again_only_if_it_changed_and_ids_keep_their_rows(tmp_pa
         write_orc(session, tmp_path / "log" / name, random_events(seed)) for seed, name in enumerate(("old", "new"))
     )
 
-    def ingest_with_both(name: str, previous: dict[str, InteractionsManifest] | None = None) -> dict[str, InteractionsManifest]:
+    def ingest_with_both(
+        run_name: str, previous: dict[str, InteractionsManifest] | None = None
+    ) -> dict[str, InteractionsManifest]:
         paths = {"duckdb": [f"{old_path}.parquet", f"{new_path}.parquet"], "spark": [old_path, new_path]}
         return {
-            kind: ingest(tmp_path / name / kind, *paths[kind], previous=previous and previous[kind], **TIME_SPLIT, **settings)
+            kind: ingest(
+                tmp_path / run_name / kind, *paths[kind], previous=previous and previous[kind], **TIME_SPLIT, **settings
+            )
             for kind, settings in {"duckdb": {}, "spark": ORC_SETTINGS}.items()
         }
 
@@ -132,14 +136,15 @@ def test_a_table_is_read_again_only_if_it_changed_and_ids_keep_their_rows(tmp_pa
 BAD_ROW_BY_FAULT: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({"user_id": None}, "column 'user_id': null, in a row with user null and item 3 (1 of 401 rows)"),
     "future": ({"t": 4 * 10**15}, "column 't': 2096-10-02 07:06:40+00:00 is in the future, in a row with user 'u' and item 3"),
-    "weight": ({"w": -1.0}, "column 'w': -1.0 is negative, in a row with user 'u' and item 3 (1 of 401 rows)"),
+    "weight": ({"weight": -1.0}, "column 'weight': -1.0 is negative, in a row with user 'u' and item 3 (1 of 401 rows)"),
 }
 
 
 @pytest.mark.parametrize("fault", BAD_ROW_BY_FAULT)
 def test_the_error_names_the_ids_of_a_bad_row(tmp_path: Path, session: "SparkSession", fault: str) -> None:
-    values, message = BAD_ROW_BY_FAULT[fault]
-    row = {"user_id": "u", "item_id": 3, "t": START_US, "x": 3, "w": 1.0, "c": "a", "unused": {"k": 1}, "day": 0} | values
+    bad_values, message = BAD_ROW_BY_FAULT[fault]
+    row: dict[str, Any] = {"user_id": "u", "item_id": 3, "t": START_US, "stars": 3, "weight": 1.0}
+    row |= {"shop": "a", "unused": {"k": 1}, "day": 0} | bad_values
     schema = random_events().schema
     bad_row = pa.table({field.name: pa.array([row[field.name]]).cast(field.type) for field in schema})
     path = write_orc(session, tmp_path / "log", pa.concat_tables([random_events(), bad_row]))
@@ -155,8 +160,8 @@ def test_the_error_names_a_damaged_file_of_a_table(tmp_path: Path, session: "Spa
     content = bytearray(damaged_path.read_bytes())
     content[3 : len(content) // 2] = b"\xff" * (len(content) // 2 - 3)
     damaged_path.write_bytes(content)
-    for checksum in Path(path).glob("day=1/.*.crc"):  # Hadoop's local file system would find the damage first
-        checksum.unlink()
+    for checksum_path in Path(path).glob("day=1/.*.crc"):  # with these files, Hadoop would find the damage before Spark
+        checksum_path.unlink()
     assert_rejects(
         lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC_SETTINGS), tmp_path, damaged_path.name, "Spark cannot read it"
     )
@@ -198,7 +203,7 @@ def test_times_in_a_wrong_unit_are_rejected(tmp_path: Path, session: "SparkSessi
         ({}, ["s3://b/log", "s3://b/log/"], ["s3://b/log/ is also in interactions.paths, and its rows would count twice"]),
     ],
 )
-def test_the_error_names_a_table_that_cannot_be_opened(
+def test_tables_that_cannot_be_opened_or_are_listed_twice_are_rejected(
     tmp_path: Path, settings: dict[str, Any], paths: list[str], message_parts: list[str]
 ) -> None:
     assert_rejects(lambda folder: ingest(folder, *paths, **TIME_SPLIT, **(ORC_SETTINGS | settings)), tmp_path, *message_parts)
@@ -214,7 +219,7 @@ def test_an_empty_table_and_a_table_outside_of_the_data_root_are_rejected(tmp_pa
 
 
 class StubSession:
-    """Stub of a session with a connector. It answers the given SQL statements."""
+    """Stub of a session with a connector. It executes only the statements of `frame_by_statement`."""
 
     def __init__(self, frame_by_statement: dict[str, "Callable[[], DataFrame]"]) -> None:
         self._frame_by_statement = frame_by_statement
@@ -253,10 +258,10 @@ def test_a_table_is_read_at_the_version_in_its_path_or_at_its_newest_version(
     }
     monkeypatch.setattr(tables, "new_session", lambda _: StubSession(frame_by_statement))
 
-    def open_table(name: str) -> Any:
+    def open_table(table_name: str) -> Any:
         settings = SparkSettings.model_validate(SPARK_SETTINGS)
         ((source,),) = tables.open_tables(
-            settings, table_format, {"interactions.paths": [name]}, columns=["user_id"], allowed_data_root=None
+            settings, table_format, {"interactions.paths": [table_name]}, columns=["user_id"], allowed_data_root=None
         )
         return source
 

@@ -45,9 +45,9 @@ def as_chunks(vector_RD: np.ndarray) -> pa.ChunkedArray:
 
 
 def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
-    """Ingest one entry. Without another setting, the vectors are in column v."""
-    columns = {} if {"vector_column", "dimension_prefix"} & set(settings) else {"vector_column": "v"}
-    return ingest_embeddings((EmbeddingsConfig(paths=paths, **columns, **settings),), folder=folder)
+    """Ingest one entry of `embeddings`. By default, the vectors are in column v."""
+    default_settings = {} if {"vector_column", "dimension_prefix"} & set(settings) else {"vector_column": "v"}
+    return ingest_embeddings((EmbeddingsConfig(paths=paths, **default_settings, **settings),), folder=folder)
 
 
 def ids_of(manifest: EmbeddingsManifest) -> list[int | str]:
@@ -145,24 +145,24 @@ def test_a_stage_folder_may_have_pattern_characters_in_its_name(tmp_path: Path) 
     assert_rejects(lambda folder: ingest(folder, path), tmp_path / "run[1]", "id 1 is already in")
 
 
-@pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
-def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path, columns: dict[str, str]) -> None:
+@pytest.mark.parametrize("column_settings", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
+def test_the_files_are_identical_for_any_number_of_threads(tmp_path: Path, column_settings: dict[str, str]) -> None:
     vector_RD = random_vectors(5_000, 37, np.float64)
-    value_by_column = {f"d{index}": vector_RD[:, index] for index in range(37)}
+    dimension_columns = {f"d{index}": vector_RD[:, index] for index in range(37)}
     path = write_parquet(
         tmp_path / "a.parquet",
         item_id=np.arange(5_000)[::-1],
         v=as_fixed_size_list(vector_RD),
         row_group_size=1_111,
-        **value_by_column,
+        **dimension_columns,
     )
-    manifest_by_num_threads = {
-        num_threads: ingest(tmp_path / f"stage{num_threads}", path, threads=num_threads, **columns) for num_threads in (1, 5)
-    }
-    np.testing.assert_array_equal(np.load(manifest_by_num_threads[5].vectors_path("item")), vector_RD.astype(np.float32))
-    assert ids_of(manifest_by_num_threads[5]) == list(range(5_000))[::-1]
-    assert manifest_by_num_threads[1].files == manifest_by_num_threads[5].files
-    assert manifest_by_num_threads[1].fingerprint == manifest_by_num_threads[5].fingerprint
+    one_thread_manifest, manifest = (
+        ingest(tmp_path / f"stage{num_threads}", path, threads=num_threads, **column_settings) for num_threads in (1, 5)
+    )
+    np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vector_RD.astype(np.float32))
+    assert ids_of(manifest) == list(range(5_000))[::-1]
+    assert one_thread_manifest.files == manifest.files
+    assert one_thread_manifest.fingerprint == manifest.fingerprint
 
 
 def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
@@ -176,12 +176,12 @@ def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
-def test_normalised_vectors_have_norm_1(tmp_path: Path, columns: dict[str, str]) -> None:
+@pytest.mark.parametrize("column_settings", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
+def test_normalised_vectors_have_norm_1(tmp_path: Path, column_settings: dict[str, str]) -> None:
     vector_RD = np.array([[3.0, 4.0], [3e30, 4e30], [-3e-30, 4e-30], [6e-44, 8e-44]])
     path = write_parquet(tmp_path / "a.parquet", item_id=range(4), v=as_list(vector_RD), d0=vector_RD[:, 0], d1=vector_RD[:, 1])
-    stored_RD = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors_path("item"))
-    np.testing.assert_allclose(stored_RD, [[0.6, 0.8], [0.6, 0.8], [-0.6, 0.8], [0.6, 0.8]], rtol=0.02)
+    stored_RD = np.load(ingest(tmp_path / "stage", path, normalise=True, **column_settings).vectors_path("item"))
+    np.testing.assert_allclose(stored_RD, [[0.6, 0.8], [0.6, 0.8], [-0.6, 0.8], [0.6, 0.8]], rtol=0.02)  # 6e-44 has few digits
     np.testing.assert_allclose(np.linalg.norm(stored_RD, axis=1), 1.0, rtol=1e-6)
 
 
@@ -196,20 +196,21 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
     centred_RD = vector_RD - vector_RD.mean(axis=0)
     projected_RD = centred_RD @ np.linalg.svd(centred_RD, full_matrices=False)[2][:2].T
     np.testing.assert_allclose(np.abs(stored_RD), np.abs(projected_RD), rtol=1e-3, atol=1e-3)
-    repeated_manifest = ingest(tmp_path / "again", path, pca_dim=2, threads=1, batch_rows=7)
-    np.testing.assert_array_equal(np.load(repeated_manifest.vectors_path("item")), stored_RD)
+    small_batches_manifest = ingest(tmp_path / "small_batches", path, pca_dim=2, threads=1, batch_rows=7)
+    np.testing.assert_array_equal(np.load(small_batches_manifest.vectors_path("item")), stored_RD)
     normalised_RD = np.load(ingest(tmp_path / "scaled", path, pca_dim=2, normalise=True).vectors_path("item"))
     np.testing.assert_allclose(normalised_RD, stored_RD / np.linalg.norm(stored_RD, axis=1, keepdims=True), rtol=1e-5)
 
 
-def test_the_manifest_has_the_rows_of_each_entry_with_a_projection(tmp_path: Path) -> None:
+def test_the_manifest_has_the_row_range_of_each_entry_with_a_projection(tmp_path: Path) -> None:
     paths = [
-        write_parquet(tmp_path / f"{entry}.parquet", item_id=np.arange(20) + 15 * entry, v=as_list(random_vectors(20, width)))
-        for entry, width in enumerate((4, 2, 5))
+        write_parquet(tmp_path / f"{index}.parquet", item_id=np.arange(20) + 15 * index, v=as_list(random_vectors(20, width)))
+        for index, width in enumerate((4, 2, 5))
     ]
-    settings: list[dict[str, Any]] = [{"pca_dim": 2}, {}, {"pca_dim": 2, "normalise": True}]
+    settings_by_entry: list[dict[str, Any]] = [{"pca_dim": 2}, {}, {"pca_dim": 2, "normalise": True}]
     entries = tuple(
-        EmbeddingsConfig(paths=path, vector_column="v", **entry) for path, entry in zip(paths, settings, strict=True)
+        EmbeddingsConfig(paths=path, vector_column="v", **entry_settings)
+        for path, entry_settings in zip(paths, settings_by_entry, strict=True)
     )
     manifest = ingest_embeddings(entries, folder=tmp_path / "stage")
     assert manifest.tables["item"].projected_rows == ((0, 20), (35, 50))  # five ids of each later entry are overridden
@@ -229,13 +230,13 @@ def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -
 
 
 def test_an_id_in_two_entries_has_the_vector_of_the_first_entry(tmp_path: Path) -> None:
-    first_items_path = write_parquet(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
-    second_items_path = write_parquet(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
-    users_path = write_parquet(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])
+    own_vectors_path = write_parquet(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
+    bought_vectors_path = write_parquet(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
+    user_vectors_path = write_parquet(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])
     entries = (
-        EmbeddingsConfig(paths=first_items_path, vector_column="v"),
-        EmbeddingsConfig(paths=users_path, table="user", id_column="user", vector_column="v"),
-        EmbeddingsConfig(paths=second_items_path, id_column="sku", dimension_prefix="e"),
+        EmbeddingsConfig(paths=own_vectors_path, vector_column="v"),
+        EmbeddingsConfig(paths=user_vectors_path, table="user", id_column="user", vector_column="v"),
+        EmbeddingsConfig(paths=bought_vectors_path, id_column="sku", dimension_prefix="e"),
     )
     manifest = ingest_embeddings(entries, folder=tmp_path / "stage")
     assert ids_of(manifest) == [1, 2, 3, 5, 4]

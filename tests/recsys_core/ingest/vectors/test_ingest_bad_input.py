@@ -23,7 +23,7 @@ BAD_LIST_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         {"item_id": [1, 2], "v": [[1.0, 2.0], [1.0]]},
         ("a.parquet: column 'v', row 1: the vector has 1 numbers, but the first vector has 2 (1 of 2 rows)", REMEDY),
     ),
-    "wrong length from a whole batch on": (
+    "wrong length from the second batch on": (
         {"item_id": [1, 2, 3, 4, 5], "v": ONE_VECTOR * 3 + [[1.0, 2.0, 3.0]] * 2},
         ("column 'v', row 3: the vector has 3 numbers, but the first vector has 2 (2 of 5 rows)", REMEDY),
     ),
@@ -102,11 +102,14 @@ BAD_LIST_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         (r"column 'item_id', row 1: id 'a\n\u202eb' is already in ", REMEDY),
     ),
     "vectors of integers": ({"item_id": [1], "v": [[1, 2]]}, ("a.parquet: column 'v' is list<", "list of floats")),
-    "no list": ({"item_id": [1], "v": [1.0]}, ("a.parquet: column 'v' is double, but a vector is a list", "dimension_prefix")),
-    "no column": ({"item_id": [1], "w": [[1.0]]}, ("a.parquet: no column 'v' (embeddings.vector_column)", "'w'")),
+    "not a list": (
+        {"item_id": [1], "v": [1.0]},
+        ("a.parquet: column 'v' is double, but a vector is a list", "dimension_prefix"),
+    ),
+    "no vector column": ({"item_id": [1], "w": [[1.0]]}, ("a.parquet: no column 'v' (embeddings.vector_column)", "'w'")),
     "no id column": ({"item": [1], "v": [[1.0]]}, ("no column 'item_id' (embeddings.id_column); did you mean 'item'?",)),
     "empty table": ({"item_id": pa.array([], pa.int64()), "v": pa.array([], pa.list_(pa.float32()))}, ("no rows",)),
-    "a vector of a million": (
+    "a vector of a million numbers": (
         {"item_id": [1], "v": [[1.0] * 1_000_000]},
         ("vectors of 1,000,000 numbers; at most 65,536 are supported",),
     ),
@@ -123,9 +126,15 @@ def test_a_bad_vector_is_rejected_and_no_file_is_left(tmp_path: Path, case: str)
 
 BAD_DIMENSION_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "gap": ({"d0": [1.0], "d1": [1.0], "d3": [1.0]}, ("a.parquet: column d2 is missing between d0 and d3; add it",)),
-    "none": ({"e0": [1.0]}, ("no column name consists of 'd' and a number (embeddings.dimension_prefix); it has", "'e0'")),
-    "integer": ({"d0": [1.0], "d1": [1]}, ("a.parquet: column 'd1' is int64",)),
-    "twice": ({"d0": [1.0], "d1": [1.0], "d01": [1.0]}, ("a.parquet: columns 'd1' and 'd01' are both dimension 1",)),
+    "no dimension": (
+        {"e0": [1.0]},
+        ("no column name consists of 'd' and a number (embeddings.dimension_prefix); it has", "'e0'"),
+    ),
+    "integers": ({"d0": [1.0], "d1": [1]}, ("a.parquet: column 'd1' is int64",)),
+    "the same number twice": (
+        {"d0": [1.0], "d1": [1.0], "d01": [1.0]},
+        ("a.parquet: columns 'd1' and 'd01' are both dimension 1",),
+    ),
     "null": (
         {"d0": [1.0, 1.0, None], "d1": [1.0, None, None]},
         ("a.parquet: column 'd1', row 1: the number is null (2 of 3 rows)", REMEDY),
@@ -134,7 +143,7 @@ BAD_DIMENSION_CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         {"d0": [1.0, 1.0, 1.0], "d1": [1.0, 1.0, np.nan]},
         ("a.parquet: column 'd1', row 2: number 1 of the vector is nan as float32 (1 of 3 rows)", REMEDY),
     ),
-    "zero": ({"d0": [1.0, 0.0], "d1": [1.0, 0.0]}, ("column 'd0', row 1: all numbers of the vector are 0", REMEDY)),
+    "all zero": ({"d0": [1.0, 0.0], "d1": [1.0, 0.0]}, ("column 'd0', row 1: all numbers of the vector are 0", REMEDY)),
 }
 """For each case: dimension columns of the file, and parts of the message."""
 
@@ -148,10 +157,10 @@ def test_a_bad_dimension_is_rejected_and_no_file_is_left(tmp_path: Path, case: s
 
 def test_ids_in_folder_names_are_rejected(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "item_id=7" / "a.parquet", sku=["a"], v=ONE_VECTOR)
-    message_part = "a.parquet: 'item_id' (embeddings.{}) is a key in a folder name"
-    assert_rejects(lambda folder: ingest(folder, path), tmp_path, message_part.format("id_column"))
+    message = "a.parquet: 'item_id' (embeddings.{}) is a key in a folder name"
+    assert_rejects(lambda folder: ingest(folder, path), tmp_path, message.format("id_column"))
     settings = {"id_column": "sku", "id_map": {"paths": path, "from_column": "sku", "to_column": "item_id"}}
-    assert_rejects(lambda folder: ingest(folder, path, **settings), tmp_path, message_part.format("id_map.to_column"))
+    assert_rejects(lambda folder: ingest(folder, path, **settings), tmp_path, message.format("id_map.to_column"))
 
 
 def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
@@ -163,20 +172,20 @@ def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     assert_rejects(lambda folder: ingest(folder, path, dimension_prefix="d"), tmp_path, "2 columns are named 'item_id'")
 
 
-@pytest.mark.parametrize("other_columns", [{"d0": [1.0]}, {"d1": [1.0], "d2": [1.0]}])
+@pytest.mark.parametrize("second_columns", [{"d0": [1.0]}, {"d1": [1.0], "d2": [1.0]}])
 def test_the_error_names_two_files_with_different_numbers_of_dimension_columns(
-    tmp_path: Path, other_columns: dict[str, list[float]]
+    tmp_path: Path, second_columns: dict[str, list[float]]
 ) -> None:
     first_path = write_parquet(tmp_path / "a.parquet", item_id=[1], d0=[1.0], d1=[1.0])
-    second_path = write_parquet(tmp_path / "b.parquet", item_id=[2], **other_columns)
+    second_path = write_parquet(tmp_path / "b.parquet", item_id=[2], **second_columns)
     assert_rejects(
         lambda folder: ingest(folder, first_path, second_path, dimension_prefix="d"),
-        tmp_path, f"b.parquet: the vectors have {len(other_columns)} columns", "a.parquet have 2 (d0 to d1)",
+        tmp_path, f"b.parquet: the vectors have {len(second_columns)} columns", "a.parquet have 2 (d0 to d1)",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("other_columns", "message_parts"),
+    ("second_columns", "message_parts"),
     [
         (
             {"item_id": ["2"], "v": [[1.0]]},
@@ -198,10 +207,10 @@ def test_the_error_names_two_files_with_different_numbers_of_dimension_columns(
     ],
 )
 def test_the_error_names_both_files_of_a_conflict(
-    tmp_path: Path, other_columns: dict[str, Any], message_parts: tuple[str, ...]
+    tmp_path: Path, second_columns: dict[str, Any], message_parts: tuple[str, ...]
 ) -> None:
     first_path = write_parquet(tmp_path / "a.parquet", item_id=[3, 4, 1], v=[[1.0]] * 3)
-    second_path = write_parquet(tmp_path / "b.parquet", **other_columns)
+    second_path = write_parquet(tmp_path / "b.parquet", **second_columns)
     assert_rejects(lambda folder: ingest(folder, first_path, second_path), tmp_path, *message_parts)
 
 

@@ -21,15 +21,15 @@ LOG = [([0, 1, 2], [3], [1]), ([1], [], [0])]
 """For each user, the rows of the training, validation and test items."""
 
 
-def ingest_vectors(folder: Path, **tables: Any) -> EmbeddingsManifest:
+def ingest_vectors(folder: Path, **ids_by_table: Any) -> EmbeddingsManifest:
     """Ingest the vectors [1], [2], ... for the ids of each table.
 
-    tables: the ids by table name. The name has __ in place of the dot.
+    ids_by_table: the ids of each table. A table name has __ in place of the dot, for example item__brand.
     """
     entries = []
-    for name, ids in tables.items():
-        path = write_parquet(folder / f"{name}.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
-        entries.append(EmbeddingsConfig(paths=path, vector_column="v", table=name.replace("__", ".")))
+    for table, ids in ids_by_table.items():
+        path = write_parquet(folder / f"{table}.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
+        entries.append(EmbeddingsConfig(paths=path, vector_column="v", table=table.replace("__", ".")))
     return ingest_embeddings(entries, folder=folder / "embeddings")
 
 
@@ -53,7 +53,7 @@ def ingest(
 
 
 def vector_row_by_value(manifest: FeaturesManifest, key: str) -> dict[Any, int]:
-    """Return the vector row of each value of the vocabulary; -1 for a value without a vector. Row 0 has the value None."""
+    """Return the vector row of each value of the vocabulary; -1 for a value without a vector. None is the value of row 0."""
     vector_rows = np.load(manifest.path(f"{key}.vector_row.npy"))
     assert (vector_rows.dtype, len(vector_rows)) == (np.int64, manifest.features[key].num_rows)
     values = pq.read_table(manifest.path(f"{key}.vocabulary.parquet"))["value"].to_pylist()
@@ -63,8 +63,8 @@ def vector_row_by_value(manifest: FeaturesManifest, key: str) -> dict[Any, int]:
 @pytest.mark.parametrize("value_type", [str, int])
 def test_each_value_has_the_row_of_its_vector(tmp_path: Path, value_type: type) -> None:
     embeddings = ingest_vectors(tmp_path, item__brand=[value_type(9), value_type(2), value_type(1)], item=ITEMS[:2])
-    brand = pa.array([value_type(number) for number in (1, 2, 2, 3)] + [None])
-    manifest = ingest(tmp_path, embeddings, {"name": "brand"}, {"name": "other", "column": "brand"}, brand=brand)
+    brands = pa.array([value_type(number) for number in (1, 2, 2, 3)] + [None])
+    manifest = ingest(tmp_path, embeddings, {"name": "brand"}, {"name": "other", "column": "brand"}, brand=brands)
     assert vector_row_by_value(manifest, "item.brand") == {None: -1, value_type(2): 1, value_type(1): 2, value_type(3): -1}
     assert (manifest.features["item.brand"].num_with_vector, manifest.features["item.other"].num_with_vector) == (2, 0)
     assert "item.other.vector_row.npy" not in manifest.files
@@ -90,13 +90,12 @@ def test_in_a_later_run_values_keep_their_rows_and_get_the_new_vectors(tmp_path:
 
 def test_other_vectors_change_the_fingerprint(tmp_path: Path) -> None:
     brands = ["a", "a", "b", "a", "b"]
-    manifest = ingest(tmp_path / "1", ingest_vectors(tmp_path / "1", item__brand=["a", "b"]), {"name": "brand"}, brand=brands)
-    manifest_of_other_vectors = ingest(
-        tmp_path / "2", ingest_vectors(tmp_path / "2", item__brand=["b", "a"]), {"name": "brand"}, brand=brands
-    )
+    first_embeddings = ingest_vectors(tmp_path / "1", item__brand=["a", "b"])
+    second_embeddings = ingest_vectors(tmp_path / "2", item__brand=["b", "a"])
+    first_manifest = ingest(tmp_path / "1", first_embeddings, {"name": "brand"}, brand=brands)
+    second_manifest = ingest(tmp_path / "2", second_embeddings, {"name": "brand"}, brand=brands)
     manifest_without_vectors = ingest(tmp_path / "3", None, {"name": "brand"}, brand=brands)
-    manifests = (manifest, manifest_of_other_vectors, manifest_without_vectors)
-    assert len({each_manifest.fingerprint for each_manifest in manifests}) == 3
+    assert len({first_manifest.fingerprint, second_manifest.fingerprint, manifest_without_vectors.fingerprint}) == 3
     assert "item.brand.vector_row.npy" not in manifest_without_vectors.files
 
 

@@ -68,10 +68,10 @@ def test_a_warm_start_copies_only_the_rows_of_values_that_both_runs_have(tmp_pat
     first_manifest = ingest_brands(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
     second_manifest = ingest_brands(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first_manifest)
     assert values_by_row(second_manifest) == [None, "a", "c"]
-    champion_row = match_rows_by_value(
+    first_run_rows = match_rows_by_value(
         *(pa.chunked_array([pa.array(values_by_row(manifest), pa.string())]) for manifest in (second_manifest, first_manifest))
     )
-    assert champion_row.tolist() == [0, 1, -1], "the row that c took from b is initialised again"
+    assert first_run_rows.tolist() == [0, 1, -1], "the row that c took from b is initialised again"
 
 
 def test_another_max_rows_starts_a_new_vocabulary(tmp_path: Path) -> None:

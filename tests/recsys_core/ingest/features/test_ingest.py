@@ -60,20 +60,20 @@ def rows_of(manifest: FeaturesManifest, key: str) -> Any:
         return rows.tolist()
     offsets = np.load(manifest.path(f"{key}.offset.npy"))
     assert offsets.dtype == np.int64 and offsets[-1] == len(rows)
-    return [values.tolist() for values in np.split(rows, offsets[1:-1])]
+    return [owner_rows.tolist() for owner_rows in np.split(rows, offsets[1:-1])]
 
 
 def weights_of(manifest: FeaturesManifest, key: str) -> list[list[float]]:
-    """Return the list of weights of each user or item."""
-    weights = np.load(manifest.path(f"{key}.weight.npy"))
+    """Return the weights of each user or item, in the order of the list values."""
+    weights, offsets = (np.load(manifest.path(f"{key}.{name}.npy")) for name in ("weight", "offset"))
     assert weights.dtype == np.float32
-    return [values.tolist() for values in np.split(weights, np.load(manifest.path(f"{key}.offset.npy"))[1:-1])]
+    return [owner_weights.tolist() for owner_weights in np.split(weights, offsets[1:-1])]
 
 
 def values_and_counts(manifest: FeaturesManifest, key: str) -> list[tuple[Any, int]]:
     """Return each value of the vocabulary with its number of occurrences, by row. Row 0 has the value None."""
-    table = pq.read_table(manifest.path(f"{key}.vocabulary.parquet")).to_pydict()
-    return list(zip(table["value"], table["count"], strict=True))
+    vocabulary = pq.read_table(manifest.path(f"{key}.vocabulary.parquet")).to_pydict()
+    return list(zip(vocabulary["value"], vocabulary["count"], strict=True))
 
 
 def test_a_vocabulary_is_sorted_by_count_after_row_zero_for_missing_values(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_a_hashed_value_has_a_row_from_its_md5_and_no_vocabulary(tmp_path: Path)
 
 def test_context_values_are_counted_in_training_events_only(tmp_path: Path) -> None:
     # Training events have the indices 0 to 2, 5, 7 and 8.
-    device = ["tv", "tv", "app", "web", "web", "app", "web", "car", "app"]
-    hour = [3, 1, 2, 50, 60, 4, 70, 6, 5]
-    interactions = write_small_log(tmp_path / "log", context={"device": device, "hour": hour})
+    devices = ["tv", "tv", "app", "web", "web", "app", "web", "car", "app"]
+    hours = [3, 1, 2, 50, 60, 4, 70, 6, 5]
+    interactions = write_small_log(tmp_path / "log", context={"device": devices, "hour": hours})
     features = [{"name": "device"}, {"name": "time", "column": "hour", "kind": "numeric", "buckets": 2}]
     manifest = ingest(tmp_path / "features", interactions, context=features)
     assert values_and_counts(manifest, "context.device") == [(None, 0), ("app", 3), ("tv", 2), ("car", 1)]
@@ -186,7 +186,7 @@ def test_context_values_are_counted_in_training_events_only(tmp_path: Path) -> N
     assert manifest.tables == {}
 
 
-def test_a_workspace_below_folders_named_like_columns_is_read(tmp_path: Path) -> None:
+def test_a_workspace_in_folders_named_like_hive_partitions_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "device=tv" / "id=7" / "value=a"
     interactions = write_small_log(folder / "log", context={"device": ["tv", "app"] * 4 + ["car"]})
     brands_path = write_parquet(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
@@ -218,12 +218,10 @@ def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["another lineage", "another definition", "a damaged vocabulary"])
 def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, change: str) -> None:
     interactions = write_small_log(tmp_path / "log")
-    path = write_parquet(tmp_path / "items.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], label=["a", "a", "b", "b", "b"])
-    first_manifest = ingest(
-        tmp_path / "run1",
-        interactions,
-        **item_settings(write_parquet(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "a", "b", "c"]), {"name": "brand"}),
-    )
+    brands = ["a", "a", "b", "b", "b"]
+    first_path = write_parquet(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "a", "b", "c"])
+    second_path = write_parquet(tmp_path / "2.parquet", id=ITEMS, brand=brands, label=brands)
+    first_manifest = ingest(tmp_path / "run1", interactions, **item_settings(first_path, {"name": "brand"}))
     feature = {"name": "brand"}
     if change == "another lineage":
         interactions = write_small_log(tmp_path / "rebuilt", lineage="second")
@@ -231,12 +229,12 @@ def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, change: str) -> 
         feature["column"] = "label"
     else:
         first_manifest.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
-    second_manifest = ingest(tmp_path / "run2", interactions, previous=first_manifest, **item_settings(path, feature))
+    second_manifest = ingest(tmp_path / "run2", interactions, previous=first_manifest, **item_settings(second_path, feature))
     assert values_and_counts(second_manifest, "item.brand") == [(None, 0), ("b", 3), ("a", 2)]
     assert not second_manifest.features["item.brand"].is_continued
 
 
-def test_the_stage_is_repeated_only_if_its_input_changed(tmp_path: Path) -> None:
+def test_the_stage_is_repeated_only_if_its_input_changes(tmp_path: Path) -> None:
     interactions = write_small_log(tmp_path / "log")
     path = write_parquet(tmp_path / "items.parquet", id=ITEMS, brand=["a"] * 5)
     config = item_settings(path, {"name": "brand"})
@@ -293,8 +291,8 @@ def test_random_values_have_the_row_of_their_value_or_bucket(
     for item, row in enumerate(rows_of(manifest, "item.price")):
         price = prices[item_ids.index(item)] if item in item_ids else None
         is_missing = price is None or math.isnan(price)
-        # In double precision, a boundary is the decimal number of a price, which differs from the price in the last bits.
-        assert row == (0 if is_missing else 1 + sum(price >= np.float32(bound) for bound in boundaries))
+        # A boundary is a price in decimal digits, for example 0.1, which differs from the float32 price in the last bits.
+        assert row == (0 if is_missing else 1 + sum(price >= np.float32(boundary) for boundary in boundaries))
 
 
 def test_the_context_of_an_ingested_log_is_in_the_order_of_its_events(tmp_path: Path) -> None:
@@ -352,14 +350,16 @@ def test_filter_columns_are_stored_by_row_in_their_types(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("second_type", [pa.float32(), pa.float64()], ids=str)
-def test_filter_columns_in_single_precision_are_stored_as_decimal_numbers(tmp_path: Path, second_type: pa.DataType) -> None:
+@pytest.mark.parametrize("second_price_type", [pa.float32(), pa.float64()], ids=str)
+def test_filter_columns_in_single_precision_are_stored_as_decimal_numbers(
+    tmp_path: Path, second_price_type: pa.DataType
+) -> None:
     paths = [
         write_parquet(tmp_path / "1.parquet", id=[10, 11, 12], price=pa.array([39.99, 0.7, math.nan], pa.float32())),
-        write_parquet(tmp_path / "2.parquet", id=[13, 14], price=pa.array([0.1, None], second_type)),
+        write_parquet(tmp_path / "2.parquet", id=[13, 14], price=pa.array([0.1, None], second_price_type)),
     ]
     item_table = {"paths": paths, "id_column": "id", "filter_columns": ["price"]}
-    log = write_small_log(tmp_path / "log")
-    stored_columns = pq.read_table(ingest(tmp_path / "features", log, items=item_table).path("item_columns.parquet"))
+    manifest = ingest(tmp_path / "features", write_small_log(tmp_path / "log"), items=item_table)
+    stored_columns = pq.read_table(manifest.path("item_columns.parquet"))
     assert stored_columns.schema.field("price").type == pa.float64()
     assert [str(row["price"]) for row in stored_columns.to_pylist()] == ["39.99", "0.7", "nan", "0.1", "None"]

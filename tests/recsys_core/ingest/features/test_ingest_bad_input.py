@@ -21,7 +21,7 @@ LOG = [([0, 1, 2], [], [1]), ([1], [], [0])]
 TEXT_LIST, NUMBER_LIST = pa.list_(pa.string()), pa.list_(pa.float64())
 
 
-def assert_rejected(
+def assert_item_table_is_rejected(
     folder: Path, *message_parts: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any
 ) -> None:
     """Assert that an item table is rejected with a message that has `message_parts` in this order.
@@ -46,13 +46,13 @@ BRAND_FEATURES = [{"name": "brand"}]
 
 
 def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path, "features.items.paths", "no such file", features=BRAND_FEATURES, path=str(tmp_path / "none.parquet")
     )
 
 
 def test_the_error_of_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "items.parquet",
         "'brand'",
@@ -64,7 +64,7 @@ def test_the_error_of_a_missing_column_names_the_feature_and_the_nearest_column(
 
 
 def test_the_error_names_a_missing_id_column(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "'id'",
         "features.items.id_column",
@@ -87,19 +87,17 @@ def test_a_column_type_that_does_not_fit_the_feature_kind_is_rejected(
     tmp_path: Path, kind: str, values: list[Any], message_parts: tuple[str, ...]
 ) -> None:
     feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
-    assert_rejected(tmp_path, "items.parquet", *message_parts, features=[feature], brand=values)
+    assert_item_table_is_rejected(tmp_path, "items.parquet", *message_parts, features=[feature], brand=values)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected_end"), [("numeric", "needs a number; cast it"), ("list", "needs a list; write one")]
-)
+@pytest.mark.parametrize(("kind", "message_end"), [("numeric", "needs a number; cast it"), ("list", "needs a list; write one")])
 def test_the_kind_categorical_is_not_proposed_for_a_type_that_it_rejects_too(
-    tmp_path: Path, kind: str, expected_end: str
+    tmp_path: Path, kind: str, message_end: str
 ) -> None:
     feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
     path = write_parquet(tmp_path / "items.parquet", id=[10], brand=[datetime(2025, 1, 1)])
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": [feature]}})
-    with pytest.raises(InputError, match=f"{expected_end}$"):
+    with pytest.raises(InputError, match=f"{message_end}$"):
         open_feature_tables(config, user_id_type="string", item_id_type="int64", context_sources=(), allowed_data_root=None)
 
 
@@ -107,7 +105,7 @@ def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
     write_parquet(tmp_path / "data" / "a.parquet", id=[10], brand=[1])
     write_parquet(tmp_path / "data" / "b.parquet", id=[11], brand=["x"])
     path = str(tmp_path / "data" / "*.parquet")
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "b.parquet: column 'brand' is string, but column 'brand' of",
         "a.parquet is int64; write both as one type",
@@ -117,7 +115,7 @@ def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
 
 
 def test_ids_of_another_type_than_the_item_ids_of_the_log_are_rejected(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "items.parquet",
         "'id' is string, but the item id of the log is int64",
@@ -128,7 +126,7 @@ def test_ids_of_another_type_than_the_item_ids_of_the_log_are_rejected(tmp_path:
 
 
 def test_a_null_id_is_rejected(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "items.parquet: column 'id', row 1: null (2 of 3 rows); drop these rows",
         features=BRAND_FEATURES,
@@ -138,7 +136,7 @@ def test_a_null_id_is_rejected(tmp_path: Path) -> None:
 
 
 def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "items.parquet: column 'id', row 0: 11 is the id of more than one row",
         "(2 of 3 rows); keep one row for each id",
@@ -160,7 +158,7 @@ def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -
 
 
 def test_a_table_without_an_id_of_the_log_is_rejected(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "items.parquet",
         "'id'",
@@ -171,25 +169,25 @@ def test_a_table_without_an_id_of_the_log_is_rejected(tmp_path: Path) -> None:
     )
 
 
-def test_values_over_int64_are_rejected(tmp_path: Path) -> None:
-    too_large = pa.array([1, 2**64 - 1, 3], pa.uint64())
-    assert_rejected(
+def test_values_too_large_for_int64_are_rejected(tmp_path: Path) -> None:
+    brands = pa.array([1, 2**64 - 1, 3], pa.uint64())
+    assert_item_table_is_rejected(
         tmp_path,
         "column 'brand', row 1: 18446744073709551615 is too large for int64 (1 of 3 rows); write the values as strings",
         features=BRAND_FEATURES,
-        brand=too_large,
+        brand=brands,
     )
 
 
-def test_ids_over_int64_are_rejected(tmp_path: Path) -> None:
-    too_large = pa.array([1, 2**64 - 1, 3], pa.uint64())
-    assert_rejected(
+def test_ids_too_large_for_int64_are_rejected(tmp_path: Path) -> None:
+    ids = pa.array([1, 2**64 - 1, 3], pa.uint64())
+    assert_item_table_is_rejected(
         tmp_path,
         "column 'id', row 1",
         "too large for int64",
         "write the ids as strings",
         features=BRAND_FEATURES,
-        id=too_large,
+        id=ids,
         brand=["a"] * 3,
     )
 
@@ -199,7 +197,7 @@ LIKES_FEATURES = [{"name": "likes", "kind": "weighted_list", "weight_column": "l
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, None, 1e300])
 def test_a_weight_that_is_negative_or_not_finite_is_rejected(tmp_path: Path, weight: float | None) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path, "items.parquet: column 'like_weights', row 2",
         "is a list with a weight that is null, negative, or not finite", "(2 of 4 rows)",
         features=LIKES_FEATURES, id=[10, 11, 12, 13], likes=pa.array([["a"], [], ["a", "b"], ["c"]], TEXT_LIST),
@@ -208,7 +206,7 @@ def test_a_weight_that_is_negative_or_not_finite_is_rejected(tmp_path: Path, wei
 
 
 def test_more_weights_than_values_are_rejected(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path, "items.parquet: column 'like_weights', row 1: [1.0, 2.0] is", "not as long as the list in 'likes'",
         features=LIKES_FEATURES,
         likes=pa.array([["a"], ["b"], None], TEXT_LIST), like_weights=pa.array([[1.0], [1.0, 2.0], None], NUMBER_LIST),
@@ -216,7 +214,7 @@ def test_more_weights_than_values_are_rejected(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_a_list_of_numbers_are_rejected(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "'like_weights' is string",
         "weights are a list of numbers",
@@ -229,27 +227,27 @@ def test_weights_that_are_not_a_list_of_numbers_are_rejected(tmp_path: Path) -> 
 def test_a_damaged_file_is_rejected(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "items.parquet", id=list(range(1000)), brand=[f"b{row}" for row in range(1000)])
     damage_data(path)
-    assert_rejected(tmp_path, "the features: ", features=BRAND_FEATURES, path=path)
+    assert_item_table_is_rejected(tmp_path, "the features: ", features=BRAND_FEATURES, path=path)
 
 
 def test_columns_whose_names_differ_only_in_case_are_rejected(tmp_path: Path) -> None:
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path, "columns ['brand', 'Brand'] differ by case alone", features=BRAND_FEATURES, brand=["a"] * 3, Brand=["b"] * 3
     )
 
 
 def test_messages_quote_column_names_and_shorten_long_values(tmp_path: Path) -> None:
-    column = 'much" FROM x; DROP TABLE joined; --'
-    feature = [{"name": "likes", "kind": "weighted_list", "weight_column": column}]
+    weight_column = 'much" FROM x; DROP TABLE joined; --'
+    features = [{"name": "likes", "kind": "weighted_list", "weight_column": weight_column}]
     likes, weights = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], TEXT_LIST), [[1.0], [-1.0] * 5_000, None]
-    assert_rejected(
+    assert_item_table_is_rejected(
         tmp_path,
         "DROP TABLE",
         "row 1: [-1.0, -1.0",
         "... is a list with a weight",
-        features=feature,
+        features=features,
         likes=likes,
-        **{column: pa.array(weights, NUMBER_LIST)},
+        **{weight_column: pa.array(weights, NUMBER_LIST)},
     )
 
 
@@ -285,6 +283,7 @@ def test_contradicting_settings_of_a_feature_are_rejected(settings: dict[str, An
     ("config", "message"),
     [
         ({}, "no feature is declared"),
+        ({"items": {"paths": "i", "id_column": "id"}}, "neither features nor title_column"),
         ({"context": [{"name": "a"}, {"name": "a"}]}, "2 features are named 'a'; rename all but one"),
         ({"users": {"paths": "u", "id_column": "id", "features": [{"name": "a"}] * 3}}, "3 features are named 'a'"),
     ],
@@ -309,8 +308,6 @@ def test_titles_that_are_not_text_are_rejected(tmp_path: Path) -> None:
         "features.items.title_column",
         "titles are strings",
     )
-    with pytest.raises(ValidationError, match="neither features nor title_column"):
-        FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id"}})
 
 
 @pytest.mark.parametrize(
@@ -322,16 +319,20 @@ def test_a_filter_column_with_a_reserved_or_repeated_name_is_rejected(columns: l
 
 
 @pytest.mark.parametrize(
-    ("second_values", "type_name"),
-    [(pa.array([[5]]), "list"), (pa.array([2**64 - 1], pa.uint64()), "uint64")],
+    ("first_sizes", "second_sizes", "message_parts"),
+    [
+        (pa.array([[1], []], pa.list_(pa.int64())), pa.array([[5]]), ("items-1.parquet", "'size' is list")),
+        (pa.array([1, 2]), pa.array([2**64 - 1], pa.uint64()), ("items-2.parquet", "'size' is uint64")),
+    ],
     ids=["list", "uint64"],
 )
-def test_a_filter_column_of_lists_or_of_uint64_is_rejected(tmp_path: Path, second_values: pa.Array, type_name: str) -> None:
+def test_a_filter_column_of_lists_or_of_uint64_is_rejected(
+    tmp_path: Path, first_sizes: pa.Array, second_sizes: pa.Array, message_parts: tuple[str, ...]
+) -> None:
     interactions = write_interactions(tmp_path / "log", user_ids=["ann", "bob"], item_ids=[10, 11, 12], log=LOG)
-    first_values = pa.array([1, 2]) if type_name == "uint64" else pa.array([[1], []], pa.list_(pa.int64()))
     paths = [
-        write_parquet(tmp_path / "items-1.parquet", id=[10, 11], size=first_values),
-        write_parquet(tmp_path / "items-2.parquet", id=[12], size=second_values),
+        write_parquet(tmp_path / "items-1.parquet", id=[10, 11], size=first_sizes),
+        write_parquet(tmp_path / "items-2.parquet", id=[12], size=second_sizes),
     ]
     config = FeaturesConfig.model_validate({"items": {"paths": paths, "id_column": "id", "filter_columns": ["size"]}})
     assert_rejects(
@@ -339,8 +340,7 @@ def test_a_filter_column_of_lists_or_of_uint64_is_rejected(tmp_path: Path, secon
             config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=output_folder
         ),
         tmp_path,
-        f"items-{2 if type_name == 'uint64' else 1}.parquet",
-        f"'size' is {type_name}",
+        *message_parts,
         "features.items.filter_columns",
         "cast it",
     )

@@ -11,7 +11,7 @@ import pytest
 from recsys_core.ingest.features.config import ItemTableConfig
 from recsys_core.ingest.features.later_items import LaterItems, LaterItemTable
 from recsys_core.manifests import FeaturesManifest, IdType
-from tests.recsys_core.ingest.features.test_ingest import ingest, item_settings, write_small_log
+from tests.recsys_core.ingest.features.test_ingest import ingest, item_settings, rows_of, write_small_log
 from tests.recsys_core.ingest.parquet_files import raises_input_error, write_parquet
 
 FEATURES: tuple[dict[str, Any], ...] = (
@@ -25,7 +25,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
 
 def write_table(path: Path, **columns: Any) -> str:
     """Write a table of five items. `columns` override the default columns."""
-    defaults = {
+    default_columns = {
         "id": [10, 11, 12, 13, 14],
         "genre": ["pop", "rock", "pop", None, "rock"],
         "tags": [["a", "b"], ["a"], [], ["b"], ["c"]],
@@ -33,12 +33,12 @@ def write_table(path: Path, **columns: Any) -> str:
         "price": [1.0, 2.0, 3.0, 4.0, 5.0],
         "brand": ["x", "y", "x", "y", "x"],
     }
-    return write_parquet(path, **(defaults | columns))
+    return write_parquet(path, **(default_columns | columns))
 
 
 @pytest.fixture
 def training_manifest(tmp_path: Path) -> FeaturesManifest:
-    """Return the features of the training, from the default table."""
+    """Return the manifest of the training's features, which are ingested from the default table."""
     path = write_table(tmp_path / "items.parquet")
     return ingest(tmp_path / "features", write_small_log(tmp_path / "log"), **item_settings(path, *FEATURES))
 
@@ -63,7 +63,7 @@ def open_table(
 
 
 def read_items(training_manifest: FeaturesManifest, path: str, ids: list[int], folder: Path, **settings: Any) -> LaterItems:
-    """Read the rows of the items `ids` of a later item table, in this order."""
+    """Read the rows of the items `ids` from a later item table, in the order of `ids`."""
     table = open_table(training_manifest, path, **settings)
     return table.read(pa.array(ids), vocabulary_folder=training_manifest.folder, folder=folder)
 
@@ -71,16 +71,13 @@ def read_items(training_manifest: FeaturesManifest, path: str, ids: list[int], f
 def rows_and_weights_by_item(later_items: LaterItems, key: str, num_items: int) -> list[tuple[list[int], list[float] | None]]:
     """Return the table rows of each item, and its weights or None for a feature without weights."""
     feature = later_items.features.feature_by_key[key]
-    lists = [feature.rows_and_weights(np.array([item])) for item in range(num_items)]
-    return [(rows.values_L.tolist(), None if weights is None else weights.tolist()) for rows, weights in lists]
+    rows_and_weights = [feature.rows_and_weights(np.array([item])) for item in range(num_items)]
+    return [(rows.values_L.tolist(), None if weights is None else weights.tolist()) for rows, weights in rows_and_weights]
 
 
 def training_rows(training_manifest: FeaturesManifest, key: str) -> list[list[int]]:
-    """Return the table rows of each item of the training."""
-    rows = np.load(training_manifest.path(f"{key}.row.npy"))
-    if f"{key}.offset.npy" not in training_manifest.files:
-        return [[row] for row in rows.tolist()]
-    return [values.tolist() for values in np.split(rows, np.load(training_manifest.path(f"{key}.offset.npy"))[1:-1])]
+    """Return the table rows of each item of the training. For a feature without lists, each item has one row."""
+    return [rows if isinstance(rows, list) else [rows] for rows in rows_of(training_manifest, key)]
 
 
 def test_the_items_of_the_training_have_the_same_rows_and_weights_again(
@@ -91,8 +88,9 @@ def test_the_items_of_the_training_have_the_same_rows_and_weights_again(
         for array_name in ("row", "offset", "weight"):
             file_name = f"{key}.{array_name}.npy"
             if file_name in training_manifest.files:
-                arrays = np.load(tmp_path / "later" / file_name), np.load(training_manifest.path(file_name))
-                np.testing.assert_array_equal(*arrays, err_msg=file_name)
+                later_array = np.load(tmp_path / "later" / file_name)
+                training_array = np.load(training_manifest.path(file_name))
+                np.testing.assert_array_equal(later_array, training_array, err_msg=file_name)
 
 
 def test_later_items_use_the_encodings_of_the_training(training_manifest: FeaturesManifest, tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_titles_and_filter_columns_are_stored_with_the_row_of_each_item(
 
 
 @pytest.mark.parametrize(
-    ("table_ids", "ids"),
+    ("table_ids", "expected_ids"),
     [
         (pa.array([12, None, 10, 12, 99]), [10, 12, 99]),
         (pa.array([12, 2**64 - 1, 10, 12, 99], pa.uint64()), [10, 12, 99]),
@@ -151,11 +149,11 @@ def test_titles_and_filter_columns_are_stored_with_the_row_of_each_item(
     ids=["null", "too large", "empty"],
 )
 def test_the_ids_of_a_table_are_distinct_sorted_and_possible_ids_of_items(
-    training_manifest: FeaturesManifest, tmp_path: Path, table_ids: pa.Array, ids: list[int | str]
+    training_manifest: FeaturesManifest, tmp_path: Path, table_ids: pa.Array, expected_ids: list[int | str]
 ) -> None:
     path = write_table(tmp_path / "new.parquet", id=table_ids)
     table = open_table(training_manifest, path, id_type="int64" if pa.types.is_integer(table_ids.type) else "string")
-    assert table.ids(folder=tmp_path / "ids").to_pylist() == ids
+    assert table.ids(folder=tmp_path / "ids").to_pylist() == expected_ids
 
 
 def test_a_table_without_a_feature_of_the_model_is_read(tmp_path: Path) -> None:

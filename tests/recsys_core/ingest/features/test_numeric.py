@@ -1,4 +1,4 @@
-"""Standardised numeric features: mean and standard deviation over the training events, and their reuse in later runs."""
+"""Standardised numeric features: the mean and standard deviation over training events, which later runs use again."""
 
 import math
 from pathlib import Path
@@ -25,7 +25,7 @@ LOG = [([0, 1, 2], [6], [7]), ([3, 4, 5], [], [])]
 
 
 def ingest(folder: Path, prices: Any, *, previous: FeaturesManifest | None = None, **log_settings: Any) -> FeaturesManifest:
-    """Ingest `prices`, one number per item. The table has no row for the items beyond them."""
+    """Ingest the prices of the first items. The other items have no row in the table."""
     interactions = write_interactions(folder / "log", user_ids=["u", "v"], item_ids=ITEMS, log=LOG, **log_settings)
     path = write_parquet(folder / "items.parquet", row_group_size=3, id=ITEMS[: len(prices)], price=prices)
     return ingest_config(folder, interactions, previous, items={"paths": path, "id_column": "id", "features": [PRICE]})
@@ -67,7 +67,7 @@ def test_numbers_are_clipped_at_10_deviations_and_infinities_do_not_change_the_m
 def test_a_feature_without_variance_in_training_has_zero_weights(tmp_path: Path, prices: list[float | None]) -> None:
     manifest = ingest(tmp_path, pa.array(prices, pa.float64()))
     assert manifest.features["item.price"].std == 0
-    assert rows_and_weights_of(manifest) == ([int(value is not None) for value in prices] + [0], [0.0] * 8)
+    assert rows_and_weights_of(manifest) == ([int(price is not None) for price in prices] + [0], [0.0] * 8)
 
 
 @pytest.mark.parametrize("number_type", [pa.int16(), pa.uint64(), pa.float32(), pa.decimal128(9, 2)])
@@ -105,7 +105,7 @@ def test_a_feature_that_had_buckets_in_the_previous_run_gets_a_new_mean(tmp_path
 
 
 def test_the_context_is_standardised_over_training_events(tmp_path: Path) -> None:
-    # The events in the order of the store: three training, one validation, one test and three training events.
+    # The hours are in the order of the store: three training events, a validation event, a test event, three training events.
     interactions = write_interactions(
         tmp_path / "log", user_ids=["u", "v"], item_ids=ITEMS, log=LOG, context={"hour": [4, 8, 4, 100, 12, 8, 4, 8]}
     )
@@ -115,8 +115,8 @@ def test_the_context_is_standardised_over_training_events(tmp_path: Path) -> Non
 
 def test_the_store_returns_each_number_as_the_weight_of_row_1(tmp_path: Path) -> None:
     store = FeatureStore.open(ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5]))
-    jagged, weights = store.feature_by_key["item.price"].rows_and_weights(np.array([6, 4, 0]))
-    assert (jagged.values_L.tolist(), jagged.lengths.tolist()) == ([1, 0, 1], [1, 1, 1])
+    rows, weights = store.feature_by_key["item.price"].rows_and_weights(np.array([6, 4, 0]))
+    assert (rows.values_L.tolist(), rows.lengths.tolist()) == ([1, 0, 1], [1, 1, 1])
     assert weights is not None and weights.tolist() == [2.5, 0.0, -1.0]
     batch = Assembler(user_batch_key=None, features=store).item_batch(np.array([1, 6]))
     assert batch.sparse[UNPOOLED]["item.price"].lengths().tolist() == [1, 1]
@@ -135,10 +135,10 @@ def test_standardised_numbers_have_mean_0_and_deviation_1_over_the_training_even
     feature = manifest.features["item.price"]
     assert feature.mean is not None and feature.std is not None
     assert math.isfinite(feature.mean) and math.isfinite(feature.std)
-    assert all(abs(value) <= 10 for value in weights)
-    assert rows == [int(value is not None and not math.isnan(value)) for value in prices] + [0] * (8 - len(prices))
-    assert all(value == 0 for value, row in zip(weights, rows, strict=True) if not row)
-    train_items = [item for item, value in enumerate(prices[:6]) if value is not None and math.isfinite(value)]
+    assert all(abs(weight) <= 10 for weight in weights)
+    assert rows == [int(price is not None and not math.isnan(price)) for price in prices] + [0] * (8 - len(prices))
+    assert all(weight == 0 for weight, row in zip(weights, rows, strict=True) if row == 0)
+    train_items = [item for item, price in enumerate(prices[:6]) if price is not None and math.isfinite(price)]
     if feature.std > 1e-300 and feature.std > 1e-12 * abs(feature.mean):  # a smaller deviation is a rounding error
         assert np.mean([weights[item] for item in train_items]) == pytest.approx(0, abs=1e-3)
         assert np.std([weights[item] for item in train_items]) == pytest.approx(1, abs=1e-3)
